@@ -1,0 +1,35 @@
+"""Distributed actors, futures and tasks for asyncio: one plain async program drives many processes and GPUs."""
+
+from aiodaft import exceptions
+from aiodaft.actor import Actor, method
+from aiodaft.exceptions import (
+    ActorDied,
+    BorrowError,
+    CallCancelled,
+    ChannelClosed,
+    DaftError,
+    DeadlineExceeded,
+    InsufficientResources,
+    NameNotFound,
+    NameTaken,
+    Overloaded,
+    OwnerDied,
+    PeerLost,
+    RemoteError,
+    RuntimeClosed,
+    SerializationError,
+    SpawnFailed,
+)
+from aiodaft.channel import Channel
+from aiodaft.deadline import deadline
+from aiodaft.graph import Graph, compile
+from aiodaft.group import Group
+from aiodaft.memory import empty
+from aiodaft.placement import Placement, Spawned
+from aiodaft.ref import Ref, Refs, Stream, borrow, lazy
+from aiodaft.runtime import Runtime, run, start, stop
+from aiodaft.scope import ActorInfo, Scope
+from aiodaft.service import Service
+from aiodaft.web import cancel_on_disconnect
+
+__version__ = "0.1.0"

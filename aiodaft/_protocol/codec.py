@@ -1,0 +1,111 @@
+"""Frames and payloads as MessagePack: the only module that imports msgpack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import msgpack
+
+from aiodaft.exceptions import RemoteProtocolError
+
+__all__ = ["MAX_FRAME", "Ext", "FrameDecoder", "FrameEncoder", "pack", "pack_exts", "unpack"]
+
+# A frame carries at most an inline payload (64 KiB), inline buffers (64 KiB) and descriptors of refs.
+MAX_FRAME: Final = 16 << 20
+_MAX_ITEMS: Final = 1 << 17
+
+Ext = msgpack.ExtType
+ExtHook = Callable[[int, bytes], Any]
+
+
+class FrameEncoder:
+    """Packs frames one after the other into one buffer, so that a turn of the loop costs one write."""
+
+    def __init__(self) -> None:
+        packer = msgpack.Packer(autoreset=False, unicode_errors="surrogatepass")
+        self.pack = packer.pack
+        self._packer = packer
+
+    def take(self) -> bytes:
+        """Return everything packed since the last call."""
+        data: bytes = self._packer.bytes()
+        self._packer.reset()
+        return data
+
+
+class FrameDecoder:
+    """Cuts a stream of bytes into frames."""
+
+    def __init__(self) -> None:
+        self._unpacker = msgpack.Unpacker(
+            use_list=False,
+            strict_map_key=False,
+            unicode_errors="surrogatepass",
+            max_buffer_size=2 * MAX_FRAME,
+            max_str_len=MAX_FRAME,
+            max_bin_len=MAX_FRAME,
+            max_array_len=_MAX_ITEMS,
+            max_map_len=0,
+            max_ext_len=0,
+        )
+
+    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Any]:
+        """Yield the frames that `data` completes.
+
+        Raises:
+            RemoteProtocolError: The bytes are no frames, or break a limit. The decoder is of no use after that.
+        """
+        try:
+            self._unpacker.feed(data)
+            yield from self._unpacker
+        except (ValueError, msgpack.UnpackException) as error:
+            raise RemoteProtocolError(f"these bytes are no frame: {error or type(error).__name__}") from error
+
+
+def _big_int(value: Any) -> Any:
+    if type(value) is int:
+        return Ext(BIG_INT, str(value).encode())
+    raise TypeError(f"cannot pack {type(value).__name__}")
+
+
+# The one extension that packing itself needs: integers beyond 64 bits.
+BIG_INT: Final = 1
+
+
+def pack(value: Any) -> bytes:
+    """Encode plain data: None, bool, int, float, str, bytes, list, dict and `Ext`."""
+    packed: bytes = msgpack.packb(value, default=_big_int, strict_types=True, unicode_errors="surrogatepass")
+    return packed
+
+
+def pack_exts(code: int, value: Any) -> Any:
+    """Encode plain data as one extension value."""
+    return Ext(code, pack(value))
+
+
+def unpack(data: bytes | memoryview, ext_hook: ExtHook) -> Any:
+    """Decode what `pack` made; `ext_hook` turns extensions other than big integers into values."""
+
+    def hook(code: int, content: bytes) -> Any:
+        return int(content) if code == BIG_INT else ext_hook(code, content)
+
+    return msgpack.unpackb(
+        data,
+        ext_hook=hook,
+        strict_map_key=False,
+        unicode_errors="surrogatepass",
+    )
+
+
+def unpack_stream(data: memoryview, ext_hook: ExtHook) -> Iterator[Any]:
+    """Decode packed values that stand one after the other."""
+
+    def hook(code: int, content: bytes) -> Any:
+        return int(content) if code == BIG_INT else ext_hook(code, content)
+
+    unpacker = msgpack.Unpacker(
+        ext_hook=hook, strict_map_key=False, unicode_errors="surrogatepass", max_buffer_size=len(data) + 1
+    )
+    unpacker.feed(data)
+    yield from unpacker

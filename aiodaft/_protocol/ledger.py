@@ -1,0 +1,107 @@
+"""What a node has and who uses it: counted, never overcommitted. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from aiodaft.exceptions import InsufficientResources
+
+HolderT = TypeVar("HolderT", bound=Hashable)
+
+# Sums of fractions such as three times a third of a GPU are compared with this slack.
+_EPSILON = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What an actor needs. Fractions below one share one GPU; whole GPUs are exclusive."""
+
+    cpus: float = 0.0
+    gpus: float = 0.0
+    custom: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, amount in {"cpus": self.cpus, "gpus": self.gpus, **self.custom}.items():
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
+                raise ValueError(f"{name}={amount!r}: resources are numbers that are not negative")
+        if self.gpus > 1 and self.gpus != int(self.gpus):
+            raise ValueError(f"gpus={self.gpus}: take whole GPUs, or a fraction of one")
+
+
+class Ledger(Generic[HolderT]):
+    """Resources of one node."""
+
+    def __init__(self, *, cpus: float, gpus: int, custom: Mapping[str, float] | None = None) -> None:
+        self.totals: dict[str, float] = {"cpus": float(cpus), **(custom or {})}
+        self.gpus = gpus
+        self._used: dict[str, float] = dict.fromkeys(self.totals, 0.0)
+        self._gpus: list[float] = [0.0] * gpus
+        self._holders: dict[HolderT, tuple[str, Demand, tuple[int, ...]]] = {}
+
+    def take(self, holder: HolderT, label: str, demand: Demand) -> tuple[int, ...]:
+        """Reserve what an actor needs.
+
+        Args:
+            holder: Who takes it; gives it back with `give_back`.
+            label: What to call the holder in messages.
+            demand: What it needs.
+
+        Returns:
+            The numbers of its GPUs.
+
+        Raises:
+            InsufficientResources: It is not there, or somebody has it; nothing was reserved.
+        """
+        needs = {"cpus": demand.cpus, **demand.custom}
+        for name, amount in needs.items():
+            if amount > self.totals.get(name, 0.0) - self._used.get(name, 0.0) + _EPSILON:
+                raise InsufficientResources(self._refusal(label, name, amount))
+        chosen = self._choose_gpus(label, demand.gpus)
+        for name, amount in needs.items():
+            if amount:
+                self._used[name] += amount
+        for index in chosen:
+            self._gpus[index] += min(1.0, demand.gpus)
+        self._holders[holder] = (label, demand, chosen)
+        return chosen
+
+    def give_back(self, holder: HolderT) -> None:
+        """Return what a holder had; nothing if it had nothing."""
+        _, demand, chosen = self._holders.pop(holder, ("", Demand(), ()))
+        for name, amount in {"cpus": demand.cpus, **demand.custom}.items():
+            if amount:
+                self._used[name] -= amount
+        for index in chosen:
+            self._gpus[index] -= min(1.0, demand.gpus)
+
+    def free(self) -> dict[str, float]:
+        """What is left of each resource."""
+        left = {name: total - self._used[name] for name, total in self.totals.items()}
+        return {**left, "gpus": sum(1.0 - used for used in self._gpus)}
+
+    def _choose_gpus(self, label: str, amount: float) -> tuple[int, ...]:
+        if not amount:
+            return ()
+        if amount < 1:
+            # The fullest GPU that still has room, so that whole ones stay whole.
+            fitting = [i for i, used in enumerate(self._gpus) if used + amount <= 1 + _EPSILON]
+            chosen = sorted(fitting, key=lambda i: -self._gpus[i])[:1]
+        else:
+            chosen = [i for i, used in enumerate(self._gpus) if used < _EPSILON][: int(amount)]
+        if len(chosen) < max(1, int(amount)):
+            raise InsufficientResources(self._refusal(label, "gpus", amount))
+        return tuple(chosen)
+
+    def _refusal(self, label: str, name: str, amount: float) -> str:
+        total = float(len(self._gpus)) if name == "gpus" else self.totals.get(name, 0.0)
+        users = [f"{who} has {n:g}" for who, n in ((h, self._amount(d, name)) for h, d, _ in self._holders.values()) if n]
+        in_use = f": {', '.join(users)}" if users else ""
+        left = self.free().get(name, 0.0)
+        hint = "" if total else f"; declare them by hand with Runtime({name}=...) if you know better"
+        return f"{label} needs {name}={amount:g}, but this node has {total:g}, of which {left:g} free{in_use}{hint}"
+
+    @staticmethod
+    def _amount(demand: Demand, name: str) -> float:
+        return {"cpus": demand.cpus, "gpus": demand.gpus}.get(name, demand.custom.get(name, 0.0))

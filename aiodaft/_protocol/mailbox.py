@@ -1,0 +1,147 @@
+"""Order and concurrency of one actor's calls. Pure: it says what may start, somebody else starts it.
+
+The rule: calls of one caller *start* in the order in which they were made, also when an earlier one still waits
+for its arguments. Different callers do not hold each other up. `ordered=False` opts out.
+
+`def` methods run on the actor's one thread. They are handed over at once and queue up there; but an `async def`
+call may overtake none of its caller's earlier ones, so it waits until those have begun.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from .ids import PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the mailbox needs to know of a method."""
+
+    name: str
+    on_thread: bool = False
+    ordered: bool = True
+    concurrency: int | None = None
+
+
+class Entry(Protocol):
+    """A call, as the mailbox sees it."""
+
+    caller: PeerId
+    rules: Rules
+    # Its arguments are here.
+    ready: bool
+    # Cancelled before it started.
+    withdrawn: bool
+    # The actor's thread has taken it up; set there.
+    begun: bool
+
+
+EntryT = TypeVar("EntryT", bound=Entry)
+
+
+class Mailbox(Generic[EntryT]):
+    """Decides when each call of one actor starts."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[PeerId, deque[EntryT]] = {}
+        self._unordered: list[EntryT] = []
+        self._last_on_thread: dict[PeerId, EntryT] = {}
+        self._running: Counter[str] = Counter()
+        self._held = 0
+        # Something waits for a call to begin on the thread: the thread then has to say so.
+        self.watching = False
+
+    @property
+    def queued(self) -> int:
+        """Calls that wait for their turn."""
+        waiting = [*self._unordered, *(entry for lane in self._lanes.values() for entry in lane)]
+        return sum(not entry.withdrawn for entry in waiting)
+
+    def arrive(self, entry: EntryT) -> bool:
+        """A call came in: True if it starts now, else it is kept."""
+        rules = entry.rules
+        lane = self._lanes.get(entry.caller) if rules.ordered and self._lanes else None
+        if lane is None and self._may_start(entry):
+            self._start(entry)
+            return True
+        if not rules.ordered:
+            self._unordered.append(entry)
+        elif lane is None:
+            self._lanes[entry.caller] = deque([entry])
+        else:
+            lane.append(entry)
+        return False
+
+    def finished(self, entry: EntryT) -> bool:
+        """A started call ended: True if others wait, so that one of them may be `startable` now."""
+        rules = entry.rules
+        if rules.on_thread and self._last_on_thread.get(entry.caller) is entry:
+            del self._last_on_thread[entry.caller]
+        if rules.concurrency is not None:
+            self._running[rules.name] -= 1
+        return bool(self._lanes or self._unordered)
+
+    def hold(self) -> None:
+        """Start nothing until `unhold`: a result is being captured, and no call may change it meanwhile."""
+        self._held += 1
+
+    def unhold(self) -> None:
+        """The result is captured: calls may be `startable` now."""
+        self._held -= 1
+
+    def startable(self) -> list[EntryT]:
+        """Take out and return everything that may start now: a call became ready, was withdrawn, or has begun."""
+        self.watching = False
+        started: list[EntryT] = []
+        for caller, lane in list(self._lanes.items()):
+            while lane and (lane[0].withdrawn or self._may_start(lane[0])):
+                entry = lane.popleft()
+                if not entry.withdrawn:
+                    self._start(entry)
+                    started.append(entry)
+            if not lane:
+                del self._lanes[caller]
+        unordered, self._unordered = self._unordered, []
+        for entry in unordered:
+            if not entry.withdrawn and self._may_start(entry):
+                self._start(entry)
+                started.append(entry)
+            elif not entry.withdrawn:
+                self._unordered.append(entry)
+        return started
+
+    def drain(self) -> list[EntryT]:
+        """Take out everything that waits: it will never start."""
+        waiting = [*(entry for lane in self._lanes.values() for entry in lane), *self._unordered]
+        self._lanes.clear()
+        self._unordered.clear()
+        return [entry for entry in waiting if not entry.withdrawn]
+
+    def _may_start(self, entry: EntryT) -> bool:
+        rules = entry.rules
+        if not entry.ready or self._held:
+            return False
+        if rules.concurrency is not None and self._running[rules.name] >= rules.concurrency:
+            return False
+        if rules.on_thread or not rules.ordered or not self._last_on_thread:
+            return True
+        return self._earlier_ones_have_begun(entry.caller)
+
+    def _earlier_ones_have_begun(self, caller: PeerId) -> bool:
+        # The thread takes calls in order, so the last one speaks for all. First ask it to report, then look:
+        # the other way round, it could begin in between and never say so.
+        last = self._last_on_thread.get(caller)
+        if last is None:
+            return True
+        self.watching = True
+        return last.begun
+
+    def _start(self, entry: EntryT) -> None:
+        rules = entry.rules
+        if rules.on_thread:
+            self._last_on_thread[entry.caller] = entry
+        if rules.concurrency is not None:
+            self._running[rules.name] += 1

@@ -1,0 +1,140 @@
+"""One conversation between two peers: bytes in, messages out, and calls within a window. No I/O.
+
+Calls that are not answered yet are bounded: beyond the window they wait here, in order, as small records. A call
+whose arguments are still being copied holds its place; the answers themselves are the credits, so a sender alone
+keeps the other side's memory bounded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final, Generic, TypeVar
+
+from aiodaft.exceptions import LocalProtocolError, Overloaded, RemoteProtocolError
+
+from .codec import FrameDecoder, FrameEncoder
+from .ids import CallId, PeerId
+from .messages import HELLO, OLDEST_WIRE_VERSION, WIRE_VERSION, Message, check_all
+
+CallT = TypeVar("CallT")
+
+# Unanswered calls that one connection carries, and the bytes that their arguments may take in the callee.
+WINDOW: Final = 4096
+WINDOW_BYTES: Final = 64 << 20
+
+
+class Session(Generic[CallT]):
+    """State of one control link. `CallT` is whatever the owner wants to keep with each call."""
+
+    def __init__(self, local: PeerId, pid: int, *, remote: PeerId, max_pending: int, window: int = WINDOW) -> None:
+        self.remote = remote
+        self.remote_pid: int | None = None
+        self.version = WIRE_VERSION
+        # Calls without an answer: under way, and waiting for their turn.
+        self.calls: dict[CallId, CallT] = {}
+        self._waiting: OrderedDict[CallId, tuple[Message | None, int]] = OrderedDict()
+        self._window = window
+        self._max_pending = max_pending
+        self._costs: dict[CallId, int] = {}
+        self._bytes = 0
+        self._decoder = FrameDecoder()
+        self._encoder = FrameEncoder()
+        self.send = self._encoder.pack
+        self.data_to_send = self._encoder.take
+        self.send((HELLO, OLDEST_WIRE_VERSION, WIRE_VERSION, local, pid))
+
+    @property
+    def waiting(self) -> int:
+        """Calls that are not sent yet."""
+        return len(self._waiting)
+
+    def is_waiting(self, call_id: CallId) -> bool:
+        """Whether a call is not sent yet."""
+        return call_id in self._waiting
+
+    def receive_data(self, data: bytes | bytearray | memoryview) -> list[Message]:
+        """Return the messages that `data` completes, without the greeting.
+
+        Raises:
+            RemoteProtocolError: The other side does not follow the protocol. The session is of no use after that.
+        """
+        messages = check_all(self._decoder.feed(data))
+        if self.remote_pid is None and messages:
+            self._greet(messages.pop(0))
+        return messages
+
+    def _greet(self, hello: Message) -> None:
+        if hello[0] != HELLO:
+            raise RemoteProtocolError(f"expected a greeting, got a message of kind {hello[0]}")
+        _, oldest, newest, remote, pid = hello
+        self.version = min(WIRE_VERSION, newest)
+        if self.version < max(OLDEST_WIRE_VERSION, oldest):
+            raise RemoteProtocolError(
+                f"{remote} speaks wire versions {oldest} to {newest}, this process {OLDEST_WIRE_VERSION} to {WIRE_VERSION}"
+            )
+        if remote != self.remote:
+            raise RemoteProtocolError(f"this connection leads to {remote}, not to {self.remote}")
+        self.remote_pid = pid
+
+    def submit(self, call_id: CallId, call: CallT, message: Message | None, cost: int = 0) -> None:
+        """Send a call, or let it wait for its turn.
+
+        Args:
+            call_id: Number of the call.
+            call: What to keep with it until it is answered.
+            message: The CALL or SEND; None while it is being prepared (see `provide`).
+            cost: Bytes of arguments in it.
+
+        Raises:
+            Overloaded: Too many calls are waiting.
+        """
+        if message is not None and not self._waiting and len(self.calls) < self._window and not self._bytes + cost > WINDOW_BYTES:
+            self.calls[call_id] = call
+            self._launch(call_id, message, cost)
+            return
+        if len(self._waiting) >= self._max_pending:
+            raise Overloaded(f"{len(self._waiting)} calls are waiting for {self.remote} already; await some of them first")
+        self.calls[call_id] = call
+        self._waiting[call_id] = (message, cost)
+        self._pump()
+
+    def provide(self, call_id: CallId, message: Message, cost: int = 0) -> None:
+        """Give the message of a call that was submitted without one."""
+        if call_id not in self._waiting:
+            raise LocalProtocolError(f"call {call_id} is not waiting for its message")
+        self._waiting[call_id] = (message, cost)
+        self._pump()
+
+    def withdraw(self, call_id: CallId) -> bool:
+        """Take back a call that was not sent yet; True if that was possible."""
+        if self._waiting.pop(call_id, None) is None:
+            return False
+        del self.calls[call_id]
+        self._pump()
+        return True
+
+    def settle(self, call_id: CallId) -> CallT | None:
+        """The call is answered: return what was kept with it (None if it is unknown) and make room for the next."""
+        call = self.calls.pop(call_id, None)
+        if call is not None:
+            if call_id in self._costs:
+                self._bytes -= self._costs.pop(call_id)
+            if self._waiting:
+                self._pump()
+        return call
+
+    def _launch(self, call_id: CallId, message: Message, cost: int) -> None:
+        if cost:
+            self._costs[call_id] = cost
+            self._bytes += cost
+        self.send(message)
+
+    def _pump(self) -> None:
+        while self._waiting and len(self.calls) - len(self._waiting) < self._window:
+            call_id, (message, cost) = next(iter(self._waiting.items()))
+            # One call may exceed the byte window, or it would wait for ever.
+            if message is None or (self._bytes and self._bytes + cost > WINDOW_BYTES):
+                return
+            del self._waiting[call_id]
+            self._launch(call_id, message, cost)
+

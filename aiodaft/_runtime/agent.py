@@ -1,0 +1,122 @@
+"""The actor that every process has for its peers: it hosts, stops, and answers for refs. Called by ordinary calls."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from aiodaft._protocol.ids import ActorId, CallId, PeerId
+from aiodaft.actor import Actor, MethodSpec, method, plain_spec, specs_of
+
+from .failures import add_note
+from .hosting import Cell
+from .incoming import current_call
+
+if TYPE_CHECKING:
+    from .peer import Peer
+
+
+class Agent(Actor):
+    """Serves the other processes of the runtime."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    @method
+    async def host(self, actor: int, label: str, cls: type, /, *args: Any, **kwargs: Any) -> None:
+        """Make an actor here. Its constructor runs on the actor's own thread, so that a slow one stalls nobody."""
+        cell = Cell(self._peer, ActorId(actor), label, _spec_finder(cls))
+        try:
+            cell.instance = await cell.thread.run(lambda: cls(*args, **kwargs))
+            enter = getattr(cls, "__aenter__", None)
+            if enter is not None:
+                entered = await enter(cell.instance)
+                cell.instance = cell.instance if entered is None else entered
+        except BaseException as error:
+            cell.thread.close()
+            add_note(error, f"raised while {label} was made (pid {self._peer.pid}, {self._peer.node})")
+            raise
+        self._peer.cells[cell.id] = cell
+
+    @method
+    async def stop(self, actor: int, reason: str, grace: float) -> None:
+        """Stop an actor: see `Cell.stop`. Nothing if it is gone."""
+        cell = self._peer.cells.get(ActorId(actor))
+        if cell is not None:
+            try:
+                await cell.stop(reason, grace)
+            finally:
+                self._peer.cells.pop(cell.id, None)
+
+    @method
+    async def report(self, actor: int) -> dict[str, Any]:
+        """How an actor is doing."""
+        cell = self._peer.cells[ActorId(actor)]
+        return {
+            "running": tuple(call.label for call in cell.running()),
+            "queued": cell.mailbox.queued,
+            "done": cell.done,
+            "stored_bytes": self._peer.store.stored_bytes(),
+        }
+
+    # Refs that this process owns or keeps.
+
+    @method
+    async def borrow(self, number: int) -> None:
+        """The calling process holds a ref of this one."""
+        state = self._peer.refs.find(CallId(number))
+        if state is not None:
+            state.borrow(_caller())
+
+    @method
+    async def give_back(self, number: int) -> None:
+        """The calling process dropped a ref of this one."""
+        state = self._peer.refs.find(CallId(number))
+        if state is not None:
+            state.give_back(_caller())
+            state.free_if_unheld()
+
+    @method
+    async def cancel(self, number: int) -> None:
+        """The calling process cancels a ref of this one."""
+        state = self._peer.refs.find(CallId(number))
+        if state is not None:
+            state.cancel(f"{_caller()} asked for it")
+
+    @method
+    async def unread(self, owner: str, number: int) -> None:
+        """Wait until no process reads a value that this one keeps."""
+        kept = self._peer.store.entries.get((PeerId(owner), CallId(number)))
+        if kept is not None:
+            unread = asyncio.Event()
+            kept.when_unread(unread.set)
+            await unread.wait()
+
+
+def host_spec(cls: type) -> MethodSpec:
+    """The method that makes an actor, named in errors by the actor's class."""
+    spec = specs_of(Agent)["host"]
+    return MethodSpec(cls.__name__, spec.name, spec.fn, spec.rules, None, hidden=3)
+
+
+def _spec_finder(cls: type) -> Any:
+    specs = specs_of(cls)
+    if issubclass(cls, Actor):
+        return specs.get
+    known: dict[str, MethodSpec] = {}
+
+    def find(name: str) -> MethodSpec | None:
+        if name not in known:
+            try:
+                known[name] = plain_spec(cls, name)
+            except AttributeError:
+                return None
+        return known[name]
+
+    return find
+
+
+def _caller() -> PeerId:
+    call = current_call.get()
+    assert call is not None
+    return call.caller

@@ -1,0 +1,60 @@
+"""Which part of a value cannot travel, and how to reach it: `args[0].cfg.fn`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, Final
+
+from .pickling import TooLong
+
+_MAX_DEPTH: Final = 20
+_MAX_CHILDREN: Final = 1000
+
+
+def find_path(names: Iterable[tuple[str, Any]], attempt: Callable[[Any], object]) -> tuple[str, str]:
+    """The deepest part of some values that cannot be encoded.
+
+    Args:
+        names: The values, and what to call them.
+        attempt: Encodes a value, or raises.
+
+    Returns:
+        The path to the part, and why it cannot be encoded.
+    """
+    path, reason = "the value", ""
+    parts: Iterable[tuple[str, Any]] = names
+    for _ in range(_MAX_DEPTH):
+        failing = next(((name, value, why) for name, value in islice(parts, _MAX_CHILDREN) if (why := _why(value, attempt))), None)
+        if failing is None:
+            break
+        path, value, reason = failing
+        parts = _children(value, path)
+    return path, reason
+
+
+def _why(value: Any, attempt: Callable[[Any], object]) -> str:
+    try:
+        attempt(value)
+    except TooLong:
+        return ""
+    except Exception as error:  # noqa: BLE001 - user code runs while pickling, and may raise anything
+        return f"{error or type(error).__name__} ({type(value).__module__}.{type(value).__qualname__})"
+    return ""
+
+
+def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield f"{path}[{key!r:.40}]", item
+            yield f"{path}[key {key!r:.40}]", key
+    elif isinstance(value, list | tuple | set | frozenset):
+        fields = getattr(value, "_fields", None)
+        yield from (((f"{path}.{fields[i]}" if fields else f"{path}[{i}]"), item) for i, item in enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from ((f"{path}.{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    else:
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield from ((f"{path}.{name}", item) for name, item in attributes.items())

@@ -1,0 +1,167 @@
+"""How a call is answered: over a link, or to a caller in this very process."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.messages import ERROR, ITEM, PLAIN_TEXT_LIMIT, REPLY, RESULT, STORED
+from aiodaft.ref import Borrowed
+
+from .failures import encode_error
+from .serialization import FLAT
+from .store import Kept
+
+if TYPE_CHECKING:
+    from .incoming import IncomingCall
+    from .link import Link
+    from .peer import Peer
+    from .refkinds import CallState
+    from .streams import StreamState
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value travels in a frame as it is."""
+    kind = type(value)
+    if kind is str or kind is bytes:
+        return len(value) <= PLAIN_TEXT_LIMIT
+    if kind is int:
+        return -(1 << 63) <= value < 1 << 64
+    return kind in FLAT
+
+
+def all_plain(values: tuple[Any, ...]) -> bool:
+    """Whether arguments travel in a frame as they are."""
+    for value in values:  # noqa: SIM110 - on the path of every call: all() with a generator costs twice as much
+        if not is_plain(value):
+            return False
+    return True
+
+
+class RemoteCaller:
+    """A caller at the other end of a link."""
+
+    def __init__(self, peer: Peer, link: Link) -> None:
+        self._peer = peer
+        self._link = link
+        # Refs inside results that the caller has not registered yet, by call: they must not be freed meanwhile.
+        self.pins: dict[CallId, deque[list[Any]]] = {}
+
+    @property
+    def id(self) -> PeerId:
+        return self._link.remote
+
+    def answer(self, call: IncomingCall, result: Any) -> None:
+        if not call.over:
+            self._finish(call)
+            self._link.send((REPLY, call.number, result))
+        if call.pulled:
+            call.tell_pullers(self._encode_plain(result))
+
+    async def answer_encoded(self, call: IncomingCall, result: Any) -> None:
+        self.answer_kept(call, await self._capture(call, result))
+
+    def answer_kept(self, call: IncomingCall, kept: Kept) -> None:
+        if call.over or self._link.lost is not None:
+            # Nobody waits any more: the result goes as it came.
+            kept.release()
+            self._finish(call)
+            return
+        self._finish(call)
+        if kept.ready and kept.is_inline:
+            refs = self._pinned(call, kept)
+            self._link.send((RESULT, call.number, kept.payload, kept.inline, refs))
+        else:
+            self._peer.store.entries[self.id, call.number] = kept
+            self._link.send((STORED, call.number, kept.encoded.size))
+        call.tell_pullers(kept)
+
+    def fail(self, call: IncomingCall, error: BaseException, *, executed: bool | None) -> None:
+        if not call.over:
+            self._finish(call)
+            self._link.send((ERROR, call.number, encode_error(error), executed))
+        call.tell_pullers(error)
+
+    async def item(self, call: IncomingCall, value: Any) -> None:
+        kept = await self._capture(call, value)
+        transport = self._peer.store.transport
+        if call.over or self._link.lost is not None:
+            kept.release()
+            return
+        blobs = kept.blobs_for(self._link, transport)
+        self._link.send((ITEM, call.number, kept.payload, blobs, self._pinned(call, kept)))
+        # The grant keeps the block until the consumer is done with it.
+        kept.release()
+
+    def adopted(self, number: CallId) -> None:
+        """The caller has registered the refs inside a result or item."""
+        pinned = self.pins.get(number)
+        if pinned:
+            pinned.popleft()
+            if not pinned:
+                del self.pins[number]
+
+    def _pinned(self, call: IncomingCall, kept: Kept) -> tuple[Any, ...]:
+        if not kept.refs:
+            return ()
+        self.pins.setdefault(call.number, deque()).append(kept.refs)
+        return tuple(self._peer.refs.describe(ref) for ref in kept.refs)
+
+    def _finish(self, call: IncomingCall) -> None:
+        call.over = True
+        self._link.incoming.pop(call.number, None)
+
+    async def _capture(self, call: IncomingCall, result: Any) -> Kept:
+        lent = isinstance(result, Borrowed)
+        value = result.value if lent else result
+        name = f"the {'item' if call.wants_stream else 'result'} of {call.label}"
+        encoded = await self._peer.store.encode_anywhere(value, [(name, value)])
+        kept = Kept(encoded, result if lent else None)
+        if not (kept.lent or self._peer.store.pack_now(kept)):
+            await call.cell.capture(kept)
+        return kept
+
+    def _encode_plain(self, value: Any) -> Kept:
+        kept = Kept(self._peer.store.encode(value, []))
+        kept.pack(self._peer.store.transport)
+        return kept
+
+
+class LocalCaller:
+    """A caller in this process: results are the objects themselves."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self.states: dict[CallId, CallState | StreamState] = {}
+        self.calls: dict[CallId, IncomingCall] = {}
+
+    @property
+    def id(self) -> PeerId:
+        return self._peer.id
+
+    def answer(self, call: IncomingCall, result: Any) -> None:
+        state = self._finish(call)
+        if state is not None:
+            state.on_plain(result.value if isinstance(result, Borrowed) else result)
+
+    async def answer_encoded(self, call: IncomingCall, result: Any) -> None:
+        self.answer(call, result)
+
+    def answer_kept(self, call: IncomingCall, kept: Kept) -> None:
+        raise AssertionError("results for callers in this process are not encoded")
+
+    def fail(self, call: IncomingCall, error: BaseException, *, executed: bool | None) -> None:
+        state = self._finish(call)
+        if state is not None:
+            state.on_error(error)
+
+    async def item(self, call: IncomingCall, value: Any) -> None:
+        state = self.states.get(call.number)
+        if state is not None:
+            state.on_local_item(value)  # type: ignore[union-attr]  # only streams get items
+
+    def _finish(self, call: IncomingCall) -> CallState | StreamState | None:
+        call.over = True
+        self.calls.pop(call.number, None)
+        return self.states.pop(call.number, None)

@@ -1,0 +1,43 @@
+"""Which peer user code means that names none: `Channel()`, `empty()`."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from aiodaft.exceptions import RuntimeClosed
+
+if TYPE_CHECKING:
+    from .peer import Peer
+
+_context_peer: ContextVar[Peer | None] = ContextVar("aiodaft_peer", default=None)
+# Open peers of this process, oldest first. A worker has exactly one.
+_open_peers: list[Peer] = []
+
+
+def set_process_peer(peer: Peer) -> None:
+    """A peer was opened."""
+    _open_peers.append(peer)
+    _context_peer.set(peer)
+
+
+def remove_process_peer(peer: Peer) -> None:
+    """A peer was closed."""
+    if peer in _open_peers:
+        _open_peers.remove(peer)
+
+
+def current_peer() -> Peer:
+    """The peer of the runtime that surrounds the caller, or the only one of the process.
+
+    Raises:
+        RuntimeClosed: There is none, or there are several and none surrounds the caller.
+    """
+    peer = _context_peer.get()
+    if peer is not None and peer in _open_peers:
+        return peer
+    if len(_open_peers) == 1:
+        return _open_peers[0]
+    if not _open_peers:
+        raise RuntimeClosed("no runtime is open: use this inside `async with aiodaft.Runtime()`")
+    raise RuntimeClosed(f"{len(_open_peers)} runtimes are open: use this inside the `async with` of the one you mean")

@@ -1,0 +1,30 @@
+"""The one seam for time, randomness and identity, so that a whole cluster can be simulated."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from aiodaft._protocol.ids import PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Env:
+    """Where the runtime gets what differs from run to run.
+
+    Attributes:
+        monotonic: Seconds of a clock that never jumps.
+        random: Source of choices that need not be secret.
+        token: Random bytes that nobody can guess.
+    """
+
+    monotonic: Callable[[], float] = time.monotonic
+    random: random.Random = field(default_factory=random.Random)
+    token: Callable[[int], bytes] = secrets.token_bytes
+
+    def new_peer_id(self, kind: str) -> PeerId:
+        """An id for a process that no other process has."""
+        return PeerId(f"{kind}-{self.token(6).hex()}")

@@ -1,0 +1,107 @@
+"""Exceptions on the wire: they arrive as their own type, with the remote frames, or as text if that cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from typing import Any, Final
+
+from aiodaft._protocol.codec import pack, unpack
+from aiodaft.exceptions import CallCancelled, DaftError, RemoteError
+
+from .decoding import decode
+from .serialization import encode
+
+_MAX_ENCODED: Final = 256 << 10
+_MAX_TEXT: Final = 16 << 10
+_MAX_MESSAGE: Final = 4 << 10
+
+
+def encode_error(error: BaseException) -> bytes:
+    """An exception as bytes; never raises, whatever the exception does when it is looked at."""
+    type_name = f"{type(error).__module__}.{type(error).__qualname__}"
+    payload, blob = _encode_object(error)
+    return pack([type_name, _message(error), _text(error), payload, blob])
+
+
+def decode_error(data: bytes) -> BaseException:
+    """The exception that `encode_error` encoded, or a RemoteError that tells of it."""
+    type_name, message, text, payload, blob = unpack(data, _no_extensions)
+    if payload is not None:
+        try:
+            error = decode(payload, [] if blob is None else [memoryview(bytearray(blob))])
+        except Exception:  # noqa: BLE001, S110 - the class is not here, or refuses to be built: the text remains
+            pass
+        else:
+            if isinstance(error, BaseException):
+                return error
+    remote = RemoteError(f"{type_name}: {message}\n\n{text}")
+    remote.type_name = type_name
+    remote.traceback = text
+    return remote
+
+
+def as_call_error(error: BaseException, where: str | None) -> Exception:
+    """What a caller gets for what a method raised, with a note of where that was."""
+    if isinstance(error, asyncio.CancelledError):
+        cancelled = CallCancelled("the call was cancelled" if not str(error) else f"the call was cancelled: {error}")
+        cancelled.__cause__ = error
+        error = cancelled
+    elif isinstance(error, StopIteration | StopAsyncIteration) or not isinstance(error, Exception):
+        # Raised out of an await, these would end the caller's own generators, coroutines or loop.
+        wrapped = RuntimeError(f"the method raised {type(error).__name__}")
+        wrapped.__cause__ = error
+        error = wrapped
+    assert isinstance(error, Exception)
+    if where is not None:
+        add_note(error, where)
+    return error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line to an exception, once."""
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def copy_error(error: DaftError) -> DaftError:
+    """A separate exception for another waiter."""
+    copied = error.__reduce__()
+    twin: DaftError = copied[0](*copied[1])
+    twin.__cause__ = error.__cause__
+    return twin
+
+
+def _encode_object(error: BaseException) -> tuple[bytes | None, bytes | None]:
+    try:
+        encoded = encode(error, names=[], find_block=_no_block)
+        if encoded.size > _MAX_ENCODED:
+            return None, None
+        blob = encoded.packed()
+        # An exception that cannot be rebuilt here will not be rebuilt elsewhere either.
+        decode(encoded.payload, [] if blob is None else [memoryview(bytearray(blob))])
+    except Exception:  # noqa: BLE001 - user code runs while pickling, and may raise anything
+        return None, None
+    return encoded.payload, blob
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)[:_MAX_MESSAGE]
+    except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise anything
+        return f"<its text cannot be had: {type(problem).__name__}>"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))[-_MAX_TEXT:]
+    except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise anything
+        return f"<its traceback cannot be had: {type(problem).__name__}>"
+
+
+def _no_block(address: int) -> None:
+    return None
+
+
+def _no_extensions(code: int, content: bytes) -> Any:
+    raise ValueError(f"unexpected extension {code} in an error")

@@ -1,0 +1,221 @@
+"""The process that workers are forked from, and their nursery.
+
+Started once per runtime, by exec. It has one thread and never touches a loop, a GPU or a socket of anybody else, so
+forking it is safe; it imports what all actors need, so a worker starts in milliseconds and shares that memory
+copy-on-write. It outlives nobody: when its connection to the node ends, for whatever reason, it kills every worker
+and everything the workers have started, and ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import suppress
+from typing import Any, Final
+
+from aiodaft._protocol.codec import pack, unpack
+
+from .processes import adopt_orphans, children, describe_status, kill, reap
+
+CONFIGURE: Final = 0  # sys.path, whether to fork
+SPAWN: Final = 1  # number, environment, modules to import before forking, settings of the worker; with descriptors
+KILL: Final = 2  # number, signal
+SPAWNED: Final = 3  # number, pid
+EXITED: Final = 4  # number, pid, exit code, signal
+FAILED: Final = 5  # number, text
+
+_MAX_MESSAGE: Final = 1 << 20
+_MAX_FDS: Final = 3
+# What workers get between SIGTERM and SIGKILL when the node is gone.
+_LAST_GRACE: Final = 0.3
+
+# The child of `fork=False`: told where its modules are, then runs like a forked one.
+_BOOTSTRAP: Final = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "from aiodaft._runtime.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class ForkServer:
+    """Starts workers when told to, reports their ends, and clears up."""
+
+    def __init__(self, node: socket.socket) -> None:
+        self._node = node
+        self._numbers: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
+        self._fork = True
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, self._wakeup_end = socket.socketpair()
+
+    def run(self) -> None:
+        """Serve until the node is gone."""
+        adopt_orphans()
+        self._wakeup.setblocking(False)
+        self._wakeup_end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
+        self._selector.register(self._node, selectors.EVENT_READ)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        try:
+            while self._serve():
+                pass
+        finally:
+            self._sweep()
+
+    def _serve(self) -> bool:
+        ready = {key.fileobj for key, _ in self._selector.select()}
+        if self._wakeup in ready:
+            with suppress(BlockingIOError):
+                self._wakeup.recv(4096)
+            self._report_ended()
+        return self._node not in ready or self._take_order()
+
+    def _take_order(self) -> bool:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._node, _MAX_MESSAGE, _MAX_FDS)
+        except OSError:
+            return False
+        if not data:
+            return False
+        order = unpack(data, _no_extensions)
+        if order[0] == CONFIGURE:
+            _, sys.path[:], self._fork = order
+        elif order[0] == SPAWN:
+            self._spawn(order, fds)
+        elif order[0] == KILL:
+            pid = self._pids.get(order[1])
+            if pid is not None:
+                kill(pid, order[2])
+        return True
+
+    def _spawn(self, order: list[Any], fds: list[int]) -> None:
+        _, number, environment, modules, settings = order
+        try:
+            if self._fork:
+                _import_all(modules)
+                pid = self._fork_worker(environment, settings, fds)
+            else:
+                pid = _exec_worker(environment, settings, fds)
+        except Exception:  # noqa: BLE001 - the node decides what a failure means
+            self._send([FAILED, number, traceback.format_exc()])
+        else:
+            self._numbers[pid], self._pids[number] = number, pid
+            self._send([SPAWNED, number, pid])
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _fork_worker(self, environment: dict[str, str], settings: bytes, fds: list[int]) -> int:
+        gc.collect()
+        # What exists now is never garbage: workers do not write to it, and so go on sharing it.
+        gc.freeze()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._selector.close()
+            for end in (self._node, self._wakeup, self._wakeup_end):
+                end.close()
+            os.environ.update(environment)
+            from .worker import run_forked  # noqa: PLC0415 - only the child needs it, and by then it is imported
+
+            status = run_forked(parent, settings, *fds)
+        except BaseException:  # noqa: BLE001 - nothing of the parent's code may run on in the child
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _report_ended(self) -> None:
+        for pid, status in reap():
+            number = self._numbers.pop(pid, None)
+            if number is not None:
+                del self._pids[number]
+                self._send([EXITED, number, pid, *describe_status(status)])
+                # What the worker had started is ours now; it is not to outlive the actor.
+                for orphan in children():
+                    if orphan not in self._numbers:
+                        kill(orphan, signal.SIGKILL)
+
+    def _send(self, message: list[Any]) -> None:
+        # A node that is gone is noticed where orders are read.
+        with suppress(OSError):
+            self._node.send(pack(message))
+
+    def _sweep(self) -> None:
+        """End every descendant: politely, then not."""
+        for pid in self._numbers:
+            kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + _LAST_GRACE
+        while children() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                if key.fileobj is self._wakeup:
+                    with suppress(BlockingIOError):
+                        self._wakeup.recv(4096)
+            reap()
+            if not set(children()) & set(self._numbers):
+                break
+        while remaining := children():
+            for pid in remaining:
+                kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(-1, 0)
+
+
+def _import_all(modules: list[str]) -> None:
+    for name in modules:
+        if name not in sys.modules:
+            # Whoever needs it and cannot have it will say so better than this process could.
+            with suppress(Exception):
+                importlib.import_module(name)
+
+
+def _exec_worker(environment: dict[str, str], settings: bytes, fds: list[int]) -> int:
+    import json  # noqa: PLC0415 - only this way of starting needs it
+
+    reading, writing = os.pipe()
+    with open(writing, "wb") as pipe:
+        pipe.write(settings)
+    link, out, err = fds
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(link), str(reading)],
+        env={**os.environ, **environment},
+        pass_fds=(link, reading),
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        start_new_session=True,
+    )
+    os.close(reading)
+    # Reaped with all others; the object must not do it as well.
+    process.returncode = 0
+    return process.pid
+
+
+def _no_extensions(code: int, content: bytes) -> Any:
+    raise ValueError(f"unexpected extension {code}")
+
+
+def main(fd: int) -> None:
+    """Entry point of the process."""
+    # Everything that a worker of any kind uses; the import alone has no effects.
+    from . import worker  # noqa: F401, PLC0415
+
+    for name in ("uvloop", "cloudpickle", "tblib.pickling_support"):
+        with suppress(ImportError):
+            importlib.import_module(name)
+    ForkServer(socket.socket(fileno=fd)).run()

@@ -1,0 +1,171 @@
+"""Calls that arrive in this process: finds the actor and brings the arguments in."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from aiodaft._protocol.ids import ActorId, CallId, PeerId
+from aiodaft._protocol.messages import ERROR, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
+from aiodaft.exceptions import ActorDied, DaftError, RemoteProtocolError
+
+from .callers import RemoteCaller
+from .failures import add_note, encode_error
+from .incoming import IncomingCall
+from .serialization import contains_ref, resolved
+from .store import Arrived
+from .streams import CREDIT_WINDOW
+
+if TYPE_CHECKING:
+    from .hosting import Cell
+    from .link import Link
+    from .peer import Peer
+
+
+class Hosted:
+    """The incoming side of one process."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._callers: dict[PeerId, RemoteCaller] = {}
+
+    def caller(self, link: Link) -> RemoteCaller:
+        """The caller at the other end of a link."""
+        caller = self._callers.get(link.remote)
+        if caller is None:
+            caller = self._callers[link.remote] = RemoteCaller(self._peer, link)
+        return caller
+
+    def call_came(self, link: Link, message: Message) -> None:
+        """CALL came."""
+        _, number, actor, name, args = message
+        call = self._accept(link, number, actor, name, WANT_REPLY, args)
+        if call is not None:
+            call.cell.deliver(call)
+
+    def send_came(self, link: Link, message: Message) -> None:
+        """SEND came."""
+        _, number, actor, name, mode, left, payload, blobs, refs, slots = message
+        if mode not in (WANT_REPLY, WANT_STREAM, WANT_NOTHING):
+            raise RemoteProtocolError(f"{link.remote} makes a call of unknown mode {mode}")
+        call = self._accept(link, number, actor, name, mode, ())
+        if call is None:
+            self._peer.transfer.decline(link, blobs)
+            return
+        if left is not None:
+            call.deadline = self._peer.loop.time() + left / 1000
+        if mode == WANT_STREAM:
+            call.credit = CREDIT_WINDOW
+        if refs or slots or isinstance(blobs, tuple):
+            call.ready = False
+            call.cell.deliver(call)
+            # Arguments are fetched from now on, while the actor works on earlier calls.
+            self._peer.tasks.create_task(self._bring(link, call, payload, blobs, refs, slots), name=f"bring {call.label}")
+        else:
+            call.arrived = Arrived(payload, blobs, [], [])
+            call.cell.deliver(call)
+
+    def cancel_came(self, link: Link, message: Message) -> None:
+        """CANCEL came; the call may be over by now."""
+        call = link.incoming.get(message[1])
+        if call is not None:
+            call.cell.cancel(call)
+
+    def credit_came(self, link: Link, message: Message) -> None:
+        """CREDIT came; the stream may be over by now."""
+        call = link.incoming.get(message[1])
+        if call is not None:
+            call.add_credit(message[2])
+
+    def adopted_came(self, link: Link, message: Message) -> None:
+        """ADOPTED came."""
+        self.caller(link).adopted(message[1])
+
+    def link_lost(self, link: Link) -> None:
+        """A caller is gone: nobody wants its calls any more."""
+        self._callers.pop(link.remote, None)
+        for call in list(link.incoming.values()):
+            call.cell.cancel(call)
+            call.over = True
+        link.incoming.clear()
+
+    def deliver_local(self, cell: Cell, call: IncomingCall) -> None:
+        """A call from this process to one of its own actors."""
+        if call.wants_stream:
+            call.credit = CREDIT_WINDOW
+        if contains_ref((call.args, call.kwargs)):
+            call.ready = False
+            cell.deliver(call)
+            self._peer.tasks.create_task(self._resolve_local(call), name=f"resolve the arguments of {call.label}")
+        else:
+            cell.deliver(call)
+
+    def _accept(
+        self, link: Link, number: CallId, actor: ActorId, name: str, mode: int, args: tuple[Any, ...]
+    ) -> IncomingCall | None:
+        cell = self._peer.cells.get(actor)
+        spec = None if cell is None else cell.find_spec(name)
+        if cell is None or spec is None:
+            self._turn_away(link, number, cell, name)
+            return None
+        caller = self._callers.get(link.remote) or self.caller(link)
+        call = IncomingCall(caller, link.remote, number, cell, spec, mode, args)
+        if link.incoming.setdefault(number, call) is not call:
+            raise RemoteProtocolError(f"{link.remote} uses the number of call {number} twice")
+        return call
+
+    def _turn_away(self, link: Link, number: CallId, cell: Cell | None, name: str) -> None:
+        error: Exception
+        if cell is None:
+            error = ActorDied("the actor was stopped", executed=False)
+        else:
+            error = AttributeError(f"{cell.name} has no remote method {name!r:.80}")
+        link.send((ERROR, number, encode_error(error), False))
+
+    async def _bring(
+        self, link: Link, call: IncomingCall, payload: bytes, blobs: Any, refs: tuple[Any, ...], slots: tuple[Any, ...]
+    ) -> None:
+        """Bring in the buffers and the awaited refs of a call, all at once."""
+        values = [self._peer.tasks.start(self._slot(link, call, slot), name="pull an argument") for slot in slots]
+        try:
+            call.arrived = await self._peer.transfer.receive(link, payload, blobs, refs)
+            call.slots = [await value for value in values]
+        except Exception as error:  # noqa: BLE001 - whatever it is, the call fails of it
+            for value in values:
+                value.cancel()
+            await asyncio.gather(*values, return_exceptions=True)
+            self._not_ready(call, error)
+        else:
+            call.ready = True
+            call.cell.look_again()
+
+    async def _slot(self, link: Link, call: IncomingCall, slot: tuple[Any, ...]) -> Arrived:
+        if isinstance(slot[0], bytes):
+            payload, inline, refs = slot
+            return await self._peer.transfer.receive(link, payload, inline, refs)
+        owner, number, producer, label = slot
+        try:
+            return await self._peer.transfer.pull(owner, number, producer)
+        except Exception as error:
+            add_note(error, f"needed by {call.label}, which did not run: its argument is the result of {label}")
+            raise
+
+    async def _resolve_local(self, call: IncomingCall) -> None:
+        try:
+            call.args, call.kwargs = await resolved((call.args, call.kwargs))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the call fails of it
+            add_note(error, f"needed by {call.label}, which did not run")
+            self._not_ready(call, error)
+        else:
+            call.ready = True
+            call.cell.look_again()
+
+    def _not_ready(self, call: IncomingCall, error: BaseException) -> None:
+        """Its arguments will never be there."""
+        if call.over:
+            return
+        call.withdrawn = True
+        if isinstance(error, DaftError):
+            error.with_executed(False)
+        call.caller_link.fail(call, error, executed=False)
+        call.cell.look_again()

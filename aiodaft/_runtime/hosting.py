@@ -1,0 +1,291 @@
+"""Actors that live in this process: their calls start, run and end here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any
+
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId
+from aiodaft._protocol.mailbox import Mailbox
+from aiodaft.exceptions import ActorDied, CallCancelled, DeadlineExceeded
+
+from .actor_thread import ActorThread
+from .callers import is_plain
+from .failures import as_call_error
+from .incoming import IncomingCall, current_call, current_deadline
+from .store import Kept
+
+if TYPE_CHECKING:
+    from aiodaft.actor import MethodSpec
+
+    from .peer import Peer
+
+logger = logging.getLogger("aiodaft")
+
+
+class Cell:
+    """One actor: its instance, its mailbox and its thread."""
+
+    def __init__(self, peer: Peer, actor: ActorId, name: str, find_spec: Callable[[str], MethodSpec | None]) -> None:
+        self.peer = peer
+        self.id = actor
+        self.name = name
+        self.instance: Any = None
+        self.find_spec = find_spec
+        self.mailbox: Mailbox[IncomingCall] = Mailbox()
+        self.thread = ActorThread(name, peer.loop)
+        # Calls that have started and not ended; and how many have ended.
+        self.active = 0
+        self.done = 0
+        self.stopping: str | None = None
+        self._idle: asyncio.Event | None = None
+
+    @property
+    def where(self) -> str:
+        """Says which actor this is, in errors."""
+        return f"{self.name} (pid {self.peer.pid}, {self.peer.node})"
+
+    # Starting.
+
+    def deliver(self, call: IncomingCall) -> None:
+        """A call arrived; it may still wait for its arguments."""
+        if self.stopping is not None:
+            self._refuse(call)
+            return
+        if call.deadline is not None:
+            call.timer = self.peer.loop.call_at(call.deadline, self._expire, call)
+        if self.mailbox.arrive(call):
+            self._start(call)
+
+    def look_again(self) -> None:
+        """Something that calls were waiting for has happened."""
+        for call in self.mailbox.startable():
+            self._start(call)
+
+    def _start(self, call: IncomingCall) -> None:
+        call.started = True
+        self.active += 1
+        if call.spec.is_stream:
+            call.task = self.peer.loop.create_task(self._run_stream(call))
+        elif call.rules.on_thread:
+            self.thread.submit(lambda: self._run_on_thread(call))
+        else:
+            call.task = self.peer.loop.create_task(self._run(call))
+
+    # Running.
+
+    async def _run(self, call: IncomingCall) -> None:
+        self._enter(call)
+        executed: bool | None = False
+        try:
+            if call.arrived is not None:
+                await self._decode_arguments(call)
+            executed = None
+            result = await call.spec.fn(self.instance, *call.args, **call.kwargs)
+            executed = True
+            if is_plain(result):
+                call.caller_link.answer(call, result)
+            else:
+                await call.caller_link.answer_encoded(call, result)
+        except (SystemExit, KeyboardInterrupt) as error:
+            self.peer.exit_requested(error)
+        except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
+            self._failed(call, error, executed)
+        finally:
+            self._end(call)
+
+    async def _run_stream(self, call: IncomingCall) -> None:
+        self._enter(call)
+        executed: bool | None = False
+        try:
+            if call.arrived is not None:
+                await self._decode_arguments(call)
+            executed = None
+            items = call.spec.fn(self.instance, *call.args, **call.kwargs)
+            try:
+                await call.wait_credit()
+                async for item in items:
+                    await call.caller_link.item(call, item)
+                    await call.wait_credit()
+            finally:
+                # Leaving the loop does not end an async generator, and garbage collection would do it too late.
+                await items.aclose()
+            call.caller_link.answer(call, None)
+        except (SystemExit, KeyboardInterrupt) as error:
+            self.peer.exit_requested(error)
+        except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
+            self._failed(call, error, executed)
+        finally:
+            self._end(call)
+
+    def _enter(self, call: IncomingCall) -> None:
+        """In the call's own context: what nested calls inherit."""
+        current_call.set(call)
+        if call.deadline is not None:
+            current_deadline.set(call.deadline)
+
+    def _run_on_thread(self, call: IncomingCall) -> None:
+        """On the actor's thread: run a `def` method and encode its result, so that nothing changes it in between."""
+        mine = call.take()
+        call.begun = True
+        if self.mailbox.watching:
+            self.thread.to_loop(self.look_again)
+        if not mine:
+            self.thread.to_loop(lambda: self._end(call))
+            return
+        # The thread has no context of its own to leave behind.
+        copy_context().run(self._execute, call)
+
+    def _execute(self, call: IncomingCall) -> None:
+        self._enter(call)
+        executed: bool | None = False
+        finish: Callable[[], object]
+        try:
+            if call.arrived is not None:
+                self._decode_arguments_now(call)
+            executed = None
+            result = call.spec.fn(self.instance, *call.args, **call.kwargs)
+            executed = True
+            finish = self._prepare_answer(call, result)
+        except (SystemExit, KeyboardInterrupt) as caught:
+            error = caught
+            finish = lambda: self.peer.exit_requested(error)  # noqa: E731
+        except BaseException as caught:  # noqa: BLE001 - whatever a method raises is its caller's
+            failure, ran = caught, executed
+            finish = lambda: self._failed(call, failure, ran)  # noqa: E731
+
+        def on_loop() -> None:
+            finish()
+            self._end(call)
+
+        self.thread.to_loop(on_loop)
+
+    def _prepare_answer(self, call: IncomingCall, result: Any) -> Callable[[], object]:
+        caller = call.caller_link
+        if is_plain(result) or caller.id == self.peer.id:
+            return lambda: caller.answer(call, result)
+        kept = self.peer.store.keep_patiently(result, f"the result of {call.label}")
+        return lambda: caller.answer_kept(call, kept)
+
+    async def _decode_arguments(self, call: IncomingCall) -> None:
+        arrived, slots = call.arrived, call.slots
+        assert arrived is not None
+        call.arrived, call.slots = None, []
+        values = [await self.peer.store.decode(slot, refs=slot.refs) for slot in slots]
+        args, call.kwargs = await self.peer.store.decode(arrived, values, arrived.refs)
+        call.args = tuple(args)
+
+    def _decode_arguments_now(self, call: IncomingCall) -> None:
+        arrived, slots = call.arrived, call.slots
+        assert arrived is not None
+        call.arrived, call.slots = None, []
+        store = self.peer.store
+        values = [store.decode_now(slot, refs=slot.refs, patient=True) for slot in slots]
+        args, call.kwargs = store.decode_now(arrived, values, arrived.refs, patient=True)
+        call.args = tuple(args)
+
+    async def capture(self, kept: Kept) -> None:
+        """Copy a large result while nothing of this actor runs that could change it.
+
+        With other calls of the actor under way, only a copy on the loop itself is safe from them.
+        """
+        if self.active > 1:
+            kept.pack(self.peer.store.transport)
+            return
+        self.mailbox.hold()
+        try:
+            await self.peer.store.pack(kept)
+        finally:
+            self.mailbox.unhold()
+            self.look_again()
+
+    # Ending.
+
+    def cancel(self, call: IncomingCall) -> None:
+        """The caller does not want the call any more."""
+        if call.over:
+            return
+        if call.task is not None:
+            call.task.cancel()
+        elif call.take():
+            # Still in the mailbox, or in the thread's queue: it never starts.
+            call.withdrawn = True
+            why = CallCancelled(f"{call.label} was cancelled before it started", executed=False)
+            call.caller_link.fail(call, why, executed=False)
+            if not call.started:
+                self.look_again()
+
+    def _expire(self, call: IncomingCall) -> None:
+        if call.over:
+            return
+        begun = call.task is not None or not call.take()
+        error = DeadlineExceeded(f"the deadline of {call.label} passed")
+        call.caller_link.fail(call, error, executed=None if begun else False)
+        if call.task is not None:
+            call.task.cancel()
+        elif not begun:
+            call.withdrawn = True
+            self.look_again()
+
+    def _failed(self, call: IncomingCall, error: BaseException, executed: bool | None) -> None:
+        # What the runtime's own actors raise needs no directions.
+        where = f"raised by {call.label} in {self.where}" if self.id >= FIRST_USER_ACTOR else None
+        call.caller_link.fail(call, as_call_error(error, where), executed=executed)
+
+    def _refuse(self, call: IncomingCall) -> None:
+        error = ActorDied(f"{self.name} was stopped: {self.stopping}", executed=False)
+        error.actor = self.name
+        call.caller_link.fail(call, error, executed=False)
+
+    def _end(self, call: IncomingCall) -> None:
+        self.active -= 1
+        self.done += 1
+        if call.timer is not None:
+            call.timer.cancel()
+        if self.mailbox.finished(call):
+            self.look_again()
+        if self._idle is not None and not self.active:
+            self._idle.set()
+
+    def running(self) -> list[IncomingCall]:
+        """Calls that have started and are not answered yet."""
+        return [call for call in self.peer.incoming_calls() if call.cell is self and call.started]
+
+    async def stop(self, reason: str, grace: float) -> None:
+        """Take no more calls, let those under way end within the grace time, cancel the rest, and leave the instance."""
+        if self.stopping is not None:
+            return
+        self.stopping = reason
+        for call in self.mailbox.drain():
+            self._refuse(call)
+        await self._wait_idle(grace)
+        for call in self.running():
+            if call.task is not None:
+                call.task.cancel()
+        await self._wait_idle(self.peer.grace)
+        for call in self.running():
+            self._refuse(call)
+        leave = getattr(type(self.instance), "__aexit__", None)
+        if leave is not None:
+            try:
+                async with asyncio.timeout(self.peer.grace):
+                    await leave(self.instance, None, None, None)
+            except Exception:
+                logger.exception("leaving %s failed", self.name)
+        self.thread.close()
+        self.instance = None
+
+    async def _wait_idle(self, seconds: float) -> None:
+        if not self.active or seconds <= 0:
+            return
+        self._idle = asyncio.Event()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.info("%s still has %d calls under way", self.name, self.active)
+        finally:
+            self._idle = None

@@ -1,0 +1,154 @@
+"""One call that a peer (or this very process) made to an actor hosted here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM
+
+from .store import Arrived, Kept
+
+if TYPE_CHECKING:
+    from aiodaft.actor import MethodSpec
+
+    from .hosting import Cell
+    from .transfer import Place
+
+_NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
+
+current_call: ContextVar[IncomingCall | None] = ContextVar("aiodaft_current_call", default=None)
+# When the surrounding call, or `aiodaft.deadline()`, ends the time for everything inside; on the loop's clock.
+current_deadline: ContextVar[float | None] = ContextVar("aiodaft_current_deadline", default=None)
+
+
+class Caller(Protocol):
+    """Who made a call, and how to answer."""
+
+    @property
+    def id(self) -> PeerId:
+        """The caller's process."""
+
+    def answer(self, call: IncomingCall, result: Any) -> None:
+        """Give a result that needs no encoding worth mentioning."""
+
+    async def answer_encoded(self, call: IncomingCall, result: Any) -> None:
+        """Give any result. Returns once the actor may change what it returned."""
+
+    def answer_kept(self, call: IncomingCall, kept: Kept) -> None:
+        """Give a result that is encoded and packed."""
+
+    def fail(self, call: IncomingCall, error: BaseException, *, executed: bool | None) -> None:
+        """Say that there is no result."""
+
+    async def item(self, call: IncomingCall, value: Any) -> None:
+        """Give the next item of a stream."""
+
+
+class IncomingCall:
+    """A call from its arrival to its answer."""
+
+    # Defaults live in the class: most calls set only what they need.
+    kwargs: Mapping[str, Any] = _NO_KWARGS
+    # Arguments that are not decoded yet, and the values of the refs among them.
+    arrived: Arrived | None = None
+    slots: Sequence[Arrived] = ()
+    # When it is too late, on the loop's clock.
+    deadline: float | None = None
+    timer: asyncio.TimerHandle | None = None
+    # Its arguments are here; it was handed to its task or thread; the thread took it up; it never will start.
+    ready = True
+    started = False
+    begun = False
+    withdrawn = False
+    # It is answered, or nobody waits for the answer.
+    over = False
+    task: asyncio.Task[None] | None = None
+    # Items that the consumer of a stream takes.
+    credit = 0
+    _credit_wanted: asyncio.Event | None = None
+    _pullers: list[Callable[[Place], object]] | None = None
+    _token: list[None] | None = None
+
+    def __init__(
+        self, caller: Caller, caller_id: PeerId, number: CallId, cell: Cell, spec: MethodSpec, mode: int, args: tuple[Any, ...]
+    ) -> None:
+        self.caller_link = caller
+        self.caller = caller_id
+        self.number = number
+        self.cell = cell
+        self.spec = spec
+        self.rules = spec.rules
+        self.mode = mode
+        self.args = args
+        if spec.rules.on_thread:
+            self._token = [None]
+
+    def take(self) -> bool:
+        """Claim the right to start the call, or to say that it never will: True for the first who asks.
+
+        The actor's thread and the loop may ask at the same time; popping from a list is atomic.
+        """
+        if self._token is None:
+            return True
+        try:
+            self._token.pop()
+        except IndexError:
+            return False
+        return True
+
+    @property
+    def label(self) -> str:
+        """What was called, such as "Model.execute"."""
+        return self.spec.label
+
+    @property
+    def wants_nothing(self) -> bool:
+        """Whether it is a `tell`."""
+        return self.mode == WANT_NOTHING
+
+    @property
+    def wants_reply(self) -> bool:
+        """Whether one result is expected."""
+        return self.mode == WANT_REPLY
+
+    @property
+    def wants_stream(self) -> bool:
+        """Whether items are expected."""
+        return self.mode == WANT_STREAM
+
+    def add_puller(self, found: Callable[[Place], object]) -> None:
+        """Somebody else wants the result."""
+        if self._pullers is None:
+            self._pullers = []
+        self._pullers.append(found)
+
+    @property
+    def pulled(self) -> bool:
+        """Whether somebody besides the caller waits for the result."""
+        return self._pullers is not None
+
+    def tell_pullers(self, place: Place) -> None:
+        """The result is there."""
+        pullers, self._pullers = self._pullers, None
+        for found in pullers or ():
+            found(place)
+
+    def add_credit(self, count: int) -> None:
+        """The consumer of the stream takes that many more items."""
+        self.credit += count
+        if self._credit_wanted is not None:
+            self._credit_wanted.set()
+
+    async def wait_credit(self) -> None:
+        """Wait until the consumer takes another item, and use that up."""
+        while self.credit <= 0:
+            if self._credit_wanted is None:
+                self._credit_wanted = asyncio.Event()
+            self._credit_wanted.clear()
+            await self._credit_wanted.wait()
+        self.credit -= 1

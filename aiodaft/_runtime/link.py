@@ -1,0 +1,270 @@
+"""A control link: one session over one socket. Coalesces writes per turn of the loop, and carries descriptors."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.messages import NOTE, Message
+from aiodaft._protocol.session import Session
+from aiodaft.exceptions import DaftError, PeerLost, ProtocolError
+
+if TYPE_CHECKING:
+    from .calls import Pending
+    from .hosting import IncomingCall
+
+# One read handles at most this much, so that a flood of calls does not hold the loop for long.
+_READ_SIZE: Final = 16 << 10
+# Messages that are written together.
+_BATCH: Final = 64
+_MAX_FDS: Final = 8
+_FD_SPACE: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+
+
+class LinkOwner(Protocol):
+    """What a link needs of its process."""
+
+    @property
+    def handlers(self) -> Sequence[Callable[[Link, Message], object]]:
+        """What handles each kind of message."""
+
+    def link_lost(self, link: Link, reason: Exception) -> None:
+        """The link ended; called once."""
+
+
+class Link:
+    """The connection to one peer. Messages sent before it has a socket go out when it gets one."""
+
+    def __init__(
+        self, owner: LinkOwner, session: Session[Pending], remote: PeerId, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.session = session
+        self.remote = remote
+        # Calls of the peer that are not answered yet.
+        self.incoming: dict[CallId, IncomingCall] = {}
+        self.lost: Exception | None = None
+        # Set when it is lost: becomes the error that its calls fail with.
+        self.explanation: asyncio.Task[DaftError] | None = None
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.messages_sent = 0
+        self.messages_received = 0
+        self._owner = owner
+        self._loop = loop
+        self._pack: Callable[[Message], object] = session.send
+        self._socket: socket.socket | None = None
+        self._buffer = bytearray(_READ_SIZE)
+        self._fds: deque[int] = deque()
+        self._backlog: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self._collected = 0
+        # Set while the turn's remaining messages are being collected.
+        self._corked = False
+
+    @property
+    def peer(self) -> str:
+        """Id of the process at the other end (what transports call it)."""
+        return self.remote
+
+    def attach(self, connection: socket.socket) -> None:
+        """Begin to talk over a connected socket."""
+        connection.setblocking(False)
+        self._socket = connection
+        self._loop.add_reader(connection.fileno(), self._readable)
+        self._write()
+
+    def send(self, message: Message) -> None:
+        """Send a message: the first of a turn goes at once, the others together at its end."""
+        if self.lost is not None:
+            return
+        self._pack(message)
+        self._sent_one()
+
+    def _sent_one(self) -> None:
+        self.messages_sent += 1
+        self._collected += 1
+        if not self._corked:
+            self.flush_soon()
+            self._write()
+        elif self._collected >= _BATCH:
+            # The other side can begin while this one goes on.
+            self._write()
+
+    def flush_soon(self) -> None:
+        """Collect what is packed during the rest of this turn, then write it."""
+        if not self._corked:
+            self._corked = True
+            self._loop.call_soon(self._uncork)
+
+    def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
+        """Send a note of a transport, with descriptors."""
+        self.send_fds((NOTE, transport, note, len(fds)), fds)
+
+    def send_fds(self, message: Message, fds: Sequence[int]) -> None:
+        """Send a message and descriptors along with it, in order with everything else."""
+        if self.lost is not None:
+            return
+        if not fds:
+            self.send(message)
+            return
+        self._take_packed()
+        self.messages_sent += 1
+        self._pack(message)
+        # The caller may close its own before ours are sent.
+        self._take_packed(tuple(os.dup(fd) for fd in fds))
+        self._write()
+
+    def take_fd(self) -> int:
+        """The next descriptor that came along.
+
+        Raises:
+            ProtocolError: There is none.
+        """
+        if not self._fds:
+            raise ProtocolError(f"{self.remote} announced a descriptor that did not come")
+        return self._fds.popleft()
+
+    def submit(self, call_id: CallId, call: Pending, message: Message | None, cost: int = 0) -> None:
+        """Send a call within the window; see `Session.submit`."""
+        self.session.submit(call_id, call, message, cost)
+        self._sent_one()
+
+    def provide(self, call_id: CallId, message: Message, cost: int) -> None:
+        """Give the message of a submitted call; see `Session.provide`."""
+        self.session.provide(call_id, message, cost)
+        self.flush_soon()
+
+    def close(self, reason: Exception) -> None:
+        """End the link. Idempotent. The owner hears of it."""
+        if self.lost is None:
+            self._write()
+        if self.lost is not None:
+            return
+        self.lost = reason
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            self._loop.remove_reader(connection.fileno())
+            self._loop.remove_writer(connection.fileno())
+            connection.close()
+        for _, fds in self._backlog:
+            _close_all(fds)
+        self._backlog.clear()
+        _close_all(self._fds)
+        self._owner.link_lost(self, reason)
+
+    def _uncork(self) -> None:
+        self._corked = False
+        self._write()
+
+    def _take_packed(self, fds: tuple[int, ...] = ()) -> None:
+        data = self.session.data_to_send()
+        if data:
+            self._backlog.append((memoryview(data), fds))
+
+    def _write(self) -> None:
+        if self._socket is None:
+            return
+        self._collected = 0
+        if not self._backlog:
+            data = self.session.data_to_send()
+            if not data:
+                return
+            # The usual case: all of it goes at once.
+            try:
+                sent = self._socket.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                self._broken(error)
+                return
+            self.bytes_sent += sent
+            if sent == len(data):
+                return
+            self._backlog.append((memoryview(data)[sent:], ()))
+        else:
+            self._take_packed()
+        self._write_backlog()
+
+    def _write_backlog(self) -> None:
+        assert self._socket is not None
+        try:
+            while self._backlog:
+                data, fds = self._backlog[0]
+                sent = socket.send_fds(self._socket, [data], list(fds)) if fds else self._socket.send(data)
+                self.bytes_sent += sent
+                _close_all(fds)
+                if sent < len(data):
+                    self._backlog[0] = (data[sent:], ())
+                else:
+                    self._backlog.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._socket.fileno(), self._writable)
+        except OSError as error:
+            self._broken(error)
+
+    def _writable(self) -> None:
+        assert self._socket is not None
+        self._loop.remove_writer(self._socket.fileno())
+        self._write()
+
+    def _readable(self) -> None:
+        if self._socket is None:
+            return
+        try:
+            count, ancillary, _, _ = self._socket.recvmsg_into([self._buffer], _FD_SPACE)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._broken(error)
+            return
+        if ancillary:
+            self._take_fds(ancillary)
+        if not count:
+            self.close(PeerLost(f"the connection to {self.remote} ended"))
+            return
+        self.bytes_received += count
+        self.flush_soon()
+        self._receive(memoryview(self._buffer)[:count])
+
+    def _receive(self, data: memoryview) -> None:
+        try:
+            messages = self.session.receive_data(data)
+            self.messages_received += len(messages)
+            handlers = self._owner.handlers
+            for message in messages:
+                handlers[message[0]](self, message)
+        except ProtocolError as error:
+            self.close(error)
+
+    def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds = array.array("i")
+                fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+                self._fds.extend(fds)
+
+    def _broken(self, error: OSError) -> None:
+        # Nothing more can be written; what the peer sent before it ended is still read first.
+        if self._socket is not None and self._drain_input():
+            lost = PeerLost(f"the connection to {self.remote} broke: {error}")
+            lost.__cause__ = error
+            self.close(lost)
+
+    def _drain_input(self) -> bool:
+        """Handle what the peer sent before it went; True unless that closed the link already."""
+        with suppress(BlockingIOError, OSError):
+            while self._socket is not None and (data := self._socket.recv(_READ_SIZE)):
+                self._receive(memoryview(data))
+        return self._socket is not None
+
+
+def _close_all(fds: Any) -> None:
+    for fd in fds:
+        with suppress(OSError):
+            os.close(fd)

@@ -1,0 +1,270 @@
+"""The node agent: an ordinary actor that has the machine's resources, starts workers, and knows how they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId
+from aiodaft._protocol.ledger import Demand, Ledger
+from aiodaft._protocol.messages import BYE
+from aiodaft.actor import Actor, method
+from aiodaft.exceptions import ActorDied, DaftError, InsufficientResources, SpawnFailed
+
+from .failures import decode_error
+from .incoming import current_call
+from .nursery import Child, Ending, Nursery
+from .worker import WorkerSettings
+
+if TYPE_CHECKING:
+    from .peer import Peer
+
+# How long a lost connection waits for the report of the process's end.
+_REPORT_TIMEOUT: Final = 2.0
+# Who was using a dead actor says so within this time; if nobody does, its scope has to hear of it.
+_BLAME_DELAY: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a new actor goes."""
+
+    peer: PeerId
+    actor: ActorId
+    gpus: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker process of this node."""
+
+    id: PeerId
+    child: Child
+    pid: int = 0
+    # The actors in it, and the names of all that ever were.
+    actors: dict[ActorId, str] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    gpus: tuple[int, ...] = ()
+    # Set when its end is wanted: it is then no accident.
+    wanted: str | None = None
+    # Somebody's calls failed of its end, so that somebody has been told.
+    blamed: bool = False
+
+    def add(self, actor: ActorId, label: str) -> None:
+        """An actor moves in."""
+        self.actors[actor] = label
+        self.names.append(label)
+        self.child.output.name = f"{'+'.join(self.actors.values())} pid={self.pid}"
+
+
+class Node(Actor):
+    """One machine."""
+
+    def __init__(self, peer: Peer, nursery: Nursery, ledger: Ledger[tuple[PeerId, ActorId]], *, uvloop: bool) -> None:
+        self._peer = peer
+        self._nursery = nursery
+        self._ledger = ledger
+        self._uvloop = uvloop
+        self._workers: dict[PeerId, Worker] = {}
+        self._endings: dict[PeerId, ActorDied] = {}
+        self._introduced: set[frozenset[PeerId]] = set()
+        self._actor_numbers = itertools.count(FIRST_USER_ACTOR)
+        # Told of an actor that died with nobody waiting for it, and of errors nobody holds.
+        self.on_died: Callable[[PeerId, ActorId, ActorDied], object] = lambda peer, actor, error: None
+        self.on_unheld: Callable[[BaseException], object] = lambda error: None
+        nursery.on_ended = self._child_ended
+
+    @method
+    async def place(self, label: str, demand: Demand, beside: str | None) -> Place:
+        """Find room for an actor, and a process: a new one, or the one of an actor that it is to live with.
+
+        Raises:
+            InsufficientResources: There is not enough; nothing was reserved.
+            SpawnFailed: The process did not start.
+        """
+        actor = ActorId(next(self._actor_numbers))
+        if beside is not None:
+            return self._place_beside(label, demand, actor, PeerId(beside))
+        worker_id = self._peer.env.new_peer_id("worker")
+        gpus = self._ledger.take((worker_id, actor), label, demand)
+        try:
+            worker = await self._start_worker(worker_id, label, gpus)
+        except BaseException:
+            self._ledger.give_back((worker_id, actor))
+            raise
+        worker.add(actor, label)
+        return Place(worker_id, actor, gpus)
+
+    def _place_beside(self, label: str, demand: Demand, actor: ActorId, beside: PeerId) -> Place:
+        worker = self._workers.get(beside)
+        if worker is None or worker.wanted is not None:
+            raise ActorDied(f"{label} was to live with an actor that is gone", executed=False)
+        if demand.gpus:
+            raise InsufficientResources(f"{label} lives in the process of another actor and shares its GPUs: ask for none")
+        self._ledger.take((beside, actor), label, demand)
+        worker.add(actor, label)
+        return Place(beside, actor, worker.gpus)
+
+    async def _start_worker(self, worker_id: PeerId, label: str, gpus: tuple[int, ...]) -> Worker:
+        options = self._peer.options
+        settings = WorkerSettings(
+            id=worker_id,
+            node=options.node,
+            home=self._peer.id,
+            transport=options.transport,
+            grace=options.grace,
+            max_pending=options.max_pending,
+            key=self._peer.key.secret(),
+            uvloop=self._uvloop,
+        )
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+        child, connection = await self._nursery.spawn(settings.packed(), environment, label)
+        worker = self._workers[worker_id] = Worker(worker_id, child, gpus=gpus)
+        self._peer.attach(worker_id, connection)
+        try:
+            worker.pid = await asyncio.shield(child.started)
+        except BaseException:
+            del self._workers[worker_id]
+            raise
+        return worker
+
+    @method
+    async def vacate(self, peer: str, actor: int, reason: str) -> None:
+        """An actor is stopped: free what it had, and end its process if it was the last one there."""
+        worker = self._workers.get(PeerId(peer))
+        self._ledger.give_back((PeerId(peer), ActorId(actor)))
+        if worker is None:
+            return
+        worker.actors.pop(ActorId(actor), None)
+        if worker.actors or worker.wanted is not None:
+            return
+        worker.wanted = reason
+        self._peer.link_to(worker.id).send((BYE, reason))
+        try:
+            async with asyncio.timeout(self._peer.grace):
+                await asyncio.shield(worker.child.ended)
+        except TimeoutError:
+            self._nursery.kill(worker.child)
+            await asyncio.shield(worker.child.ended)
+
+    @method
+    async def kill(self, peer: str, reason: str) -> None:
+        """End a process at once, with all its actors."""
+        worker = self._workers.get(PeerId(peer))
+        if worker is not None:
+            worker.wanted = worker.wanted or reason
+            self._nursery.kill(worker.child)
+            await asyncio.shield(worker.child.ended)
+
+    @method
+    async def introduce(self, other: str) -> None:
+        """Connect the calling process with another one of this node.
+
+        Raises:
+            ActorDied: The other one is gone.
+        """
+        call = current_call.get()
+        assert call is not None
+        first, second = call.caller, PeerId(other)
+        if second not in self._workers:
+            raise self._endings.get(second) or ActorDied(f"there is no process {other}", executed=False)
+        pair = frozenset((first, second))
+        # Both may ask at the same time; the answer to the first is the answer to both.
+        if pair not in self._introduced:
+            self._introduced.add(pair)
+            self._peer.introduce(self._peer.link_to(first), self._peer.link_to(second))
+
+    @method
+    async def obituary(self, peer: str, in_flight: int) -> DaftError:
+        """How a process ended, as the error that its callers get.
+
+        Args:
+            peer: The process.
+            in_flight: How many calls the asking process had under way there: they carry the news.
+        """
+        return await self.explain(PeerId(peer), in_flight)
+
+    @method
+    async def unheld(self, encoded: bytes) -> None:
+        """An error in a worker that nobody there holds."""
+        self.on_unheld(decode_error(encoded))
+
+    @method
+    async def resources(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """What this node has, and what is free."""
+        return {**self._ledger.totals, "gpus": float(self._ledger.gpus)}, self._ledger.free()
+
+    @method
+    async def process_of(self, peer: str) -> tuple[int, tuple[int, ...]]:
+        """Pid and GPUs of a worker; pid 0 if it is gone."""
+        worker = self._workers.get(PeerId(peer))
+        return (0, ()) if worker is None else (worker.pid, worker.gpus)
+
+    async def explain(self, peer: PeerId, in_flight: int) -> DaftError:
+        """See `obituary`."""
+        worker = self._workers.get(peer)
+        if worker is not None:
+            worker.blamed = worker.blamed or in_flight > 0
+            try:
+                async with asyncio.timeout(_REPORT_TIMEOUT):
+                    await asyncio.shield(worker.child.ended)
+            except TimeoutError:
+                # It cannot be reached and does not end: nobody can work with it any more.
+                self._nursery.kill(worker.child)
+                await asyncio.shield(worker.child.ended)
+        return self._endings.get(peer) or ActorDied(f"there is no process {peer}")
+
+    def _child_ended(self, child: Child, ending: Ending) -> None:
+        worker = next((worker for worker in self._workers.values() if worker.child is child), None)
+        if worker is None:
+            return
+        del self._workers[worker.id]
+        self._introduced = {pair for pair in self._introduced if worker.id not in pair}
+        error = self._endings[worker.id] = _died(worker, ending)
+        for actor in worker.actors:
+            self._ledger.give_back((worker.id, actor))
+        if worker.wanted is None:
+            self._peer.loop.call_later(_BLAME_DELAY, self._report, worker, error)
+
+    def _report(self, worker: Worker, error: ActorDied) -> None:
+        if not worker.blamed:
+            for actor in worker.actors:
+                self.on_died(worker.id, actor, error)
+
+
+def _died(worker: Worker, ending: Ending) -> ActorDied:
+    names = " and ".join(worker.names)
+    if worker.wanted is not None:
+        how = f"was stopped: {worker.wanted}"
+    elif ending.signal is not None:
+        how = f"was killed by {ending.signal}"
+    else:
+        how = f"ended with exit code {ending.exit_code}"
+    error = ActorDied(f"{names} (pid {worker.pid}) {how}")
+    error.actor = names
+    if worker.wanted is None:
+        error.exit_code = ending.exit_code
+        error.signal = ending.signal
+        error.last_lines = worker.child.output.last_lines
+        if error.last_lines:
+            error.add_note("its last lines on standard error:\n" + "\n".join(f"  {line}" for line in error.last_lines))
+    return error
+
+
+def gpus_of_this_machine() -> int:
+    """How many NVIDIA GPUs this process may use; found without loading any GPU library."""
+    import os  # noqa: PLC0415
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        return 0
+
+
+__all__ = ["Node", "Place", "SpawnFailed", "gpus_of_this_machine"]

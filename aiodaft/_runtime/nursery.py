@@ -1,0 +1,216 @@
+"""The node's side of the fork server: starts workers, and hears of their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aiodaft._protocol.codec import pack, unpack
+from aiodaft.exceptions import SpawnFailed
+
+from . import forkserver as order
+from .logs import LogPump, WorkerOutput
+
+# Imported once by the fork server, if this process has them: slow to import, and safe to fork with.
+_PRELOADED: Final = ("numpy", "torch")
+
+_BOOTSTRAP: Final = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "from aiodaft._runtime.forkserver import main; main(int(sys.argv[2]))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a worker ended."""
+
+    pid: int
+    exit_code: int | None
+    signal: str | None
+
+
+class Child:
+    """One worker process."""
+
+    def __init__(self, number: int, output: WorkerOutput, loop: asyncio.AbstractEventLoop) -> None:
+        self.number = number
+        self.output = output
+        self.started: asyncio.Future[int] = loop.create_future()
+        self.ended: asyncio.Future[Ending] = loop.create_future()
+
+
+class Nursery:
+    """Workers of this node."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, fork: bool, preload: tuple[str, ...]) -> None:
+        self._loop = loop
+        self._fork = fork
+        self._preload = preload
+        self._logs = LogPump()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._starting: asyncio.Future[None] | None = None
+        self._children: dict[int, Child] = {}
+        self._last_number = 0
+        self._lost: str | None = None
+        self.on_ended: Callable[[Child, Ending], object] = lambda child, ending: None
+
+    @property
+    def pid(self) -> int | None:
+        """The fork server's process, once there is one."""
+        return None if self._process is None else self._process.pid
+
+    async def spawn(self, settings: bytes, environment: dict[str, str], name: str) -> tuple[Child, socket.socket]:
+        """Start a worker.
+
+        Returns:
+            The worker, whose `started` gives its pid, and this side of the socket to it.
+
+        Raises:
+            SpawnFailed: The fork server could not be started, or is gone.
+        """
+        await self._ensure_started()
+        if self._lost is not None or self._socket is None:
+            raise SpawnFailed(f"the fork server is gone: {self._lost}")
+        self._last_number += 1
+        output, out, err = self._logs.open()
+        output.name = name
+        child = self._children[self._last_number] = Child(self._last_number, output, self._loop)
+        ours, theirs = socket.socketpair()
+        modules = [name for name in _PRELOADED if name in sys.modules] + list(self._preload)
+        message = pack([order.SPAWN, child.number, environment, modules, settings])
+        try:
+            with theirs:
+                await self._send(message, [theirs.fileno(), out, err])
+        except OSError as error:
+            ours.close()
+            raise SpawnFailed(f"the fork server is gone: {error}") from error
+        finally:
+            os.close(out)
+            os.close(err)
+        return child, ours
+
+    def kill(self, child: Child, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a worker; nothing if it has ended."""
+        if self._socket is not None and not child.ended.done():
+            # The fork server is the parent: only it can be sure that the pid is still the worker's.
+            with suppress(OSError):
+                self._socket.send(pack([order.KILL, child.number, int(number)]))
+
+    async def aclose(self) -> None:
+        """End the fork server, and with it every worker that is left. Blocks until they are gone."""
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+        process, self._process = self._process, None
+        if process is not None:
+            # It ends by itself when its socket does; waiting takes as long as the last worker's end.
+            await asyncio.to_thread(process.wait)
+        for child in self._children.values():
+            child.ended.cancel()
+            child.started.cancel()
+        self._logs.close()
+
+    async def _ensure_started(self) -> None:
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(_importable_path()), str(theirs.fileno())]
+            try:
+                # Starting a process blocks for some milliseconds: not on the loop.
+                self._process = await asyncio.to_thread(
+                    subprocess.Popen,
+                    command,
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise SpawnFailed(f"the fork server did not start: {error}") from error
+        ours.setblocking(False)
+        self._socket = ours
+        self._loop.add_reader(ours.fileno(), self._readable)
+        await self._send(pack([order.CONFIGURE, _importable_path(), self._fork]), [])
+
+    async def _send(self, message: bytes, fds: list[int]) -> None:
+        while True:
+            assert self._socket is not None
+            try:
+                socket.send_fds(self._socket, [message], fds)
+            except BlockingIOError:
+                writable = self._loop.create_future()
+                self._loop.add_writer(self._socket.fileno(), lambda: writable.done() or writable.set_result(None))
+                try:
+                    await writable
+                finally:
+                    self._loop.remove_writer(self._socket.fileno())
+            else:
+                return
+
+    def _readable(self) -> None:
+        assert self._socket is not None
+        try:
+            data = self._socket.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._server_lost(str(error))
+            return
+        if not data:
+            self._server_lost("its connection ended")
+            return
+        kind, number, *rest = unpack(data, _no_extensions)
+        child = self._children.get(number)
+        if child is None:
+            return
+        if kind == order.SPAWNED:
+            if not child.started.done():
+                child.started.set_result(rest[0])
+        elif kind == order.FAILED:
+            del self._children[number]
+            if not child.started.done():
+                child.started.set_exception(SpawnFailed(f"the worker did not start:\n{rest[0]}"))
+        elif kind == order.EXITED:
+            del self._children[number]
+            self._ended(child, Ending(*rest))
+
+    def _ended(self, child: Child, ending: Ending) -> None:
+        if not child.ended.done():
+            child.ended.set_result(ending)
+        self.on_ended(child, ending)
+
+    def _server_lost(self, why: str) -> None:
+        self._lost = why
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+        # Workers die with it.
+        for number in list(self._children):
+            child = self._children.pop(number)
+            if not child.started.done():
+                child.started.set_exception(SpawnFailed(f"the fork server is gone: {why}"))
+            self._ended(child, Ending(0, None, "SIGKILL"))
+
+
+def _importable_path() -> list[str]:
+    return [entry for entry in sys.path if isinstance(entry, str)]
+
+
+def _no_extensions(code: int, content: bytes) -> Any:
+    raise ValueError(f"unexpected extension {code}")

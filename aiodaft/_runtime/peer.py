@@ -1,0 +1,377 @@
+"""One process of a runtime: its links, its actors, its values. Controller and workers are the same thing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from aiodaft_transport import Key, Transport, TransportError, open_transport
+
+from aiodaft._protocol import messages as m
+from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, ActorId, CallId, PeerId
+from aiodaft._protocol.session import Session
+from aiodaft.actor import Handle, specs_of
+from aiodaft.exceptions import DaftError, LocalProtocolError, PeerLost, RemoteProtocolError, RuntimeClosed
+
+from .agent import Agent
+from .callers import LocalCaller
+from .channels import Channels
+from .calls import CallSink, Outgoing, Pending, Target
+from .env import Env
+from .hosted import Hosted
+from .hosting import Cell
+from .incoming import IncomingCall, current_deadline
+from .link import Link
+from .offload import Offload
+from .refs import RefState
+from .reftable import RefTable
+from .store import Store
+from .streams import StreamState
+from .tasks import TaskOwner, logger
+from .transfer import Transfer
+
+if TYPE_CHECKING:
+    from .node import Node
+    from .sinks import ErrorSink
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOptions:
+    """How a process takes part.
+
+    Attributes:
+        id: Its id among its peers.
+        node: Name of the machine.
+        home: The process that has the node's agent.
+        transport: How payloads leave the process.
+        grace: Seconds that cancelled calls get for their cleanup.
+        max_pending: Calls that may wait to be sent to one process.
+    """
+
+    id: PeerId
+    node: str
+    home: PeerId
+    transport: str
+    grace: float
+    max_pending: int
+
+
+class Peer:
+    """One process."""
+
+    def __init__(self, options: PeerOptions, key: Key, env: Env) -> None:
+        self.options = options
+        self.id = options.id
+        self.node = options.node
+        self.grace = options.grace
+        self.env = env
+        self.pid = os.getpid()
+        self.loop = asyncio.get_running_loop()
+        self.tasks = TaskOwner(f"aiodaft {options.id}")
+        self.offload = Offload(self.loop, f"aiodaft {options.id} copies")
+        self.links: dict[PeerId, Link] = {}
+        self.cells: dict[ActorId, Cell] = {}
+        self.store = Store(self, self.offload, self._open_transport, options.transport)
+        self.refs = RefTable(self)
+        self.transfer = Transfer(self)
+        self.answers = Outgoing(self)
+        # Where calls go; something else takes them while a graph is captured.
+        self.outgoing: CallSink = self.answers
+        self.hosted = Hosted(self)
+        self.local_caller = LocalCaller(self)
+        self.loopback = Loopback(self)
+        # Why nothing works any more, once it does not.
+        self.closed: str | None = None
+        # Calls that were given up while they still ran.
+        self.abandoned = 0
+        # Told of errors that nobody holds and no scope owns, of processes that ended, and of a wish to exit.
+        self.on_unheld: Callable[[BaseException, str], object] = _log_unheld
+        self.on_exit: Callable[[BaseException], object] = _ignore_exit
+        self.explain: Callable[[Link, Exception], Awaitable[DaftError]] = _explain_plainly
+        self.key = key
+        self._numbers = itertools.count(1)
+        self.next_number = cast("Callable[[], CallId]", self._numbers.__next__)
+        self._thread = threading.get_ident()
+        self._dropped: deque[RefState] = deque()
+        self._draining = False
+        self.handlers = self._handler_table()
+        self.channels = Channels(self)
+        self.add_cell(AGENT, "agent", Agent(self))
+        self.add_cell(CHANNELS, "channels", self.channels)
+
+    def _handler_table(self) -> list[Callable[[Link, m.Message], object]]:
+        table: dict[int, Callable[[Link, m.Message], object]] = {
+            m.CALL: self.hosted.call_came,
+            m.SEND: self.hosted.send_came,
+            m.CANCEL: self.hosted.cancel_came,
+            m.CREDIT: self.hosted.credit_came,
+            m.ADOPTED: self.hosted.adopted_came,
+            m.REPLY: self.answers.replied,
+            m.RESULT: self.answers.answered,
+            m.STORED: self.answers.answered,
+            m.ERROR: self.answers.answered,
+            m.ITEM: self.answers.item_came,
+            m.PULL: self.transfer.asked,
+            m.VALUE: self.transfer.answered,
+            m.MOVED: self.transfer.answered,
+            m.BROKEN: self.transfer.answered,
+            m.RELEASE: self._release_came,
+            m.NOTE: self._note_came,
+            m.INTRODUCE: self._introduction_came,
+            m.BYE: self._bye_came,
+        }
+        return [table.get(kind, _unexpected) for kind in range(m.KINDS)]
+
+    # Actors.
+
+    def add_cell(self, actor: ActorId, name: str, instance: Any) -> Cell:
+        """Host an actor that exists already."""
+        cell = Cell(self, actor, name, specs_of(type(instance)).get)
+        cell.instance = instance
+        self.cells[actor] = cell
+        return cell
+
+    def handle(self, remote: PeerId, actor: ActorId, label: str, cls: type, sink: ErrorSink | None = None) -> Any:
+        """A handle of an actor, wherever it is."""
+        return Handle(Target(self, remote, actor, label, sink), cls)
+
+    def agent_of(self, remote: PeerId) -> Agent:
+        """The agent of a process."""
+        return cast("Agent", self.handle(remote, AGENT, f"agent of {remote}", Agent))
+
+    def channels_of(self, remote: PeerId) -> Channels:
+        """The channels of a process."""
+        return cast("Channels", self.handle(remote, CHANNELS, f"channels of {remote}", Channels))
+
+    def node_agent(self) -> Node:
+        """The agent of this process's machine."""
+        from .node import Node  # noqa: PLC0415 - the node agent is itself hosted by a peer
+
+        return cast("Node", self.handle(self.options.home, NODE, "node agent", Node))
+
+    # Links.
+
+    def link_to(self, remote: PeerId) -> Link:
+        """The link to a process: an existing one, or one that the node is asked for. It may be lost already."""
+        link = self.links.get(remote)
+        if link is None:
+            link = self.new_link(remote)
+            self.tasks.create_task(self._ask_introduction(link), name=f"be introduced to {remote}")
+        return link
+
+    def new_link(self, remote: PeerId) -> Link:
+        """A link without a socket yet."""
+        session: Session[Pending] = Session(self.id, self.pid, remote=remote, max_pending=self.options.max_pending)
+        link = self.links[remote] = Link(self, session, remote, self.loop)
+        return link
+
+    def attach(self, remote: PeerId, connection: socket.socket) -> Link:
+        """Use a connected socket for the link to a process."""
+        link = self.links.get(remote)
+        if link is None:
+            link = self.new_link(remote)
+        if link.lost is not None:
+            connection.close()
+        else:
+            link.attach(connection)
+        return link
+
+    async def _ask_introduction(self, link: Link) -> None:
+        try:
+            await self.node_agent().introduce(link.remote)
+        except Exception as error:  # noqa: BLE001 - without the node's help there is no link
+            link.close(error)
+
+    def link_lost(self, link: Link, reason: Exception) -> None:
+        """A link ended: everything that went over it fails, with the best explanation there is."""
+        self.hosted.link_lost(link)
+        self.store.peer_lost(link.remote)
+        self.store.owner_lost(link.remote)
+        self.refs.peer_lost(link.remote)
+        if self.closed is None:
+            link.explanation = self.tasks.start(self._explain_loss(link, reason), name=f"explain {link.remote}")
+        else:
+            self._fail_all(link, RuntimeClosed(self.closed))
+
+    async def _explain_loss(self, link: Link, reason: Exception) -> DaftError:
+        try:
+            error = reason if isinstance(reason, DaftError) and not isinstance(reason, PeerLost) else None
+            error = error or await self.explain(link, reason)
+        except Exception as problem:  # noqa: BLE001 - an explanation that fails must not keep calls waiting
+            error = PeerLost(f"the connection to {link.remote} ended: {reason}")
+            error.__cause__ = problem
+        self._fail_all(link, error)
+        return error
+
+    def _fail_all(self, link: Link, error: DaftError) -> None:
+        self.answers.link_lost(link, error)
+        self.transfer.link_lost(link, error)
+
+    async def explanation(self, link: Link) -> DaftError:
+        """Why a lost link was lost."""
+        if link.explanation is None:
+            return PeerLost(f"the connection to {link.remote} ended: {link.lost}")
+        return await asyncio.shield(link.explanation)
+
+    def introduce(self, first: Link, second: Link) -> None:
+        """Connect two peers of this process with each other."""
+        ends = socket.socketpair()
+        for link, other, end in ((first, second, ends[0]), (second, first, ends[1])):
+            with end:
+                link.send_fds((m.INTRODUCE, other.remote), (end.fileno(),))
+
+    def _introduction_came(self, link: Link, message: m.Message) -> None:
+        connection = socket.socket(fileno=link.take_fd())
+        if link.remote != self.options.home:
+            connection.close()
+            raise RemoteProtocolError(f"{link.remote} introduces peers, which only the node may")
+        self.attach(PeerId(message[1]), connection)
+
+    def _note_came(self, link: Link, message: m.Message) -> None:
+        _, name, note, count = message
+        fds = [link.take_fd() for _ in range(count)]
+        try:
+            self.store.transport_named(name).note_received(link, note, fds)
+        except TransportError as error:
+            raise RemoteProtocolError(f"{link.remote} sent a wrong note: {error}") from error
+
+    def _release_came(self, link: Link, message: m.Message) -> None:
+        for number in message[1]:
+            self.store.drop((link.remote, number))
+
+    def _bye_came(self, link: Link, message: m.Message) -> None:
+        link.close(PeerLost(message[1]))
+
+    # What the parts need of each other.
+
+    def running_call(self, owner: PeerId, number: CallId) -> IncomingCall | None:
+        """A call of `owner` that is queued or runs here."""
+        link = self.links.get(owner)
+        return None if link is None else link.incoming.get(number)
+
+    def incoming_calls(self) -> list[IncomingCall]:
+        """Every call that is queued or runs here."""
+        remote = [call for link in self.links.values() for call in link.incoming.values()]
+        return [*remote, *self.local_caller.calls.values()]
+
+    def deadline(self) -> float | None:
+        """When the surrounding call's time is over, on the loop's clock."""
+        return current_deadline.get()
+
+    def cancel_local(self, number: CallId) -> None:
+        """Cancel a call that this process made to itself."""
+        call = self.local_caller.calls.get(number)
+        if call is not None:
+            call.cell.cancel(call)
+
+    def give_credit(self, stream: StreamState, count: int) -> None:
+        """Let a producer go on."""
+        if stream.link is not None:
+            stream.link.send((m.CREDIT, stream.number, count))
+        else:
+            call = self.local_caller.calls.get(stream.number)
+            if call is not None:
+                call.add_credit(count)
+
+    def report_unheld(self, state: RefState) -> None:
+        """The error of a ref that nobody holds."""
+        assert state.error is not None
+        if state.sink is not None:
+            state.sink.fail(state.error)
+        else:
+            self.on_unheld(state.error, state.label)
+
+    def exit_requested(self, error: BaseException) -> None:
+        """A method raised SystemExit or KeyboardInterrupt."""
+        self.on_exit(error)
+
+    def create_task(self, coro: Coroutine[Any, Any, None], /, *, name: str) -> None:
+        """Start a task for a transport."""
+        self.tasks.create_task(coro, name=name)
+
+    def call_soon(self, callback: Callable[[], object], /) -> None:
+        """Run something on the loop; from any thread, also while garbage is collected."""
+        # A closed loop runs nothing; what it would have freed went with it.
+        with suppress(RuntimeError):
+            if threading.get_ident() == self._thread:
+                self.loop.call_soon(callback)
+            else:
+                self.loop.call_soon_threadsafe(callback)
+
+    def drop_soon(self, state: RefState) -> None:
+        """A `Ref` object is gone; from any thread, also while garbage is collected."""
+        self._dropped.append(state)
+        if not self._draining:
+            self._draining = True
+            self.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._draining = False
+        while self._dropped:
+            self._dropped.popleft().drop_handle()
+
+    def _open_transport(self, name: str) -> Transport:
+        return open_transport(name, self, self.key, local=self.id)
+
+    async def aclose(self, reason: str) -> None:
+        """End every link, task and thread, and free every value. Idempotent."""
+        if self.closed is not None:
+            return
+        self.closed = reason
+        for link in list(self.links.values()):
+            link.send((m.BYE, reason))
+            link.close(RuntimeClosed(reason))
+        for cell in list(self.cells.values()):
+            await cell.stop(reason, 0)
+        await self.tasks.aclose()
+        self.store.close()
+        await self.offload.aclose()
+        self.links.clear()
+        self.cells.clear()
+
+
+class Loopback:
+    """A process's link to itself, for transports: what is sent is there at once."""
+
+    lost: Final = None
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    @property
+    def remote(self) -> PeerId:
+        """The process itself."""
+        return self._peer.id
+
+    @property
+    def peer(self) -> str:
+        """The process itself (what transports call it)."""
+        return self._peer.id
+
+    def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
+        """Hand a note to the transport."""
+        self._peer.store.transport_named(transport).note_received(self, note, [os.dup(fd) for fd in fds])
+
+
+def _unexpected(link: Link, message: m.Message) -> None:
+    raise RemoteProtocolError(f"{link.remote} sent an unexpected message of kind {message[0]}")
+
+
+def _log_unheld(error: BaseException, label: str) -> None:
+    logger.error("%s failed, and nobody holds its ref", label, exc_info=error)
+
+
+def _ignore_exit(error: BaseException) -> None:
+    raise LocalProtocolError(f"a system actor raised {type(error).__name__}")
+
+
+async def _explain_plainly(link: Link, reason: Exception) -> DaftError:
+    return PeerLost(f"the connection to {link.remote} ended: {reason}")

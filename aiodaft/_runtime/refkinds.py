@@ -1,0 +1,200 @@
+"""The kinds of refs: of a call that this process made, of a value it has, of another process, and of a list."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.messages import CANCEL, RELEASE
+from aiodaft.exceptions import CallCancelled, DaftError
+from aiodaft.ref import Ref
+
+from .refs import HERE, THERE, RefState
+from .store import Arrived
+
+if TYPE_CHECKING:
+    from aiodaft.actor import MethodSpec
+
+    from .calls import Target
+    from .link import Link
+    from .peer import Peer
+    from .sinks import ErrorSink
+
+
+class CallState(RefState):
+    """The result of a call that this process made."""
+
+    # The link that the call went over; none if the actor is in this process.
+    link: Link | None = None
+    handles = 1
+    _cancelling = False
+
+    def __init__(self, target: Target, spec: MethodSpec, number: CallId) -> None:
+        self.peer = target.peer
+        self.target = target
+        self.spec = spec
+        self.number = number
+
+    @property
+    def label(self) -> str:
+        return self.spec.label
+
+    @property
+    def producer(self) -> PeerId:
+        return self.target.remote
+
+    @property
+    def sink(self) -> ErrorSink | None:
+        return self.target.sink
+
+    def on_plain(self, value: Any) -> None:
+        """The answer is a plain value."""
+        if self.settled:
+            return
+        self.value = value
+        if self.inputs is not None or self._watchers is not None or self.shared:
+            self._settle(HERE)
+            return
+        # Nobody but those who wait for the value has to be told.
+        self.status = HERE
+        self.settled = True
+        waiters = self._waiters
+        if waiters is not None:
+            self._waiters = None
+            for future in waiters:
+                if not future.done():
+                    future.set_result(None)
+
+    def on_result(self, arrived: Arrived) -> None:
+        """The answer is an encoded value."""
+        if not self.settled:
+            self.arrived = arrived
+            self._settle(HERE)
+
+    def on_stored(self) -> None:
+        """The value exists, at its producer."""
+        self._settle(THERE)
+
+    def on_lost(self, error: DaftError) -> None:
+        """The connection to the callee ended before it answered."""
+        self.on_error(error)
+
+    def _release_remote(self) -> None:
+        if self.link is not None:
+            self.link.send((RELEASE, (self.number,)))
+
+    def cancel(self, why: str) -> bool:
+        """Ask for the call to be cancelled; False if it is over already.
+
+        The call settles when the callee says so, or when the grace time is over.
+        """
+        if self.settled or self._cancelling:
+            return not self.settled
+        self._cancelling = True
+        if self.link is None:
+            self.peer.cancel_local(self.number)
+        elif self.link.session.withdraw(self.number):
+            self.on_error(CallCancelled(f"{self.label} was cancelled before it was sent: {why}", executed=False))
+            return True
+        else:
+            self.link.send((CANCEL, self.number))
+        self.peer.loop.call_later(self.peer.grace, self._give_up, why)
+        return True
+
+    def _give_up(self, why: str) -> None:
+        if not self.settled:
+            self.peer.abandoned += 1
+            self.on_error(CallCancelled(f"{self.label} was cancelled ({why}) and did not end within its grace time"))
+
+
+class PutState(RefState):
+    """A value of this process."""
+
+    handles = 1
+
+    def __init__(self, peer: Peer, number: CallId, value: Any, label: str) -> None:
+        self.peer = peer
+        self.number = number
+        self.value = value
+        self._label = label
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+
+class BorrowedState(RefState):
+    """A ref that another process owns."""
+
+    own = False
+
+    def __init__(self, peer: Peer, owner: PeerId, number: CallId, producer: PeerId, label: str) -> None:
+        self.peer = peer
+        self.number = number
+        self._owner = owner
+        self._producer = producer
+        self._label = label
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    @property
+    def producer(self) -> PeerId:
+        return self._producer
+
+    @property
+    def owner(self) -> PeerId:
+        return self._owner
+
+    def free_if_unheld(self) -> None:
+        if not self.held:
+            self.peer.refs.give_back(self)
+
+    def cancel(self, why: str) -> bool:
+        """Ask the owner to cancel the call."""
+        self.peer.refs.cancel_borrowed(self)
+        return not self.settled
+
+    def _judge_error(self) -> None:
+        """Its owner is who has to be told."""
+
+
+class GatheredState(RefState):
+    """A list of values, as one value of this process; passed on as an argument, it is the list of the refs."""
+
+    def __init__(self, peer: Peer, number: CallId, parts: tuple[Ref[Any], ...]) -> None:
+        self.peer = peer
+        self.number = number
+        self._parts = parts
+        self._missing = len(parts)
+        for part in parts:
+            part._state.watch(self._one_settled)
+
+    @property
+    def label(self) -> str:
+        names = ", ".join(part._state.label for part in self._parts[:3])
+        return f"[{names}{', ...' if len(self._parts) > 3 else ''}]"
+
+    def parts(self) -> tuple[Ref[Any], ...]:
+        return self._parts
+
+    def _one_settled(self, _: object) -> None:
+        self._missing -= 1
+        if self._missing:
+            return
+        failed = next((part._state.error for part in self._parts if part._state.error is not None), None)
+        for part in self._parts:
+            if part._state.error is not None:
+                part._state.mark_seen()
+        if failed is not None:
+            self.on_error(failed)
+        else:
+            self._settle(HERE)
+
+    async def bring(self) -> list[Any]:
+        return [await part for part in self._parts]
+
+    def cancel(self, why: str) -> bool:
+        """Cancel every call of the list."""
+        return any([part._state.cancel(why) for part in self._parts])

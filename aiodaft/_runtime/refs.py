@@ -1,0 +1,362 @@
+"""What a process knows of one value: where it is, who waits for it, who holds it.
+
+A state goes PENDING -> HERE | THERE | FAILED exactly once. HERE: the answer carried the value, or it never left the
+process. THERE: the producer keeps it, and it is fetched when somebody in this process asks for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.ownership import Tenure
+from aiodaft.exceptions import DaftError
+from aiodaft.ref import Ref
+
+from .decoding import is_heavy
+from .store import Arrived, Kept
+from .tasks import wait_shielded
+
+if TYPE_CHECKING:
+    from .peer import Peer
+    from .sinks import ErrorSink
+
+ABSENT: Final = object()
+
+
+class Status(Enum):
+    """How far a call is."""
+
+    PENDING = "pending"
+    HERE = "here"
+    THERE = "there"
+    FAILED = "failed"
+
+
+PENDING, HERE, THERE, FAILED = Status
+
+
+class RefState(Tenure):
+    """One value, as one process knows it; shared by all `Ref` objects for it.
+
+    Attributes:
+        peer: The process.
+        number: The value's number at its owner.
+        label: What made it, such as "Model.execute".
+        producer: The process that makes it.
+        sink: Where its error goes if nobody holds it.
+    """
+
+    # Defaults live in the class: most refs are made, awaited and gone, and set only what they need.
+    peer: Peer
+    number: CallId
+    own = True
+    status = PENDING
+    value: Any = ABSENT
+    arrived: Arrived | None = None
+    kept: Kept | None = None
+    error: BaseException | None = None
+    # Somebody was told of the error.
+    seen = False
+    # Other processes may ask for it: it is in the peer's table.
+    shared = False
+    # Refs that it depends on.
+    inputs: list[RefState] | None = None
+    _waiters: list[asyncio.Future[None]] | None = None
+    _watchers: list[Callable[[Any], object]] | None = None
+    _idle_watchers: list[asyncio.Future[None]] | None = None
+    _traceback: TracebackType | None = None
+    _interested = 0
+    _fetching = False
+
+    @property
+    def label(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def producer(self) -> PeerId:
+        return self.peer.id
+
+    @property
+    def owner(self) -> PeerId:
+        """The process that owns the ref."""
+        return self.peer.id
+
+    @property
+    def sink(self) -> ErrorSink | None:
+        return None
+
+    def parts(self) -> tuple[Ref[Any], ...] | None:
+        """The refs that this one stands for, if it stands for a list."""
+        return None
+
+    def gathered(self, parts: tuple[Ref[Any], ...]) -> RefState:
+        """A state for the list of the values of several refs."""
+        return self.peer.refs.gather(parts).hold()
+
+    # Settling.
+
+    def on_error(self, error: BaseException) -> None:
+        """There will be no value."""
+        if not self.settled:
+            self.error, self._traceback = error, error.__traceback__
+        self._settle(FAILED)
+
+    def on_kept(self) -> None:
+        """The value is in this process."""
+        self._settle(HERE)
+
+    def _settle(self, status: Status) -> None:
+        if self.settled:
+            # Somebody gave up on the call; the answer came after all.
+            if status is THERE:
+                self._release_remote()
+            return
+        self.status = status
+        self.settled = True
+        inputs, self.inputs = self.inputs, None
+        for state in inputs or ():
+            state.drop_use()
+        watchers, self._watchers = self._watchers, None
+        for watcher in watchers or ():
+            self.peer.loop.call_soon(watcher, self)
+        if self._waiters:
+            self._serve_waiters()
+        if self.error is not None:
+            self._judge_error()
+        elif not self.held:
+            self.free_if_unheld()
+
+    # Holding and freeing.
+
+    def hold(self) -> Self:
+        """One `Ref` object more."""
+        self.handles += 1
+        return self
+
+    def handle_dropped(self) -> None:
+        """One `Ref` object fewer. Safe in any thread, also while garbage is collected."""
+        # Most refs end here: the value came with the answer, so there is nothing to free and nobody to tell.
+        if self.status is not HERE or self.shared or self.kept is not None or not self.own:
+            self.peer.drop_soon(self)
+
+    def drop_handle(self) -> None:
+        """What `handle_dropped` does later, on the loop."""
+        self.handles -= 1
+        if not self.handles:
+            if self.error is not None:
+                self._judge_error()
+            self.free_if_unheld()
+
+    def add_use(self) -> None:
+        """A call under way has it as an argument."""
+        self.uses += 1
+
+    def drop_use(self) -> None:
+        """That call ended."""
+        self.uses -= 1
+        if self.error is not None:
+            # The call that used it failed of it, and whoever holds that call's ref has been told.
+            self.mark_seen()
+        self.free_if_unheld()
+
+    def free_now(self) -> None:
+        """Free the value whoever holds it."""
+        if not self.settled:
+            self.watch(type(self).free_now)
+            return
+        self._release_value()
+        self.value, self.arrived, self.seen = ABSENT, None, True
+        self.error = ReferenceError(f"the result of {self.label} was freed by Ref.free()")
+        self.status = FAILED
+
+    def free_if_unheld(self) -> None:
+        """Free the value if it is there and nobody holds it."""
+        if self._idle_watchers and not self.uses and not self.borrowers:
+            watchers, self._idle_watchers = self._idle_watchers, None
+            _wake(watchers)
+        if self.free:
+            self._release_value()
+
+    def _release_value(self) -> None:
+        if self.shared:
+            self.shared = False
+            self.peer.refs.forget(self)
+        if self.status is THERE:
+            self._release_remote()
+        if self.kept is not None:
+            self.kept.release()
+            self.kept = None
+
+    def _release_remote(self) -> None:
+        """Tell the producer that nobody needs the value."""
+
+    # Errors.
+
+    def mark_seen(self) -> None:
+        """Somebody was told of the error."""
+        if not self.seen:
+            self.seen = True
+            if self.sink is not None:
+                self.sink.settle(self)
+
+    def _judge_error(self) -> None:
+        if self.seen or self.uses:
+            return
+        if not self.handles:
+            self.seen = True
+            self.peer.report_unheld(self)
+        elif self.sink is not None:
+            self.sink.hold(self)
+
+    # Waiting.
+
+    def watch(self, callback: Callable[[Any], object], *, interested: bool = False) -> None:
+        """Call back once the call is settled; never within this call.
+
+        Somebody who is interested counts as an awaiter: the call is not cancelled while they are there.
+        """
+        self._interested += interested
+        if self.settled:
+            self.peer.loop.call_soon(callback, self)
+        elif self._watchers is None:
+            self._watchers = [callback]
+        else:
+            self._watchers.append(callback)
+
+    def unwatch(self, callback: Callable[[Any], object]) -> int:
+        """Undo `watch` of somebody who was interested; returns how many registrations there were."""
+        before = len(self._watchers or ())
+        self._watchers = [watcher for watcher in self._watchers or () if watcher != callback]
+        removed = before - len(self._watchers)
+        self._interested -= removed
+        return removed
+
+    def wait(self) -> Generator[Any, None, Any]:
+        """Wait for the value in this process and return it, or raise the error.
+
+        Cancellation: if nobody else is interested in the value, the remote call is cancelled, and the wait goes on
+        until its cleanup has run, at most for the peer's grace time.
+        """
+        if self.value is ABSENT and self.error is None:
+            if self.arrived is None or is_heavy(self.arrived.payload):
+                yield from self._wait_for_value()
+            else:
+                self._decode_now()
+        if self.error is not None:
+            self.mark_seen()
+            # As asyncio's futures do: each waiter's frames are added to the original ones, not to each other's.
+            raise self.error.with_traceback(self._traceback)
+        return self.value
+
+    def wait_settled(self) -> Generator[Any, None, None]:
+        """Wait until the value exists somewhere, or the call failed. Raises nothing of the call."""
+        if not self.settled:
+            future: asyncio.Future[None] = self.peer.loop.create_future()
+            self.watch(lambda _: _wake([future]))
+            yield from future.__await__()
+
+    def wait_released(self) -> Generator[Any, None, None]:
+        """Wait until nobody reads the value."""
+        yield from self.wait_settled()
+        while self.uses or self.borrowers:
+            future: asyncio.Future[None] = self.peer.loop.create_future()
+            self._idle_watchers = [*(self._idle_watchers or ()), future]
+            yield from future.__await__()
+        if self.status is THERE:
+            yield from self.peer.refs.unread_at_producer(self).__await__()
+        elif self.kept is not None:
+            unread: asyncio.Future[None] = self.peer.loop.create_future()
+            self.kept.when_unread(lambda: _wake([unread]))
+            yield from unread.__await__()
+
+    def _wait_for_value(self) -> Generator[Any, None, None]:
+        future: asyncio.Future[None] = self.peer.loop.create_future()
+        if self._waiters is None:
+            self._waiters = [future]
+        else:
+            self._waiters.append(future)
+        if self.settled or not self.own:
+            self._serve_waiters()
+        try:
+            yield from future
+        except asyncio.CancelledError:
+            if self._leave(future):
+                yield from self._wait_for_cleanup()
+            raise
+        except BaseException:
+            self._leave(future)
+            raise
+
+    def _leave(self, future: asyncio.Future[None]) -> bool:
+        """A waiter is gone; True if it was the last interest in a running call, which is then cancelled."""
+        if self._waiters and future in self._waiters:
+            self._waiters.remove(future)
+        if self._waiters or self.uses or self.borrowers or self._interested or self.settled or not self.own:
+            return False
+        self.mark_seen()
+        self.cancel("the task that awaited it was cancelled")
+        return not self.settled
+
+    def _wait_for_cleanup(self) -> Generator[Any, None, None]:
+        over: asyncio.Future[None] = self.peer.loop.create_future()
+        self.watch(lambda _: _wake([over]))
+        yield from wait_shielded(over)
+
+    def _serve_waiters(self) -> None:
+        """Wake the waiters, after bringing the value here if it is not."""
+        if self.value is ABSENT and self.error is None:
+            if self.arrived is not None and not is_heavy(self.arrived.payload):
+                self._decode_now()
+            else:
+                if not self._fetching:
+                    self._fetching = True
+                    self.peer.tasks.create_task(self._fetch(), name=f"fetch {self.label}")
+                return
+        waiters, self._waiters = self._waiters, None
+        if waiters:
+            _wake(waiters)
+
+    def _decode_now(self) -> None:
+        assert self.arrived is not None
+        try:
+            self.value = self.peer.store.decode_now(self.arrived, refs=self.arrived.refs)
+        except DaftError as error:
+            self.error, self._traceback = error.with_executed(True), error.__traceback__
+
+    async def _fetch(self) -> None:
+        try:
+            self.value = await self.bring()
+        except Exception as error:  # noqa: BLE001 - whatever went wrong is what the waiters get
+            self.error, self._traceback = error, error.__traceback__
+        finally:
+            self._fetching = False
+        if not self.settled:
+            # A borrowed ref settles by being fetched.
+            self._settle(HERE if self.error is None else FAILED)
+        self._serve_waiters()
+
+    async def bring(self) -> Any:
+        """Get the value from wherever it is."""
+        arrived = self.arrived or await self.peer.transfer.pull(self.owner, self.number, self.producer)
+        return await self.peer.store.decode(arrived, refs=arrived.refs)
+
+    async def copy_into(self, target: Any) -> None:
+        """Write the value, a tensor, into another tensor."""
+        yet_to_come = self.value is ABSENT and self.error is None
+        value = await self.bring() if yet_to_come else await Ref(self.hold())
+        await self.peer.store.copy_into(target, value)
+
+    def cancel(self, why: str) -> bool:
+        """Ask for the call to be cancelled; False if it is over already."""
+        return False
+
+
+def _wake(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)

@@ -1,0 +1,159 @@
+"""Refs that other processes know of: what is told about them, and who has borrowed them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft.exceptions import DaftError, OwnerDied
+from aiodaft.ref import Ref
+
+from .pickling import TooLong
+from .refkinds import BorrowedState, GatheredState, PutState
+from .refs import HERE, RefState
+from .store import Kept
+
+if TYPE_CHECKING:
+    from .link import Link
+    from .peer import Peer
+
+
+class RefTable:
+    """The refs of one process that others ask about, and those of others that it holds."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._own: dict[CallId, RefState] = {}
+        self._borrowed: weakref.WeakValueDictionary[tuple[PeerId, CallId], BorrowedState] = weakref.WeakValueDictionary()
+
+    def find(self, number: CallId) -> RefState | None:
+        """A ref of this process that others know of."""
+        return self._own.get(number)
+
+    def forget(self, state: RefState) -> None:
+        """A ref of this process is freed."""
+        self._own.pop(state.number, None)
+
+    def put(self, value: Any, label: str) -> PutState:
+        """Make a value of this process nameable; a small one is captured now, a large one by the helper thread.
+
+        Raises:
+            SerializationError: Part of it cannot travel.
+        """
+        peer = self._peer
+        state = PutState(peer, peer.next_number(), value, label)
+        try:
+            state.kept = Kept(peer.store.encode(value, [(label, value)]))
+        except TooLong:
+            peer.tasks.create_task(self._capture(state), name="put")
+            return state
+        if peer.store.pack_now(state.kept):
+            state.on_kept()
+        else:
+            peer.tasks.create_task(self._capture(state), name="put")
+        return state
+
+    async def _capture(self, state: PutState) -> None:
+        store = self._peer.store
+        try:
+            if state.kept is None:
+                state.kept = Kept(await store.encode_anywhere(state.value, [(state.label, state.value)]))
+            await store.pack(state.kept)
+        except Exception as error:  # noqa: BLE001 - whoever uses the ref gets it
+            state.on_error(error)
+        else:
+            state.on_kept()
+
+    def gather(self, parts: tuple[Ref[Any], ...]) -> GatheredState:
+        """One ref for several."""
+        return GatheredState(self._peer, self._peer.next_number(), parts)
+
+    def keep(self, state: RefState) -> Kept:
+        """What other processes get for a settled ref whose value is here."""
+        peer = self._peer
+        if state.arrived is not None:
+            return Kept.again(state.arrived)
+        kept = Kept(peer.store.encode(state.value, [(f"the result of {state.label}", state.value)], patient=True))
+        peer.store.pack_now(kept)
+        return kept
+
+    # Telling others.
+
+    def describe(self, ref: Ref[Any]) -> tuple[Any, ...]:
+        """What a peer needs to know of a ref."""
+        state: RefState = ref._state
+        if state.own and not state.shared:
+            state.shared = True
+            self._own[state.number] = state
+        return (state.owner, state.number, state.producer, state.label)
+
+    def describe_value(self, ref: Ref[Any]) -> tuple[Any, ...]:
+        """What a peer needs to get a ref's value: the value itself if it is small and here."""
+        state: RefState = ref._state
+        if state.own and state.status is HERE and state.error is None:
+            if state.kept is None and state.parts() is None:
+                state.kept = self.keep(state)
+            kept = state.kept
+            if kept is not None and kept.ready and kept.is_inline:
+                return (kept.payload, kept.inline, tuple(self.describe(inner) for inner in kept.refs))
+        return self.describe(ref)
+
+    # Being told.
+
+    async def adopt(self, descriptors: tuple[Any, ...], link: Link) -> list[Ref[Any]]:
+        """Refs that came inside a value; registered with their owners before anything else is said to the sender."""
+        return [await self._adopt_one(PeerId(owner), CallId(number), PeerId(producer), label, link)
+                for owner, number, producer, label in descriptors]  # fmt: skip
+
+    async def _adopt_one(self, owner: PeerId, number: CallId, producer: PeerId, label: str, link: Link) -> Ref[Any]:
+        if owner == self._peer.id:
+            own = self._own.get(number)
+            return Ref((own or self._freed(owner, number, producer, label)).hold())
+        state = self._borrowed.get((owner, number))
+        if state is None:
+            state = BorrowedState(self._peer, owner, number, producer, label)
+            self._borrowed[owner, number] = state
+            # Holds the ref while the owner is asked.
+            ref = Ref(state.hold())
+            await self._register(state, link)
+            return ref
+        return Ref(state.hold())
+
+    async def _register(self, state: BorrowedState, link: Link) -> None:
+        agent = self._peer.agent_of(state.owner)
+        if state.owner == link.remote:
+            # The owner reads this before anything this process says afterwards.
+            agent.borrow.tell(state.number)
+            return
+        try:
+            await agent.borrow(state.number)
+        except DaftError as error:
+            state.on_error(OwnerDied(f"the owner of the result of {state.label}, {state.owner}, is gone: {error}"))
+            state.mark_seen()
+
+    def _freed(self, owner: PeerId, number: CallId, producer: PeerId, label: str) -> BorrowedState:
+        state = BorrowedState(self._peer, owner, number, producer, label)
+        state.seen = True
+        state.on_error(OwnerDied(f"the result of {label} was freed"))
+        return state
+
+    def give_back(self, state: BorrowedState) -> None:
+        """Nobody in this process holds a borrowed ref any more."""
+        if self._borrowed.pop((state.owner, state.number), None) is not None and self._peer.closed is None:
+            self._peer.agent_of(state.owner).give_back.tell(state.number)
+
+    def cancel_borrowed(self, state: BorrowedState) -> None:
+        """Ask the owner to cancel the call."""
+        self._peer.agent_of(state.owner).cancel.tell(state.number)
+
+    async def unread_at_producer(self, state: RefState) -> None:
+        """Wait until no process reads the value that the producer keeps."""
+        await self._peer.agent_of(state.producer).unread(state.owner, state.number)
+
+    def peer_lost(self, remote: PeerId) -> None:
+        """A process is gone, and with it what it had borrowed."""
+        for state in list(self._own.values()):
+            state.forget(remote)
+            state.free_if_unheld()
+

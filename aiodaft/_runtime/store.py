@@ -1,0 +1,298 @@
+"""Values that this process keeps for others, and the memory they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from aiodaft_transport import Block, Grant, Transport
+
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.messages import INLINE_LIMIT
+
+from aiodaft.ref import Borrowed, Ref
+
+from .decoding import decode, is_heavy
+from .offload import Offload
+from .pickling import TooLong
+from .serialization import encode
+from .tensors import tensor_copy
+from .values import Encoded
+
+if TYPE_CHECKING:
+    from .link import Link
+
+Key: TypeAlias = tuple[PeerId, CallId]
+Names: TypeAlias = list[tuple[str, Any]]
+
+# A warm copy of this size takes about 50 us; more goes to the helper thread.
+SYNC_COPY: Final = 1 << 20
+
+
+class Arrived:
+    """A value as it came: not decoded yet."""
+
+    __slots__ = ("blobs", "inline", "origin", "payload", "refs")
+
+    def __init__(self, payload: bytes, inline: bytes | None, blobs: list[memoryview], refs: list[Ref[Any]]) -> None:
+        self.payload = payload
+        self.inline = inline
+        self.blobs = blobs
+        self.refs = refs
+        # Where the value was made in this very process: gives the objects its buffers came from.
+        self.origin: Callable[[int], Any] = _no_origin
+
+
+class Kept:
+    """An encoded value that peers may pull: small ones are bytes, large ones lie in blocks."""
+
+    __slots__ = ("_lender", "_packed", "_released", "_versions", "block", "encoded", "inline", "origins")
+
+    def __init__(self, encoded: Encoded, lender: Borrowed[Any] | None = None) -> None:
+        if lender is not None:
+            for source in encoded.sources:
+                source.lent = True
+        self.encoded = encoded
+        self.inline: bytes | None = None
+        self.block: Block | None = None
+        self.origins = [source.origin for source in encoded.sources]
+        # What the buffers looked like when they were lent.
+        self._versions = encoded.versions() if encoded.lent else None
+        self._lender = lender
+        self._packed = False
+        self._released = False
+
+    @classmethod
+    def again(cls, arrived: Arrived) -> Kept:
+        """A small value that came, to be passed on as it is."""
+        kept = cls(Encoded(arrived.payload, refs=arrived.refs))
+        kept.inline = arrived.inline
+        kept._packed = True
+        return kept
+
+    @property
+    def payload(self) -> bytes:
+        """The skeleton."""
+        return self.encoded.payload
+
+    @property
+    def refs(self) -> list[Ref[Any]]:
+        """The refs that travel inside."""
+        return self.encoded.refs
+
+    @property
+    def all_blocks(self) -> list[Block]:
+        """Where the buffers are, once they are packed."""
+        return [*([] if self.block is None else [self.block]), *self.encoded.blocks]
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether it travels inside a message."""
+        return not self.encoded.blocks and self.encoded.size <= INLINE_LIMIT
+
+    @property
+    def lent(self) -> bool:
+        """Whether its buffers stay where they are until somebody reads them."""
+        return self._versions is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may be granted without copying anything first."""
+        return self._packed
+
+    def pack(self, transport: Transport) -> None:
+        """Copy the buffers to where peers can reach them. May take long.
+
+        Raises:
+            BorrowError: A tensor was written to meanwhile, or since it was lent.
+        """
+        if self._packed:
+            return
+        encoded = self.encoded
+        if self._versions is not None:
+            encoded.check_unchanged(self._versions)
+        if self.is_inline:
+            self.inline = encoded.packed()
+        elif encoded.nbytes:
+            block = transport.allocate(encoded.nbytes)
+            try:
+                encoded.write_to(block.address)
+            except BaseException:
+                block.release()
+                raise
+            self.block = block
+        self._packed = True
+        for source in encoded.sources:
+            if not source.lent:
+                # The copy is made: what it was made from is not ours to keep.
+                source.keep = source.fill = None
+
+    def blobs_for(self, link: Link, transport: Transport) -> bytes | None | tuple[tuple[str, Grant], ...]:
+        """What the message to a peer says about the buffers; grants it the blocks.
+
+        Raises:
+            BorrowError: A lent buffer was written to.
+        """
+        if self._versions is not None:
+            self.encoded.check_unchanged(self._versions)
+        if not self.all_blocks:
+            return self.inline
+        return tuple((transport.name, transport.grant(block, link)) for block in self.all_blocks)
+
+    def origin(self, index: int) -> Any:
+        """The object that buffer `index` came from, if it still is what it was."""
+        find = self.origins[index]
+        return None if find is None else find()
+
+    def release(self) -> None:
+        """Nobody will ask for it again: its memory is reused once the last reader is done. Idempotent."""
+        if self._released:
+            return
+        self._released = True
+        if self.block is not None:
+            self.block.release()
+        if self._lender is not None:
+            self.when_unread(self._lender.mark_released)
+
+    def when_unread(self, callback: Callable[[], object]) -> None:
+        """Call back once no peer reads the buffers."""
+        waiting = [block for block in self.all_blocks if block.grants]
+        if not waiting:
+            callback()
+        else:
+            waiting[0].on_unread(lambda: self.when_unread(callback))
+
+
+class Store:
+    """The values of one process."""
+
+    def __init__(self, home: Any, offload: Offload, open_transport: Callable[[str], Transport], transport: str) -> None:
+        self._home = home
+        self._offload = offload
+        self._open_transport = open_transport
+        self._transports: dict[str, Transport] = {}
+        self._preferred = transport
+        self._shared: dict[int, Block] = {}
+        self.entries: dict[Key, Kept] = {}
+
+    @property
+    def transport(self) -> Transport:
+        """How payloads leave this process."""
+        return self.transport_named(self._preferred)
+
+    def transport_named(self, name: str) -> Transport:
+        """The transport with this name, opened when first needed."""
+        if name not in self._transports:
+            self._transports[name] = self._open_transport(name)
+        return self._transports[name]
+
+    def encode(self, value: Any, names: Names, *, resolve: bool = False, patient: bool = False) -> Encoded:
+        """Encode a value; see `serialization.encode`. Safe in any thread."""
+        return encode(
+            value, names=names, find_block=self._shared.get, resolve=resolve, patient=patient
+        )
+
+    async def encode_anywhere(self, value: Any, names: Names, *, resolve: bool = False) -> Encoded:
+        """Encode a value here if that is quick, else in the helper thread."""
+        try:
+            return self.encode(value, names, resolve=resolve)
+        except TooLong:
+            return await self._offload.run(lambda: self.encode(value, names, resolve=resolve, patient=True))
+
+    def pack_now(self, kept: Kept) -> bool:
+        """Make a value ready if that takes no time worth mentioning; False if it does."""
+        if kept.ready:
+            return True
+        if kept.encoded.nbytes > SYNC_COPY:
+            return False
+        kept.pack(self.transport)
+        return True
+
+    async def pack(self, kept: Kept) -> None:
+        """Make a value ready, in the helper thread if it is large."""
+        if not self.pack_now(kept):
+            transport = self.transport
+            await self._offload.run(lambda: kept.pack(transport))
+
+    def keep_patiently(self, result: Any, name: str) -> Kept:
+        """In a thread that may take its time: encode a result, and copy its buffers to where peers can reach them."""
+        lender = result if isinstance(result, Borrowed) else None
+        value = result.value if lender is not None else result
+        kept = Kept(self.encode(value, [(name, value)], patient=True), lender)
+        if not kept.lent:
+            kept.pack(self.transport)
+        return kept
+
+    async def decode(self, arrived: Arrived, slots: list[Any] | None = None, refs: list[Any] | None = None) -> Any:
+        """Decode a value here if that is quick, else in the helper thread."""
+        if is_heavy(arrived.payload):
+            return await self._offload.run(lambda: self.decode_now(arrived, slots, refs, patient=True))
+        return self.decode_now(arrived, slots, refs)
+
+    def decode_now(
+        self, arrived: Arrived, slots: list[Any] | None = None, refs: list[Any] | None = None, *, patient: bool = False
+    ) -> Any:
+        """Decode a value in this thread."""
+        blobs = arrived.blobs if arrived.inline is None else [memoryview(bytearray(arrived.inline))]
+        return decode(
+            arrived.payload,
+            blobs,
+            slots=slots or (),
+            refs=refs or (),
+            origin=arrived.origin,
+            patient=patient,
+            home=self._home,
+        )
+
+    async def copy_into(self, target: Any, value: Any) -> None:
+        """Write a tensor into another of the same shape and dtype, in the helper thread if it is large.
+
+        Raises:
+            TypeError: One of them is no tensor.
+            ValueError: Shape or dtype differ.
+        """
+        copy = tensor_copy(target, value)
+        if target.numel() * target.element_size() > SYNC_COPY:
+            await self._offload.run(copy)
+        else:
+            copy()
+
+    def drop(self, key: Key) -> None:
+        """Free a value that its owner does not need any more."""
+        kept = self.entries.pop(key, None)
+        if kept is not None:
+            kept.release()
+
+    def stored_bytes(self) -> int:
+        """Bytes of values kept for their owners."""
+        return sum(kept.encoded.size for kept in self.entries.values())
+
+    def owner_lost(self, owner: PeerId) -> None:
+        """Free every value of an owner that is gone."""
+        for key in [key for key in self.entries if key[0] == owner]:
+            self.drop(key)
+
+    def share(self, address: int, block: Block) -> None:
+        """Remember that a tensor made by `empty()` begins at an address."""
+        self._shared[address] = block
+
+    def unshare(self, address: int) -> None:
+        """The tensor is gone: its block is reused once nobody reads it."""
+        self._shared.pop(address).release()
+
+    def peer_lost(self, peer: PeerId) -> None:
+        """Forget a peer's grants and mappings."""
+        for transport in self._transports.values():
+            transport.peer_lost(peer)
+
+    def close(self) -> None:
+        """Free everything."""
+        for key in list(self.entries):
+            self.drop(key)
+        for transport in self._transports.values():
+            transport.close()
+
+
+def _no_origin(index: int) -> Any:
+    return None
+

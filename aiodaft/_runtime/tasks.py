@@ -1,0 +1,63 @@
+"""Tasks with an owner: the only raw create_task in the project."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Coroutine, Generator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+logger = logging.getLogger("aiodaft")
+
+T = TypeVar("T")
+
+
+class TaskOwner:
+    """Background tasks of one object: they end with it, and their errors are reported, not lost."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def create_task(self, coro: Coroutine[Any, Any, T], /, *, name: str) -> asyncio.Task[T]:
+        """Start a task that nobody awaits, and that lives at most as long as its owner."""
+        task = self.start(coro, name=name)
+        task.add_done_callback(self._report)
+        return task
+
+    def start(self, coro: Coroutine[Any, Any, T], /, *, name: str) -> asyncio.Task[T]:
+        """Start a task whose result or error the caller takes, and that lives at most as long as its owner."""
+        task = asyncio.get_running_loop().create_task(coro, name=f"{self._name}: {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _report(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed", task.get_name(), exc_info=error)
+
+    async def aclose(self) -> None:
+        """Cancel what still runs and wait for its end. May block while a task cleans up."""
+        current = asyncio.current_task()
+        while tasks := [task for task in self._tasks if task is not current]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+
+def shield_from_anyio() -> AbstractContextManager[object]:
+    """A scope in which an enclosing anyio scope does not cancel again and again.
+
+    anyio cancels by level: each await inside a cancelled scope is cancelled anew, so that cleaning up could
+    never wait for anything. Without anyio in the process there is no such scope.
+    """
+    anyio = sys.modules.get("anyio")
+    return nullcontext() if anyio is None else anyio.CancelScope(shield=True)
+
+
+def wait_shielded(future: asyncio.Future[Any]) -> Generator[Any, None, None]:
+    """Wait for a future after a cancellation; another cancellation ends the waiting."""
+    with shield_from_anyio():
+        yield from future.__await__()

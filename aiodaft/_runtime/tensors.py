@@ -1,0 +1,255 @@
+"""How torch tensors travel: every dtype, any strides, and views of one storage stay views of one storage.
+
+torch is never imported here unless a tensor is at hand, or arrives. torch's own pickling cannot load several dtypes
+(fp8, unsigned, complex32), so a tensor is (dtype, size, strides) and a span of its storage's bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from aiodaft_transport import Block
+
+from .values import Source
+
+if TYPE_CHECKING:
+    import torch
+
+# buffer, dtype, size, stride, first byte in the buffer, flags, device
+Spec: TypeAlias = list[Any]
+
+_REQUIRES_GRAD: Final = 1
+_PARAMETER: Final = 2
+# Views of one storage travel as one span unless that would send more than twice what they cover.
+_SPAN_SLACK: Final = 2
+
+
+def loaded_torch() -> ModuleType | None:
+    """The torch module, if this process has imported it."""
+    return sys.modules.get("torch")
+
+
+def is_dense_tensor(value: Any) -> bool:
+    """Whether a value travels by this module: strided tensors and parameters, not sparse ones or other subclasses."""
+    torch = loaded_torch()
+    if torch is None or not hasattr(torch, "nn"):
+        return False
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+
+
+class TensorTable:
+    """The tensors of one value while it is encoded."""
+
+    def __init__(self, find_block: Callable[[int], Block | None]) -> None:
+        self._find_block = find_block
+        self._indices: dict[int, int] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._originals: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Take a tensor in and return its number. A tensor seen before keeps its number.
+
+        Raises:
+            TypeError: A kind of tensor that cannot travel.
+        """
+        index = self._indices.get(id(tensor))
+        if index is None:
+            if tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
+                kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "meta"
+                raise TypeError(f"a {kind} tensor cannot travel; convert it to a plain tensor first")
+            plain = tensor.detach().resolve_conj().resolve_neg()
+            index = self._indices[id(tensor)] = len(self._tensors)
+            self._originals.append(tensor)
+            self._tensors.append(plain if plain.device.type == "cpu" else plain.cpu())
+        return index
+
+    def finish(self, sources: list[Source]) -> list[Spec]:
+        """Append the tensors' memory to `sources` and return one spec for each tensor."""
+        specs: dict[int, Spec] = {}
+        for members in self._by_storage():
+            for group in _groups(members):
+                self._finish_group(group, sources, specs)
+        return [specs[index] for index in range(len(self._tensors))]
+
+    def _by_storage(self) -> list[list[tuple[int, torch.Tensor]]]:
+        storages: dict[tuple[str, int], list[tuple[int, torch.Tensor]]] = {}
+        for index, tensor in enumerate(self._tensors):
+            storages.setdefault(_storage_key(tensor, index), []).append((index, tensor))
+        return list(storages.values())
+
+    def _finish_group(self, group: list[tuple[int, torch.Tensor]], sources: list[Source], specs: dict[int, Spec]) -> None:
+        low = min(_extent(tensor)[0] for _, tensor in group)
+        high = max(_extent(tensor)[1] for _, tensor in group)
+        first_index, first = group[0]
+        compact = len(group) == 1 and high - low > first.numel() * first.element_size()
+        if compact:
+            source = _strided_source(first)
+        else:
+            source = Source(high - low, first.untyped_storage().data_ptr() + low if high > low else 0, first)
+            source.block = self._find_block(source.address) if source.nbytes else None
+            source.lent = source.block is not None
+        original = self._originals[first_index]
+        source.version = _version_counter(original)
+        if len(group) == 1:
+            source.origin = _origin(original, source.version)
+        for index, tensor in group:
+            stride = _contiguous_stride(tensor.shape) if compact else list(tensor.stride())
+            specs[index] = [
+                len(sources),
+                str(tensor.dtype).removeprefix("torch."),
+                list(tensor.shape),
+                stride,
+                0 if compact else _extent(tensor)[0] - low,
+                self._flags(index),
+                _device_name(self._originals[index]),
+            ]
+        sources.append(source)
+
+    def _flags(self, index: int) -> int:
+        original = self._originals[index]
+        torch = loaded_torch()
+        assert torch is not None
+        return original.requires_grad * _REQUIRES_GRAD + isinstance(original, torch.nn.Parameter) * _PARAMETER
+
+
+class TensorMaker:
+    """Rebuilds the tensors of one value; each is made once, so identity within the value is kept."""
+
+    def __init__(self, specs: list[Spec], buffer: Callable[[int], memoryview], origin: Callable[[int], Any]) -> None:
+        self._specs = specs
+        self._buffer = buffer
+        self._origin = origin
+        self._bases: dict[int, torch.Tensor] = {}
+        self._made: dict[int, torch.Tensor] = {}
+
+    def make(self, index: int) -> torch.Tensor:
+        """Return the tensor with this number."""
+        if index not in self._made:
+            self._made[index] = self._build(index)
+        return self._made[index]
+
+    def _build(self, index: int) -> torch.Tensor:
+        import torch  # noqa: PLC0415 - optional package
+
+        buffer, dtype_name, size, stride, start, flags, device = self._specs[index]
+        original = self._origin(buffer)
+        if original is not None:
+            tensor: torch.Tensor = original
+            return tensor
+        dtype = getattr(torch, dtype_name)
+        nbytes = len(self._buffer(buffer))
+        if not nbytes:
+            tensor = torch.empty_strided(size, stride, dtype=dtype)
+        else:
+            if buffer not in self._bases:
+                self._bases[buffer] = torch.frombuffer(self._buffer(buffer), dtype=torch.uint8)
+            end = start + _span(size, stride) * dtype.itemsize
+            tensor = self._bases[buffer][start:end].view(dtype).as_strided(size, stride)
+        if device:
+            tensor = tensor.to(device)
+        if flags & _PARAMETER:
+            return torch.nn.Parameter(tensor, requires_grad=bool(flags & _REQUIRES_GRAD))
+        return tensor.requires_grad_() if flags & _REQUIRES_GRAD else tensor
+
+
+def tensor_copy(target: Any, value: Any) -> Callable[[], object]:
+    """A function that writes one tensor into another.
+
+    Raises:
+        TypeError: One of them is no tensor.
+        ValueError: Shape or dtype differ.
+    """
+    for name, tensor in (("the value", value), ("the target", target)):
+        if not is_dense_tensor(tensor):
+            raise TypeError(f"`into` writes a tensor into a tensor, but {name} is {type(tensor).__name__}")
+    if (target.shape, target.dtype) != (value.shape, value.dtype):
+        raise ValueError(
+            f"`into` needs a tensor of shape {tuple(value.shape)} and {value.dtype}, "
+            f"not of shape {tuple(target.shape)} and {target.dtype}"
+        )
+    return lambda: target.detach().copy_(value.detach())
+
+
+def _storage_key(tensor: torch.Tensor, index: int) -> tuple[str, int]:
+    pointer = tensor.untyped_storage().data_ptr()
+    return ("storage", pointer) if pointer else ("empty", index)
+
+
+def _groups(members: list[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
+    """Tensors of one storage that travel as one span: all of them, unless that sends too much between them."""
+    extents = [_extent(tensor) for _, tensor in members]
+    span = max(high for _, high in extents) - min(low for low, _ in extents)
+    covered = sum(high - low for low, high in extents)
+    if len(members) == 1 or span <= _SPAN_SLACK * covered:
+        return [members]
+    groups: list[list[tuple[int, torch.Tensor]]] = []
+    end = -1
+    for (low, high), member in sorted(zip(extents, members, strict=True), key=lambda pair: pair[0]):
+        if low < end:
+            groups[-1].append(member)
+        else:
+            groups.append([member])
+        end = max(end, high)
+    return groups
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and end of a tensor in its storage."""
+    low = tensor.storage_offset() * tensor.element_size()
+    return low, low + _span(tensor.shape, tensor.stride()) * tensor.element_size()
+
+
+def _span(size: Any, stride: Any) -> int:
+    """Elements from the first to the last, inclusive."""
+    if 0 in size:
+        return 0
+    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+
+
+def _contiguous_stride(size: Any) -> list[int]:
+    strides: list[int] = []
+    step = 1
+    for length in reversed(size):
+        strides.append(step)
+        step *= max(1, length)
+    return strides[::-1]
+
+
+def _strided_source(tensor: torch.Tensor) -> Source:
+    """Memory of a tensor with gaps: only its elements are written."""
+    source = Source(tensor.numel() * tensor.element_size(), 0, tensor)
+
+    def fill(address: int) -> None:
+        torch = loaded_torch()
+        assert torch is not None
+        # Anything but bytes may lack a copy kernel for its dtype; all have one for their bytes.
+        target = (ctypes.c_char * source.nbytes).from_address(address)
+        torch.frombuffer(target, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    source.fill = fill
+    return source
+
+
+def _version_counter(tensor: torch.Tensor) -> Callable[[], int | None]:
+    # Tensors made under inference_mode count no versions.
+    return (lambda: None) if tensor.is_inference() else lambda: tensor._version
+
+
+def _origin(tensor: torch.Tensor, version: Callable[[], int | None]) -> Callable[[], Any]:
+    reference = weakref.ref(tensor)
+    expected = None if tensor.is_inference() else tensor._version
+
+    def origin() -> Any:
+        alive = reference()
+        return alive if alive is not None and expected is not None and alive._version == expected else None
+
+    return origin
+
+
+def _device_name(tensor: torch.Tensor) -> str:
+    return "" if tensor.device.type == "cpu" else tensor.device.type

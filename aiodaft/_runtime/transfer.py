@@ -1,0 +1,225 @@
+"""Values between processes: pulled by key, from whoever has them.
+
+Whoever wants a value asks its producer, also before the value is made; the producer answers when it is. A process
+that does not have it says so, and the question goes to the owner, who always knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from aiodaft_transport import TransportError
+
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.messages import BROKEN, MOVED, PULL, VALUE, Message
+from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost, RemoteProtocolError
+
+from .failures import copy_error, decode_error, encode_error
+from .refs import THERE, RefState
+from .store import Arrived, Kept
+
+if TYPE_CHECKING:
+    from .link import Link
+    from .peer import Peer
+
+# Where a value is: kept here, at another process, or nowhere because making it failed.
+Place: TypeAlias = Kept | PeerId | BaseException
+
+# owner -> producer -> owner is the longest honest chain; more means that somebody lies.
+_MAX_HOPS: Final = 8
+
+
+class Transfer:
+    """Moves values into and out of one process."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._pulls: dict[tuple[PeerId, PeerId, CallId], deque[asyncio.Future[Message]]] = {}
+        self.pulled = 0
+
+    # Wanting a value.
+
+    async def pull(self, owner: PeerId, number: CallId, producer: PeerId) -> Arrived:
+        """Get a value.
+
+        Raises:
+            OwnerDied: Its owner is gone.
+            BaseException: What making it raised.
+        """
+        asked = producer
+        for _ in range(_MAX_HOPS):
+            if asked == self._peer.id:
+                place = await self._locate_here(owner, number)
+                if isinstance(place, Kept):
+                    return await self._take_own(place)
+            else:
+                answer = await self._ask(asked, owner, number)
+                if isinstance(answer, Arrived):
+                    return answer
+                place = answer
+            if isinstance(place, BaseException):
+                raise place
+            asked = place
+        raise RemoteProtocolError(f"nobody has the value of ref {number} of {owner}")
+
+    async def _ask(self, asked: PeerId, owner: PeerId, number: CallId) -> Arrived | PeerId | BaseException:
+        link = self._peer.link_to(asked)
+        try:
+            message = await self._question(link, owner, number)
+        except (PeerLost, ActorDied) as error:
+            if asked != owner:
+                # The owner may have the value, and knows best how its producer ended.
+                return owner
+            raise OwnerDied(f"the owner of a ref, {owner}, is gone: {error}") from error
+        if message[0] == MOVED:
+            return PeerId(message[3])
+        if message[0] == BROKEN:
+            return decode_error(message[3])
+        _, _, _, payload, blobs, refs = message
+        try:
+            return await self.receive(link, payload, blobs, refs)
+        except TransportError as error:
+            # Control links and payloads fail together only if the process is gone; then the owner decides.
+            lost = PeerLost(f"the value of ref {number} of {owner} could not be fetched from {asked}: {error}")
+            lost.__cause__ = error
+            return owner if asked != owner and link.lost is not None else lost
+
+    async def _question(self, link: Link, owner: PeerId, number: CallId) -> Message:
+        if link.lost is not None:
+            raise await self._peer.explanation(link)
+        key = (link.remote, owner, number)
+        answer: asyncio.Future[Message] = self._peer.loop.create_future()
+        self._pulls.setdefault(key, deque()).append(answer)
+        link.send((PULL, owner, number))
+        return await answer
+
+    def answered(self, link: Link, message: Message) -> None:
+        """A VALUE, MOVED or BROKEN came."""
+        key = (link.remote, message[1], message[2])
+        waiting = self._pulls.get(key)
+        if not waiting:
+            raise RemoteProtocolError(f"{link.remote} answers a question that was not asked")
+        answer = waiting.popleft()
+        if not waiting:
+            del self._pulls[key]
+        if not answer.done():
+            answer.set_result(message)
+        elif message[0] == VALUE:
+            self.decline(link, message[4])
+
+    def link_lost(self, link: Link, error: DaftError) -> None:
+        """Nothing more will be answered over a link."""
+        for key in [key for key in self._pulls if key[0] == link.remote]:
+            for answer in self._pulls.pop(key):
+                if not answer.done():
+                    answer.set_exception(copy_error(error))
+
+    async def receive(self, link: Link, payload: bytes, blobs: Any, refs: tuple[Any, ...]) -> Arrived:
+        """Bring in a value that was granted."""
+        states = await self._peer.refs.adopt(refs, link)
+        if not isinstance(blobs, tuple):
+            return Arrived(payload, blobs, [], states)
+        views: list[memoryview] = []
+        for index, (name, grant) in enumerate(blobs):
+            self.pulled += 1
+            try:
+                views.append(await self._peer.store.transport_named(name).fetch(grant, link))
+            except BaseException:
+                self.decline(link, blobs[index + 1 :])
+                raise
+        return Arrived(payload, None, views, states)
+
+    def decline(self, link: Link, blobs: Any) -> None:
+        """Give back grants that nobody wants any more."""
+        for name, grant in blobs if isinstance(blobs, tuple) else ():
+            self._peer.store.transport_named(name).decline(grant, link)
+
+    async def _locate_here(self, owner: PeerId, number: CallId) -> Place:
+        found: asyncio.Future[Place] = self._peer.loop.create_future()
+
+        def settle(place: Place) -> None:
+            if not found.done():
+                found.set_result(place)
+
+        self.locate(owner, number, settle)
+        return await found
+
+    async def _take_own(self, kept: Kept) -> Arrived:
+        """A value kept in this very process: the objects themselves where they still are what they were."""
+        await self._peer.store.pack(kept)
+        link = self._peer.loopback
+        arrived = await self.receive(link, kept.payload, kept.blobs_for(link, self._peer.store.transport), ())
+        arrived.refs = kept.refs
+        arrived.origin = kept.origin
+        return arrived
+
+    # Having a value.
+
+    def locate(self, owner: PeerId, number: CallId, found: Callable[[Place], object]) -> None:
+        """Say where a value is, as soon as that is known."""
+        kept = self._peer.store.entries.get((owner, number))
+        if kept is not None:
+            found(kept)
+        elif owner == self._peer.id:
+            self._locate_own(number, found)
+        else:
+            call = self._peer.running_call(owner, number)
+            if call is not None:
+                call.add_puller(found)
+            else:
+                # Not here yet, or no longer: the owner knows.
+                found(owner)
+
+    def _locate_own(self, number: CallId, found: Callable[[Place], object]) -> None:
+        state = self._peer.refs.find(number)
+        if state is None:
+            found(OwnerDied(f"ref {number} of {self._peer.id} was freed"))
+        else:
+            state.watch(lambda settled: found(self._place_of(settled)))
+
+    def _place_of(self, state: RefState) -> Place:
+        if state.error is not None:
+            state.mark_seen()
+            return state.error
+        if state.status is THERE:
+            return state.producer
+        if state.kept is None:
+            state.kept = self._peer.refs.keep(state)
+        return state.kept
+
+    def asked(self, link: Link, message: Message) -> None:
+        """A PULL came."""
+        _, owner, number = message
+        self.locate(owner, number, lambda place: self._tell(link, owner, number, place))
+
+    def _tell(self, link: Link, owner: PeerId, number: CallId, place: Place) -> None:
+        if link.lost is not None:
+            return
+        if isinstance(place, BaseException):
+            link.send((BROKEN, owner, number, encode_error(place)))
+        elif not isinstance(place, Kept):
+            link.send((MOVED, owner, number, place))
+        elif place.ready:
+            self._give(link, owner, number, place)
+        else:
+            self._peer.tasks.create_task(self._pack_and_give(link, owner, number, place), name="pack")
+
+    async def _pack_and_give(self, link: Link, owner: PeerId, number: CallId, kept: Kept) -> None:
+        try:
+            await self._peer.store.pack(kept)
+        except Exception as error:  # noqa: BLE001 - the asker gets it
+            self._tell(link, owner, number, error)
+        else:
+            self._give(link, owner, number, kept)
+
+    def _give(self, link: Link, owner: PeerId, number: CallId, kept: Kept) -> None:
+        try:
+            blobs = kept.blobs_for(link, self._peer.store.transport)
+        except (DaftError, TransportError) as error:
+            link.send((BROKEN, owner, number, encode_error(error)))
+            return
+        refs = tuple(self._peer.refs.describe(ref) for ref in kept.refs)
+        link.send((VALUE, owner, number, kept.payload, blobs, refs))

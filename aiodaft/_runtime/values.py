@@ -1,0 +1,131 @@
+"""Encoded values: a small skeleton, and the big buffers beside it, not copied until somebody says where to.
+
+Buffers of one value are packed into one *blob* (64-byte aligned), so that 200 tensors are one payload; a buffer that
+already lies in memory others can map (`aiodaft.empty`) is a blob of its own and is never copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiodaft_transport import Block
+from aiodaft_transport.memory import address_of, aligned, copy_memory
+
+from aiodaft.exceptions import BorrowError
+
+
+class Source:
+    """One buffer of a value, where it lies now."""
+
+    __slots__ = ("address", "block", "fill", "keep", "lent", "nbytes", "origin", "version")
+
+    def __init__(self, nbytes: int, address: int, keep: Any) -> None:
+        self.nbytes = nbytes
+        self.address = address
+        # Keeps the memory alive and, for a buffer object, exported.
+        self.keep = keep
+        # Writes the content to an address, for memory that is not contiguous.
+        self.fill: Callable[[int], None] | None = None
+        # Counts the writes to a tensor, as far as torch can see them; None where it cannot.
+        self.version: Callable[[], int | None] | None = None
+        # Gives the object the buffer came from, while it lives and was not written to.
+        self.origin: Callable[[], Any] | None = None
+        # Memory that peers can map already.
+        self.block: Block | None = None
+        self.lent = False
+
+    @classmethod
+    def of(cls, buffer: Any) -> Source:
+        """The memory of a contiguous buffer object."""
+        view = memoryview(buffer)
+        return cls(view.nbytes, address_of(view), view)
+
+    def write_to(self, address: int) -> None:
+        """Copy the content to an address."""
+        if self.fill is not None:
+            self.fill(address)
+        else:
+            copy_memory(address, self.address, self.nbytes)
+
+
+@dataclass(slots=True)
+class Encoded:
+    """A value, ready to travel.
+
+    Attributes:
+        payload: The skeleton; a few bytes if the skeleton itself is one of the sources.
+        sources: The buffers beside it.
+        offsets: Where each source goes in the blob; -1 for one that is a blob of its own.
+        nbytes: Size of the blob.
+        slots: Refs that the receiver replaces by their values.
+        refs: Refs that travel as refs.
+    """
+
+    payload: bytes
+    sources: list[Source] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    slots: list[Any] = field(default_factory=list)
+    refs: list[Any] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Blobs that exist already, after the packed one."""
+        return [source.block for source in self.sources if source.block is not None]
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return len(self.payload) + sum(source.nbytes for source in self.sources)
+
+    @property
+    def lent(self) -> bool:
+        """Whether a buffer is read where it lies, so that its owner must not write to it."""
+        return any(source.lent for source in self.sources)
+
+    def write_to(self, address: int) -> None:
+        """Pack the buffers into a blob at an address. May take long; lets other threads run.
+
+        Raises:
+            BorrowError: A tensor was written to meanwhile, so what was copied is torn.
+        """
+        before = self.versions()
+        for source, offset in zip(self.sources, self.offsets, strict=True):
+            if offset >= 0:
+                source.write_to(address + offset)
+        self.check_unchanged(before)
+
+    def packed(self) -> bytes | None:
+        """The blob as bytes, for a small value."""
+        if not self.nbytes:
+            return None
+        blob = bytearray(self.nbytes)
+        self.write_to(address_of(blob))
+        return bytes(blob)
+
+    def versions(self) -> list[int | None]:
+        """How often each buffer has been written to, where that can be known."""
+        return [source.version() if source.version is not None else None for source in self.sources]
+
+    def check_unchanged(self, before: list[int | None]) -> None:
+        """Raise BorrowError if a buffer was written to since `versions` gave `before`."""
+        if self.versions() != before:
+            raise BorrowError(
+                "a tensor was written to while aiodaft was reading it: pass or return x.clone(), "
+                "or wait for `await ref.ready()` before you write to it"
+            )
+
+
+def lay_out(sources: list[Source]) -> tuple[list[int], int]:
+    """Offsets of the sources in their blob, and its size."""
+    offsets: list[int] = []
+    end = 0
+    for source in sources:
+        if source.block is not None:
+            offsets.append(-1)
+            continue
+        offsets.append(aligned(end))
+        end = offsets[-1] + source.nbytes
+    return offsets, end

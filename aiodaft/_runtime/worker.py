@@ -1,0 +1,171 @@
+"""The life of a worker process: a loop, a peer, and a link home; it ends with any of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from aiodaft_transport import Key
+
+from aiodaft._protocol.codec import pack, unpack
+from aiodaft._protocol.ids import PeerId
+from aiodaft.exceptions import DaftError
+
+from .current import set_process_peer
+from .env import Env
+from .failures import encode_error
+from .link import Link
+from .peer import Peer, PeerOptions
+from .processes import die_with_parent
+from .tasks import logger
+
+# How long the end of a worker may take once it is decided.
+_EXIT_GRACE = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker is told when it starts; travels as plain data."""
+
+    id: str
+    node: str
+    home: str
+    transport: str
+    grace: float
+    max_pending: int
+    key: bytes
+    uvloop: bool
+
+    def packed(self) -> bytes:
+        """As bytes."""
+        return pack(list(astuple(self)))
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> WorkerSettings:
+        """From bytes."""
+        return cls(*unpack(data, _no_extensions))
+
+
+class Worker:
+    """Runs one peer until it is told to end."""
+
+    def __init__(self, settings: WorkerSettings, connection: socket.socket) -> None:
+        self._settings = settings
+        self._connection = connection
+        self._status = 0
+        self._over = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve; returns the exit status."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._end, 128 + signal.SIGTERM)
+        settings = self._settings
+        options = PeerOptions(
+            id=PeerId(settings.id),
+            node=settings.node,
+            home=PeerId(settings.home),
+            transport=settings.transport,
+            grace=settings.grace,
+            max_pending=settings.max_pending,
+        )
+        peer = Peer(options, Key(settings.key), Env())
+        peer.explain = self._explain
+        peer.on_exit = self._exit_requested
+        peer.on_unheld = self._report_unheld
+        self._peer = peer
+        set_process_peer(peer)
+        peer.attach(options.home, self._connection)
+        await self._over.wait()
+        # Whatever does not end in time is ended by the process itself.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_EXIT_GRACE):
+                await peer.aclose("the worker ended")
+        return self._status
+
+    def _end(self, status: int) -> None:
+        self._status = status
+        self._over.set()
+
+    async def _explain(self, link: Link, reason: Exception) -> DaftError:
+        if link.remote == self._settings.home:
+            # Nobody is left to work for.
+            self._end(0)
+            return DaftError(f"the controller is gone: {reason}")
+        in_flight = len(link.session.calls) - link.session.waiting
+        return await self._peer.node_agent().obituary(link.remote, in_flight)
+
+    def _exit_requested(self, error: BaseException) -> None:
+        code = error.code if isinstance(error, SystemExit) else 130
+        if isinstance(code, str):
+            sys.stderr.write(f"{code}\n")
+            code = 1
+        # At once and without answering: callers learn from the end of the process that it ended, and how.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+
+    def _report_unheld(self, error: BaseException, label: str) -> None:
+        logger.error("%s failed, and nobody holds its ref", label, exc_info=error)
+        self._peer.node_agent().unheld.tell(encode_error(error))
+
+
+def run_forked(parent: int, packed: bytes, link: int, out: int, err: int) -> int:
+    """In a forked child: take the descriptors given, forget the parent's, and serve."""
+    os.setsid()
+    die_with_parent(parent)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (out, 1), (err, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    # Line by line, so that a line is in the log when the next call fails.
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    _reseed()
+    return _serve(packed, link)
+
+
+def main(link: int, settings: int) -> None:
+    """Entry point of a worker that was started by exec."""
+    die_with_parent(os.getppid())
+    with open(settings, "rb") as pipe:
+        packed = pipe.read()
+    sys.exit(_serve(packed, link))
+
+
+def _serve(packed: bytes, link: int) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = WorkerSettings.unpacked(packed)
+    connection = socket.socket(fileno=link)
+
+    async def serve() -> int:
+        return await Worker(settings, connection).run()
+
+    factory = None
+    if settings.uvloop:
+        import uvloop  # noqa: PLC0415 - optional
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        status = runner.run(serve())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A `def` method may still run, and user threads may; the process does not wait for them.
+        os._exit(status)
+
+
+def _reseed() -> None:
+    """Forked workers share the state of every random generator; Python reseeds its own, numpy does not."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "random"):
+        numpy.random.seed()
+
+
+def _no_extensions(code: int, content: bytes) -> Any:
+    raise ValueError(f"unexpected extension {code}")

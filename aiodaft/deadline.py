@@ -1,0 +1,37 @@
+"""Deadlines that travel: what is called inside inherits the time that is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from aiodaft._runtime.incoming import current_deadline
+from aiodaft.exceptions import DeadlineExceeded
+
+__all__ = ["deadline"]
+
+
+@asynccontextmanager
+async def deadline(seconds: float) -> AsyncGenerator[None, None]:
+    """Give the block that many seconds, and every call made inside what is left of them, however deeply nested.
+
+    Inside another deadline the earlier one counts. Unlike `asyncio.timeout`, which ends only the waiting task, the
+    actors know the deadline: a call that is still queued when it passes never starts.
+
+    Raises:
+        DeadlineExceeded: The time is over; also a TimeoutError.
+    """
+    loop = asyncio.get_running_loop()
+    outer = current_deadline.get()
+    when = loop.time() + seconds
+    token = current_deadline.set(when if outer is None else min(outer, when))
+    try:
+        async with asyncio.timeout(seconds) as scope:
+            yield
+    except TimeoutError as error:
+        if not scope.expired() or isinstance(error, DeadlineExceeded):
+            raise
+        raise DeadlineExceeded(f"not done within {seconds:g} s") from error
+    finally:
+        current_deadline.reset(token)

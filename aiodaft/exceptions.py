@@ -1,0 +1,204 @@
+"""Every error that aiodaft itself raises.
+
+What a remote method raised arrives as its own type; these are the errors of the runtime. Each says by `.executed`
+whether the call in question ran: True, False (it did not: safe to retry) or None (nobody can know).
+
+DaftError
+├── SerializationError       a value cannot travel; names the path to it
+├── Closed                   you closed it
+│   ├── RuntimeClosed        the runtime, or the scope that owned the actor
+│   └── ChannelClosed        the channel
+├── NotDelivered             the call never ran
+│   ├── Overloaded           more calls are waiting than the runtime allows
+│   ├── InsufficientResources  there is not that much of it; says what there is
+│   ├── SpawnFailed          the actor's process did not come up
+│   ├── NameTaken            another actor has the name
+│   └── NameNotFound         nobody has the name
+├── OutcomeUnknown           the world broke while the call was under way
+│   ├── ActorDied            the actor's process ended, or the actor was stopped
+│   ├── PeerLost             the connection to a process ended
+│   └── OwnerDied            the process that owned a ref ended, and the value with it
+├── DeadlineExceeded         the time given to a call is over; also a TimeoutError
+├── CallCancelled            somebody else cancelled the call; deliberately not asyncio.CancelledError
+├── RemoteError              a remote exception that cannot be rebuilt here; carries its text
+├── BorrowError              a lent buffer was written to while others were reading it
+└── ProtocolError
+    ├── LocalProtocolError   this side broke the protocol: a bug in aiodaft
+    └── RemoteProtocolError  the other side did: a stranger, or another version
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+__all__ = [
+    "ActorDied",
+    "BorrowError",
+    "CallCancelled",
+    "ChannelClosed",
+    "Closed",
+    "DaftError",
+    "DeadlineExceeded",
+    "InsufficientResources",
+    "LocalProtocolError",
+    "NameNotFound",
+    "NameTaken",
+    "NotDelivered",
+    "OutcomeUnknown",
+    "Overloaded",
+    "OwnerDied",
+    "PeerLost",
+    "ProtocolError",
+    "RemoteError",
+    "RemoteProtocolError",
+    "RuntimeClosed",
+    "SerializationError",
+    "SpawnFailed",
+]
+
+
+class DaftError(Exception):
+    """Root of everything that aiodaft raises by itself.
+
+    Attributes:
+        executed: Whether the call ran: True, False (safe to retry) or None (unknown).
+    """
+
+    executed: bool | None = None
+
+    def __init__(self, message: str = "", *, executed: bool | None = None) -> None:
+        super().__init__(message)
+        if executed is not None:
+            self.executed = executed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # BaseException would rebuild by positional arguments alone and so lose, or reject, the keyword ones.
+        return (_rebuild, (type(self), self.args, self.__dict__.copy()))
+
+    def with_executed(self, executed: bool | None) -> Self:
+        """Say whether the call ran, and return the error."""
+        self.executed = executed
+        return self
+
+
+def _rebuild(cls: type[DaftError], args: tuple[Any, ...], state: dict[str, Any]) -> DaftError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class SerializationError(DaftError, TypeError):
+    """A value cannot travel between processes. The message names the path to it, as in `args[0].cfg.fn`."""
+
+    executed = False
+
+
+class Closed(DaftError):
+    """What you use has been closed by you."""
+
+    executed = False
+
+
+class RuntimeClosed(Closed):
+    """The runtime, or the scope that owned the actor, is closed."""
+
+
+class ChannelClosed(Closed):
+    """The channel was closed: nothing more can be sent, and everything sent has been received."""
+
+
+class NotDelivered(DaftError):
+    """The call never ran; trying again is safe."""
+
+    executed = False
+
+
+class Overloaded(NotDelivered):
+    """More calls are waiting to be sent than `Runtime(max_pending=...)` allows."""
+
+
+class InsufficientResources(NotDelivered):
+    """What was asked for is not there, or is in use; the message says how much there is and who has it."""
+
+
+class SpawnFailed(NotDelivered):
+    """The process of a new actor did not come up, or could not load the actor's class."""
+
+
+class NameTaken(NotDelivered):
+    """Another actor has this name."""
+
+
+class NameNotFound(NotDelivered, LookupError):
+    """No actor has this name."""
+
+
+class OutcomeUnknown(DaftError):
+    """Something broke while the call was under way: it may or may not have run."""
+
+
+class ActorDied(OutcomeUnknown):
+    """The actor is gone: its process ended, or it was stopped.
+
+    Attributes:
+        actor: Name of the actor.
+        exit_code: What the process returned, if it ended by itself.
+        signal: Name of the signal that ended it, such as "SIGKILL".
+        oom: Whether the kernel killed it for want of memory.
+        last_lines: The last lines it wrote to standard error.
+    """
+
+    actor: str = ""
+    exit_code: int | None = None
+    signal: str | None = None
+    oom: bool = False
+    last_lines: tuple[str, ...] = ()
+
+
+class PeerLost(OutcomeUnknown):
+    """The connection to another process ended."""
+
+
+class OwnerDied(OutcomeUnknown):
+    """The process that owned this ref ended, so the value was freed."""
+
+
+class DeadlineExceeded(DaftError, TimeoutError):
+    """The time given to a call is over."""
+
+
+class CallCancelled(DaftError):
+    """The remote call was cancelled by somebody else than the task that awaits it.
+
+    Not an asyncio.CancelledError: a TaskGroup would take that for its own and finish as if nothing had happened.
+    """
+
+
+class RemoteError(DaftError):
+    """A remote exception that cannot be rebuilt in this process.
+
+    Attributes:
+        type_name: Qualified name of the remote exception's class.
+        traceback: The remote traceback, as text.
+    """
+
+    executed = True
+    type_name: str = ""
+    traceback: str = ""
+
+
+class BorrowError(DaftError):
+    """A buffer that was lent by `borrow()` or `empty()` was written to while others may read it."""
+
+
+class ProtocolError(DaftError):
+    """What came over a connection does not follow the protocol."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side was about to break the protocol: a bug in aiodaft."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The other side broke the protocol: it is a stranger, or speaks another version."""

@@ -1,0 +1,199 @@
+"""Where actors go: `rt.on(gpus=1, with_=other).spawn(Model, ...)`. Placement never mixes with constructor arguments."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, cast
+
+from aiodaft._protocol.ledger import Demand
+from aiodaft.actor import Actor
+from aiodaft.service import Service
+
+if TYPE_CHECKING:
+    from aiodaft.group import Group
+    from aiodaft.scope import Scope
+
+__all__ = ["Placement", "Spawned"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+ActorT = TypeVar("ActorT", bound=Actor)
+
+
+class Spawned(Generic[T]):
+    """What spawning gives: await it for the handle, or use it as a context manager that also stops the actor.
+
+    Nothing happens before that. Cancellation: an actor that is being made is taken back.
+    """
+
+    def __init__(
+        self, what: str, start: Callable[[], Coroutine[Any, Any, T]], stop: Callable[[T], Awaitable[None]]
+    ) -> None:
+        self._what = what
+        self._start: Callable[[], Coroutine[Any, Any, T]] | None = start
+        self._stop = stop
+        self._started: list[T] = []
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._begin().__await__()
+
+    async def __aenter__(self) -> T:
+        self._started.append(await self._begin())
+        return self._started[0]
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stop(self._started.pop())
+
+    def _begin(self) -> Coroutine[Any, Any, T]:
+        if self._start is None:
+            raise RuntimeError(f"{self._what} was awaited already; each call spawns once")
+        start, self._start = self._start, None
+        return start()
+
+    def __repr__(self) -> str:
+        return f"<{self._what}, {'not awaited yet' if self._start is not None else 'awaited'}>"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"{self!r} has no attribute {name!r}: did you forget `await`?")
+
+        def __del__(self) -> None:
+            if self.__dict__.get("_start") is not None:
+                warnings.warn(f"{self._what} was never awaited", RuntimeWarning, stacklevel=2, source=self)
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What was said to `on(...)`; None where nothing was."""
+
+    cpus: float | None = None
+    gpus: float | None = None
+    resources: Mapping[str, float] | None = None
+    node: str | None = None
+    beside: Any = None
+
+    def demand(self, cls: type) -> Demand:
+        """What an actor of this class needs here."""
+        base: Demand = getattr(cls, "__aiodaft_demand__", Demand())
+        if self.beside is not None:
+            # What lives with another actor uses that one's GPUs, whatever its class line says.
+            base = replace(base, gpus=0)
+        return Demand(
+            cpus=base.cpus if self.cpus is None else self.cpus,
+            gpus=base.gpus if self.gpus is None else self.gpus,
+            custom=base.custom if self.resources is None else dict(self.resources),
+        )
+
+
+class Spawner(ABC):
+    """What can spawn: a runtime, a scope, a placement."""
+
+    @abstractmethod
+    def _spawning(self) -> tuple[Scope, Constraints]:
+        """Who owns what is spawned, and where it goes."""
+
+    def on(
+        self,
+        *,
+        cpus: float | None = None,
+        gpus: float | None = None,
+        resources: Mapping[str, float] | None = None,
+        node: str | None = None,
+        with_: object = None,
+    ) -> Placement:
+        """Say where the next actors go.
+
+        Args:
+            cpus: CPUs each of them needs; counted, not enforced. Overrides the class line.
+            gpus: GPUs each of them needs: whole ones are exclusive, a fraction shares one.
+            resources: Other things each needs, as declared by `Runtime(resources=...)`.
+            node: Name of the machine.
+            with_: An actor in whose process they live: refs between them cost nothing.
+        """
+        scope, _ = self._spawning()
+        return Placement(scope, Constraints(cpus, gpus, resources, node, with_))
+
+    def spawn(self, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[ActorT]:
+        """Make an actor in a process of its own: `await` it, or use it as `async with`.
+
+        Raises:
+            TypeError: `cls` is no actor class, or the arguments do not fit its constructor. At once.
+            InsufficientResources: What it needs is not there. When awaited, like all that follow.
+            SerializationError: The class or an argument cannot travel.
+            SpawnFailed: The process did not come up, or cannot import the class.
+            Exception: What the constructor raised.
+        """
+        scope, constraints = self._spawning()
+        actor_class = _check_class(cls, args, kwargs)
+        if not issubclass(actor_class, Actor):
+            raise TypeError(f"{actor_class.__name__} is not an Actor: derive it from aiodaft.Actor, or use rt.host(...)")
+
+        async def start() -> ActorT:
+            return cast("ActorT", await scope.spawn_one(actor_class, args, kwargs, constraints))
+
+        return Spawned(f"spawn({actor_class.__name__})", start, scope.stop)
+
+    def host(self, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[Service[T]]:
+        """Make an instance of any class in a process of its own, called by `service.call(Class.method, ...)`.
+
+        Raises:
+            Exception: As `spawn`.
+        """
+        scope, constraints = self._spawning()
+        hosted_class = _check_class(cls, args, kwargs)
+
+        async def start() -> Service[T]:
+            return Service(await scope.spawn_one(hosted_class, args, kwargs, constraints), hosted_class)
+
+        return Spawned(f"host({hosted_class.__name__})", start, lambda service: scope.stop(service.handle))
+
+    def group(self, n: int, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[Group[ActorT]]:
+        """Make n like actors: all of them, or (if one cannot be made) none.
+
+        Raises:
+            Exception: As `spawn`.
+        """
+        scope, constraints = self._spawning()
+        actor_class = _check_class(cls, args, kwargs)
+        if not issubclass(actor_class, Actor):
+            raise TypeError(f"{actor_class.__name__} is not an Actor: derive it from aiodaft.Actor")
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"a group has a positive number of members, not {n!r}")
+
+        async def start() -> Group[ActorT]:
+            return cast("Group[ActorT]", await scope.spawn_group(n, actor_class, args, kwargs, constraints))
+
+        return Spawned(f"group({n}, {actor_class.__name__})", start, scope.stop_group)
+
+
+class Placement(Spawner):
+    """Where actors go; spawn with it as with the runtime."""
+
+    def __init__(self, scope: Scope, constraints: Constraints) -> None:
+        self._scope = scope
+        self._constraints = constraints
+
+    def _spawning(self) -> tuple[Scope, Constraints]:
+        return self._scope, self._constraints
+
+
+def _check_class(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> type:
+    """Return the class if these arguments fit its constructor; TypeError at the caller's line if not."""
+    if not isinstance(cls, type):
+        raise TypeError(f"spawning takes a class and its constructor's arguments, not {cls!r:.80}")
+    if inspect.isabstract(cls):
+        raise TypeError(f"{cls.__name__} is abstract: {', '.join(sorted(cls.__abstractmethods__))} are missing")
+    try:
+        signature = inspect.signature(cls)
+    except (TypeError, ValueError):
+        return cls
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{cls.__name__}{signature}: {error}") from None
+    return cls

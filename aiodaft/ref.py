@@ -1,0 +1,366 @@
+"""Refs: awaitable distributed futures. A ref names a value that an actor makes, or made, somewhere.
+
+Passing a ref to another actor moves the value from actor to actor; awaiting it brings the value here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
+
+from aiodaft.exceptions import CallCancelled
+
+__all__ = ["Borrowed", "Ref", "Refs", "Stream", "borrow", "lazy"]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class RefBackend(Protocol):
+    """What a `Ref` needs of the process it lives in."""
+
+    label: str
+    settled: bool
+    error: BaseException | None
+
+    def wait(self) -> Generator[Any, None, Any]: ...
+    def wait_settled(self) -> Generator[Any, None, None]: ...
+    def wait_released(self) -> Generator[Any, None, None]: ...
+    async def copy_into(self, target: Any) -> None: ...
+    def watch(self, callback: Callable[[Any], object], *, interested: bool = False) -> None: ...
+    def unwatch(self, callback: Callable[[Any], object]) -> int: ...
+    def cancel(self, why: str) -> bool: ...
+    def mark_seen(self) -> None: ...
+    def handle_dropped(self) -> None: ...
+    def free_now(self) -> None: ...
+    def gathered(self, parts: Any) -> RefBackend: ...
+    def parts(self) -> tuple[Ref[Any], ...] | None: ...
+
+
+class _Wait:
+    """Makes a generator function awaitable."""
+
+    __slots__ = ("_wait",)
+
+    def __init__(self, wait: Callable[[], Generator[Any, None, None]]) -> None:
+        self._wait = wait
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._wait()
+
+
+class Ref(Generic[T_co]):
+    """A value that an actor makes, or made, somewhere: awaitable, and passable without awaiting.
+
+    Await it as often as you like; the value comes once. Pass it to any actor's method, also inside lists, tuples,
+    dicts and dataclasses, and that actor gets the value straight from its producer. asyncio's own tools
+    (`gather`, `wait`, `wait_for`, `shield`, `as_completed`, `timeout`) take refs as they are.
+
+    Cancellation: cancelling the only awaiter of a ref that nothing else uses cancels the remote call.
+    """
+
+    __slots__ = ("__weakref__", "_done_callbacks", "_state")
+
+    def __init__(self, state: RefBackend) -> None:
+        self._state = state
+        self._done_callbacks: dict[Callable[[Any], object], Callable[[Any], object]] | None = None
+
+    def __await__(self) -> Generator[Any, None, T_co]:
+        # A generator of its own: its frame keeps the ref alive while it is awaited, also in `await actor.method()`.
+        value: T_co = yield from self._state.wait()
+        return value
+
+    def __del__(self) -> None:
+        self._state.handle_dropped()
+
+    def __repr__(self) -> str:
+        if not self.done():
+            how = "pending"
+        else:
+            how = "done" if self._state.error is None else f"failed: {type(self._state.error).__name__}"
+        return f"<Ref of {self._state.label}, {how}>"
+
+    async def value(self) -> T_co:
+        """The same as awaiting the ref, as a coroutine: for `TaskGroup.create_task(ref.value())`."""
+        return await self
+
+    async def ready(self) -> None:
+        """Wait until the value exists somewhere, or the call has failed, without bringing the value here.
+
+        Cancellation: only this wait ends; the call goes on.
+        """
+        await _Wait(self._state.wait_settled)
+
+    async def into(self, target: T) -> T:
+        """Write the value, a tensor, into a tensor of the same shape and dtype, and return that.
+
+        Raises:
+            TypeError: The value or the target is no tensor.
+            ValueError: Shape or dtype differ.
+
+        Cancellation: the target may be partly written.
+        """
+        await self._state.copy_into(target)
+        return target
+
+    async def released(self) -> None:
+        """Wait until nobody reads the value: no call under way has it as an argument, no process has it mapped.
+
+        What the producer lent with `borrow()` or `empty()` may then be written to again.
+
+        Cancellation: only this wait ends.
+        """
+        await _Wait(self._state.wait_released)
+
+    def done(self) -> bool:
+        """Whether the value exists somewhere, or the call has failed or was cancelled."""
+        return self._state.settled
+
+    def cancelled(self) -> bool:
+        """Whether the call was cancelled."""
+        return isinstance(self._state.error, CallCancelled)
+
+    def exception(self) -> BaseException | None:
+        """The exception that the call raised, or None.
+
+        Raises:
+            asyncio.InvalidStateError: The call is not over.
+        """
+        if not self.done():
+            raise asyncio.InvalidStateError(f"{self!r} is not done")
+        if self._state.error is not None:
+            self._state.mark_seen()
+        return self._state.error
+
+    def cancel(self) -> bool:
+        """Cancel the remote call, whoever else waits for it; False if it is over.
+
+        Whoever awaits the ref gets CallCancelled once the call's own cleanup has run, at most after the grace time.
+        """
+        return self._state.cancel("Ref.cancel() was called")
+
+    def free(self) -> None:
+        """Free the value now, wherever it is, instead of when the last `Ref` object is dropped.
+
+        Awaiting the ref afterwards, or passing it on, is an error.
+        """
+        self._state.free_now()
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        """Call `callback(ref)` on the loop once the call is over."""
+        if self._done_callbacks is None:
+            self._done_callbacks = {}
+
+        def watcher(_: object) -> None:
+            callback(self)
+
+        self._done_callbacks[callback] = watcher
+        self._state.watch(watcher, interested=True)
+
+    def remove_done_callback(self, callback: Callable[[Any], object]) -> int:
+        """Undo `add_done_callback`; returns how many callbacks were removed."""
+        watcher = (self._done_callbacks or {}).pop(callback, None)
+        return 0 if watcher is None else self._state.unwatch(watcher)
+
+    if not TYPE_CHECKING:
+        # A ref in the place of a value is always the same mistake: say so instead of going on with nonsense. Type
+        # checkers do not see these, so that they report the mistake too.
+
+        def _forgot_await(self, *_: object) -> NoReturn:
+            raise TypeError(f"{self!r} is not a value yet: did you forget `await`?")
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"{self!r} has no attribute {name!r}: did you forget `await`?")
+
+        __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __setitem__ = __call__ = _forgot_await
+        __int__ = __float__ = __index__ = __neg__ = __pos__ = __abs__ = __invert__ = _forgot_await
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _forgot_await
+        __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _forgot_await
+        __pow__ = __rpow__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _forgot_await
+        __lt__ = __le__ = __gt__ = __ge__ = _forgot_await
+
+
+class Refs(Generic[T_co]):
+    """The results of one call to every member of a group, in the group's order.
+
+    Awaiting gives the list of values; `async for` gives the refs in the order in which they complete; an index gives
+    one ref; `gather()` one ref of the whole list, to pass to an actor.
+
+    Cancellation: as for each ref by itself.
+    """
+
+    __slots__ = ("_refs",)
+
+    def __init__(self, refs: Sequence[Ref[T_co]]) -> None:
+        self._refs = tuple(refs)
+
+    def __await__(self) -> Generator[Any, None, list[T_co]]:
+        return self._values().__await__()
+
+    async def _values(self) -> list[T_co]:
+        # All are awaited at once, so that cancelling cancels all; the first error is raised when all are over.
+        results = await asyncio.gather(*self._refs, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if len(errors) > 1:
+            raise _group_of(errors)
+        if errors:
+            raise errors[0]
+        return cast("list[T_co]", results)
+
+    def __aiter__(self) -> AsyncIterator[Ref[T_co]]:
+        return self._as_completed()
+
+    async def _as_completed(self) -> AsyncGenerator[Ref[T_co], None]:
+        completed: asyncio.Queue[Ref[T_co]] = asyncio.Queue()
+        for ref in self._refs:
+            ref.add_done_callback(completed.put_nowait)
+        try:
+            for _ in self._refs:
+                yield await completed.get()
+        finally:
+            for ref in self._refs:
+                ref.remove_done_callback(completed.put_nowait)
+
+    def __getitem__(self, index: int) -> Ref[T_co]:
+        return self._refs[index]
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def __iter__(self) -> Iterator[Ref[T_co]]:
+        return iter(self._refs)
+
+    def __repr__(self) -> str:
+        return f"<Refs: {sum(ref.done() for ref in self._refs)} of {len(self._refs)} done>"
+
+    def gather(self) -> Ref[list[T_co]]:
+        """One ref that stands for the list of all values.
+
+        Raises:
+            ValueError: There are none.
+        """
+        if not self._refs:
+            raise ValueError("there are no refs to gather")
+        return Ref(self._refs[0]._state.gathered(self._refs))
+
+    def cancel(self) -> None:
+        """Cancel every call that is not over."""
+        for ref in self._refs:
+            ref.cancel()
+
+
+def _group_of(errors: list[BaseException]) -> BaseExceptionGroup[BaseException]:
+    return BaseExceptionGroup(f"{len(errors)} members failed", errors)
+
+
+class StreamBackend(Protocol):
+    """What a `Stream` needs of the process it lives in."""
+
+    label: str
+
+    def watch(self, callback: Callable[[Any], object]) -> None: ...
+    async def next_item(self) -> Any: ...
+    async def aclose(self) -> None: ...
+    def handle_dropped(self) -> None: ...
+
+
+class Stream(Generic[T_co]):
+    """Values that an actor's async generator yields, as they come: `async for`.
+
+    The producer runs ahead of the consumer by a bounded number of items. Leaving the loop early and dropping the
+    stream, or `aclose()`, ends the producer: its `finally` blocks run.
+
+    Cancellation: a cancelled `async for` loses no item.
+    """
+
+    __slots__ = ("__weakref__", "_backend")
+
+    def __init__(self, backend: StreamBackend) -> None:
+        self._backend = backend
+
+    def __aiter__(self) -> Stream[T_co]:
+        return self
+
+    async def __anext__(self) -> T_co:
+        item: T_co = await self._backend.next_item()
+        return item
+
+    async def aclose(self) -> None:
+        """End the producer, and wait until its cleanup has run (at most for the grace time). Idempotent."""
+        await self._backend.aclose()
+
+    async def __aenter__(self) -> Stream[T_co]:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        self._backend.handle_dropped()
+
+    def __repr__(self) -> str:
+        return f"<Stream of {self._backend.label}>"
+
+    def when_over(self, callback: Callable[[Any], object]) -> None:
+        """Call back once the producer has ended."""
+        self._backend.watch(callback)
+
+    if not TYPE_CHECKING:
+
+        def __await__(self) -> NoReturn:
+            raise TypeError(f"{self!r} is many values: use `async for`, not `await`")
+
+        def __iter__(self) -> NoReturn:
+            raise TypeError(f"{self!r} is asynchronous: use `async for`")
+
+        def __reduce__(self) -> NoReturn:
+            raise TypeError(f"{self!r} cannot be passed on: let the actors share a Channel")
+
+
+class Borrowed(Generic[T]):
+    """A result that is lent, not copied; see `borrow`."""
+
+    __slots__ = ("_released", "value")
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+        self._released: asyncio.Event | None = None
+
+    async def released(self) -> None:
+        """Wait until the caller has dropped its ref and nobody reads the value any more.
+
+        Cancellation: only this wait ends.
+        """
+        if self._released is None:
+            self._released = asyncio.Event()
+        await self._released.wait()
+
+    def mark_released(self) -> None:
+        """Nobody reads it any more (called by the runtime)."""
+        if self._released is None:
+            self._released = asyncio.Event()
+        self._released.set()
+
+
+def borrow(value: T, /) -> T:
+    """Return a result from a method without a copy being made of it: `return aiodaft.borrow(self.weights)`.
+
+    The value must not be written to until `await ref.released()` (at the caller) or, where the lender keeps the
+    object that this returns, `await lent.released()`. Writing to a lent tensor before is found out: the reader gets
+    BorrowError, never a mixture. Statically the type of the value itself.
+    """
+    return cast(T, Borrowed(value))
+
+
+def parts_of(ref: Ref[Any]) -> tuple[Ref[Any], ...] | None:
+    """The refs that a gathered ref stands for; None for any other."""
+    return ref._state.parts()
+
+
+def lazy(ref: Ref[T], /) -> T:
+    """Tell a type checker that a ref stands for its value: by keyword, or inside a container.
+
+    Does nothing at run time.
+    """
+    return cast(T, ref)

@@ -1,0 +1,298 @@
+"""The runtime: the outermost scope, which owns every process, link and value.
+
+In a script `async with aiodaft.Runtime() as rt`; in a notebook `rt = await aiodaft.start()`; in a web server inside
+its lifespan. The node agent and the coordinator live in this process, so nothing else has to run and nothing listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import socket
+import sys
+from collections import Counter
+from collections.abc import Coroutine, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+from aiodaft_transport import Key, Unreachable, check_name, default_name
+
+from aiodaft._protocol.ids import COORDINATOR, NODE, ActorId, PeerId
+from aiodaft._protocol.ledger import Ledger
+from aiodaft._protocol.naming import check_name as check_actor_name
+from aiodaft._runtime.calls import Target
+from aiodaft._runtime.coordinator import Coordinator
+from aiodaft._runtime.current import remove_process_peer, set_process_peer
+from aiodaft._runtime.env import Env
+from aiodaft._runtime.link import Link
+from aiodaft._runtime.node import Node, gpus_of_this_machine
+from aiodaft._runtime.nursery import Nursery
+from aiodaft._runtime.peer import Peer, PeerOptions
+from aiodaft._runtime.tasks import logger
+from aiodaft.actor import Actor, Handle, class_of
+from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
+from aiodaft.placement import Constraints
+from aiodaft.ref import Ref
+from aiodaft.scope import Scope
+
+__all__ = ["Runtime", "run", "start", "stop"]
+
+T = TypeVar("T")
+ActorT = TypeVar("ActorT", bound=Actor)
+
+
+class Runtime(Scope):
+    """Owns actors, their processes, and everything between them.
+
+    Args:
+        cpus: CPUs of this machine; those this process may use, unless said.
+        gpus: GPUs of this machine; detected, unless said. Say it to develop without any.
+        resources: Other things to count, as in `{"disk": 2}`; actors ask for them by `rt.on(resources=...)`.
+        transport: How payloads travel: "shm" or "tcp"; the best one, unless said (or $AIODAFT_TRANSPORT says so).
+        preload: Modules that workers share instead of each importing them.
+        fork: False starts every worker by exec, for code that cannot live in a forked process.
+        uvloop: Whether workers run on uvloop; yes where it is installed, unless said.
+        stop_grace: Seconds that calls under way get when their actor is stopped.
+        cancel_grace: Seconds that cancelled calls get for their cleanup.
+        max_pending: Calls that may wait to be sent to one process before `Overloaded` is raised.
+        env: Clock, randomness and ids, for simulations.
+
+    Raises:
+        Unreachable: The transport cannot work on this machine.
+    """
+
+    def __init__(
+        self,
+        *,
+        cpus: float | None = None,
+        gpus: int | None = None,
+        resources: Mapping[str, float] | None = None,
+        transport: str | None = None,
+        preload: tuple[str, ...] = (),
+        fork: bool | None = None,
+        uvloop: bool | None = None,
+        stop_grace: float = 5.0,
+        cancel_grace: float = 2.0,
+        max_pending: int = 1_000_000,
+        env: Env | None = None,
+    ) -> None:
+        super().__init__(self)
+        self.stop_grace = stop_grace
+        self.node_name = platform.node() or "localhost"
+        self._cancel_grace = cancel_grace
+        self._transport = check_name(transport or os.environ.get("AIODAFT_TRANSPORT") or default_name())
+        self._max_pending = max_pending
+        self._preload = preload
+        self._fork = sys.platform == "linux" if fork is None else fork
+        self._uvloop = _has_uvloop() if uvloop is None else uvloop
+        self._env = env or Env()
+        self._ledger: Ledger[tuple[PeerId, ActorId]] = Ledger(
+            cpus=len(os.sched_getaffinity(0)) if cpus is None else cpus,
+            gpus=gpus_of_this_machine() if gpus is None else gpus,
+            custom=resources,
+        )
+        self._labels: Counter[str] = Counter()
+        self._peer: Peer | None = None
+        self._nursery: Nursery | None = None
+        self._ended: str | None = None
+
+    # The block.
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._open()
+        return self
+
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await super().__aexit__(error_type, error, traceback)
+        finally:
+            await self._shut()
+
+    async def aclose(self) -> None:
+        """Close a runtime that was opened without a block. Idempotent.
+
+        Raises:
+            BaseExceptionGroup: Errors that nobody looked at.
+        """
+        if self._ended is None:
+            await self.__aexit__(None, None, None)
+
+    def _open(self) -> None:
+        if self._peer is not None:
+            raise RuntimeClosed("a runtime is opened once; make a new one")
+        loop = asyncio.get_running_loop()
+        peer_id = self._env.new_peer_id("controller")
+        options = PeerOptions(
+            id=peer_id,
+            node=self.node_name,
+            home=peer_id,
+            transport=self._transport,
+            grace=self._cancel_grace,
+            max_pending=self._max_pending,
+        )
+        peer = self._peer = Peer(options, Key(self._env.token(32)), self._env)
+        self._nursery = Nursery(loop, fork=self._fork, preload=self._preload)
+        agent = Node(peer, self._nursery, self._ledger, uvloop=self._uvloop)
+        agent.on_died = self._actor_died
+        agent.on_unheld = self.fail
+        peer.add_cell(NODE, "node agent", agent)
+        peer.add_cell(COORDINATOR, "coordinator", Coordinator())
+        peer.on_unheld = lambda error, label: self.fail(error)
+
+        async def explain(link: Link, reason: Exception) -> DaftError:
+            return await agent.explain(link.remote, len(link.session.calls) - link.session.waiting)
+
+        peer.explain = explain
+        self.node = peer.node_agent()
+        self.coordinator = cast("Coordinator", peer.handle(peer_id, COORDINATOR, "coordinator", Coordinator))
+        set_process_peer(peer)
+
+    async def _shut(self) -> None:
+        peer, nursery = self._peer, self._nursery
+        self._ended = "the runtime is closed"
+        if peer is None or nursery is None:
+            return
+        remove_process_peer(peer)
+        await peer.aclose(self._ended)
+        await nursery.aclose()
+
+    def loop_is_gone(self) -> bool:
+        """Whether the loop it was opened on is not the one that runs now."""
+        return self._peer is not None and self._peer.loop is not asyncio.get_running_loop()
+
+    # What scopes need.
+
+    @property
+    def peer(self) -> Peer:
+        """This process, as the runtime sees it.
+
+        Raises:
+            RuntimeClosed: The runtime is not open.
+        """
+        if self._peer is None or self._ended is not None:
+            raise RuntimeClosed(self._ended or "the runtime is not open yet: use `async with aiodaft.Runtime() as rt`")
+        return self._peer
+
+    def check_running(self, what: str) -> None:
+        """Raise RuntimeClosed unless the runtime is open and this is its loop."""
+        if self._peer is None or self._ended is not None:
+            raise RuntimeClosed(f"{what}: {self._ended or 'the runtime is not open yet'}")
+        if asyncio.get_running_loop() is not self._peer.loop:
+            raise RuntimeError(f"{what}: this is another event loop than the one the runtime was opened on")
+
+    def start_task(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Start a task that does not depend on the task that asks for it."""
+        return self.peer.tasks.start(coro, name=name)
+
+    def new_label(self, cls: type) -> str:
+        """What to call the next actor of a class."""
+        self._labels[cls.__name__] += 1
+        return f"{cls.__name__}-{self._labels[cls.__name__]}"
+
+    def _actor_died(self, remote: PeerId, actor: ActorId, error: ActorDied) -> None:
+        scope = self._owner_of(remote, actor)
+        if scope is not None:
+            scope.fail(error)
+
+    # Values and names.
+
+    def put(self, value: T) -> Ref[T]:
+        """A ref of a value of this process, to pass to many actors: it is encoded and moved once.
+
+        A large value is copied by a helper thread; do not write to it before `await ref.ready()`.
+
+        Raises:
+            SerializationError: Part of it cannot travel.
+        """
+        self.check_running("a value cannot be put")
+        return Ref(self.peer.refs.put(value, "the value that was put"))
+
+    async def name(self, actor: object, name: str) -> None:
+        """Give an actor a name by which `lookup` finds it; it is free again when the actor is gone.
+
+        Raises:
+            NameTaken: Another actor has it.
+            ValueError: Nothing can be called that.
+        """
+        check_actor_name(name)
+        target, cls = self._target(actor), class_of(actor)
+        await self.coordinator.register(name, target.remote, target.actor, target.label, _class_names(cls))
+
+    async def lookup(self, name: str, cls: type[ActorT]) -> ActorT:
+        """The actor with a name.
+
+        Raises:
+            NameNotFound: There is none.
+            TypeError: It is of another class.
+        """
+        found = await self.coordinator.lookup(check_actor_name(name))
+        if _class_names(cls)[0] not in found.class_names:
+            raise TypeError(f"{name!r} is {found.label}, which is no {cls.__name__}")
+        return cast("ActorT", Handle(Target(self.peer, found.peer, found.actor, found.label, self), cls))
+
+    async def resources(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """What this machine has, and how much of each is free."""
+        return await self.node.resources()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._ended else "not open" if self._peer is None else "open"
+        return f"<Runtime {state}, {len(self._owned)} actors>"
+
+
+_started: Runtime | None = None
+
+
+async def start(**options: Any) -> Runtime:
+    """Open a runtime that stays open between notebook cells; one that was open is closed first.
+
+    Takes the arguments of `Runtime`. An error of a ref that nobody holds is logged when it happens, and raised by
+    `stop`, because there is no block that it could end.
+    """
+    global _started  # noqa: PLW0603 - a notebook has no better place
+    await stop()
+    runtime = Runtime(**options)
+    await runtime.__aenter__()
+    # The task is a cell's, which ends; there is nothing to cancel when something fails later.
+    runtime.detach()
+    _started = runtime
+    return runtime
+
+
+async def stop() -> None:
+    """Close the runtime that `start` opened; nothing if there is none."""
+    global _started  # noqa: PLW0603 - a notebook has no better place
+    runtime, _started = _started, None
+    if runtime is None:
+        return
+    if runtime.loop_is_gone():
+        # The kernel or the loop was replaced under it; its processes ended with their connections.
+        return
+    await runtime.aclose()
+
+
+def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
+    """Run a coroutine on uvloop where it is installed, as `asyncio.run` does.
+
+    The first Ctrl-C cancels `main`, so that scopes close; a second one ends at once. Neither leaves a process.
+    """
+    factory = None
+    if _has_uvloop():
+        import uvloop  # noqa: PLC0415 - optional
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(debug=debug, loop_factory=factory) as runner:
+        return runner.run(main)
+
+
+def _has_uvloop() -> bool:
+    import importlib.util  # noqa: PLC0415
+
+    return importlib.util.find_spec("uvloop") is not None
+
+
+def _class_names(cls: type) -> tuple[str, ...]:
+    return tuple(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)

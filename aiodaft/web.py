@@ -1,0 +1,60 @@
+"""For web servers: work for a client ends when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from aiodaft.exceptions import DaftError
+
+__all__ = ["ClientDisconnected", "cancel_on_disconnect"]
+
+
+class ClientDisconnected(DaftError):
+    """The client left before it was answered; what was done for it was cancelled."""
+
+
+class Receiver(Protocol):
+    """What is needed of a request: ASGI's `receive`, as Starlette's and FastAPI's requests have it."""
+
+    def receive(self) -> Awaitable[Any]:
+        """The next ASGI message."""
+
+
+@asynccontextmanager
+async def cancel_on_disconnect(request: Receiver) -> AsyncGenerator[None, None]:
+    """Cancel the block when the client of a request disconnects; remote calls awaited in it are cancelled as well.
+
+    Use it where the request's body has been read already: it takes the messages that follow.
+
+    Args:
+        request: A Starlette or FastAPI request.
+
+    Raises:
+        ClientDisconnected: The client left. Nobody will read an answer, so there is nothing to handle.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while True:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                gone = True
+                task.cancel()
+                return
+
+    async with asyncio.TaskGroup() as watchers:
+        watcher = watchers.create_task(watch(), name="aiodaft: watch for a disconnect")
+        try:
+            yield
+        except asyncio.CancelledError:
+            if gone and task.uncancel() == 0:
+                raise ClientDisconnected("the client left") from None
+            raise
+        finally:
+            watcher.cancel()

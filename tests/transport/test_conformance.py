@@ -1,0 +1,14 @@
+"""Every transport passes every check, on both loops."""
+
+from __future__ import annotations
+
+import pytest
+from aiodaft_transport.conformance import CHECKS
+from ends import open_pair
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+@pytest.mark.parametrize("check", CHECKS)
+async def test_transport_conforms(name: str, check: str) -> None:
+    async with open_pair(name) as pair:
+        assert await CHECKS[check](pair) is None

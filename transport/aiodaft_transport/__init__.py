@@ -1,0 +1,23 @@
+"""Bytes and buffers between the processes of a cluster. Knows nothing of actors."""
+
+from .abc import Block, Control, Grant, Host, Transport
+from .exceptions import GrantError, HandshakeError, PeerGone, TransportError, Unreachable
+from .handshake import Key
+from .registry import check_name, default_name, open_transport
+
+__all__ = [
+    "Block",
+    "Control",
+    "Grant",
+    "GrantError",
+    "HandshakeError",
+    "Host",
+    "Key",
+    "PeerGone",
+    "Transport",
+    "TransportError",
+    "Unreachable",
+    "check_name",
+    "default_name",
+    "open_transport",
+]

@@ -1,0 +1,95 @@
+"""What a transport is: memory of one process that others may pull, by grant.
+
+The producer *allocates* a block, fills it, and *grants* it to a peer: a grant is a small tuple that travels over
+the control link. The consumer *fetches* the grant and gets a memoryview; when the last view dies, the grant goes
+back by itself. A block is reused once its owner released it and every grant is back. Nothing is matched by the
+order of messages, so nothing here can deadlock, and no size is ever declared in advance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+Grant: TypeAlias = tuple[int | str | bytes, ...]
+
+
+class Control(Protocol):
+    """The control link to one peer, as a transport sees it."""
+
+    @property
+    def peer(self) -> str:
+        """Id of the process at the other end."""
+
+    def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
+        """Send a small note to the same transport in the peer, in order with everything else on the link.
+
+        `fds` are duplicated into the peer; the caller keeps its own.
+        """
+
+
+class Block(Protocol):
+    """Memory of this process that peers may pull."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte, a multiple of 64."""
+
+    @property
+    def view(self) -> memoryview:
+        """The memory itself, writable, as unsigned bytes."""
+
+    @property
+    def grants(self) -> int:
+        """How many grants of it are out."""
+
+    def on_unread(self, callback: Callable[[], object]) -> None:
+        """Call back, on the loop, once the last grant is back. Only while one is out."""
+
+    def release(self) -> None:
+        """Give the block up: it is reused as soon as no grant of it is out. Idempotent, safe in any thread."""
+
+
+class Host(Protocol):
+    """What a transport needs of the process it serves."""
+
+    def call_soon(self, callback: Callable[[], object], /) -> None:
+        """Run `callback` on the process's event loop; callable in any thread, also while it is collecting garbage."""
+
+    def create_task(self, coro: Coroutine[Any, Any, None], /, *, name: str) -> None:
+        """Start a task that the process owns, reports and ends."""
+
+
+class Transport(Protocol):
+    """One way to move payload between two processes."""
+
+    name: ClassVar[str]
+
+    def allocate(self, nbytes: int) -> Block:
+        """Return a block of at least `nbytes` bytes (more than zero). Safe in any thread."""
+
+    def grant(self, block: Block, control: Control) -> Grant:
+        """Let the peer at `control` pull `block`. The block stays until that peer gives the grant back or is gone."""
+
+    def fetch(self, grant: Grant, control: Control) -> Awaitable[memoryview]:
+        """Bring the granted bytes here: writable, private to this process, 64-byte aligned.
+
+        The grant goes back when the last view of the result is dropped. A fetch that was begun and cancelled gives
+        it back as well.
+        """
+
+    def decline(self, grant: Grant, control: Control) -> None:
+        """Give a grant back without having fetched it."""
+
+    def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
+        """Handle a note from the same transport in the peer; takes over the ownership of `fds`."""
+
+    def peer_lost(self, peer: str) -> None:
+        """Forget everything about a peer: its grants are over, its memory is no longer mapped for new fetches."""
+
+    def close(self) -> None:
+        """Free every block and mapping. Views that are still alive keep their own memory. Idempotent."""

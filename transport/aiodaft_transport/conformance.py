@@ -1,0 +1,219 @@
+"""What every transport must do, as checks that any test runner can call.
+
+`CHECKS` maps a name to an async function of one `Pair`: two ends of a transport in this process, with control links
+that carry notes between them in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Protocol
+
+from .abc import Block, Control, Grant, Transport
+from .exceptions import TransportError
+
+SIZES: Final = (1, 63, 64, 4096, 65_537, (1 << 20) + 1, 8 << 20, (17 << 20) + 5)
+
+
+class End(Protocol):
+    """One process of a pair."""
+
+    @property
+    def transport(self) -> Transport:
+        """The transport of this end."""
+
+    @property
+    def control(self) -> Control:
+        """The link to the other end."""
+
+    def live_blocks(self) -> int:
+        """How many blocks this end has in use."""
+
+
+class Pair(Protocol):
+    """Two ends of one transport."""
+
+    @property
+    def producer(self) -> End:
+        """Where blocks are."""
+
+    @property
+    def consumer(self) -> End:
+        """Where they are wanted."""
+
+    async def settle(self) -> None:
+        """Wait until every note that is under way has been handled."""
+
+
+class LoopbackControl:
+    """A control link inside one process: notes are handled in order on the next turn of the loop."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._deliver: Callable[[bytes, Sequence[int]], None] | None = None
+        self.notes = 0
+        self.fds = 0
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    def connect(self, transport: Transport, back: Control) -> None:
+        """Say which transport gets the notes, and which link leads back."""
+        self._deliver = lambda note, fds: transport.note_received(back, note, fds)
+
+    def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
+        self.notes += 1
+        self.fds += len(fds)
+        if self._deliver is not None:
+            asyncio.get_running_loop().call_soon(self._deliver, note, [os.dup(fd) for fd in fds])
+
+
+def fill(block: Block, seed: int = 1) -> bytes:
+    """Write a pattern that differs with the seed, and return it."""
+    pattern = bytes((index * 7 + seed) % 251 for index in range(251))
+    content = (pattern * (block.nbytes // 251 + 1))[: block.nbytes]
+    block.view[:] = content
+    return content
+
+
+async def granted(pair: Pair, nbytes: int, seed: int = 1) -> tuple[Block, Grant, bytes]:
+    """A filled block, a grant of it for the consumer, and what is in it."""
+    block = pair.producer.transport.allocate(nbytes)
+    content = fill(block, seed)
+    grant = pair.producer.transport.grant(block, pair.producer.control)
+    await pair.settle()
+    return block, grant, content
+
+
+async def fetched(pair: Pair, grant: Grant) -> memoryview:
+    """What the consumer gets for a grant."""
+    return await pair.consumer.transport.fetch(grant, pair.consumer.control)
+
+
+async def check_every_size_arrives_unchanged_and_aligned(pair: Pair) -> None:
+    from .memory import address_of  # noqa: PLC0415 - kept out of the public names of this module
+
+    for nbytes in SIZES:
+        block, grant, content = await granted(pair, nbytes)
+        view = await fetched(pair, grant)
+        assert view == content
+        assert view.format == "B"
+        assert not view.readonly
+        assert address_of(view) % 64 == 0
+        block.release()
+
+
+async def check_a_consumer_may_write_and_nobody_else_sees_it(pair: Pair) -> None:
+    block, grant, content = await granted(pair, 1 << 20)
+    again = pair.producer.transport.grant(block, pair.producer.control)
+    first = await fetched(pair, grant)
+    first[:4096] = bytes(4096)
+    second = await fetched(pair, again)
+    assert second == content
+    assert block.view == content
+    assert first[:4096] == bytes(4096)
+
+
+async def check_a_reused_block_shows_its_new_content_where_the_consumer_wrote(pair: Pair) -> None:
+    for seed in range(1, 6):
+        block, grant, content = await granted(pair, 1 << 20, seed)
+        view = await fetched(pair, grant)
+        assert view == content
+        view[5000:9000] = bytes(4000)
+        del view
+        await _returned(pair)
+        block.release()
+    assert pair.producer.live_blocks() == 0
+
+
+async def check_a_block_is_kept_while_a_view_lives_and_freed_after(pair: Pair) -> None:
+    block, grant, content = await granted(pair, 300_000)
+    view = await fetched(pair, grant)
+    block.release()
+    part = view[1000:2000]
+    del view
+    other, _, _ = await granted(pair, 300_000, seed=9)
+    assert part == content[1000:2000]
+    del part
+    await _returned(pair)
+    other.release()
+
+
+async def check_a_declined_grant_frees_the_block(pair: Pair) -> None:
+    block, grant, _ = await granted(pair, 100_000)
+    block.release()
+    pair.consumer.transport.decline(grant, pair.consumer.control)
+    await pair.settle()
+    assert pair.producer.live_blocks() == 0
+
+
+async def check_many_at_once(pair: Pair) -> None:
+    made = [await granted(pair, 100_000 + index, seed=index) for index in range(40)]
+    views = await asyncio.gather(*(fetched(pair, grant) for _, grant, _ in reversed(made)))
+    assert [view == content for view, (_, _, content) in zip(views, reversed(made), strict=True)] == [True] * 40
+
+
+async def check_a_cancelled_fetch_leaves_the_pair_working_and_nothing_behind(pair: Pair) -> None:
+    for ticks in range(1, 12):
+        block, grant, _ = await granted(pair, 6 << 20)
+        task = asyncio.ensure_future(fetched(pair, grant))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        block.release()
+        del task
+    block, grant, content = await granted(pair, 6 << 20, seed=77)
+    assert await fetched(pair, grant) == content
+    block.release()
+    await _returned(pair)
+    assert pair.producer.live_blocks() == 0
+
+
+async def check_a_lost_consumer_frees_what_it_was_granted(pair: Pair) -> None:
+    block, _, _ = await granted(pair, 200_000)
+    block.release()
+    assert pair.producer.live_blocks() == 1
+    pair.producer.transport.peer_lost(pair.producer.control.peer)
+    assert pair.producer.live_blocks() == 0
+
+
+async def check_a_lost_producer_fails_fetches_and_leaves_views_readable(pair: Pair) -> None:
+    _, grant, content = await granted(pair, 200_000)
+    _, late, _ = await granted(pair, 200_000)
+    view = await fetched(pair, grant)
+    pair.producer.transport.close()
+    pair.consumer.transport.peer_lost(pair.consumer.control.peer)
+    assert view == content
+    try:
+        await fetched(pair, late)
+    except TransportError:
+        return
+    raise AssertionError("a fetch from a lost producer succeeded")
+
+
+async def check_an_unknown_grant_is_an_error_and_harms_nothing(pair: Pair) -> None:
+    block, grant, content = await granted(pair, 70_000)
+    forged = (*grant[:-1], 10**9) if pair.producer.transport.name == "tcp" else (10**9, *grant[1:])
+    try:
+        await fetched(pair, forged)
+    except TransportError:
+        assert await fetched(pair, grant) == content
+        block.release()
+        return
+    raise AssertionError("an unknown grant was honoured")
+
+
+async def _returned(pair: Pair) -> None:
+    """Let grants of dropped views go back."""
+    gc.collect()
+    await pair.settle()
+
+
+CHECKS: Final[dict[str, Callable[[Pair], Awaitable[None]]]] = {
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+}

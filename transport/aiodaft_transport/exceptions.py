@@ -1,0 +1,30 @@
+"""Errors of the data plane.
+
+TransportError
+├── Unreachable       this transport cannot connect these two processes; says why
+├── PeerGone          the other side ended, or its link was cut, before the bytes were here
+├── GrantError        a grant that names memory this process does not know (stale or forged)
+└── HandshakeError    the other side could not prove that it holds the cluster key
+"""
+
+from __future__ import annotations
+
+
+class TransportError(Exception):
+    """Anything the data plane can report."""
+
+
+class Unreachable(TransportError):
+    """This transport cannot move bytes between these two processes."""
+
+
+class PeerGone(TransportError):
+    """The other side ended before the transfer did. Nothing partial was made visible."""
+
+
+class GrantError(TransportError):
+    """A grant names memory that is not here: it is stale, or was never issued."""
+
+
+class HandshakeError(TransportError):
+    """The other side of a connection could not prove that it belongs to this cluster."""

@@ -1,0 +1,190 @@
+"""Shared memory: the producer's block *is* the message; consumers map it copy-on-write.
+
+A memfd is passed once per segment and peer over the control link, so nothing has a name and nothing is left in the
+file system whatever dies. Consumers cache their private mapping of a segment, because mapping and faulting
+cost more than the copy. The trap of that cache: a page that a consumer wrote to keeps its private copy when the
+producer reuses the block. So before a grant goes back, pages that became private are found (bit 61 of
+/proc/self/pagemap is clear) and dropped; the kernel then shows the file's page again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from mmap import MADV_DONTNEED, MAP_PRIVATE, PAGESIZE, PROT_READ, PROT_WRITE, mmap
+from typing import ClassVar, Final, cast
+
+from .abc import Block, Control, Grant, Host
+from .arena import DEFAULT_KEEP, Arena, ArenaBlock
+from .exceptions import GrantError
+from .memory import exposed_view
+
+_SEGMENT: Final = 1  # id, size: a segment to map; the descriptor comes along
+_RETURN: Final = 2  # id: a grant comes back
+_GONE: Final = 3  # id: a segment that the producer unmapped
+_NOTE: Final = struct.Struct("<BQQ")
+
+# In the top byte of a pagemap entry: bit 7 present, bit 6 swapped, bit 5 page of a file.
+_IS_PRIVATE: Final = bytes(1 if byte & 0b1100_0000 and not byte & 0b0010_0000 else 0 for byte in range(256))
+
+
+class _Mapping:
+    """One private mapping of a peer's segment, and which of its blocks are in use."""
+
+    __slots__ = ("address", "busy", "region")
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.region = mmap(fd, size, flags=MAP_PRIVATE, prot=PROT_READ | PROT_WRITE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.region))
+        self.busy: set[int] = set()
+
+    def scrub(self, offset: int, nbytes: int) -> None:
+        """Make the range show the shared pages again."""
+        first = offset // PAGESIZE
+        for page in private_pages(self.address + first * PAGESIZE, -(-(offset + nbytes) // PAGESIZE) - first):
+            self.region.madvise(MADV_DONTNEED, (first + page) * PAGESIZE, PAGESIZE)
+
+
+class _RemoteSegment:
+    """A segment of a peer: its descriptor, and as many mappings as one block is read at the same time."""
+
+    __slots__ = ("fd", "mappings", "size")
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self.size = size
+        self.mappings: list[_Mapping] = []
+
+    def mapping_for(self, offset: int) -> _Mapping:
+        for mapping in self.mappings:
+            if offset not in mapping.busy:
+                return mapping
+        self.mappings.append(_Mapping(self.fd, self.size))
+        return self.mappings[-1]
+
+    def close(self) -> None:
+        os.close(self.fd)
+        # A mapping with a live view is kept by that view; the others go now.
+        self.mappings.clear()
+
+
+class ShmTransport:
+    """Zero-copy transfers between processes of one host."""
+
+    name: ClassVar[str] = "shm"
+
+    def __init__(self, host: Host, *, keep: int = DEFAULT_KEEP) -> None:
+        self._host = host
+        self._arena = Arena(shared=True, keep=keep, on_segment_closed=self._segment_closed)
+        self._granted: dict[str, dict[int, ArenaBlock]] = {}
+        self._last_grant = 0
+        self._announced: dict[str, tuple[Control, set[int]]] = {}
+        self._segments: dict[str, dict[int, _RemoteSegment]] = {}
+
+    @property
+    def arena(self) -> Arena:
+        """The pool that blocks come from."""
+        return self._arena
+
+    def mapped_segments(self) -> int:
+        """How many segments of peers are known here."""
+        return sum(map(len, self._segments.values()))
+
+    def allocate(self, nbytes: int) -> Block:
+        return self._arena.allocate(nbytes)
+
+    def grant(self, block: Block, control: Control) -> Grant:
+        block = cast(ArenaBlock, block)
+        segment = block.segment
+        _, announced = self._announced.setdefault(control.peer, (control, set()))
+        if segment.id not in announced:
+            if segment.fd is None:
+                raise GrantError("the block was released before it was granted")
+            announced.add(segment.id)
+            control.send_note(self.name, _NOTE.pack(_SEGMENT, segment.id, segment.size), (segment.fd,))
+        self._last_grant += 1
+        self._granted.setdefault(control.peer, {})[self._last_grant] = block
+        block.take_grant()
+        return (segment.id, block.offset, block.nbytes, self._last_grant)
+
+    async def fetch(self, grant: Grant, control: Control) -> memoryview:
+        segment_id, offset, nbytes, grant_id = cast(tuple[int, int, int, int], grant)
+        segment = self._segments.get(control.peer, {}).get(segment_id)
+        if segment is None or offset + nbytes > segment.size:
+            raise GrantError(f"{control.peer} granted bytes {offset}..{offset + nbytes} of unknown segment {segment_id}")
+        mapping = segment.mapping_for(offset)
+        mapping.busy.add(offset)
+
+        def give_back() -> None:
+            mapping.scrub(offset, nbytes)
+            mapping.busy.discard(offset)
+            self._return_grant(grant_id, control)
+
+        def dropped(call_soon: Callable[[Callable[[], object]], None] = self._host.call_soon) -> None:
+            call_soon(give_back)
+
+        return exposed_view(mapping.region, offset, nbytes, dropped)
+
+    def decline(self, grant: Grant, control: Control) -> None:
+        self._return_grant(cast(int, grant[3]), control)
+
+    def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
+        kind, number, size = _NOTE.unpack(note)
+        if kind == _SEGMENT:
+            self._segments.setdefault(control.peer, {})[number] = _RemoteSegment(fds[0], size)
+        elif kind == _RETURN:
+            self._grant_returned(control.peer, number)
+        elif kind == _GONE:
+            segment = self._segments.get(control.peer, {}).pop(number, None)
+            if segment is not None:
+                segment.close()
+
+    def peer_lost(self, peer: str) -> None:
+        self._announced.pop(peer, None)
+        for block in self._granted.pop(peer, {}).values():
+            block.return_grant()
+        for segment in self._segments.pop(peer, {}).values():
+            segment.close()
+
+    def close(self) -> None:
+        for peer in {*self._announced, *self._granted, *self._segments}:
+            self.peer_lost(peer)
+        self._arena.close()
+
+    def _return_grant(self, grant_id: int, control: Control) -> None:
+        if control.peer in self._segments:
+            control.send_note(self.name, _NOTE.pack(_RETURN, grant_id, 0))
+
+    def _grant_returned(self, peer: str, grant_id: int) -> None:
+        block = self._granted.get(peer, {}).pop(grant_id, None)
+        if block is None:
+            raise GrantError(f"{peer} returned grant {grant_id}, which it does not hold")
+        block.return_grant()
+
+    def _segment_closed(self, segment_id: int) -> None:
+        # The arena calls this in any thread; links belong to the loop.
+        self._host.call_soon(lambda: self._tell_gone(segment_id))
+
+    def _tell_gone(self, segment_id: int) -> None:
+        for control, announced in self._announced.values():
+            if segment_id in announced:
+                announced.discard(segment_id)
+                control.send_note(self.name, _NOTE.pack(_GONE, segment_id, 0))
+
+
+def private_pages(address: int, pages: int) -> Iterator[int]:
+    """Indices of those pages from `address` on that this process has a private copy of.
+
+    Source: Documentation/admin-guide/mm/pagemap.rst of the Linux kernel.
+    """
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        pagemap.seek(address // PAGESIZE * 8)
+        entries = pagemap.read(pages * 8)
+    flags = entries[7::8].translate(_IS_PRIVATE)
+    index = flags.find(1)
+    while index >= 0:
+        yield index
+        index = flags.find(1, index + 1)
+

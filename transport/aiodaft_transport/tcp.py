@@ -1,0 +1,259 @@
+"""Payload over TCP: works between any two hosts, and on one host where shared memory does not.
+
+The producer listens on one port of a chosen interface (loopback unless told otherwise); consumers connect, prove
+the cluster key, and ask for the blocks they were granted. Bytes go from the block straight into the socket, and
+from the socket straight into the buffer that the value will live in: no stream, no join, no copy in Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, ClassVar, Final, cast
+
+from .arena import DEFAULT_KEEP, Arena, ArenaBlock
+from .exceptions import GrantError, HandshakeError, PeerGone
+from .handshake import ACCEPT_SIZE, CHALLENGE_SIZE, HELLO_SIZE, NONCE_SIZE, ClientHandshake, Key, ServerHandshake
+from .memory import exposed_view
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from .abc import Block, Control, Grant, Host
+
+_REQUEST: Final = struct.Struct("<Q")  # id of a grant
+_REPLY: Final = struct.Struct("<Q")  # bytes that follow; 0: not granted
+_RETURN: Final = struct.Struct("<Q")  # note: id of a grant that comes back unused
+_SOCKET_BUFFER: Final = 4 << 20
+_CHUNK: Final = 1 << 20
+_HANDSHAKE_TIMEOUT: Final = 5.0
+_MAX_STRANGERS: Final = 64
+# Connections kept open to one peer; transfers beyond that open one for themselves.
+_IDLE_CONNECTIONS: Final = 4
+
+
+class TcpTransport:
+    """Transfers over TCP sockets."""
+
+    name: ClassVar[str] = "tcp"
+
+    def __init__(self, host: Host, key: Key, *, name: str, interface: str = "127.0.0.1", keep: int = DEFAULT_KEEP) -> None:
+        if interface in ("", "0.0.0.0", "::"):  # noqa: S104 - refusing a wildcard is the point
+            raise ValueError("a transport listens on one named interface, never on all of them")
+        self._host = host
+        self._key = key
+        self._name = name
+        self._interface = interface
+        self._blocks = Arena(shared=False, keep=keep)
+        self._landing = Arena(shared=False, keep=keep)
+        self._listener: socket.socket | None = None
+        self._strangers = 0
+        self._granted: dict[str, dict[int, ArenaBlock]] = {}
+        self._last_grant = 0
+        self._idle: dict[str, list[socket.socket]] = {}
+        self._open: dict[str, set[socket.socket]] = {}
+        self._closed = False
+
+    @property
+    def arena(self) -> Arena:
+        """The pool that blocks come from."""
+        return self._blocks
+
+    def allocate(self, nbytes: int) -> Block:
+        return self._blocks.allocate(nbytes)
+
+    def grant(self, block: Block, control: Control) -> Grant:
+        block = cast(ArenaBlock, block)
+        port = self._listening().getsockname()[1]
+        self._last_grant += 1
+        self._granted.setdefault(control.peer, {})[self._last_grant] = block
+        block.take_grant()
+        return (self._interface, port, block.nbytes, self._last_grant)
+
+    async def fetch(self, grant: Grant, control: Control) -> memoryview:
+        address, port, nbytes, grant_id = cast(tuple[str, int, int, int], grant)
+        landing = self._landing.allocate(nbytes)
+        try:
+            async with self._connection(control.peer, address, port) as connection:
+                await self._pull(connection, grant_id, landing.view)
+        except BaseException:
+            landing.release()
+            # The request may not have been sent; where it was, giving back twice does no harm.
+            self.decline(grant, control)
+            raise
+        return exposed_view(landing.segment.region, landing.offset, nbytes, landing.release)
+
+    def decline(self, grant: Grant, control: Control) -> None:
+        control.send_note(self.name, _RETURN.pack(cast(int, grant[3])))
+
+    def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
+        (grant_id,) = _RETURN.unpack(note)
+        self._take_back(control.peer, grant_id)
+
+    def peer_lost(self, peer: str) -> None:
+        for connection in self._open.pop(peer, set()):
+            # The task that uses the socket sees the end of the stream and closes it.
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for connection in self._idle.pop(peer, []):
+            connection.close()
+        for block in self._granted.pop(peer, {}).values():
+            block.return_grant()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._listener is not None:
+            # A pending accept ends with an error once its socket is shut down.
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+        for peer in {*self._open, *self._idle, *self._granted}:
+            self.peer_lost(peer)
+        self._blocks.close()
+        self._landing.close()
+
+    # The producer's side.
+
+    def _listening(self) -> socket.socket:
+        if self._listener is None:
+            self._listener = socket.create_server((self._interface, 0), backlog=128)
+            self._listener.setblocking(False)
+            self._host.create_task(self._accept(self._listener), name="tcp accept")
+        return self._listener
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with listener:
+            while not self._closed:
+                try:
+                    connection, _ = await loop.sock_accept(listener)
+                except OSError:
+                    return
+                if self._strangers >= _MAX_STRANGERS:
+                    connection.close()
+                    continue
+                self._strangers += 1
+                self._host.create_task(self._serve(connection), name="tcp serve")
+
+    async def _serve(self, connection: socket.socket) -> None:
+        _configure(connection)
+        with connection:
+            try:
+                async with asyncio.timeout(_HANDSHAKE_TIMEOUT):
+                    peer = await self._admit(connection)
+            except (HandshakeError, PeerGone, OSError, TimeoutError):
+                return
+            finally:
+                self._strangers -= 1
+            users = self._open.setdefault(peer, set())
+            users.add(connection)
+            try:
+                with suppress(PeerGone, OSError):
+                    while not self._closed:
+                        await self._answer(connection, peer)
+            finally:
+                users.discard(connection)
+
+    async def _admit(self, connection: socket.socket) -> str:
+        loop = asyncio.get_running_loop()
+        handshake = ServerHandshake(self._key, secrets.token_bytes(NONCE_SIZE))
+        await loop.sock_sendall(connection, handshake.challenge)
+        peer, accept = handshake.receive_hello(await _receive_exactly(connection, HELLO_SIZE))
+        await loop.sock_sendall(connection, accept)
+        return peer
+
+    async def _answer(self, connection: socket.socket, peer: str) -> None:
+        loop = asyncio.get_running_loop()
+        (grant_id,) = _REQUEST.unpack(await _receive_exactly(connection, _REQUEST.size))
+        block = self._granted.get(peer, {}).get(grant_id)
+        if block is None:
+            await loop.sock_sendall(connection, _REPLY.pack(0))
+            return
+        try:
+            await loop.sock_sendall(connection, _REPLY.pack(block.nbytes))
+            view = block.view
+            for start in range(0, block.nbytes, _CHUNK):
+                await loop.sock_sendall(connection, view[start : start + _CHUNK])
+        finally:
+            self._take_back(peer, grant_id)
+
+    def _take_back(self, peer: str, grant_id: int) -> None:
+        block = self._granted.get(peer, {}).pop(grant_id, None)
+        if block is not None:
+            block.return_grant()
+
+    # The consumer's side.
+
+    @asynccontextmanager
+    async def _connection(self, peer: str, address: str, port: int) -> AsyncIterator[socket.socket]:
+        """Lend a connection to a peer. May block while connecting; one that failed midway is not used again."""
+        idle = self._idle.setdefault(peer, [])
+        users = self._open.setdefault(peer, set())
+        connection = idle.pop() if idle else await self._connect(address, port)
+        users.add(connection)
+        reusable = False
+        try:
+            yield connection
+            reusable = True
+        finally:
+            users.discard(connection)
+            if reusable and len(idle) < _IDLE_CONNECTIONS and self._idle.get(peer) is idle:
+                idle.append(connection)
+            else:
+                connection.close()
+
+    async def _connect(self, address: str, port: int) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            _configure(connection)
+            await loop.sock_connect(connection, (address, port))
+            handshake = ClientHandshake(self._key, secrets.token_bytes(NONCE_SIZE), self._name)
+            hello = handshake.receive_challenge(await _receive_exactly(connection, CHALLENGE_SIZE))
+            await loop.sock_sendall(connection, hello)
+            handshake.receive_accept(await _receive_exactly(connection, ACCEPT_SIZE))
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, OSError):
+                raise PeerGone(f"no connection to {address}:{port}: {error}") from error
+            raise
+        return connection
+
+    async def _pull(self, connection: socket.socket, grant_id: int, target: memoryview) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_sendall(connection, _REQUEST.pack(grant_id))
+            (length,) = _REPLY.unpack(await _receive_exactly(connection, _REPLY.size))
+            if length != len(target):
+                raise GrantError(f"grant {grant_id} was for {len(target)} bytes but the peer has {length}")
+            received = 0
+            while received < length:
+                count = await loop.sock_recv_into(connection, target[received : received + _CHUNK])
+                if not count:
+                    raise PeerGone(f"the connection ended after {received} of {length} bytes")
+                received += count
+        except OSError as error:
+            raise PeerGone(f"the connection broke: {error}") from error
+
+
+def _configure(connection: socket.socket) -> None:
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)
+
+
+async def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    buffer = bytearray(size)
+    view = memoryview(buffer)
+    received = 0
+    while received < size:
+        count = await loop.sock_recv_into(connection, view[received:])
+        if not count:
+            raise PeerGone(f"the connection ended after {received} of {size} bytes")
+        received += count
+    return bytes(buffer)

@@ -8,7 +8,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    Final,
+    Generic,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    cast,
+    overload,
+)
 
 from aiodaft._protocol.ledger import Demand
 from aiodaft._protocol.mailbox import Rules
@@ -76,7 +88,11 @@ class MethodSpec:
 def _arity(fn: Callable[..., Any]) -> tuple[float, float]:
     """Fewest and most positional arguments (without self) that need no closer look."""
     code = getattr(fn, "__code__", None)
-    if code is None or hasattr(fn, "__wrapped__") or code.co_kwonlyargcount > len(getattr(fn, "__kwdefaults__", None) or ()):
+    if (
+        code is None
+        or hasattr(fn, "__wrapped__")
+        or code.co_kwonlyargcount > len(getattr(fn, "__kwdefaults__", None) or ())
+    ):
         return 1, 0
     most = code.co_argcount - 1
     fewest = most - len(getattr(fn, "__defaults__", None) or ())
@@ -153,15 +169,33 @@ class Method(_MethodBase, Generic[P, R]):
         ) -> Ref[R]: ...
         @overload
         def __call__(
-            self: Sig[Concatenate[A0, A1, A2, P1], R], a0: A0, a1: A1, a2: Ref[A2], /, *args: P1.args, **kwargs: P1.kwargs
+            self: Sig[Concatenate[A0, A1, A2, P1], R],
+            a0: A0,
+            a1: A1,
+            a2: Ref[A2],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
         ) -> Ref[R]: ...
         @overload
         def __call__(
-            self: Sig[Concatenate[A0, A1, A2, P1], R], a0: Ref[A0], a1: A1, a2: Ref[A2], /, *args: P1.args, **kwargs: P1.kwargs
+            self: Sig[Concatenate[A0, A1, A2, P1], R],
+            a0: Ref[A0],
+            a1: A1,
+            a2: Ref[A2],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
         ) -> Ref[R]: ...
         @overload
         def __call__(
-            self: Sig[Concatenate[A0, A1, A2, P1], R], a0: A0, a1: Ref[A1], a2: Ref[A2], /, *args: P1.args, **kwargs: P1.kwargs
+            self: Sig[Concatenate[A0, A1, A2, P1], R],
+            a0: A0,
+            a1: Ref[A1],
+            a2: Ref[A2],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
         ) -> Ref[R]: ...
         @overload
         def __call__(
@@ -173,7 +207,7 @@ class Method(_MethodBase, Generic[P, R]):
             *args: P1.args,
             **kwargs: P1.kwargs,
         ) -> Ref[R]: ...
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[misc]  # mypy takes Any for Method
 
         def tell(self, *args: P.args, **kwargs: P.kwargs) -> None:
             """Call without a reply: an error of the method is only logged, here."""
@@ -195,7 +229,7 @@ class _Decorator(Protocol):
     @overload
     def __call__(self, fn: Callable[Concatenate[S, P], Coroutine[Any, Any, R]], /) -> Method[P, R]: ...
     @overload
-    def __call__(self, fn: Callable[Concatenate[S, P], AsyncIterator[R]], /) -> StreamMethod[P, R]: ...
+    def __call__(self, fn: Callable[Concatenate[S, P], AsyncIterator[R]], /) -> StreamMethod[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
     @overload
     def __call__(self, fn: Callable[Concatenate[S, P], R], /) -> Method[P, R]: ...
 
@@ -203,7 +237,7 @@ class _Decorator(Protocol):
 @overload
 def method(fn: Callable[Concatenate[S, P], Coroutine[Any, Any, R]], /) -> Method[P, R]: ...
 @overload
-def method(fn: Callable[Concatenate[S, P], AsyncIterator[R]], /) -> StreamMethod[P, R]: ...
+def method(fn: Callable[Concatenate[S, P], AsyncIterator[R]], /) -> StreamMethod[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
 @overload
 def method(fn: Callable[Concatenate[S, P], R], /) -> Method[P, R]: ...
 @overload
@@ -343,7 +377,9 @@ class Handle:
         return bound
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{self!r} is a handle: its state is in another process; give the class a method to set {name!r}")
+        raise AttributeError(
+            f"{self!r} is a handle: its state is in another process; give the class a method to set {name!r}"
+        )
 
     def __repr__(self) -> str:
         return f"<{self.__dict__['_class'].__name__} {self.__dict__['_target']}>"

@@ -66,7 +66,7 @@ class Channel(Generic[T]):
             raise StopAsyncIteration from None
 
     async def aclose(self) -> None:
-        """Close the channel for everybody: what is in it can still be received, nothing more can be sent. Idempotent."""
+        """Close the channel for everybody: nothing more can be sent, what is in it can be received. Idempotent."""
         await self._endpoint.aclose()
 
     def __repr__(self) -> str:
@@ -82,5 +82,3 @@ def _rebuild(channel_id: Any, capacity: int, host: Any) -> Channel[Any]:
     channel: Channel[Any] = Channel.__new__(Channel)
     channel._endpoint = peer.channels.endpoint(channel_id, capacity, host)
     return channel
-
-

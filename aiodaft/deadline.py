@@ -26,8 +26,9 @@ async def deadline(seconds: float) -> AsyncGenerator[None, None]:
     outer = current_deadline.get()
     when = loop.time() + seconds
     token = current_deadline.set(when if outer is None else min(outer, when))
+    scope = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds) as scope:
+        async with scope:
             yield
     except TimeoutError as error:
         if not scope.expired() or isinstance(error, DeadlineExceeded):

@@ -88,7 +88,9 @@ class Graph(Generic[P, R]):
         if self._closed:
             raise RuntimeClosed("the graph is closed")
         if kwargs or len(args) != len(self._inputs):
-            raise TypeError(f"the graph takes {len(self._inputs)} positional inputs, not {len(args)} and {len(kwargs)} by name")
+            raise TypeError(
+                f"the graph takes {len(self._inputs)} positional inputs, not {len(args)} and {len(kwargs)} by name"
+            )
         values: dict[Any, Any] = {ref._state: arg for ref, arg in zip(self._inputs, args, strict=True)}
 
         def replace(ref: Ref[Any]) -> Any:
@@ -98,7 +100,7 @@ class Graph(Generic[P, R]):
             ref = step.target.call(step.spec, map_refs(step.args, replace), map_refs(step.kwargs, replace))
             values[step.result] = ref
             self._runs.add(ref)
-            ref._state.watch(lambda _, ref=ref: self._runs.discard(ref))
+            ref.add_done_callback(self._runs.discard)
         output: Ref[R] = map_refs(self._output, replace)
         return output
 
@@ -133,7 +135,7 @@ def compile(fn: Callable[[Ref[A0]], Ref[R]], /) -> Graph[[A0], R]: ...
 def compile(fn: Callable[[Ref[A0], Ref[A1]], Ref[R]], /) -> Graph[[A0, A1], R]: ...
 @overload
 def compile(fn: Callable[[Ref[A0], Ref[A1], Ref[A2]], Ref[R]], /) -> Graph[[A0, A1, A2], R]: ...
-def compile(fn: Callable[..., Any], /) -> Graph[Any, Any]:  # noqa: A001 - the field's word, used as aiodaft.compile
+def compile(fn: Callable[..., Any], /) -> Graph[Any, Any]:
     """Capture a dataflow: `fn` takes refs, calls actors with them, and returns a ref.
 
     `fn` runs once, now. What it does besides calling actors happens now as well, and not when the graph runs.
@@ -159,5 +161,3 @@ def compile(fn: Callable[..., Any], /) -> Graph[Any, Any]:  # noqa: A001 - the f
 
 def _input(peer: Peer, index: int) -> PutState:
     return PutState(peer, peer.next_number(), None, f"input {index}")
-
-

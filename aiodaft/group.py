@@ -147,7 +147,9 @@ class Group(Generic[ActorT]):
         name = getattr(m, "__name__", None)
         spec = specs_of(self._class).get(name or "")
         if spec is None:
-            raise TypeError(f"{m!r:.80} is not a remote method of {self._class.__name__}: decorate it with @aiodaft.method")
+            raise TypeError(
+                f"{m!r:.80} is not a remote method of {self._class.__name__}: decorate it with @aiodaft.method"
+            )
         if spec.is_stream and not streams:
             raise TypeError(f"{spec.label} is a stream: use `group.any`, or call it on one member")
         return spec
@@ -197,5 +199,3 @@ class Group(Generic[ActorT]):
             for ref in under_way:
                 ref._state.mark_seen()
                 ref.cancel()
-
-

@@ -131,7 +131,9 @@ class Spawner(ABC):
         scope, constraints = self._spawning()
         actor_class = _check_class(cls, args, kwargs)
         if not issubclass(actor_class, Actor):
-            raise TypeError(f"{actor_class.__name__} is not an Actor: derive it from aiodaft.Actor, or use rt.host(...)")
+            raise TypeError(
+                f"{actor_class.__name__} is not an Actor: derive it from aiodaft.Actor, or use rt.host(...)"
+            )
 
         async def start() -> ActorT:
             return cast("ActorT", await scope.spawn_one(actor_class, args, kwargs, constraints))
@@ -187,7 +189,9 @@ def _check_class(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> typ
     if not isinstance(cls, type):
         raise TypeError(f"spawning takes a class and its constructor's arguments, not {cls!r:.80}")
     if inspect.isabstract(cls):
-        raise TypeError(f"{cls.__name__} is abstract: {', '.join(sorted(cls.__abstractmethods__))} are missing")
+        raise TypeError(
+            f"{cls.__name__} is abstract: {', '.join(sorted(getattr(cls, '__abstractmethods__', ())))} are missing"
+        )
     try:
         signature = inspect.signature(cls)
     except (TypeError, ValueError):

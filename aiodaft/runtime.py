@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import socket
 import sys
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
-
-from aiodaft_transport import Key, Unreachable, check_name, default_name
 
 from aiodaft._protocol.ids import COORDINATOR, NODE, ActorId, PeerId
 from aiodaft._protocol.ledger import Ledger
@@ -29,12 +26,11 @@ from aiodaft._runtime.link import Link
 from aiodaft._runtime.node import Node, gpus_of_this_machine
 from aiodaft._runtime.nursery import Nursery
 from aiodaft._runtime.peer import Peer, PeerOptions
-from aiodaft._runtime.tasks import logger
 from aiodaft.actor import Actor, Handle, class_of
 from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
-from aiodaft.placement import Constraints
 from aiodaft.ref import Ref
 from aiodaft.scope import Scope
+from aiodaft_transport import Key, check_name, default_name
 
 __all__ = ["Runtime", "run", "start", "stop"]
 
@@ -264,7 +260,7 @@ async def start(**options: Any) -> Runtime:
 
 async def stop() -> None:
     """Close the runtime that `start` opened; nothing if there is none."""
-    global _started  # noqa: PLW0603 - a notebook has no better place
+    global _started
     runtime, _started = _started, None
     if runtime is None:
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -13,7 +12,7 @@ from aiodaft._runtime.agent import Agent, host_spec
 from aiodaft._runtime.calls import Target
 from aiodaft._runtime.tasks import logger, shield_from_anyio
 from aiodaft.actor import Handle, class_of, target_of
-from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, RuntimeClosed, SerializationError
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, RuntimeClosed
 from aiodaft.group import Group
 from aiodaft.placement import Constraints, Spawner
 from aiodaft.service import Service
@@ -143,7 +142,9 @@ class Scope(Spawner):
     async def _kill_all(self) -> None:
         """The closing itself was cancelled: no more grace."""
         node = self._runtime.node
-        await asyncio.gather(*(node.kill(target.remote, "its scope was cancelled").ready() for target in self._owned.values()))
+        await asyncio.gather(
+            *(node.kill(target.remote, "its scope was cancelled").ready() for target in self._owned.values())
+        )
 
     def _collect(self) -> list[BaseException]:
         errors = self._errors

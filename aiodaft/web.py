@@ -21,6 +21,7 @@ class Receiver(Protocol):
 
     def receive(self) -> Awaitable[Any]:
         """The next ASGI message."""
+        ...
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import msgpack
+import msgpack as _untyped_msgpack  # pyright: ignore[reportMissingTypeStubs]
 
 from aiodaft.exceptions import RemoteProtocolError
 
@@ -15,7 +15,9 @@ __all__ = ["MAX_FRAME", "Ext", "FrameDecoder", "FrameEncoder", "pack", "pack_ext
 MAX_FRAME: Final = 16 << 20
 _MAX_ITEMS: Final = 1 << 17
 
-Ext = msgpack.ExtType
+msgpack: Any = _untyped_msgpack
+
+Ext: Any = msgpack.ExtType
 ExtHook = Callable[[int, bytes], Any]
 
 
@@ -24,7 +26,7 @@ class FrameEncoder:
 
     def __init__(self) -> None:
         packer = msgpack.Packer(autoreset=False, unicode_errors="surrogatepass")
-        self.pack = packer.pack
+        self.pack: Callable[[Any], None] = packer.pack
         self._packer = packer
 
     def take(self) -> bytes:

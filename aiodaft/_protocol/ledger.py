@@ -1,5 +1,6 @@
 """What a node has and who uses it: counted, never overcommitted. Pure."""
 
+# pyright: reportUnnecessaryIsInstance=false
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
@@ -20,7 +21,7 @@ class Demand:
 
     cpus: float = 0.0
     gpus: float = 0.0
-    custom: Mapping[str, float] = field(default_factory=dict)
+    custom: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
         for name, amount in {"cpus": self.cpus, "gpus": self.gpus, **self.custom}.items():
@@ -96,7 +97,9 @@ class Ledger(Generic[HolderT]):
 
     def _refusal(self, label: str, name: str, amount: float) -> str:
         total = float(len(self._gpus)) if name == "gpus" else self.totals.get(name, 0.0)
-        users = [f"{who} has {n:g}" for who, n in ((h, self._amount(d, name)) for h, d, _ in self._holders.values()) if n]
+        users = [
+            f"{who} has {n:g}" for who, n in ((h, self._amount(d, name)) for h, d, _ in self._holders.values()) if n
+        ]
         in_use = f": {', '.join(users)}" if users else ""
         left = self.free().get(name, 0.0)
         hint = "" if total else f"; declare them by hand with Runtime({name}=...) if you know better"

@@ -4,6 +4,7 @@ A name belongs to an incarnation of an actor; it is free again when that incarna
 so that a watcher can tell what it has seen.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
 from __future__ import annotations
 
 import re

@@ -8,6 +8,7 @@ keeps the other side's memory bounded.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 from aiodaft.exceptions import LocalProtocolError, Overloaded, RemoteProtocolError
@@ -39,7 +40,7 @@ class Session(Generic[CallT]):
         self._bytes = 0
         self._decoder = FrameDecoder()
         self._encoder = FrameEncoder()
-        self.send = self._encoder.pack
+        self.send: Callable[[Message], None] = self._encoder.pack
         self.data_to_send = self._encoder.take
         self.send((HELLO, OLDEST_WIRE_VERSION, WIRE_VERSION, local, pid))
 
@@ -70,7 +71,8 @@ class Session(Generic[CallT]):
         self.version = min(WIRE_VERSION, newest)
         if self.version < max(OLDEST_WIRE_VERSION, oldest):
             raise RemoteProtocolError(
-                f"{remote} speaks wire versions {oldest} to {newest}, this process {OLDEST_WIRE_VERSION} to {WIRE_VERSION}"
+                f"{remote} speaks wire versions {oldest} to {newest}, "
+                f"this process {OLDEST_WIRE_VERSION} to {WIRE_VERSION}"
             )
         if remote != self.remote:
             raise RemoteProtocolError(f"this connection leads to {remote}, not to {self.remote}")
@@ -88,12 +90,19 @@ class Session(Generic[CallT]):
         Raises:
             Overloaded: Too many calls are waiting.
         """
-        if message is not None and not self._waiting and len(self.calls) < self._window and not self._bytes + cost > WINDOW_BYTES:
+        if (
+            message is not None
+            and not self._waiting
+            and len(self.calls) < self._window
+            and not self._bytes + cost > WINDOW_BYTES
+        ):
             self.calls[call_id] = call
             self._launch(call_id, message, cost)
             return
         if len(self._waiting) >= self._max_pending:
-            raise Overloaded(f"{len(self._waiting)} calls are waiting for {self.remote} already; await some of them first")
+            raise Overloaded(
+                f"{len(self._waiting)} calls are waiting for {self.remote} already; await some of them first"
+            )
         self.calls[call_id] = call
         self._waiting[call_id] = (message, cost)
         self._pump()
@@ -137,4 +146,3 @@ class Session(Generic[CallT]):
                 return
             del self._waiting[call_id]
             self._launch(call_id, message, cost)
-

@@ -26,7 +26,9 @@ def find_path(names: Iterable[tuple[str, Any]], attempt: Callable[[Any], object]
     path, reason = "the value", ""
     parts: Iterable[tuple[str, Any]] = names
     for _ in range(_MAX_DEPTH):
-        failing = next(((name, value, why) for name, value in islice(parts, _MAX_CHILDREN) if (why := _why(value, attempt))), None)
+        failing = next(
+            ((name, value, why) for name, value in islice(parts, _MAX_CHILDREN) if (why := _why(value, attempt))), None
+        )
         if failing is None:
             break
         path, value, reason = failing
@@ -40,7 +42,7 @@ def _why(value: Any, attempt: Callable[[Any], object]) -> str:
     except TooLong:
         return ""
     except Exception as error:  # noqa: BLE001 - user code runs while pickling, and may raise anything
-        return f"{error or type(error).__name__} ({type(value).__module__}.{type(value).__qualname__})"
+        return f"{str(error) or type(error).__name__} ({type(value).__module__}.{type(value).__qualname__})"
     return ""
 
 

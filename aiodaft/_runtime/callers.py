@@ -12,13 +12,13 @@ from aiodaft.ref import Borrowed
 from .failures import encode_error
 from .serialization import FLAT
 from .store import Kept
+from .streams import StreamState
 
 if TYPE_CHECKING:
+    from .calls import State
     from .incoming import IncomingCall
     from .link import Link
     from .peer import Peer
-    from .refkinds import CallState
-    from .streams import StreamState
 
 
 def is_plain(value: Any) -> bool:
@@ -27,7 +27,7 @@ def is_plain(value: Any) -> bool:
     if kind is str or kind is bytes:
         return len(value) <= PLAIN_TEXT_LIMIT
     if kind is int:
-        return -(1 << 63) <= value < 1 << 64
+        return bool(-(1 << 63) <= value < 1 << 64)
     return kind in FLAT
 
 
@@ -133,7 +133,7 @@ class LocalCaller:
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self.states: dict[CallId, CallState | StreamState] = {}
+        self.states: dict[CallId, State] = {}
         self.calls: dict[CallId, IncomingCall] = {}
 
     @property
@@ -158,10 +158,10 @@ class LocalCaller:
 
     async def item(self, call: IncomingCall, value: Any) -> None:
         state = self.states.get(call.number)
-        if state is not None:
-            state.on_local_item(value)  # type: ignore[union-attr]  # only streams get items
+        if isinstance(state, StreamState):
+            state.on_local_item(value)
 
-    def _finish(self, call: IncomingCall) -> CallState | StreamState | None:
+    def _finish(self, call: IncomingCall) -> State | None:
         call.over = True
         self.calls.pop(call.number, None)
         return self.states.pop(call.number, None)

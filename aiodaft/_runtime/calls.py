@@ -11,7 +11,6 @@ from aiodaft._protocol.messages import (
     ADOPTED,
     CALL,
     ERROR,
-    ITEM,
     RESULT,
     SEND,
     STORED,
@@ -28,7 +27,7 @@ from .failures import add_note, copy_error, decode_error
 from .incoming import IncomingCall, current_call
 from .pickling import TooLong, home
 from .refkinds import CallState
-from .refs import RefState
+from .refs import RefState, state_of
 from .store import Arrived, Kept, Names
 from .streams import StreamState
 
@@ -45,8 +44,10 @@ logger = logging.getLogger("aiodaft")
 class Pending(Protocol):
     """A call that waits for its answer."""
 
-    label: str
+    inputs: list[RefState] | None
 
+    @property
+    def label(self) -> str: ...
     def on_plain(self, value: Any) -> None: ...
     def on_result(self, arrived: Arrived) -> None: ...
     def on_stored(self) -> None: ...
@@ -58,8 +59,12 @@ class TellState:
     """A call without a reply: the answer only says that it is over."""
 
     def __init__(self, label: str) -> None:
-        self.label = label
+        self._label = label
         self.inputs: list[RefState] | None = None
+
+    @property
+    def label(self) -> str:
+        return self._label
 
     def _release(self) -> None:
         for state in self.inputs or ():
@@ -249,7 +254,9 @@ class Outgoing:
         else:
             link.session.withdraw(head[1])
 
-    async def _pack_then_send(self, link: Link, head: Message, kept: Kept, state: State, deadline: float | None) -> None:
+    async def _pack_then_send(
+        self, link: Link, head: Message, kept: Kept, state: State, deadline: float | None
+    ) -> None:
         try:
             await self._peer.store.pack(kept)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
@@ -276,7 +283,7 @@ class Outgoing:
         refs = [*kept.encoded.slots, *kept.refs]
         if not refs:
             return True
-        inputs: list[RefState] = [ref._state for ref in refs]
+        inputs = [state_of(ref) for ref in refs]
         for used in inputs:
             if used.error is not None:
                 used.mark_seen()
@@ -361,7 +368,7 @@ class Outgoing:
             raise RemoteProtocolError(f"{link.remote} answers call {message[1]}, which is not under way")
         kind = message[0]
         if kind == RESULT:
-            _, number, payload, blobs, refs = message
+            _, _, payload, blobs, refs = message
             if refs:
                 self._peer.tasks.create_task(self._adopt_result(link, state, message), name="adopt refs")
             else:
@@ -408,4 +415,3 @@ class Outgoing:
             else:
                 link.session.settle(number)
             state.on_lost(twin)
-

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 ChannelId: TypeAlias = tuple[PeerId, CallId]
 
 
-class Parcel:
+class Parcel:  # noqa: B903
     """A large item: only its ref is queued. No dataclass, because refs in those are replaced by their values."""
+
+    __slots__ = ("ref",)
 
     def __init__(self, ref: Ref[Any]) -> None:
         self.ref = ref
@@ -203,7 +205,7 @@ class Endpoint:
     async def send(self, value: Any) -> None:
         """Send an item; waits while the channel is full."""
         state = self._peer.refs.put(value, "an item of a channel")
-        ref = Ref(state)
+        ref: Ref[Any] = Ref(state)
         await ref.ready()
         item: Any = ref if state.error is not None or (state.kept is not None and state.kept.is_inline) else Parcel(ref)
         while True:
@@ -262,4 +264,3 @@ class Endpoint:
 def _as_id(channel_id: tuple[str, int]) -> ChannelId:
     peer, number = channel_id
     return PeerId(peer), CallId(number)
-

@@ -6,10 +6,9 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from aiodaft_transport.memory import address_of, copy_memory
-
 from aiodaft._protocol.codec import unpack, unpack_stream
 from aiodaft.exceptions import SerializationError
+from aiodaft_transport.memory import address_of, copy_memory
 
 from . import serialization as wire
 from .pickling import breathe, unpickle

@@ -60,7 +60,9 @@ class Hosted:
             call.ready = False
             call.cell.deliver(call)
             # Arguments are fetched from now on, while the actor works on earlier calls.
-            self._peer.tasks.create_task(self._bring(link, call, payload, blobs, refs, slots), name=f"bring {call.label}")
+            self._peer.tasks.create_task(
+                self._bring(link, call, payload, blobs, refs, slots), name=f"bring {call.label}"
+            )
         else:
             call.arrived = Arrived(payload, blobs, [], [])
             call.cell.deliver(call)

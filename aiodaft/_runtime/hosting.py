@@ -255,7 +255,7 @@ class Cell:
         return [call for call in self.peer.incoming_calls() if call.cell is self and call.started]
 
     async def stop(self, reason: str, grace: float) -> None:
-        """Take no more calls, let those under way end within the grace time, cancel the rest, and leave the instance."""
+        """Take no more calls, let those under way end within the grace time, cancel the rest, leave the instance."""
         if self.stopping is not None:
             return
         self.stopping = reason

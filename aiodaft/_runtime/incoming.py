@@ -32,21 +32,27 @@ class Caller(Protocol):
     @property
     def id(self) -> PeerId:
         """The caller's process."""
+        ...
 
     def answer(self, call: IncomingCall, result: Any) -> None:
         """Give a result that needs no encoding worth mentioning."""
+        ...
 
     async def answer_encoded(self, call: IncomingCall, result: Any) -> None:
         """Give any result. Returns once the actor may change what it returned."""
+        ...
 
     def answer_kept(self, call: IncomingCall, kept: Kept) -> None:
         """Give a result that is encoded and packed."""
+        ...
 
     def fail(self, call: IncomingCall, error: BaseException, *, executed: bool | None) -> None:
         """Say that there is no result."""
+        ...
 
     async def item(self, call: IncomingCall, value: Any) -> None:
         """Give the next item of a stream."""
+        ...
 
 
 class IncomingCall:
@@ -75,7 +81,14 @@ class IncomingCall:
     _token: list[None] | None = None
 
     def __init__(
-        self, caller: Caller, caller_id: PeerId, number: CallId, cell: Cell, spec: MethodSpec, mode: int, args: tuple[Any, ...]
+        self,
+        caller: Caller,
+        caller_id: PeerId,
+        number: CallId,
+        cell: Cell,
+        spec: MethodSpec,
+        mode: int,
+        args: tuple[Any, ...],
     ) -> None:
         self.caller_link = caller
         self.caller = caller_id

@@ -15,10 +15,11 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import NOTE, Message
 from aiodaft._protocol.session import Session
 from aiodaft.exceptions import DaftError, PeerLost, ProtocolError
+from aiodaft_transport import Control
 
 if TYPE_CHECKING:
     from .calls import Pending
-    from .hosting import IncomingCall
+    from .incoming import IncomingCall
 
 # One read handles at most this much, so that a flood of calls does not hold the loop for long.
 _READ_SIZE: Final = 16 << 10
@@ -28,15 +29,26 @@ _MAX_FDS: Final = 8
 _FD_SPACE: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 
 
+class Neighbour(Control, Protocol):
+    """Where a value comes from: another process over a link, or this one."""
+
+    @property
+    def remote(self) -> PeerId:
+        """Id of the process."""
+        ...
+
+
 class LinkOwner(Protocol):
     """What a link needs of its process."""
 
     @property
     def handlers(self) -> Sequence[Callable[[Link, Message], object]]:
         """What handles each kind of message."""
+        ...
 
     def link_lost(self, link: Link, reason: Exception) -> None:
         """The link ended; called once."""
+        ...
 
 
 class Link:
@@ -46,7 +58,7 @@ class Link:
         self, owner: LinkOwner, session: Session[Pending], remote: PeerId, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.session = session
-        self.remote = remote
+        self._remote = remote
         # Calls of the peer that are not answered yet.
         self.incoming: dict[CallId, IncomingCall] = {}
         self.lost: Exception | None = None
@@ -68,9 +80,14 @@ class Link:
         self._corked = False
 
     @property
+    def remote(self) -> PeerId:
+        """Id of the process at the other end."""
+        return self._remote
+
+    @property
     def peer(self) -> str:
-        """Id of the process at the other end (what transports call it)."""
-        return self.remote
+        """The same, as transports call it."""
+        return self._remote
 
     def attach(self, connection: socket.socket) -> None:
         """Begin to talk over a connected socket."""

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId
 from aiodaft._protocol.ledger import Demand, Ledger
@@ -103,7 +103,9 @@ class Node(Actor):
         if worker is None or worker.wanted is not None:
             raise ActorDied(f"{label} was to live with an actor that is gone", executed=False)
         if demand.gpus:
-            raise InsufficientResources(f"{label} lives in the process of another actor and shares its GPUs: ask for none")
+            raise InsufficientResources(
+                f"{label} lives in the process of another actor and shares its GPUs: ask for none"
+            )
         self._ledger.take((beside, actor), label, demand)
         worker.add(actor, label)
         return Place(beside, actor, worker.gpus)

@@ -19,6 +19,7 @@ from aiodaft.exceptions import SpawnFailed
 
 from . import forkserver as order
 from .logs import LogPump, WorkerOutput
+from .tasks import TaskOwner
 
 # Imported once by the fork server, if this process has them: slow to import, and safe to fork with.
 _PRELOADED: Final = ("numpy", "torch")
@@ -58,7 +59,8 @@ class Nursery:
         self._logs = LogPump()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._starting: asyncio.Future[None] | None = None
+        self._tasks = TaskOwner("aiodaft nursery")
+        self._starting: asyncio.Task[None] | None = None
         self._children: dict[int, Child] = {}
         self._last_number = 0
         self._lost: str | None = None
@@ -112,6 +114,7 @@ class Nursery:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()
             self._socket = None
+        await self._tasks.aclose()
         process, self._process = self._process, None
         if process is not None:
             # It ends by itself when its socket does; waiting takes as long as the last worker's end.
@@ -123,7 +126,7 @@ class Nursery:
 
     async def _ensure_started(self) -> None:
         if self._starting is None:
-            self._starting = asyncio.ensure_future(self._start())
+            self._starting = self._tasks.start(self._start(), name="start the fork server")
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
@@ -153,14 +156,17 @@ class Nursery:
             try:
                 socket.send_fds(self._socket, [message], fds)
             except BlockingIOError:
-                writable = self._loop.create_future()
-                self._loop.add_writer(self._socket.fileno(), lambda: writable.done() or writable.set_result(None))
-                try:
-                    await writable
-                finally:
-                    self._loop.remove_writer(self._socket.fileno())
+                await self._writable(self._socket)
             else:
                 return
+
+    async def _writable(self, connection: socket.socket) -> None:
+        writable = asyncio.Event()
+        self._loop.add_writer(connection.fileno(), writable.set)
+        try:
+            await writable.wait()
+        finally:
+            self._loop.remove_writer(connection.fileno())
 
     def _readable(self) -> None:
         assert self._socket is not None
@@ -209,7 +215,8 @@ class Nursery:
 
 
 def _importable_path() -> list[str]:
-    return [entry for entry in sys.path if isinstance(entry, str)]
+    # Import hooks may put other things there.
+    return [str(entry) for entry in sys.path]
 
 
 def _no_extensions(code: int, content: bytes) -> Any:

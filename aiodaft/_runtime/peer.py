@@ -13,18 +13,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from aiodaft_transport import Key, Transport, TransportError, open_transport
-
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, ActorId, CallId, PeerId
 from aiodaft._protocol.session import Session
 from aiodaft.actor import Handle, specs_of
 from aiodaft.exceptions import DaftError, LocalProtocolError, PeerLost, RemoteProtocolError, RuntimeClosed
+from aiodaft_transport import Key, Transport, TransportError, open_transport
 
 from .agent import Agent
 from .callers import LocalCaller
-from .channels import Channels
 from .calls import CallSink, Outgoing, Pending, Target
+from .channels import Channels
 from .env import Env
 from .hosted import Hosted
 from .hosting import Cell
@@ -373,5 +372,5 @@ def _ignore_exit(error: BaseException) -> None:
     raise LocalProtocolError(f"a system actor raised {type(error).__name__}")
 
 
-async def _explain_plainly(link: Link, reason: Exception) -> DaftError:
+async def _explain_plainly(link: Link, reason: Exception) -> DaftError:  # noqa: RUF029 - others have to ask
     return PeerLost(f"the connection to {link.remote} ended: {reason}")

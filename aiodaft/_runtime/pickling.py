@@ -34,7 +34,7 @@ class TooLong(Exception):
 
 def breathe() -> None:
     """In a helper thread: let the loop have the interpreter."""
-    time.sleep(0.0002)
+    time.sleep(0.0002)  # noqa: TID251 - a thread of its own
 
 
 class NeedsCloudpickle(Exception):
@@ -88,8 +88,8 @@ class _Pickler(pickle.Pickler):
         super().__init__(sink, protocol=5, buffer_callback=buffer_callback)
         self._hooks = hooks
 
-    def reducer_override(self, value: Any, /) -> Any:
-        return self._hooks.reduce(value, by_value=False)
+    def reducer_override(self, obj: Any, /) -> Any:
+        return self._hooks.reduce(obj, by_value=False)
 
 
 class _Dumper(Protocol):
@@ -100,14 +100,16 @@ class _Dumper(Protocol):
 def _cloud_pickler() -> Callable[..., _Dumper]:
     import cloudpickle  # noqa: PLC0415 - slow to import, and few calls need it
 
-    class CloudPickler(cloudpickle.Pickler):  # type: ignore[name-defined, misc]  # not typed
-        def __init__(self, sink: _Sink, hooks: PicklerHooks, buffer_callback: Callable[[pickle.PickleBuffer], Any]) -> None:
+    class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
+        def __init__(
+            self, sink: _Sink, hooks: PicklerHooks, buffer_callback: Callable[[pickle.PickleBuffer], Any]
+        ) -> None:
             super().__init__(sink, protocol=5, buffer_callback=buffer_callback)
             self._hooks = hooks
 
-        def reducer_override(self, value: Any) -> Any:
-            reduced = self._hooks.reduce(value, by_value=True)
-            return super().reducer_override(value) if reduced is NotImplemented else reduced
+        def reducer_override(self, obj: Any) -> Any:
+            reduced = self._hooks.reduce(obj, by_value=True)
+            return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
     return CloudPickler
 
@@ -161,12 +163,15 @@ class Context(Protocol):
     @property
     def home(self) -> Any:
         """The peer that decodes."""
+        ...
 
     def tensor(self, index: int) -> Any:
         """The tensor with this number."""
+        ...
 
     def ref(self, index: int) -> Any:
         """The ref with this number."""
+        ...
 
 
 def unpickle(data: Any, buffers: list[memoryview], context: Context, pause: Callable[[], None] | None = None) -> Any:

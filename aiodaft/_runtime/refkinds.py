@@ -197,4 +197,5 @@ class GatheredState(RefState):
 
     def cancel(self, why: str) -> bool:
         """Cancel every call of the list."""
-        return any([part._state.cancel(why) for part in self._parts])
+        # Each is asked, also after one has said yes.
+        return any([part._state.cancel(why) for part in self._parts])  # noqa: C419

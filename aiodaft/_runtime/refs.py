@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Generator
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.ownership import Tenure
@@ -348,12 +348,18 @@ class RefState(Tenure):
     async def copy_into(self, target: Any) -> None:
         """Write the value, a tensor, into another tensor."""
         yet_to_come = self.value is ABSENT and self.error is None
-        value = await self.bring() if yet_to_come else await Ref(self.hold())
+        here: Ref[Any] = Ref(self.hold())
+        value = await self.bring() if yet_to_come else await here
         await self.peer.store.copy_into(target, value)
 
     def cancel(self, why: str) -> bool:
         """Ask for the call to be cancelled; False if it is over already."""
         return False
+
+
+def state_of(ref: Ref[Any]) -> RefState:
+    """What this process knows of a ref."""
+    return cast("RefState", ref._state)
 
 
 def _wake(futures: list[asyncio.Future[None]]) -> None:

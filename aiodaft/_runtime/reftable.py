@@ -11,11 +11,11 @@ from aiodaft.ref import Ref
 
 from .pickling import TooLong
 from .refkinds import BorrowedState, GatheredState, PutState
-from .refs import HERE, RefState
+from .refs import HERE, RefState, state_of
 from .store import Kept
 
 if TYPE_CHECKING:
-    from .link import Link
+    from .link import Neighbour
     from .peer import Peer
 
 
@@ -25,7 +25,9 @@ class RefTable:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._own: dict[CallId, RefState] = {}
-        self._borrowed: weakref.WeakValueDictionary[tuple[PeerId, CallId], BorrowedState] = weakref.WeakValueDictionary()
+        self._borrowed: weakref.WeakValueDictionary[tuple[PeerId, CallId], BorrowedState] = (
+            weakref.WeakValueDictionary()
+        )
 
     def find(self, number: CallId) -> RefState | None:
         """A ref of this process that others know of."""
@@ -82,7 +84,7 @@ class RefTable:
 
     def describe(self, ref: Ref[Any]) -> tuple[Any, ...]:
         """What a peer needs to know of a ref."""
-        state: RefState = ref._state
+        state = state_of(ref)
         if state.own and not state.shared:
             state.shared = True
             self._own[state.number] = state
@@ -90,7 +92,7 @@ class RefTable:
 
     def describe_value(self, ref: Ref[Any]) -> tuple[Any, ...]:
         """What a peer needs to get a ref's value: the value itself if it is small and here."""
-        state: RefState = ref._state
+        state = state_of(ref)
         if state.own and state.status is HERE and state.error is None:
             if state.kept is None and state.parts() is None:
                 state.kept = self.keep(state)
@@ -101,26 +103,29 @@ class RefTable:
 
     # Being told.
 
-    async def adopt(self, descriptors: tuple[Any, ...], link: Link) -> list[Ref[Any]]:
+    async def adopt(self, descriptors: tuple[Any, ...], link: Neighbour) -> list[Ref[Any]]:
         """Refs that came inside a value; registered with their owners before anything else is said to the sender."""
         return [await self._adopt_one(PeerId(owner), CallId(number), PeerId(producer), label, link)
                 for owner, number, producer, label in descriptors]  # fmt: skip
 
-    async def _adopt_one(self, owner: PeerId, number: CallId, producer: PeerId, label: str, link: Link) -> Ref[Any]:
+    async def _adopt_one(
+        self, owner: PeerId, number: CallId, producer: PeerId, label: str, link: Neighbour
+    ) -> Ref[Any]:
         if owner == self._peer.id:
             own = self._own.get(number)
-            return Ref((own or self._freed(owner, number, producer, label)).hold())
+            known: RefState = own or self._freed(owner, number, producer, label)
+            return Ref(known.hold())
         state = self._borrowed.get((owner, number))
         if state is None:
             state = BorrowedState(self._peer, owner, number, producer, label)
             self._borrowed[owner, number] = state
             # Holds the ref while the owner is asked.
-            ref = Ref(state.hold())
+            ref: Ref[Any] = Ref(state.hold())
             await self._register(state, link)
             return ref
         return Ref(state.hold())
 
-    async def _register(self, state: BorrowedState, link: Link) -> None:
+    async def _register(self, state: BorrowedState, link: Neighbour) -> None:
         agent = self._peer.agent_of(state.owner)
         if state.owner == link.remote:
             # The owner reads this before anything this process says afterwards.
@@ -156,4 +161,3 @@ class RefTable:
         for state in list(self._own.values()):
             state.forget(remote)
             state.free_if_unheld()
-

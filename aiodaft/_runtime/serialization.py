@@ -14,13 +14,11 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from aiodaft_transport import Block
-
 from aiodaft._protocol.codec import pack, pack_exts
 from aiodaft._protocol.messages import INLINE_LIMIT
 from aiodaft.exceptions import SerializationError
-
 from aiodaft.ref import Ref, parts_of
+from aiodaft_transport import Block
 
 from .blame import find_path
 from .pickling import PicklerHooks, TooLong, breathe, pickle_into
@@ -60,9 +58,7 @@ CHUNK: Final = 10_000
 class Encoder(PicklerHooks):
     """Encodes one value."""
 
-    def __init__(
-        self, *, find_block: Callable[[int], Block | None], resolve: bool, patient: bool
-    ) -> None:
+    def __init__(self, *, find_block: Callable[[int], Block | None], resolve: bool, patient: bool) -> None:
         self.resolve = resolve
         self.patient = patient
         self.heavy = False
@@ -268,7 +264,7 @@ async def resolved(value: Any) -> Any:
 
 def rebuild_dataclass(cls: type, fields: dict[str, Any]) -> Any:
     """An instance with these fields; works for frozen classes, and runs no `__post_init__` a second time."""
-    instance = cls.__new__(cls)
+    instance: Any = object.__new__(cls)
     for name, value in fields.items():
         object.__setattr__(instance, name, value)
     return instance

@@ -13,9 +13,12 @@ class ErrorSink(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """An error that nobody holds: the scope ends because of it."""
+        ...
 
     def hold(self, state: RefState) -> None:
         """An error that waits in a ref: raised when the scope ends, unless somebody looks at it before."""
+        ...
 
     def settle(self, state: RefState) -> None:
         """Somebody looked at a held error."""
+        ...

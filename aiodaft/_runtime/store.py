@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from aiodaft_transport import Block, Grant, Transport
-
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INLINE_LIMIT
-
 from aiodaft.ref import Borrowed, Ref
+from aiodaft_transport import Block, Control, Grant, Transport
 
 from .decoding import decode, is_heavy
 from .offload import Offload
@@ -20,7 +18,7 @@ from .tensors import tensor_copy
 from .values import Encoded
 
 if TYPE_CHECKING:
-    from .link import Link
+    pass
 
 Key: TypeAlias = tuple[PeerId, CallId]
 Names: TypeAlias = list[tuple[str, Any]]
@@ -29,7 +27,7 @@ Names: TypeAlias = list[tuple[str, Any]]
 SYNC_COPY: Final = 1 << 20
 
 
-class Arrived:
+class Arrived:  # noqa: B903 - on the path of every call: a dataclass costs more
     """A value as it came: not decoded yet."""
 
     __slots__ = ("blobs", "inline", "origin", "payload", "refs")
@@ -127,7 +125,7 @@ class Kept:
                 # The copy is made: what it was made from is not ours to keep.
                 source.keep = source.fill = None
 
-    def blobs_for(self, link: Link, transport: Transport) -> bytes | None | tuple[tuple[str, Grant], ...]:
+    def blobs_for(self, link: Control, transport: Transport) -> bytes | tuple[tuple[str, Grant], ...] | None:
         """What the message to a peer says about the buffers; grants it the blocks.
 
         Raises:
@@ -188,9 +186,7 @@ class Store:
 
     def encode(self, value: Any, names: Names, *, resolve: bool = False, patient: bool = False) -> Encoded:
         """Encode a value; see `serialization.encode`. Safe in any thread."""
-        return encode(
-            value, names=names, find_block=self._shared.get, resolve=resolve, patient=patient
-        )
+        return encode(value, names=names, find_block=self._shared.get, resolve=resolve, patient=patient)
 
     async def encode_anywhere(self, value: Any, names: Names, *, resolve: bool = False) -> Encoded:
         """Encode a value here if that is quick, else in the helper thread."""
@@ -295,4 +291,3 @@ class Store:
 
 def _no_origin(index: int) -> Any:
     return None
-

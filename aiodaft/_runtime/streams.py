@@ -174,4 +174,3 @@ class StreamState:
             self._end(None)
         else:
             self.link.send((CANCEL, self.number))
-

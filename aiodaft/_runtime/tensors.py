@@ -82,7 +82,9 @@ class TensorTable:
             storages.setdefault(_storage_key(tensor, index), []).append((index, tensor))
         return list(storages.values())
 
-    def _finish_group(self, group: list[tuple[int, torch.Tensor]], sources: list[Source], specs: dict[int, Spec]) -> None:
+    def _finish_group(
+        self, group: list[tuple[int, torch.Tensor]], sources: list[Source], specs: dict[int, Spec]
+    ) -> None:
         low = min(_extent(tensor)[0] for _, tensor in group)
         high = max(_extent(tensor)[1] for _, tensor in group)
         first_index, first = group[0]
@@ -200,7 +202,7 @@ def _groups(members: list[tuple[int, torch.Tensor]]) -> list[list[tuple[int, tor
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and end of a tensor in its storage."""
-    low = tensor.storage_offset() * tensor.element_size()
+    low = int(tensor.storage_offset()) * tensor.element_size()
     return low, low + _span(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
@@ -208,7 +210,7 @@ def _span(size: Any, stride: Any) -> int:
     """Elements from the first to the last, inclusive."""
     if 0 in size:
         return 0
-    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    return 1 + sum((int(length) - 1) * int(step) for length, step in zip(size, stride, strict=True))
 
 
 def _contiguous_stride(size: Any) -> list[int]:

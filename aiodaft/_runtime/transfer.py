@@ -11,18 +11,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from aiodaft_transport import TransportError
-
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import BROKEN, MOVED, PULL, VALUE, Message
 from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost, RemoteProtocolError
+from aiodaft_transport import TransportError
 
 from .failures import copy_error, decode_error, encode_error
 from .refs import THERE, RefState
 from .store import Arrived, Kept
 
 if TYPE_CHECKING:
-    from .link import Link
+    from .link import Link, Neighbour
     from .peer import Peer
 
 # Where a value is: kept here, at another process, or nowhere because making it failed.
@@ -117,7 +116,7 @@ class Transfer:
                 if not answer.done():
                     answer.set_exception(copy_error(error))
 
-    async def receive(self, link: Link, payload: bytes, blobs: Any, refs: tuple[Any, ...]) -> Arrived:
+    async def receive(self, link: Neighbour, payload: bytes, blobs: Any, refs: tuple[Any, ...]) -> Arrived:
         """Bring in a value that was granted."""
         states = await self._peer.refs.adopt(refs, link)
         if not isinstance(blobs, tuple):
@@ -132,7 +131,7 @@ class Transfer:
                 raise
         return Arrived(payload, None, views, states)
 
-    def decline(self, link: Link, blobs: Any) -> None:
+    def decline(self, link: Neighbour, blobs: Any) -> None:
         """Give back grants that nobody wants any more."""
         for name, grant in blobs if isinstance(blobs, tuple) else ():
             self._peer.store.transport_named(name).decline(grant, link)

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from aiodaft.exceptions import BorrowError
 from aiodaft_transport import Block
 from aiodaft_transport.memory import address_of, aligned, copy_memory
-
-from aiodaft.exceptions import BorrowError
 
 
 class Source:

@@ -11,11 +11,10 @@ import sys
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from aiodaft_transport import Key
-
 from aiodaft._protocol.codec import pack, unpack
 from aiodaft._protocol.ids import PeerId
 from aiodaft.exceptions import DaftError
+from aiodaft_transport import Key
 
 from .current import set_process_peer
 from .env import Env

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +54,7 @@ class LocalPair:
 
 
 @asynccontextmanager
-async def open_pair(name: str) -> AsyncIterator[LocalPair]:
+async def open_pair(name: str) -> AsyncGenerator[LocalPair, None]:
     host = LocalHost()
     producer = LocalEnd(open_transport(name, host, KEY, local="producer"), LoopbackControl("consumer"))
     consumer = LocalEnd(open_transport(name, host, KEY, local="consumer"), LoopbackControl("producer"))

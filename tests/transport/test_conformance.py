@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from aiodaft_transport.conformance import CHECKS
 from ends import open_pair
+
+from aiodaft_transport.conformance import CHECKS
 
 
 @pytest.mark.parametrize("name", ["shm", "tcp"])

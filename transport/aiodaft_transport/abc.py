@@ -20,12 +20,14 @@ class Control(Protocol):
     @property
     def peer(self) -> str:
         """Id of the process at the other end."""
+        ...
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
         """Send a small note to the same transport in the peer, in order with everything else on the link.
 
         `fds` are duplicated into the peer; the caller keeps its own.
         """
+        ...
 
 
 class Block(Protocol):
@@ -34,24 +36,30 @@ class Block(Protocol):
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
+        ...
 
     @property
     def address(self) -> int:
         """Address of the first byte, a multiple of 64."""
+        ...
 
     @property
     def view(self) -> memoryview:
         """The memory itself, writable, as unsigned bytes."""
+        ...
 
     @property
     def grants(self) -> int:
         """How many grants of it are out."""
+        ...
 
     def on_unread(self, callback: Callable[[], object]) -> None:
         """Call back, on the loop, once the last grant is back. Only while one is out."""
+        ...
 
     def release(self) -> None:
         """Give the block up: it is reused as soon as no grant of it is out. Idempotent, safe in any thread."""
+        ...
 
 
 class Host(Protocol):
@@ -59,9 +67,11 @@ class Host(Protocol):
 
     def call_soon(self, callback: Callable[[], object], /) -> None:
         """Run `callback` on the process's event loop; callable in any thread, also while it is collecting garbage."""
+        ...
 
     def create_task(self, coro: Coroutine[Any, Any, None], /, *, name: str) -> None:
         """Start a task that the process owns, reports and ends."""
+        ...
 
 
 class Transport(Protocol):
@@ -71,9 +81,11 @@ class Transport(Protocol):
 
     def allocate(self, nbytes: int) -> Block:
         """Return a block of at least `nbytes` bytes (more than zero). Safe in any thread."""
+        ...
 
     def grant(self, block: Block, control: Control) -> Grant:
         """Let the peer at `control` pull `block`. The block stays until that peer gives the grant back or is gone."""
+        ...
 
     def fetch(self, grant: Grant, control: Control) -> Awaitable[memoryview]:
         """Bring the granted bytes here: writable, private to this process, 64-byte aligned.
@@ -81,15 +93,20 @@ class Transport(Protocol):
         The grant goes back when the last view of the result is dropped. A fetch that was begun and cancelled gives
         it back as well.
         """
+        ...
 
     def decline(self, grant: Grant, control: Control) -> None:
         """Give a grant back without having fetched it."""
+        ...
 
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
         """Handle a note from the same transport in the peer; takes over the ownership of `fds`."""
+        ...
 
     def peer_lost(self, peer: str) -> None:
         """Forget everything about a peer: its grants are over, its memory is no longer mapped for new fetches."""
+        ...
 
     def close(self) -> None:
         """Free every block and mapping. Views that are still alive keep their own memory. Idempotent."""
+        ...

@@ -98,7 +98,9 @@ class ArenaBlock:
 class Arena:
     """Blocks of pooled memory for one process. Every method may be called in any thread."""
 
-    def __init__(self, *, shared: bool, keep: int = DEFAULT_KEEP, on_segment_closed: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, *, shared: bool, keep: int = DEFAULT_KEEP, on_segment_closed: Callable[[int], None] | None = None
+    ) -> None:
         self._shared = shared
         self._keep = keep
         self._on_segment_closed = on_segment_closed

@@ -24,13 +24,16 @@ class End(Protocol):
     @property
     def transport(self) -> Transport:
         """The transport of this end."""
+        ...
 
     @property
     def control(self) -> Control:
         """The link to the other end."""
+        ...
 
     def live_blocks(self) -> int:
         """How many blocks this end has in use."""
+        ...
 
 
 class Pair(Protocol):
@@ -39,13 +42,16 @@ class Pair(Protocol):
     @property
     def producer(self) -> End:
         """Where blocks are."""
+        ...
 
     @property
     def consumer(self) -> End:
         """Where they are wanted."""
+        ...
 
     async def settle(self) -> None:
         """Wait until every note that is under way has been handled."""
+        ...
 
 
 class LoopbackControl:
@@ -160,7 +166,7 @@ async def check_many_at_once(pair: Pair) -> None:
 async def check_a_cancelled_fetch_leaves_the_pair_working_and_nothing_behind(pair: Pair) -> None:
     for ticks in range(1, 12):
         block, grant, _ = await granted(pair, 6 << 20)
-        task = asyncio.ensure_future(fetched(pair, grant))
+        task = asyncio.get_running_loop().create_task(fetched(pair, grant))
         for _ in range(ticks):
             await asyncio.sleep(0)
         task.cancel()

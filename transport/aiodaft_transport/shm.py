@@ -113,7 +113,9 @@ class ShmTransport:
         segment_id, offset, nbytes, grant_id = cast(tuple[int, int, int, int], grant)
         segment = self._segments.get(control.peer, {}).get(segment_id)
         if segment is None or offset + nbytes > segment.size:
-            raise GrantError(f"{control.peer} granted bytes {offset}..{offset + nbytes} of unknown segment {segment_id}")
+            raise GrantError(
+                f"{control.peer} granted bytes {offset}..{offset + nbytes} of unknown segment {segment_id}"
+            )
         mapping = segment.mapping_for(offset)
         mapping.busy.add(offset)
 
@@ -187,4 +189,3 @@ def private_pages(address: int, pages: int) -> Iterator[int]:
     while index >= 0:
         yield index
         index = flags.find(1, index + 1)
-

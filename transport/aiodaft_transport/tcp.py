@@ -21,7 +21,7 @@ from .handshake import ACCEPT_SIZE, CHALLENGE_SIZE, HELLO_SIZE, NONCE_SIZE, Clie
 from .memory import exposed_view
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator
 
     from .abc import Block, Control, Grant, Host
 
@@ -41,8 +41,10 @@ class TcpTransport:
 
     name: ClassVar[str] = "tcp"
 
-    def __init__(self, host: Host, key: Key, *, name: str, interface: str = "127.0.0.1", keep: int = DEFAULT_KEEP) -> None:
-        if interface in ("", "0.0.0.0", "::"):  # noqa: S104 - refusing a wildcard is the point
+    def __init__(
+        self, host: Host, key: Key, *, name: str, interface: str = "127.0.0.1", keep: int = DEFAULT_KEEP
+    ) -> None:
+        if interface in ("", "0.0.0.0", "::"):
             raise ValueError("a transport listens on one named interface, never on all of them")
         self._host = host
         self._key = key
@@ -188,7 +190,7 @@ class TcpTransport:
     # The consumer's side.
 
     @asynccontextmanager
-    async def _connection(self, peer: str, address: str, port: int) -> AsyncIterator[socket.socket]:
+    async def _connection(self, peer: str, address: str, port: int) -> AsyncGenerator[socket.socket, None]:
         """Lend a connection to a peer. May block while connecting; one that failed midway is not used again."""
         idle = self._idle.setdefault(peer, [])
         users = self._open.setdefault(peer, set())

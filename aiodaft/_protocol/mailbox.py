@@ -3,8 +3,8 @@
 The rule: calls of one caller *start* in the order in which they were made, also when an earlier one still waits
 for its arguments. Different callers do not hold each other up. `ordered=False` opts out.
 
-`def` methods run on the actor's one thread. They are handed over at once and queue up there; but an `async def`
-call may overtake none of its caller's earlier ones, so it waits until those have begun.
+`def` methods run on the actor's one thread, `async def` ones on the loop; each of the two takes its calls up in
+order. Where a caller's calls change from one to the other, the later one waits until the earlier one has begun.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Entry(Protocol):
     ready: bool
     # Cancelled before it started.
     withdrawn: bool
-    # The actor's thread has taken it up; set there.
+    # Its first line has run; set by the thread or task that runs it.
     begun: bool
 
 
@@ -48,10 +48,11 @@ class Mailbox(Generic[EntryT]):
     def __init__(self) -> None:
         self._lanes: dict[PeerId, deque[EntryT]] = {}
         self._unordered: list[EntryT] = []
-        self._last_on_thread: dict[PeerId, EntryT] = {}
+        # The call of each caller that was started last.
+        self._last: dict[PeerId, EntryT] = {}
         self._running: Counter[str] = Counter()
         self._held = 0
-        # Something waits for a call to begin on the thread: the thread then has to say so.
+        # Something waits for a call to begin: whoever runs it then has to say so.
         self.watching = False
 
     @property
@@ -78,8 +79,8 @@ class Mailbox(Generic[EntryT]):
     def finished(self, entry: EntryT) -> bool:
         """A started call ended: True if others wait, so that one of them may be `startable` now."""
         rules = entry.rules
-        if rules.on_thread and self._last_on_thread.get(entry.caller) is entry:
-            del self._last_on_thread[entry.caller]
+        if self._last.get(entry.caller) is entry:
+            del self._last[entry.caller]
         if rules.concurrency is not None:
             self._running[rules.name] -= 1
         return bool(self._lanes or self._unordered)
@@ -126,22 +127,19 @@ class Mailbox(Generic[EntryT]):
             return False
         if rules.concurrency is not None and self._running[rules.name] >= rules.concurrency:
             return False
-        if rules.on_thread or not rules.ordered or not self._last_on_thread:
+        if not rules.ordered:
             return True
-        return self._earlier_ones_have_begun(entry.caller)
-
-    def _earlier_ones_have_begun(self, caller: PeerId) -> bool:
-        # The thread takes calls in order, so the last one speaks for all. First ask it to report, then look:
-        # the other way round, it could begin in between and never say so.
-        last = self._last_on_thread.get(caller)
-        if last is None:
+        last = self._last.get(entry.caller)
+        # What runs on the same side is taken up in order, so the last one speaks for all before it.
+        if last is None or last.rules.on_thread is rules.on_thread:
             return True
+        # First ask to be told, then look: the other way round, it could begin in between and never say so.
         self.watching = True
         return last.begun
 
     def _start(self, entry: EntryT) -> None:
         rules = entry.rules
-        if rules.on_thread:
-            self._last_on_thread[entry.caller] = entry
+        if rules.ordered:
+            self._last[entry.caller] = entry
         if rules.concurrency is not None:
             self._running[rules.name] += 1

@@ -2,7 +2,8 @@
 
 Calls that are not answered yet are bounded: beyond the window they wait here, in order, as small records. A call
 whose arguments are still being copied holds its place; the answers themselves are the credits, so a sender alone
-keeps the other side's memory bounded.
+keeps the other side's memory bounded. All calls in the window may wait for one beyond it (say, the one that opens
+a gate), so a window that brings no answer for a while is opened further.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ CallT = TypeVar("CallT")
 # Unanswered calls that one connection carries, and the bytes that their arguments may take in the callee.
 WINDOW: Final = 4096
 WINDOW_BYTES: Final = 64 << 20
+# Seconds without any answer after which more calls are let through.
+STALL: Final = 1.0
 
 
 class Session(Generic[CallT]):
@@ -34,7 +37,10 @@ class Session(Generic[CallT]):
         # Calls without an answer: under way, and waiting for their turn.
         self.calls: dict[CallId, CallT] = {}
         self._waiting: OrderedDict[CallId, tuple[Message | None, int]] = OrderedDict()
+        self._base_window = window
         self._window = window
+        self._answers = 0
+        self._answers_before = 0
         self._max_pending = max_pending
         self._costs: dict[CallId, int] = {}
         self._bytes = 0
@@ -126,11 +132,26 @@ class Session(Generic[CallT]):
         """The call is answered: return what was kept with it (None if it is unknown) and make room for the next."""
         call = self.calls.pop(call_id, None)
         if call is not None:
+            self._answers += 1
             if call_id in self._costs:
                 self._bytes -= self._costs.pop(call_id)
             if self._waiting:
                 self._pump()
         return call
+
+    def look_for_stall(self) -> bool:
+        """Called every `STALL` seconds while calls wait: opens the window if nothing was answered since the last time.
+
+        Returns:
+            Whether calls still wait, so that this has to be called again.
+        """
+        if self._answers == self._answers_before:
+            self._window += self._base_window
+            self._pump()
+        else:
+            self._window = self._base_window
+        self._answers_before = self._answers
+        return bool(self._waiting)
 
     def _launch(self, call_id: CallId, message: Message, cost: int) -> None:
         if cost:

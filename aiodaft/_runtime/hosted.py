@@ -10,6 +10,7 @@ from aiodaft._protocol.messages import ERROR, WANT_NOTHING, WANT_REPLY, WANT_STR
 from aiodaft.exceptions import ActorDied, DaftError, RemoteProtocolError
 
 from .callers import RemoteCaller
+from .decoding import is_heavy
 from .failures import add_note, encode_error
 from .incoming import IncomingCall
 from .serialization import contains_ref, resolved
@@ -56,7 +57,7 @@ class Hosted:
             call.deadline = self._peer.loop.time() + left / 1000
         if mode == WANT_STREAM:
             call.credit = CREDIT_WINDOW
-        if refs or slots or isinstance(blobs, tuple):
+        if refs or slots or isinstance(blobs, tuple) or is_heavy(payload):
             call.ready = False
             call.cell.deliver(call)
             # Arguments are fetched from now on, while the actor works on earlier calls.
@@ -132,6 +133,8 @@ class Hosted:
         try:
             call.arrived = await self._peer.transfer.receive(link, payload, blobs, refs)
             call.slots = [await value for value in values]
+            if not call.rules.on_thread:
+                await self._decode_heavy(call)
         except Exception as error:  # noqa: BLE001 - whatever it is, the call fails of it
             for value in values:
                 value.cancel()
@@ -140,6 +143,16 @@ class Hosted:
         else:
             call.ready = True
             call.cell.look_again()
+
+    async def _decode_heavy(self, call: IncomingCall) -> None:
+        """What takes long to decode is decoded by the helper thread; light arguments are when the call starts."""
+        arrived, slots = call.arrived, call.slots
+        assert arrived is not None
+        if any(is_heavy(part.payload) for part in (arrived, *slots)):
+            values = [await self._peer.store.decode(slot, refs=slot.refs) for slot in slots]
+            args, call.kwargs = await self._peer.store.decode(arrived, values, arrived.refs)
+            call.args = tuple(args)
+            call.arrived, call.slots = None, ()
 
     async def _slot(self, link: Link, call: IncomingCall, slot: tuple[Any, ...]) -> Arrived:
         if isinstance(slot[0], bytes):

@@ -82,7 +82,7 @@ class Cell:
         executed: bool | None = False
         try:
             if call.arrived is not None:
-                await self._decode_arguments(call)
+                self._decode_arguments(call)
             executed = None
             result = await call.spec.fn(self.instance, *call.args, **call.kwargs)
             executed = True
@@ -102,7 +102,7 @@ class Cell:
         executed: bool | None = False
         try:
             if call.arrived is not None:
-                await self._decode_arguments(call)
+                self._decode_arguments(call)
             executed = None
             items = call.spec.fn(self.instance, *call.args, **call.kwargs)
             try:
@@ -122,18 +122,18 @@ class Cell:
             self._end(call)
 
     def _enter(self, call: IncomingCall) -> None:
-        """In the call's own context: what nested calls inherit."""
+        """In the call's own context: it has begun, and nested calls inherit from it."""
+        call.begun = True
+        if self.mailbox.watching:
+            self.peer.call_soon(self.look_again)
         current_call.set(call)
         if call.deadline is not None:
             current_deadline.set(call.deadline)
 
     def _run_on_thread(self, call: IncomingCall) -> None:
         """On the actor's thread: run a `def` method and encode its result, so that nothing changes it in between."""
-        mine = call.take()
-        call.begun = True
-        if self.mailbox.watching:
-            self.thread.to_loop(self.look_again)
-        if not mine:
+        if not call.take():
+            call.begun = True
             self.thread.to_loop(lambda: self._end(call))
             return
         # The thread has no context of its own to leave behind.
@@ -145,7 +145,7 @@ class Cell:
         finish: Callable[[], object]
         try:
             if call.arrived is not None:
-                self._decode_arguments_now(call)
+                self._decode_arguments(call)
             executed = None
             result = call.spec.fn(self.instance, *call.args, **call.kwargs)
             executed = True
@@ -170,21 +170,14 @@ class Cell:
         kept = self.peer.store.keep_patiently(result, f"the result of {call.label}")
         return lambda: caller.answer_kept(call, kept)
 
-    async def _decode_arguments(self, call: IncomingCall) -> None:
+    def _decode_arguments(self, call: IncomingCall) -> None:
+        """Make the arguments from what came. On the loop they are light: heavy ones were decoded when they came."""
         arrived, slots = call.arrived, call.slots
         assert arrived is not None
-        call.arrived, call.slots = None, []
-        values = [await self.peer.store.decode(slot, refs=slot.refs) for slot in slots]
-        args, call.kwargs = await self.peer.store.decode(arrived, values, arrived.refs)
-        call.args = tuple(args)
-
-    def _decode_arguments_now(self, call: IncomingCall) -> None:
-        arrived, slots = call.arrived, call.slots
-        assert arrived is not None
-        call.arrived, call.slots = None, []
-        store = self.peer.store
-        values = [store.decode_now(slot, refs=slot.refs, patient=True) for slot in slots]
-        args, call.kwargs = store.decode_now(arrived, values, arrived.refs, patient=True)
+        call.arrived, call.slots = None, ()
+        store, patient = self.peer.store, call.rules.on_thread
+        values = [store.decode_now(slot, refs=slot.refs, patient=patient) for slot in slots]
+        args, call.kwargs = store.decode_now(arrived, values, arrived.refs, patient=patient)
         call.args = tuple(args)
 
     async def capture(self, kept: Kept) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import NOTE, Message
-from aiodaft._protocol.session import Session
+from aiodaft._protocol.session import STALL, Session
 from aiodaft.exceptions import DaftError, PeerLost, ProtocolError
 from aiodaft_transport import Control
 
@@ -76,6 +76,7 @@ class Link:
         self._fds: deque[int] = deque()
         self._backlog: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._collected = 0
+        self._watching_stall = False
         # Set while the turn's remaining messages are being collected.
         self._corked = False
 
@@ -150,7 +151,16 @@ class Link:
     def submit(self, call_id: CallId, call: Pending, message: Message | None, cost: int = 0) -> None:
         """Send a call within the window; see `Session.submit`."""
         self.session.submit(call_id, call, message, cost)
+        if self.session.waiting and not self._watching_stall:
+            self._watching_stall = True
+            self._loop.call_later(STALL, self._look_for_stall)
         self._sent_one()
+
+    def _look_for_stall(self) -> None:
+        self._watching_stall = self.lost is None and self.session.look_for_stall()
+        if self._watching_stall:
+            self._loop.call_later(STALL, self._look_for_stall)
+        self.flush_soon()
 
     def provide(self, call_id: CallId, message: Message, cost: int) -> None:
         """Give the message of a submitted call; see `Session.provide`."""

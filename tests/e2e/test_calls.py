@@ -1,0 +1,164 @@
+"""Calls: an actor is an asyncio service (row CR1)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from actors import Echo, Entered, Log, Plain, Relay, Sleeper
+
+import aiodaft
+
+
+async def test_a_call_gives_a_ref_at_once_and_the_value_when_awaited(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    ref = echo.echo(41)
+    assert isinstance(ref, aiodaft.Ref)
+    assert await ref == 41
+    assert await ref == 41
+
+
+async def test_ten_thousand_calls_of_one_caller_run_in_order_on_the_thread(rt: aiodaft.Runtime) -> None:
+    log = await rt.spawn(Log)
+    for index in range(10_000):
+        ref = log.note(index)
+    await ref
+    assert await log.all() == list(range(10_000))
+
+
+async def test_ten_thousand_calls_of_one_caller_start_in_order_on_the_loop(rt: aiodaft.Runtime) -> None:
+    log = await rt.spawn(Log)
+    refs = [log.note_async(index) for index in range(10_000)]
+    await asyncio.gather(*refs)
+    assert await log.all() == list(range(10_000))
+
+
+async def test_def_and_async_def_calls_of_one_caller_keep_their_order(rt: aiodaft.Runtime) -> None:
+    log = await rt.spawn(Log)
+    refs = [(log.note if index % 3 else log.note_async)(index) for index in range(300)]
+    await asyncio.gather(*refs)
+    assert await log.all() == list(range(300))
+
+
+async def test_a_call_that_waits_for_its_argument_holds_back_later_ones_unless_unordered(rt: aiodaft.Runtime) -> None:
+    log, slow = await rt.spawn(Log), await rt.spawn(Log)
+    argument = slow.after_gate("first")
+    first = log.note_async(argument)
+    unordered = log.note_unordered("unordered")
+    second = log.note_async("second")
+    await unordered
+    assert not second.done()
+    await slow.open_gate()
+    await asyncio.gather(first, second)
+    assert await log.all() == ["unordered", "first", "second"]
+
+
+async def test_eight_callers_keep_their_own_orders(rt: aiodaft.Runtime) -> None:
+    log = await rt.spawn(Log)
+    relays = [await rt.on(with_=log).spawn(Relay) for _ in range(2)]
+    del relays
+    refs = [log.note((caller, index)) for index in range(200) for caller in range(8)]
+    await asyncio.gather(*refs)
+    seen = await log.all()
+    assert len(seen) == 1600
+    for caller in range(8):
+        assert [index for who, index in seen if who == caller] == list(range(200))
+
+
+async def test_async_calls_run_side_by_side(rt: aiodaft.Runtime) -> None:
+    sleeper = await rt.spawn(Sleeper)
+    async with asyncio.timeout(2):
+        # One after the other these would take five seconds.
+        assert await asyncio.gather(*(sleeper.sleep(0.1) for _ in range(50))) == ["sleep"] * 50
+
+
+async def test_concurrency_bounds_a_method(rt: aiodaft.Runtime) -> None:
+    log = await rt.spawn(Log)
+    running = await asyncio.gather(*(log.note_two_at_a_time(index) for index in range(40)))
+    assert max(running) == 2
+    assert await log.all() == list(range(40))
+
+
+async def test_a_def_method_does_not_hold_up_the_loop(rt: aiodaft.Runtime) -> None:
+    sleeper = await rt.spawn(Sleeper)
+    blocked = sleeper.block(20)
+    assert "block began" in await sleeper.history()
+    await sleeper.unblock()
+    assert await blocked == "unblocked"
+
+
+async def test_arguments_by_position_and_keyword(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    assert await echo.kwargs(1, "two", three=3, four=[4]) == ((1, "two"), {"three": 3, "four": [4]})
+
+
+async def test_tell_runs_in_order_and_gives_nothing(rt: aiodaft.Runtime) -> None:
+    log = await rt.spawn(Log)
+    for index in range(100):
+        assert log.note.tell(index) is None
+    assert await log.all() == list(range(100))
+
+
+async def test_an_actor_calls_another_through_its_handle(rt: aiodaft.Runtime) -> None:
+    echo, relay = await rt.spawn(Echo), await rt.spawn(Relay)
+    assert await relay.call_other(echo, "through") == "through"
+
+
+async def test_a_def_method_may_call_other_actors(rt: aiodaft.Runtime) -> None:
+    echo, relay = await rt.spawn(Echo), await rt.spawn(Relay)
+    box = await relay.call_from_thread(echo, "from a thread")
+    assert await box.ref == "from a thread"
+
+
+async def test_many_more_calls_than_the_window_are_all_answered(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    values = await asyncio.gather(*(echo.echo(index) for index in range(20_000)))
+    assert values == list(range(20_000))
+
+
+async def test_calls_beyond_the_limit_are_refused_at_once_and_nothing_is_lost() -> None:
+    async with aiodaft.Runtime(max_pending=100) as rt:
+        sleeper = await rt.spawn(Sleeper)
+        log = await rt.spawn(Log)
+        refs = [log.after_gate(index) for index in range(4096 + 100)]
+        with pytest.raises(aiodaft.Overloaded, match="await some of them first") as caught:
+            log.after_gate("one too many")
+        assert caught.value.executed is False
+        await sleeper.history()
+        for ref in refs[-50:]:
+            ref.cancel()
+        release = log.open_gate()
+        await asyncio.gather(*refs[:-50], release)
+        assert await log.all() == list(range(4096 + 50))
+        for ref in refs[-50:]:
+            assert isinstance(ref.exception(), aiodaft.CallCancelled)
+
+
+async def test_an_unmodified_class_is_hosted(rt: aiodaft.Runtime) -> None:
+    service = await rt.host(Plain, 10)
+    assert await service.call(Plain.add, 5) == 15
+    assert await service.call(Plain.add, 5, times=3) == 25
+    assert await service.call(Plain.add_later, service.call(Plain.add, 1)) == 21
+    with pytest.raises(TypeError, match="not a method of Plain"):
+        service.call(Echo.echo, 1)  # type: ignore[call-overload]  # the mistake under test
+    with pytest.raises(AttributeError, match="no public method"):
+        service.call(Plain._private)
+
+
+async def test_an_actor_that_is_a_context_manager_is_entered_and_left(tmp_path: object) -> None:
+    path = f"{tmp_path}/left"
+    async with aiodaft.Runtime() as rt:
+        actor = await rt.spawn(Entered, path)
+        assert await actor.is_entered()
+    with open(path, encoding="utf-8") as file:
+        assert file.read() == "left\n"
+
+
+async def test_co_located_actors_share_a_process_and_pass_objects(rt: aiodaft.Runtime) -> None:
+    first = await rt.spawn(Echo)
+    second = await rt.on(with_=first).spawn(Relay)
+    info_first, info_second = await rt.info(first), await rt.info(second)
+    assert info_first.pid == info_second.pid
+    assert await second.call_other(first, {"a": 1}) == {"a": 1}
+    await rt.stop(second)
+    assert await first.echo("still here") == "still here"

@@ -1,0 +1,93 @@
+"""What a test must not leave behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def descendants(pid: int | None = None) -> set[int]:
+    """Every living process below this one."""
+    found: set[int] = set()
+    root = Path(f"/proc/{pid or os.getpid()}/task")
+    try:
+        tasks = list(root.iterdir())
+    except FileNotFoundError:
+        return found
+    for task in tasks:
+        try:
+            children = [int(child) for child in (task / "children").read_text().split()]
+        except OSError:
+            continue
+        for child in children:
+            if is_alive(child):
+                found.add(child)
+                found |= descendants(child)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def open_files() -> dict[int, str]:
+    """The descriptors of this process, and what they are."""
+    found: dict[int, str] = {}
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What there is now."""
+
+    processes: frozenset[int]
+    threads: frozenset[str]
+    files: tuple[str, ...]
+    shared_memory: frozenset[str]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        return cls(
+            frozenset(descendants()),
+            frozenset(f"{thread.name} {thread.ident}" for thread in threading.enumerate()),
+            tuple(sorted(_kind(target) for target in open_files().values())),
+            frozenset(os.listdir("/dev/shm")),
+        )
+
+    def new_since(self, earlier: Snapshot) -> dict[str, object]:
+        """What has come since; empty if nothing."""
+        more = {
+            "processes": self.processes - earlier.processes,
+            "threads": self.threads - earlier.threads,
+            "shared_memory": self.shared_memory - earlier.shared_memory,
+            "files": _added(self.files, earlier.files),
+        }
+        return {name: found for name, found in more.items() if found}
+
+
+def _kind(target: str) -> str:
+    # Inode numbers differ; what counts is how many of a kind there are.
+    return target.split(":[", maxsplit=1)[0]
+
+
+def _added(now: tuple[str, ...], before: tuple[str, ...]) -> list[str]:
+    rest = list(before)
+    added: list[str] = []
+    for name in now:
+        if name in rest:
+            rest.remove(name)
+        else:
+            added.append(name)
+    return added

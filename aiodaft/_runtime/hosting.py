@@ -79,13 +79,12 @@ class Cell:
 
     async def _run(self, call: IncomingCall) -> None:
         self._enter(call)
-        executed: bool | None = False
+        executed = False
         try:
             if call.arrived is not None:
                 self._decode_arguments(call)
-            executed = None
-            result = await call.spec.fn(self.instance, *call.args, **call.kwargs)
             executed = True
+            result = await call.spec.fn(self.instance, *call.args, **call.kwargs)
             if is_plain(result):
                 call.caller_link.answer(call, result)
             else:
@@ -99,11 +98,11 @@ class Cell:
 
     async def _run_stream(self, call: IncomingCall) -> None:
         self._enter(call)
-        executed: bool | None = False
+        executed = False
         try:
             if call.arrived is not None:
                 self._decode_arguments(call)
-            executed = None
+            executed = True
             items = call.spec.fn(self.instance, *call.args, **call.kwargs)
             try:
                 await call.wait_credit()
@@ -141,14 +140,13 @@ class Cell:
 
     def _execute(self, call: IncomingCall) -> None:
         self._enter(call)
-        executed: bool | None = False
+        executed = False
         finish: Callable[[], object]
         try:
             if call.arrived is not None:
                 self._decode_arguments(call)
-            executed = None
-            result = call.spec.fn(self.instance, *call.args, **call.kwargs)
             executed = True
+            result = call.spec.fn(self.instance, *call.args, **call.kwargs)
             finish = self._prepare_answer(call, result)
         except (SystemExit, KeyboardInterrupt) as caught:
             error = caught
@@ -223,7 +221,9 @@ class Cell:
             call.withdrawn = True
             self.look_again()
 
-    def _failed(self, call: IncomingCall, error: BaseException, executed: bool | None) -> None:
+    def _failed(self, call: IncomingCall, error: BaseException, ran: bool) -> None:
+        # Where a cancelled call stopped, nobody can say.
+        executed = None if isinstance(error, asyncio.CancelledError) else ran
         # What the runtime's own actors raise needs no directions.
         where = f"raised by {call.label} in {self.where}" if self.id >= FIRST_USER_ACTOR else None
         call.caller_link.fail(call, as_call_error(error, where), executed=executed)

@@ -296,9 +296,12 @@ class RefState(Tenure):
         """A waiter is gone; True if it was the last interest in a running call, which is then cancelled."""
         if self._waiters and future in self._waiters:
             self._waiters.remove(future)
-        if self._waiters or self.uses or self.borrowers or self._interested or self.settled or not self.own:
+        if self._waiters or self.uses or self.borrowers or self._interested or not self.own:
             return False
+        # Whoever gives up waiting does not want to hear of errors either, whichever of the two comes first.
         self.mark_seen()
+        if self.settled:
+            return False
         self.cancel("the task that awaited it was cancelled")
         return not self.settled
 

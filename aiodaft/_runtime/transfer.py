@@ -69,6 +69,8 @@ class Transfer:
         try:
             message = await self._question(link, owner, number)
         except (PeerLost, ActorDied) as error:
+            if owner == self._peer.id:
+                return error
             if asked != owner:
                 # The owner may have the value, and knows best how its producer ended.
                 return owner
@@ -88,7 +90,7 @@ class Transfer:
 
     async def _question(self, link: Link, owner: PeerId, number: CallId) -> Message:
         if link.lost is not None:
-            raise await self._peer.explanation(link)
+            raise copy_error(await self._peer.explanation(link))
         key = (link.remote, owner, number)
         answer: asyncio.Future[Message] = self._peer.loop.create_future()
         self._pulls.setdefault(key, deque()).append(answer)
@@ -177,7 +179,17 @@ class Transfer:
         if state is None:
             found(OwnerDied(f"ref {number} of {self._peer.id} was freed"))
         else:
-            state.watch(lambda settled: found(self._place_of(settled)))
+            state.watch(lambda settled: self._locate_settled(settled, found))
+
+    def _locate_settled(self, state: RefState, found: Callable[[Place], object]) -> None:
+        link = self._peer.links.get(state.producer)
+        if state.status is THERE and link is not None and link.lost is not None:
+            self._peer.tasks.create_task(self._explain_loss(link, found), name=f"explain the loss of {state.label}")
+        else:
+            found(self._place_of(state))
+
+    async def _explain_loss(self, link: Link, found: Callable[[Place], object]) -> None:
+        found(copy_error(await self._peer.explanation(link)))
 
     def _place_of(self, state: RefState) -> Place:
         if state.error is not None:

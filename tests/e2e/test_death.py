@@ -1,0 +1,113 @@
+"""A dead actor: what its callers hear (groups A and C of the fault tests)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from actors import Box, Echo, Failing, Relay, Sleeper
+
+import aiodaft
+
+
+async def test_a_killed_actor_fails_its_calls_with_the_evidence(rt: aiodaft.Runtime) -> None:
+    failing, other = await rt.spawn(Failing), await rt.spawn(Echo)
+    waiting = failing.wait()
+    with pytest.raises(aiodaft.ActorDied, match="was killed by SIGKILL") as caught:
+        await failing.kill_itself()
+    assert caught.value.signal == "SIGKILL"
+    assert caught.value.executed is None
+    assert caught.value.actor == "Failing-1"
+    assert caught.value.last_lines == ("last words",)
+    assert "last words" in caught.value.__notes__[0]
+    with pytest.raises(aiodaft.ActorDied):
+        await waiting
+    assert await other.echo("untouched") == "untouched"
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM])
+async def test_the_signal_is_named(rt: aiodaft.Runtime, number: signal.Signals) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(aiodaft.ActorDied) as caught:
+        await failing.kill_itself(number)
+    if number is signal.SIGTERM:
+        assert caught.value.exit_code == 128 + signal.SIGTERM
+    else:
+        assert caught.value.signal == number.name
+
+
+async def test_an_exit_is_not_an_error_of_the_controller(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(aiodaft.ActorDied, match="ended with exit code 3") as caught:
+        await failing.exit(3)
+    assert caught.value.exit_code == 3
+
+
+async def test_a_call_to_a_dead_actor_fails_at_once_and_says_it_did_not_run(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(aiodaft.ActorDied):
+        await failing.kill_itself()
+    with pytest.raises(aiodaft.ActorDied) as caught:
+        await failing.use(1)
+    assert caught.value.executed is False
+
+
+async def test_an_actor_that_calls_a_dead_one_gets_the_same_error(rt: aiodaft.Runtime) -> None:
+    echo, relay = await rt.spawn(Echo), await rt.spawn(Relay)
+    assert await relay.call_other(echo, 1) == 1
+    os.kill((await rt.info(echo)).pid, signal.SIGKILL)
+    with pytest.raises(aiodaft.ActorDied, match=r"Echo-1 .* was killed by SIGKILL"):
+        await relay.call_other(echo, 2)
+    with pytest.raises(aiodaft.ActorDied, match=r"Echo-1 .* was killed by SIGKILL"):
+        await (await rt.spawn(Relay)).call_other(echo, 3)
+
+
+async def test_a_value_is_lost_with_its_producer(rt: aiodaft.Runtime) -> None:
+    producer, consumer = await rt.spawn(Echo), await rt.spawn(Echo)
+    small, big = producer.echo([1]), producer.echo(bytes(1_000_000))
+    await asyncio.gather(small.ready(), big.ready())
+    await rt.kill(producer)
+    assert await small == [1]
+    assert await consumer.echo(small) == [1]
+    with pytest.raises(aiodaft.ActorDied, match="killed by its owner"):
+        await big
+    with pytest.raises(aiodaft.ActorDied, match="killed by its owner"):
+        await consumer.echo(big)
+
+
+async def test_a_ref_whose_owner_died_says_so(rt: aiodaft.Runtime) -> None:
+    echo, owner, holder = await rt.spawn(Echo), await rt.spawn(Relay), await rt.spawn(Relay)
+    box = await owner.ref_of_other(echo, bytes(1_000_000))
+    await holder.hold(Box(box.ref))
+    await rt.kill(owner)
+    with pytest.raises(aiodaft.OwnerDied):
+        await box.ref
+    with pytest.raises(aiodaft.OwnerDied):
+        await holder.read_held()
+    while (await rt.info(echo)).stored_bytes:
+        await asyncio.sleep(0)
+
+
+async def test_death_in_the_middle_of_a_chain_reaches_its_end(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Sleeper), await rt.spawn(Echo)
+    last = b.echo(b.echo(a.sleep(60)))
+    await a.history()
+    os.kill((await rt.info(a)).pid, signal.SIGKILL)
+    with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
+        await last
+    assert await b.echo("goes on") == "goes on"
+
+
+async def test_killing_the_fork_server_ends_actors_and_says_so(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Sleeper)
+    ref = echo.sleep(60)
+    await echo.history()
+    assert rt._nursery is not None
+    assert rt._nursery.pid is not None
+    os.kill(rt._nursery.pid, signal.SIGKILL)
+    with pytest.raises(aiodaft.ActorDied):
+        await ref
+    with pytest.raises(aiodaft.SpawnFailed, match="fork server is gone"):
+        await rt.spawn(Echo)

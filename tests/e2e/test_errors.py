@@ -1,0 +1,203 @@
+"""Errors travel the graph as their own type (row CR4; group A of the fault tests)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from typing import Any
+
+import pytest
+from actors import CustomError, Echo, Failing, Relay, Trainer
+
+import aiodaft
+
+
+async def test_a_remote_exception_has_its_own_type_frames_and_a_note(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(ValueError, match="bad value") as caught:
+        await failing.raise_value_error()
+    assert 'raise ValueError(text)' in "".join(traceback.format_exception(caught.value))
+    info = await rt.info(failing)
+    assert caught.value.__notes__ == [f"raised by Failing.raise_value_error in Failing-1 (pid {info.pid}, {info.node})"]
+
+
+async def test_a_def_method_raises_as_well(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(KeyError, match="bad thread"):
+        await failing.raise_on_thread()
+
+
+async def test_the_cause_comes_along(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(ValueError, match="the effect") as caught:
+        await failing.raise_with_cause()
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+async def test_an_exception_with_keyword_only_arguments_survives(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(CustomError, match="7: by keyword") as caught:
+        await failing.raise_custom()
+    assert (caught.value.code, caught.value.detail) == (7, "by keyword")
+
+
+async def test_an_exception_that_cannot_be_rebuilt_comes_as_text(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(aiodaft.RemoteError, match="HostileError") as caught:
+        await failing.raise_hostile()
+    assert caught.value.type_name == "actors.HostileError"
+    assert caught.value.executed is True
+    assert await failing.use("alive") == "alive"
+
+
+async def test_a_huge_message_is_cut(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(aiodaft.RemoteError) as caught:
+        await failing.raise_huge()
+    assert len(str(caught.value)) < 30_000
+    assert caught.value.type_name == "builtins.ValueError"
+
+
+async def test_a_cancellation_that_a_method_raises_fails_the_task_group(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(failing.raise_cancelled().value())
+    assert isinstance(caught.value.exceptions[0], aiodaft.CallCancelled)
+
+
+async def test_stop_iteration_does_not_end_the_callers_own_generators(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await failing.raise_stop_iteration()
+
+
+async def test_dependents_of_a_failed_call_do_not_run_and_name_the_path(rt: aiodaft.Runtime) -> None:
+    a, b, c = await rt.spawn(Failing), await rt.spawn(Failing), await rt.spawn(Failing)
+    last = c.use([b.use(a.raise_value_error("root"))])
+    with pytest.raises(ValueError, match="root") as caught:
+        await last
+    notes = "\n".join(caught.value.__notes__)
+    assert "raised by Failing.raise_value_error in Failing-1" in notes
+    assert notes.count("needed by Failing.use") >= 1
+    assert (await b.count(), await c.count()) == (0, 0)
+    assert "raise ValueError(text)" in "".join(traceback.format_exception(caught.value))
+
+
+async def test_an_argument_that_has_failed_already_fails_the_call_without_sending_it(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Failing), await rt.spawn(Failing)
+    bad = a.raise_value_error("early")
+    await bad.ready()
+    with pytest.raises(ValueError, match="early"):
+        await b.use(bad)
+    assert await b.count() == 0
+
+
+async def test_actors_and_groups_go_on_after_an_error(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Trainer, lr=1.0)
+    with pytest.raises(ValueError, match="this member fails"):
+        await group.each(Trainer.fail_if, [False, True, False])
+    with pytest.raises(ExceptionGroup) as caught:
+        await group.all(Trainer.fail_if, True)
+    assert len(caught.value.exceptions) == 3
+    assert await group.all(Trainer.step, [1]) == [1.0, 1.0, 1.0]
+
+
+async def test_errors_of_siblings_arrive_as_a_group(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Failing), await rt.spawn(Failing)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(a.raise_value_error().value())
+            group.create_task(b.raise_on_thread().value())
+    assert caught.value.split((ValueError, KeyError))[1] is None
+
+
+async def test_a_result_that_cannot_travel_fails_its_call_only(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(aiodaft.SerializationError, match=r"the result of Failing.unencodable cannot travel") as caught:
+        await failing.unencodable()
+    assert caught.value.executed is True
+    assert await failing.use(1) == 1
+
+
+async def test_the_error_of_a_tell_is_logged_where_it_was_told(
+    rt: aiodaft.Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = await rt.spawn(Failing)
+    with caplog.at_level(logging.ERROR, logger="aiodaft"):
+        failing.raise_value_error.tell("told")
+        assert await failing.count() == 1
+    assert [record.message for record in caplog.records] == ["Failing.raise_value_error, called by tell(), failed"]
+
+
+async def test_an_error_that_nobody_holds_ends_the_block_at_once() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with aiodaft.Runtime() as rt:
+            failing = await rt.spawn(Failing)
+            failing.raise_value_error("nobody looks")
+            await asyncio.sleep(60)
+    assert str(caught.value.exceptions[0]) == "nobody looks"
+
+
+async def test_the_error_of_a_held_ref_waits_for_whoever_looks(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    ref = failing.raise_value_error()
+    await ref.ready()
+    assert await failing.use("block goes on") == "block goes on"
+    assert isinstance(ref.exception(), ValueError)
+
+
+async def test_the_error_of_a_held_ref_that_nobody_looks_at_is_raised_at_the_end() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with aiodaft.Runtime() as rt:
+            failing = await rt.spawn(Failing)
+            ref = failing.raise_value_error("never looked at")
+            await ref.ready()
+    assert [str(error) for error in caught.value.exceptions] == ["never looked at"]
+
+
+async def test_dropping_a_ref_whose_error_nobody_saw_ends_the_block() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with aiodaft.Runtime() as rt:
+            failing = await rt.spawn(Failing)
+            ref = failing.raise_value_error("dropped")
+            await ref.ready()
+            del ref
+            await asyncio.sleep(60)
+    assert [str(error) for error in caught.value.exceptions] == ["dropped"]
+
+
+async def test_an_error_that_nobody_in_a_worker_holds_reaches_the_runtime() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with aiodaft.Runtime() as rt:
+            failing, relay = await rt.spawn(Failing), await rt.spawn(Relay)
+            await relay.tell_nobody(failing)
+            await asyncio.sleep(60)
+    assert [str(error) for error in caught.value.exceptions] == ["nobody holds this"]
+
+
+async def test_the_bodys_own_error_is_raised_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with aiodaft.Runtime() as rt:
+            await rt.spawn(Failing)
+            raise ZeroDivisionError
+
+
+async def test_the_same_error_awaited_twice_does_not_grow(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    ref: Any = failing.raise_value_error()
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(ValueError, match="bad value") as caught:
+            await ref
+        lengths.append(len(traceback.extract_tb(caught.value.__traceback__)))
+    assert len(set(lengths)) == 1
+
+
+async def test_a_failed_spawn_argument_fails_the_spawn(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(ValueError, match="bad value"):
+        await rt.spawn(Trainer, aiodaft.lazy(failing.raise_value_error()))
+    good = await rt.spawn(Trainer, aiodaft.lazy((await rt.spawn(Echo)).echo(2.0)))
+    assert await good.step([1]) == 2.0

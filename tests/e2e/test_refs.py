@@ -1,0 +1,252 @@
+"""Refs: awaitable, passable, and never through the controller (rows CR2, CR3)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import sys
+import tracemalloc
+from typing import Any, NamedTuple
+
+import pytest
+from actors import Box, Echo, Failing, Log, Relay, Sleeper
+
+import aiodaft
+
+
+async def test_asyncio_takes_refs_as_they_are(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    assert await asyncio.gather(echo.echo(1), echo.echo(2)) == [1, 2]
+    assert await asyncio.wait_for(echo.echo(3), 5) == 3
+    assert await asyncio.shield(echo.echo(4)) == 4
+    assert sorted([await done for done in asyncio.as_completed([echo.echo(5), echo.echo(6)])]) == [5, 6]
+    refs = {echo.echo(7), echo.echo(8)}
+    done, pending = await asyncio.wait(refs)
+    assert done == refs
+    assert not pending
+    async with asyncio.timeout(5):
+        assert await echo.echo(9) == 9
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(echo.echo(10).value())
+    assert task.result() == 10
+
+
+async def test_wait_returns_when_the_first_fails(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    slow, bad = failing.wait(), failing.raise_value_error()
+    done, pending = await asyncio.wait([slow, bad], return_when=asyncio.FIRST_EXCEPTION)
+    assert done == {bad}
+    assert pending == {slow}
+    assert isinstance(bad.exception(), ValueError)
+    slow.cancel()
+    with pytest.raises(aiodaft.CallCancelled):
+        await slow
+
+
+async def test_state_of_a_ref(rt: aiodaft.Runtime) -> None:
+    log = await rt.spawn(Log)
+    ref = log.after_gate("x")
+    assert not ref.done()
+    assert not ref.cancelled()
+    with pytest.raises(asyncio.InvalidStateError):
+        ref.exception()
+    assert "pending" in repr(ref)
+    called: list[Any] = []
+    ref.add_done_callback(called.append)
+    ref.add_done_callback(called.clear)
+    assert ref.remove_done_callback(called.clear) == 1
+    await log.open_gate()
+    await ref.ready()
+    assert ref.done()
+    assert ref.exception() is None
+    assert await ref == "x"
+    await asyncio.sleep(0)
+    assert called == [ref]
+    assert "done" in repr(ref)
+
+
+async def test_one_of_two_awaiters_is_cancelled_and_the_other_gets_the_value(rt: aiodaft.Runtime) -> None:
+    log = await rt.spawn(Log)
+    ref = log.after_gate("shared")
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(ref.value())
+        second = group.create_task(ref.value())
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        await log.open_gate()
+    assert first.cancelled()
+    assert second.result() == "shared"
+
+
+async def test_a_hundred_thousand_outstanding_refs_are_small(rt: aiodaft.Runtime) -> None:
+    log = await rt.spawn(Log)
+    await log.all()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        refs = [log.after_gate(index) for index in range(100_000)]
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (after - before) / len(refs) < 2048
+    opened = log.open_gate()
+    for ref in refs:
+        ref.cancel()
+    await opened
+    for ref in refs:
+        await ref.ready()
+        ref.exception()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A dataclass with a ref in it."""
+
+    name: str
+    value: Any
+    more: list[Any] = dataclasses.field(default_factory=list)
+
+
+class Pair(NamedTuple):
+    """A named tuple with a ref in it."""
+
+    left: Any
+    right: Any
+
+
+async def test_refs_at_any_depth_are_resolved_and_types_survive(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Echo), await rt.spawn(Echo)
+    one, two = a.echo(1), a.echo({"two": 2})
+    value = {"list": [one, (two, one)], "data": Sample("s", one, [{"deep": two}]), "pair": Pair(one, 5)}
+    got = await b.echo(value)
+    assert got == {
+        "list": [1, ({"two": 2}, 1)],
+        "data": Sample("s", 1, [{"deep": {"two": 2}}]),
+        "pair": Pair(1, 5),
+    }
+    assert type(got["list"][1]) is tuple
+    assert type(got["pair"]) is Pair
+
+
+async def test_a_ref_inside_another_object_travels_as_a_ref(rt: aiodaft.Runtime) -> None:
+    echo, relay = await rt.spawn(Echo), await rt.spawn(Relay)
+    assert await relay.hold(Box(echo.echo("held"))) == "Ref"
+    assert await relay.read_held() == "held"
+
+
+async def test_a_ref_in_a_result_can_be_awaited_by_the_caller(rt: aiodaft.Runtime) -> None:
+    echo, relay = await rt.spawn(Echo), await rt.spawn(Relay)
+    box = await relay.ref_of_other(echo, {"far": "away"})
+    assert isinstance(box.ref, aiodaft.Ref)
+    assert await box.ref == {"far": "away"}
+    assert await echo.echo(box.ref) == {"far": "away"}
+
+
+async def test_a_ref_of_a_value_that_is_here_is_passed_on(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Echo), await rt.spawn(Echo)
+    ref = a.echo([1, 2])
+    here = await ref
+    here.append("changed here, not there")
+    assert await b.echo(ref) == [1, 2]
+
+
+async def test_put_gives_a_ref_for_many(rt: aiodaft.Runtime) -> None:
+    actors = [await rt.spawn(Echo) for _ in range(3)]
+    for value in ({"config": 1}, bytes(300_000)):
+        ref = rt.put(value)
+        assert await ref is value
+        assert await asyncio.gather(*(actor.echo(ref) for actor in actors)) == [value] * 3
+
+
+async def test_a_chain_is_submitted_before_anything_runs(rt: aiodaft.Runtime) -> None:
+    log, echo = await rt.spawn(Log), await rt.spawn(Echo)
+    last: Any = log.after_gate("value")
+    for _ in range(20):
+        last = echo.echo(last)
+    assert not last.done()
+    await log.open_gate()
+    assert await last == "value"
+
+
+async def test_gathered_refs_stand_for_a_list(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Echo), await rt.spawn(Echo)
+    group = aiodaft.Refs([a.echo(1), a.echo("two"), b.echo([3])])
+    gathered = group.gather()
+    assert await b.echo(gathered) == [1, "two", [3]]
+    assert await gathered == [1, "two", [3]]
+    box = await b.echo(Box(gathered))
+    assert await box.ref == [1, "two", [3]]
+    with pytest.raises(ValueError, match="no refs"):
+        aiodaft.Refs([]).gather()
+
+
+async def test_using_a_ref_as_a_value_says_what_was_forgotten(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    ref: Any = echo.echo(1)
+    for mistake in (
+        lambda: bool(ref),
+        lambda: ref + 1,
+        lambda: 1 - ref,
+        lambda: len(ref),
+        lambda: ref[0],
+        lambda: ref > 3,
+        lambda: list(ref),
+        lambda: int(ref),
+        lambda: ref(),
+    ):
+        with pytest.raises(TypeError, match="did you forget `await`"):
+            mistake()
+    with pytest.raises(AttributeError, match="did you forget `await`"):
+        _ = ref.shape
+    assert await ref == 1
+
+
+async def test_free_ends_a_value_at_once(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    ref = echo.echo(bytes(1_000_000))
+    await ref.ready()
+    assert (await rt.info(echo)).stored_bytes > 1_000_000
+    ref.free()
+    assert (await rt.info(echo)).stored_bytes == 0
+    with pytest.raises(ReferenceError, match=r"freed by Ref.free"):
+        await ref
+
+
+async def test_handles_are_equal_where_they_lead_to_the_same_actor(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Echo), await rt.spawn(Echo)
+    assert a == await b.echo(a)
+    assert a != b
+    assert len({a, await b.echo(a), b}) == 2
+    assert "Echo-1" in repr(a)
+
+
+async def test_a_loop_that_is_not_the_runtimes_gets_a_clear_error(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+
+    def elsewhere() -> None:
+        async def call() -> None:
+            await echo.echo(1)
+
+        asyncio.run(call())
+
+    with pytest.raises(RuntimeError, match="another event loop"):
+        await asyncio.to_thread(elsewhere)
+
+
+async def test_the_controller_sees_no_payload(rt: aiodaft.Runtime) -> None:
+    sleeper = await rt.spawn(Sleeper)
+    a, b, c = await rt.spawn(Echo), await rt.spawn(Echo), await rt.spawn(Echo)
+    await asyncio.gather(a.echo(0), b.echo(0), c.echo(0))
+    big = a.echo(bytes(8_000_000))
+    await big.ready()
+    before = sum(link.bytes_sent + link.bytes_received for link in rt.peer.links.values())
+    pulled = rt.peer.transfer.pulled
+    seen = c.echo([b.echo({"deep": [big]})])
+    await seen.ready()
+    assert sum(link.bytes_sent + link.bytes_received for link in rt.peer.links.values()) - before < 4096
+    assert rt.peer.transfer.pulled == pulled
+    assert sys.getsizeof(seen) < 200
+    del sleeper

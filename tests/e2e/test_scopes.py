@@ -1,0 +1,243 @@
+"""Scopes: nothing outlives the block that owns it (row CR5; group C of the fault tests)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from actors import Echo, Entered, Failing, NeedsGpu, Sleeper, SlowStart
+from leaks import descendants, is_alive
+
+import aiodaft
+
+ROOT = Path(__file__).parents[2]
+
+
+async def test_leaving_a_block_ends_every_process() -> None:
+    async with aiodaft.Runtime() as rt:
+        pids = [(await rt.info(await rt.spawn(Echo))).pid for _ in range(3)]
+        assert all(map(is_alive, pids))
+    assert not any(map(is_alive, pids))
+
+
+async def test_an_error_in_the_body_cancels_what_runs(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with aiodaft.Runtime() as rt:
+            await rt.spawn(Entered, str(tmp_path / "left"))
+            sleeper = await rt.spawn(Sleeper)
+            ref = sleeper.sleep(60)
+            await sleeper.history()
+            assert not ref.done()
+            raise ZeroDivisionError
+
+    async with asyncio.timeout(10):
+        with pytest.raises(ZeroDivisionError):
+            await body()
+    assert (tmp_path / "left").read_text() == "left\n"
+
+
+async def test_calls_under_way_end_in_peace_when_the_block_does() -> None:
+    async with aiodaft.Runtime() as rt:
+        sleeper = await rt.spawn(Sleeper)
+        ref = sleeper.sleep(0.2)
+        await sleeper.history()
+    assert await ref == "sleep"
+
+
+async def test_a_call_that_does_not_end_is_cancelled_after_the_grace_time() -> None:
+    async with aiodaft.Runtime(stop_grace=0.1) as rt:
+        sleeper = await rt.spawn(Sleeper)
+        ref = sleeper.sleep(60)
+        await sleeper.history()
+    with pytest.raises((aiodaft.CallCancelled, aiodaft.ActorDied)):
+        await ref
+
+
+async def test_a_method_stuck_in_its_thread_does_not_hold_up_the_end() -> None:
+    async with asyncio.timeout(10), aiodaft.Runtime(stop_grace=0.1, cancel_grace=0.1) as rt:
+        sleeper = await rt.spawn(Sleeper)
+        ref = sleeper.block(1000)
+        await sleeper.history()
+    with pytest.raises(aiodaft.ActorDied):
+        await ref
+
+
+async def test_nested_scopes_close_inside_out(rt: aiodaft.Runtime, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    async with rt.scope() as outer:
+        await outer.spawn(Entered, str(log))
+        async with outer.scope() as inner:
+            first = await inner.spawn(Entered, str(log))
+            assert await first.is_entered()
+        assert log.read_text() == "left\n"
+        with pytest.raises(aiodaft.ActorDied):
+            await first.is_entered()
+    assert log.read_text() == "left\n" * 2
+    assert await (await rt.spawn(Echo)).echo("the runtime goes on") == "the runtime goes on"
+
+
+async def test_an_error_in_a_scope_ends_that_scope_only(rt: aiodaft.Runtime) -> None:
+    survivor = await rt.spawn(Echo)
+    with pytest.raises(ExceptionGroup):
+        async with rt.scope() as scope:
+            failing = await scope.spawn(Failing)
+            failing.raise_value_error()
+            await asyncio.sleep(60)
+    assert await survivor.echo(1) == 1
+    with pytest.raises(aiodaft.RuntimeClosed):
+        await scope.spawn(Echo)
+
+
+async def test_spawn_as_a_context_manager_stops_its_actor(rt: aiodaft.Runtime) -> None:
+    async with rt.spawn(Echo) as echo, rt.group(2, Failing) as group:
+        assert await echo.echo(1) == 1
+        pids = [(await rt.info(member)).pid for member in group]
+    with pytest.raises(aiodaft.ActorDied, match="was stopped") as caught:
+        await echo.echo(2)
+    assert caught.value.executed is False
+    assert not any(map(is_alive, pids))
+
+
+async def test_stopping_and_killing_are_idempotent_and_free_resources(rt: aiodaft.Runtime) -> None:
+    first = await rt.on(gpus=4).spawn(Echo)
+    with pytest.raises(aiodaft.InsufficientResources):
+        await rt.spawn(NeedsGpu)
+    await rt.stop(first)
+    await rt.stop(first)
+    second = await rt.on(gpus=4).spawn(Sleeper)
+    ref = second.sleep(60)
+    await rt.kill(second)
+    await rt.kill(second)
+    with pytest.raises(aiodaft.ActorDied, match="killed by its owner"):
+        await ref
+    assert await (await rt.spawn(NeedsGpu)).visible() == "0"
+
+
+async def test_an_actor_that_dies_with_nobody_waiting_ends_the_block() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with aiodaft.Runtime() as rt:
+            echo = await rt.spawn(Echo)
+            os.kill((await rt.info(echo)).pid, signal.SIGKILL)
+            await asyncio.sleep(60)
+    (error,) = caught.value.exceptions
+    assert isinstance(error, aiodaft.ActorDied)
+    assert error.signal == "SIGKILL"
+
+
+async def test_the_body_is_cancelled_from_outside(tmp_path: Path) -> None:
+    entered = asyncio.Event()
+
+    async def body() -> None:
+        async with aiodaft.Runtime() as rt:
+            await rt.spawn(Entered, str(tmp_path / "left"))
+            entered.set()
+            await asyncio.sleep(60)
+
+    task = asyncio.get_running_loop().create_task(body())
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (tmp_path / "left").read_text() == "left\n"
+
+
+async def test_a_runtime_is_opened_in_one_task_and_closed_in_another() -> None:
+    rt = aiodaft.Runtime()
+    await asyncio.get_running_loop().create_task(rt.__aenter__())
+    echo = await rt.spawn(Echo)
+    assert await echo.echo(1) == 1
+    await asyncio.get_running_loop().create_task(rt.__aexit__(None, None, None))
+    with pytest.raises(aiodaft.RuntimeClosed):
+        await rt.spawn(Echo)
+
+
+async def test_spawning_that_is_cancelled_leaves_nothing(rt: aiodaft.Runtime) -> None:
+    before = await rt.resources()
+    for delay in (0.0, 0.001, 0.02):
+        spawning = asyncio.get_running_loop().create_task(rt.on(gpus=1).spawn(SlowStart, 0.2)._begin())
+        await asyncio.wait([spawning], timeout=delay)
+        spawning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await spawning
+    assert await rt.resources() == before
+
+
+SCRIPT = """
+    import asyncio, os, sys
+    sys.path.insert(0, {support!r})
+    import aiodaft
+    from actors import Sleeper
+
+    async def main():
+        async with aiodaft.Runtime() as rt:
+            sleeper = await rt.spawn(Sleeper)
+            await sleeper.history()
+            print("ready", flush=True)
+            try:
+                await sleeper.sleep(60)
+            finally:
+                {cleanup}
+
+    aiodaft.run(main())
+"""
+
+
+def start_script(cleanup: str = "pass") -> subprocess.Popen[str]:
+    """Run a controller in a process group of its own, and wait until its actor is busy."""
+    code = textwrap.dedent(SCRIPT).format(support=str(ROOT / "tests" / "support"), cleanup=cleanup)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n", process.communicate()[1]
+    return process
+
+
+def wait_gone(pids: set[int], seconds: float) -> set[int]:
+    """The processes that are still there after so many seconds."""
+    import time
+
+    deadline = time.monotonic() + seconds
+    while (left := {pid for pid in pids if is_alive(pid)}) and time.monotonic() < deadline:
+        os.sched_yield()
+    return left
+
+
+def test_killing_the_controller_ends_every_process() -> None:
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        process = start_script()
+        pids = descendants(process.pid)
+        assert len(pids) == 2
+        process.send_signal(number)
+        process.wait()
+        assert wait_gone(pids, 2.0) == set()
+        process.communicate()
+
+
+def test_one_ctrl_c_ends_the_program_in_order() -> None:
+    process = start_script(cleanup="print('cleaned up', flush=True)")
+    pids = descendants(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=15)
+    assert "cleaned up" in out
+    assert "KeyboardInterrupt" in err
+    assert wait_gone(pids, 2.0) == set()
+
+
+def test_a_second_ctrl_c_ends_it_at_once() -> None:
+    process = start_script(cleanup="print('cleaning', flush=True); await asyncio.sleep(30)")
+    pids = descendants(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "cleaning\n"
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=15)
+    assert process.returncode != 0
+    assert wait_gone(pids, 2.0) == set()

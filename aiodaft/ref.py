@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from aiodaft.exceptions import CallCancelled
@@ -61,11 +62,10 @@ class Ref(Generic[T_co]):
     Cancellation: cancelling the only awaiter of a ref that nothing else uses cancels the remote call.
     """
 
-    __slots__ = ("__weakref__", "_done_callbacks", "_state")
+    __slots__ = ("__weakref__", "_state")
 
     def __init__(self, state: RefBackend) -> None:
         self._state: RefBackend = state
-        self._done_callbacks: dict[Callable[[Any], object], Callable[[Any], object]] | None = None
 
     def __await__(self) -> Generator[Any, None, T_co]:
         # A generator of its own: its frame keeps the ref alive while it is awaited, also in `await actor.method()`.
@@ -150,19 +150,11 @@ class Ref(Generic[T_co]):
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         """Call `callback(ref)` on the loop once the call is over."""
-        if self._done_callbacks is None:
-            self._done_callbacks = {}
-
-        def watcher(_: object) -> None:
-            callback(self)
-
-        self._done_callbacks[callback] = watcher
-        self._state.watch(watcher, interested=True)
+        self._state.watch(_DoneCallback(self, callback), interested=True)
 
     def remove_done_callback(self, callback: Callable[[Any], object]) -> int:
         """Undo `add_done_callback`; returns how many callbacks were removed."""
-        watcher = (self._done_callbacks or {}).pop(callback, None)
-        return 0 if watcher is None else self._state.unwatch(watcher)
+        return self._state.unwatch(_DoneCallback(self, callback))
 
     if not TYPE_CHECKING:
         # A ref in the place of a value is always the same mistake: say so instead of going on with nonsense. Type
@@ -180,6 +172,17 @@ class Ref(Generic[T_co]):
         __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _forgot_await
         __pow__ = __rpow__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _forgot_await
         __lt__ = __le__ = __gt__ = __ge__ = _forgot_await
+
+
+@dataclass(frozen=True, slots=True)
+class _DoneCallback:
+    """Calls back with a ref; equal to another one that would do the same."""
+
+    ref: Ref[Any]
+    callback: Callable[[Any], object]
+
+    def __call__(self, _: object) -> None:
+        self.callback(self.ref)
 
 
 class Refs(Generic[T_co]):

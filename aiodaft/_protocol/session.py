@@ -146,7 +146,7 @@ class Session(Generic[CallT]):
             Whether calls still wait, so that this has to be called again.
         """
         if self._answers == self._answers_before:
-            self._window += self._base_window
+            self._window *= 2
             self._pump()
         else:
             self._window = self._base_window

@@ -377,7 +377,7 @@ class Outgoing:
             state.on_stored()
         elif kind == ERROR:
             error = decode_error(message[2])
-            if isinstance(error, DaftError) and not isinstance(error, DeadlineExceeded):
+            if isinstance(error, DaftError):
                 error.with_executed(message[3])
             state.on_error(error)
 

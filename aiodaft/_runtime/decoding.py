@@ -50,6 +50,13 @@ class Decoder:
 
     def decode(self, payload: bytes) -> Any:
         """Return the value."""
+        try:
+            return self._decode(payload)
+        finally:
+            # It looks into the buffers through this object: they would keep each other alive.
+            self._tensors = None
+
+    def _decode(self, payload: bytes) -> Any:
         kind, body = payload[0] & ~wire.HEAVY, memoryview(payload)[1:]
         if kind == wire.PLAIN:
             return unpack(body, self._extension)

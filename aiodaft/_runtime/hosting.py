@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId
@@ -141,32 +142,30 @@ class Cell:
     def _execute(self, call: IncomingCall) -> None:
         self._enter(call)
         executed = False
-        finish: Callable[[], object]
         try:
             if call.arrived is not None:
                 self._decode_arguments(call)
             executed = True
-            result = call.spec.fn(self.instance, *call.args, **call.kwargs)
-            finish = self._prepare_answer(call, result)
-        except (SystemExit, KeyboardInterrupt) as caught:
-            error = caught
-            finish = lambda: self.peer.exit_requested(error)  # noqa: E731
-        except BaseException as caught:  # noqa: BLE001 - whatever a method raises is its caller's
-            failure, ran = caught, executed
-            finish = lambda: self._failed(call, failure, ran)  # noqa: E731
+            finish = self._prepare_answer(call, call.spec.fn(self.instance, *call.args, **call.kwargs))
+        except (SystemExit, KeyboardInterrupt) as error:
+            finish = partial(self.peer.exit_requested, error)
+        except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
+            finish = partial(self._failed, call, error, executed)
+        self.thread.to_loop(partial(self._finish, call, finish))
+        # The error's frames lead here: they must not lead back to the error.
+        del finish
 
-        def on_loop() -> None:
-            finish()
-            self._end(call)
+    def _finish(self, call: IncomingCall, finish: Callable[[], object]) -> None:
+        """On the loop: answer a call that ran on the thread."""
+        finish()
+        self._end(call)
 
-        self.thread.to_loop(on_loop)
-
-    def _prepare_answer(self, call: IncomingCall, result: Any) -> Callable[[], object]:
+    def _prepare_answer(self, call: IncomingCall, result: Any) -> partial[object]:
         caller = call.caller_link
         if is_plain(result) or caller.id == self.peer.id:
-            return lambda: caller.answer(call, result)
+            return partial(caller.answer, call, result)
         kept = self.peer.store.keep_patiently(result, f"the result of {call.label}")
-        return lambda: caller.answer_kept(call, kept)
+        return partial(caller.answer_kept, call, kept)
 
     def _decode_arguments(self, call: IncomingCall) -> None:
         """Make the arguments from what came. On the loop they are light: heavy ones were decoded when they came."""
@@ -197,29 +196,33 @@ class Cell:
 
     def cancel(self, call: IncomingCall) -> None:
         """The caller does not want the call any more."""
-        if call.over:
-            return
-        if call.task is not None:
-            call.task.cancel()
-        elif call.take():
-            # Still in the mailbox, or in the thread's queue: it never starts.
-            call.withdrawn = True
+        if not call.over and not self._interrupt(call):
             why = CallCancelled(f"{call.label} was cancelled before it started", executed=False)
             call.caller_link.fail(call, why, executed=False)
-            if not call.started:
-                self.look_again()
 
     def _expire(self, call: IncomingCall) -> None:
-        if call.over:
-            return
-        begun = call.task is not None or not call.take()
-        error = DeadlineExceeded(f"the deadline of {call.label} passed")
-        call.caller_link.fail(call, error, executed=None if begun else False)
+        if not call.over:
+            begun = self._interrupt(call)
+            error = DeadlineExceeded(f"the deadline of {call.label} passed")
+            call.caller_link.fail(call, error, executed=None if begun else False)
+
+    def _interrupt(self, call: IncomingCall) -> bool:
+        """Stop a call; False if it has not begun, and never will."""
+        if call.begun:
+            if call.task is not None:
+                call.task.cancel()
+            # A method on the thread cannot be interrupted; its result is dropped.
+            return True
+        if not call.take():
+            return True
+        call.withdrawn = True
         if call.task is not None:
+            # A task that is cancelled before its first line runs none of them.
             call.task.cancel()
-        elif not begun:
-            call.withdrawn = True
+            self._end(call)
+        elif not call.started:
             self.look_again()
+        return False
 
     def _failed(self, call: IncomingCall, error: BaseException, ran: bool) -> None:
         # Where a cancelled call stopped, nobody can say.
@@ -236,6 +239,8 @@ class Cell:
     def _end(self, call: IncomingCall) -> None:
         self.active -= 1
         self.done += 1
+        # The task's context knows the call: without this they would keep each other, and the arguments, alive.
+        call.task = None
         if call.timer is not None:
             call.timer.cancel()
         if self.mailbox.finished(call):
@@ -256,8 +261,7 @@ class Cell:
             self._refuse(call)
         await self._wait_idle(grace)
         for call in self.running():
-            if call.task is not None:
-                call.task.cancel()
+            self.cancel(call)
         await self._wait_idle(self.peer.grace)
         for call in self.running():
             self._refuse(call)

@@ -123,7 +123,7 @@ class Kept:
         for source in encoded.sources:
             if not source.lent:
                 # The copy is made: what it was made from is not ours to keep.
-                source.keep = source.fill = None
+                source.keep = source.fill = source.version = None
 
     def blobs_for(self, link: Control, transport: Transport) -> bytes | tuple[tuple[str, Grant], ...] | None:
         """What the message to a peer says about the buffers; grants it the blocks.

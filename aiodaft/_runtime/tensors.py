@@ -98,7 +98,7 @@ class TensorTable:
         original = self._originals[first_index]
         source.version = _version_counter(original)
         if len(group) == 1:
-            source.origin = _origin(original, source.version)
+            source.origin = _origin(original)
         for index, tensor in group:
             stride = _contiguous_stride(tensor.shape) if compact else list(tensor.stride())
             specs[index] = [
@@ -242,7 +242,7 @@ def _version_counter(tensor: torch.Tensor) -> Callable[[], int | None]:
     return (lambda: None) if tensor.is_inference() else lambda: tensor._version
 
 
-def _origin(tensor: torch.Tensor, version: Callable[[], int | None]) -> Callable[[], Any]:
+def _origin(tensor: torch.Tensor) -> Callable[[], Any]:
     reference = weakref.ref(tensor)
     expected = None if tensor.is_inference() else tensor._version
 

@@ -64,6 +64,11 @@ class Log(Actor):
         self.entered.remove(item)
         return running
 
+    @method(concurrency=1)
+    async def note_slowly(self, item: Any) -> None:
+        await asyncio.sleep(0)
+        self.seen.append(item)
+
     @method
     async def all(self) -> list[Any]:
         return self.seen
@@ -114,12 +119,13 @@ class Sleeper(Actor):
         self.release.clear()
         return "unblocked"
 
-    @method
+    @method(ordered=False)
     async def unblock(self) -> None:
         self.release.set()
 
     @method
     async def history(self) -> list[str]:
+        """What happened; answered when every earlier call of the caller has begun."""
         return self.events
 
     @method

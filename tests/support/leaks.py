@@ -91,3 +91,8 @@ def _added(now: tuple[str, ...], before: tuple[str, ...]) -> list[str]:
         else:
             added.append(name)
     return added
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process in memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096

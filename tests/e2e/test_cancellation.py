@@ -1,0 +1,261 @@
+"""Cancellation and deadlines (row CR6; group B of the fault tests)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import anyio
+import pytest
+from actors import Box, Echo, Log, Relay, Sleeper
+
+import aiodaft
+
+
+async def test_a_timeout_around_the_only_awaiter_runs_the_remote_cleanup_first(rt: aiodaft.Runtime) -> None:
+    sleeper = await rt.spawn(Sleeper)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await sleeper.sleep(60)
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    # The await returned only when the cleanup had run, so no waiting is needed here.
+    assert await sleeper.history() == ["sleep began", "sleep cleaned up"]
+
+
+@pytest.mark.parametrize("how", ["task", "wait_for", "gather", "anyio", "group"])
+async def test_every_way_of_cancelling_reaches_the_remote_call(rt: aiodaft.Runtime, how: str) -> None:
+    sleeper = await rt.spawn(Sleeper)
+
+    async def cancelled_task() -> None:
+        task = asyncio.get_running_loop().create_task(sleeper.sleep(60).value())
+        await sleeper.history()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    async def wait_for() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sleeper.sleep(60), 0.05)
+
+    async def gather() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await asyncio.gather(sleeper.sleep(60), sleeper.sleep(60))
+
+    async def with_anyio() -> None:
+        with anyio.move_on_after(0.05) as scope:
+            await sleeper.sleep(60)
+        assert scope.cancelled_caught
+
+    async def group() -> None:
+        with pytest.raises(ExceptionGroup):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(sleeper.sleep(60).value())
+                await sleeper.history()
+                raise ZeroDivisionError
+
+    ways = {"task": cancelled_task, "wait_for": wait_for, "gather": gather, "anyio": with_anyio, "group": group}
+    await ways[how]()
+    history = await sleeper.history()
+    assert history.count("sleep cleaned up") == history.count("sleep began") > 0
+
+
+async def test_with_another_awaiter_the_call_goes_on(rt: aiodaft.Runtime) -> None:
+    log = await rt.spawn(Log)
+    ref = log.after_gate("kept")
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(ref.value())
+        await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await ref
+        await log.open_gate()
+    assert waiting.result() == "kept"
+
+
+async def test_asyncio_wait_counts_as_an_awaiter(rt: aiodaft.Runtime) -> None:
+    log = await rt.spawn(Log)
+    ref = log.after_gate("kept")
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(asyncio.wait([ref]))
+        await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await ref
+        await log.open_gate()
+    assert waiting.result()[0] == {ref}
+    assert await ref == "kept"
+
+
+async def test_a_ref_that_was_passed_on_is_not_cancelled_with_its_awaiter(rt: aiodaft.Runtime) -> None:
+    log, echo = await rt.spawn(Log), await rt.spawn(Echo)
+    ref = log.after_gate("kept")
+    used = echo.echo(ref)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await ref
+    await log.open_gate()
+    assert await used == "kept"
+
+
+async def test_a_borrowed_ref_is_not_cancelled_with_its_awaiter(rt: aiodaft.Runtime) -> None:
+    log, relay = await rt.spawn(Log), await rt.spawn(Relay)
+    ref = log.after_gate("kept")
+    await relay.hold(Box(ref))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await ref
+    await log.open_gate()
+    assert await relay.read_held() == "kept"
+
+
+async def test_ref_cancel_always_cancels(rt: aiodaft.Runtime) -> None:
+    sleeper, echo = await rt.spawn(Sleeper), await rt.spawn(Echo)
+    ref = sleeper.sleep(60)
+    used = echo.echo(ref)
+    await sleeper.history()
+    assert ref.cancel()
+    with pytest.raises(aiodaft.CallCancelled):
+        await ref
+    with pytest.raises(aiodaft.CallCancelled):
+        await used
+    assert ref.cancelled()
+    assert not ref.cancel()
+    assert await sleeper.history() == ["sleep began", "sleep cleaned up"]
+
+
+async def test_a_queued_call_is_dropped(rt: aiodaft.Runtime) -> None:
+    sleeper = await rt.spawn(Sleeper)
+    running = sleeper.block(20)
+    await sleeper.history()
+    queued = sleeper.block(20)
+    queued.cancel()
+    with pytest.raises(aiodaft.CallCancelled, match="before it started") as caught:
+        await queued
+    assert caught.value.executed is False
+    await sleeper.unblock()
+    assert await running == "unblocked"
+    assert (await sleeper.history()).count("block began") == 1
+
+
+async def test_a_call_that_waits_for_its_argument_is_dropped(rt: aiodaft.Runtime) -> None:
+    log, other = await rt.spawn(Log), await rt.spawn(Log)
+    waiting = log.note(other.after_gate("never"))
+    later = log.note("later")
+    waiting.cancel()
+    with pytest.raises(aiodaft.CallCancelled):
+        await waiting
+    await later
+    assert await log.all() == ["later"]
+
+
+async def test_a_thread_cannot_be_interrupted_but_its_result_is_dropped() -> None:
+    async with aiodaft.Runtime(cancel_grace=0.1) as rt:
+        sleeper = await rt.spawn(Sleeper)
+        ref = sleeper.block(20)
+        await sleeper.history()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await ref
+        with pytest.raises(aiodaft.CallCancelled, match="did not end within its grace time") as caught:
+            await ref
+        assert caught.value.executed is None
+        assert rt.peer.abandoned == 1
+        await sleeper.unblock()
+        next_one = sleeper.block(20)
+        await sleeper.history()
+        await sleeper.unblock()
+        assert await next_one == "unblocked"
+        assert (await rt.info(sleeper)).stored_bytes == 0
+
+
+async def test_a_method_that_refuses_to_be_cancelled_is_given_up_after_the_grace_time() -> None:
+    async with aiodaft.Runtime(cancel_grace=0.1) as rt:
+        sleeper = await rt.spawn(Sleeper)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await sleeper.stubborn(5)
+        assert 0.1 <= loop.time() - began < 3
+        assert await sleeper.history() == ["refused to be cancelled"]
+
+
+async def test_a_second_cancellation_does_not_wait_for_the_cleanup(rt: aiodaft.Runtime) -> None:
+    sleeper = await rt.spawn(Sleeper)
+    task = asyncio.get_running_loop().create_task(sleeper.stubborn(60).value())
+    await sleeper.history()
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()
+    async with asyncio.timeout(1):
+        await asyncio.wait([task])
+    assert task.cancelled()
+    await rt.kill(sleeper)
+
+
+async def test_cancelling_cascades_through_nested_calls(rt: aiodaft.Runtime) -> None:
+    outer, middle, inner = await rt.spawn(Sleeper), await rt.spawn(Sleeper), await rt.spawn(Sleeper)
+    task = asyncio.get_running_loop().create_task(outer.call(middle, 60).value())
+    while "nested began" not in await middle.history():
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert (await middle.history())[-1] == "nested cleaned up"
+    assert await outer.history() == ["call cleaned up"]
+    assert await inner.history() == []
+
+
+async def test_cancelling_races_with_the_result_and_there_is_one_outcome(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    outcomes: set[str] = set()
+    for ticks in range(200):
+        task = asyncio.get_running_loop().create_task(echo.echo(ticks).value())
+        for _ in range(ticks % 20):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        outcomes.add("cancelled" if task.cancelled() else "done")
+    assert "cancelled" in outcomes
+    assert await echo.echo("still in order") == "still in order"
+    assert not rt.peer.links[next(iter(rt.peer.links))].session.calls
+
+
+async def test_a_deadline_ends_the_call_here_and_there(rt: aiodaft.Runtime) -> None:
+    sleeper = await rt.spawn(Sleeper)
+    with pytest.raises(aiodaft.DeadlineExceeded):
+        async with aiodaft.deadline(0.1):
+            await sleeper.sleep(60)
+    assert "sleep cleaned up" in await sleeper.history()
+
+
+async def test_a_call_whose_deadline_passes_in_the_queue_never_starts(rt: aiodaft.Runtime) -> None:
+    sleeper = await rt.spawn(Sleeper)
+    running = sleeper.block(20)
+    await sleeper.history()
+    ref: Any = None
+    with pytest.raises(aiodaft.DeadlineExceeded):
+        async with aiodaft.deadline(0.05):
+            ref = sleeper.block(20)
+            await asyncio.sleep(60)
+    with pytest.raises(aiodaft.DeadlineExceeded) as caught:
+        await ref
+    assert caught.value.executed is False
+    await sleeper.unblock()
+    assert await running == "unblocked"
+    assert (await sleeper.history()).count("block began") == 1
+
+
+async def test_deadlines_travel_to_nested_calls_and_only_shrink(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Sleeper), await rt.spawn(Sleeper)
+    assert await a.time_left(b) == float("inf")
+    async with aiodaft.deadline(5):
+        direct, nested = await a.time_left(), await a.time_left(b)
+        assert 0 < nested <= direct + 0.002 <= 5.002
+        async with aiodaft.deadline(50):
+            assert await a.time_left(b) <= 5.002
+        async with aiodaft.deadline(2):
+            assert await a.time_left(b) <= 2.002

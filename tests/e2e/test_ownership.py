@@ -1,0 +1,116 @@
+"""Who keeps a value, and when it is freed (row CR8)."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+from actors import Box, Echo, Relay
+from leaks import resident
+
+import aiodaft
+
+
+async def freed(rt: aiodaft.Runtime, actor: object) -> None:
+    """Wait until an actor's process keeps nothing for others: the time limit of the promise."""
+    async with asyncio.timeout(0.1):
+        while (await rt.info(actor)).stored_bytes:
+            await asyncio.sleep(0)
+
+
+async def test_the_last_drop_frees_the_value(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    ref = echo.echo(bytes(1_000_000))
+    await ref.ready()
+    assert (await rt.info(echo)).stored_bytes > 1_000_000
+    other = ref
+    del ref
+    await echo.echo(0)
+    assert (await rt.info(echo)).stored_bytes > 1_000_000
+    del other
+    await freed(rt, echo)
+
+
+async def test_an_argument_lives_until_its_call_ends(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Echo), await rt.spawn(Echo)
+    result = b.echo(a.echo(bytes(1_000_000)))
+    gc.collect()
+    assert await result == bytes(1_000_000)
+    await freed(rt, a)
+
+
+async def test_a_borrower_keeps_the_value_after_the_owner_dropped_it(rt: aiodaft.Runtime) -> None:
+    a, relay = await rt.spawn(Echo), await rt.spawn(Relay)
+    ref = a.echo(bytes(1_000_000))
+    await relay.hold(Box(ref))
+    del ref
+    gc.collect()
+    await a.echo(0)
+    assert (await rt.info(a)).stored_bytes > 1_000_000
+    assert await relay.read_held() == bytes(1_000_000)
+    await relay.drop_held()
+    await freed(rt, a)
+
+
+async def test_a_borrower_of_a_borrower_keeps_it_too(rt: aiodaft.Runtime) -> None:
+    a, first, second = await rt.spawn(Echo), await rt.spawn(Relay), await rt.spawn(Relay)
+    box = await first.ref_of_other(a, bytes(1_000_000))
+    await second.hold(Box(box.ref))
+    del box
+    gc.collect()
+    assert await second.read_held() == bytes(1_000_000)
+    await second.drop_held()
+    await freed(rt, a)
+
+
+async def test_a_dead_borrower_gives_back_what_it_held(rt: aiodaft.Runtime) -> None:
+    a, relay = await rt.spawn(Echo), await rt.spawn(Relay)
+    ref = a.echo(bytes(1_000_000))
+    await relay.hold(Box(ref))
+    del ref
+    await rt.kill(relay)
+    await freed(rt, a)
+
+
+async def test_a_value_put_here_lives_as_long_as_its_ref(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    ref = rt.put(bytes(1_000_000))
+    assert await echo.echo(ref) == bytes(1_000_000)
+    arena = rt.peer.store.transport.arena  # type: ignore[attr-defined]  # its pool
+    assert arena.live_blocks() == 1
+    del ref
+    gc.collect()
+    async with asyncio.timeout(0.1):
+        while arena.live_blocks():
+            await asyncio.sleep(0)
+
+
+async def test_two_thousand_values_in_sequence_do_not_grow_the_memory(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Echo), await rt.spawn(Echo)
+    pids = [(await rt.info(actor)).pid for actor in (a, b)]
+
+    async def move(count: int) -> None:
+        for _ in range(count):
+            await b.echo(a.echo(bytes(8 << 20))).ready()
+
+    await move(20)
+    before = [resident(pid) for pid in pids]
+    await move(200)
+    for pid, earlier in zip(pids, before, strict=True):
+        assert resident(pid) - earlier < 64 << 20
+
+
+async def test_released_waits_for_calls_and_borrowers(rt: aiodaft.Runtime) -> None:
+    a, relay = await rt.spawn(Echo), await rt.spawn(Relay)
+    ref = a.echo(bytes(1_000_000))
+    await relay.hold(Box(ref))
+    waiting = asyncio.get_running_loop().create_task(ref.released())
+    await relay.read_held()
+    assert not waiting.done()
+    await relay.drop_held()
+    async with asyncio.timeout(5):
+        await waiting
+    with pytest.raises(ReferenceError):
+        ref.free()
+        await ref

@@ -3,9 +3,10 @@
 from .abc import Block, Control, Grant, Host, Transport
 from .exceptions import GrantError, HandshakeError, PeerGone, TransportError, Unreachable
 from .handshake import Key
-from .registry import check_name, default_name, open_transport
+from .registry import NAMES, check_name, default_name, open_transport
 
 __all__ = [
+    "NAMES",
     "Block",
     "Control",
     "Grant",

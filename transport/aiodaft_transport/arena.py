@@ -10,9 +10,12 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, fcntl
-from mmap import mmap
+from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Final
+
+from .exceptions import GrantError, TransportError
 
 _SMALLEST: Final = 64 << 10
 _LARGEST_SHARED: Final = 16 << 20
@@ -34,7 +37,12 @@ class Segment:
         self.size = size
         self.capacity = capacity
         self.fd = _sealed_memfd(size) if shared else None
-        self.region = mmap(-1 if self.fd is None else self.fd, size)
+        try:
+            self.region = _huge_memory(size) if self.fd is None else mmap(self.fd, size)
+        except BaseException:
+            if self.fd is not None:
+                os.close(self.fd)
+            raise
         self._anchor: ctypes.Array[ctypes.c_char] | None = (ctypes.c_char * size).from_buffer(self.region)
         self.address = ctypes.addressof(self._anchor)
         # Popped from the end: the block freed last has the warmest pages.
@@ -109,6 +117,8 @@ class Arena:
         self._classes: dict[int, list[Segment]] = {}
         self._own: list[Segment] = []
         self._last_segment = 0
+        # Garbage collected meanwhile must not trim the segment that is about to be handed out.
+        self._allocating = False
         self._closed = False
 
     def allocate(self, nbytes: int) -> ArenaBlock:
@@ -116,9 +126,15 @@ class Arena:
         if nbytes <= 0:
             raise ValueError(f"a block has at least one byte, not {nbytes}")
         with self._lock:
-            segment = self._shared_segment(nbytes) if nbytes <= _LARGEST_SHARED else self._own_segment(nbytes)
-            offset = segment.free.pop()
-            segment.live += 1
+            if self._closed:
+                raise TransportError("the transport is closed")
+            self._allocating = True
+            try:
+                segment = self._shared_segment(nbytes) if nbytes <= _LARGEST_SHARED else self._own_segment(nbytes)
+                offset = segment.free.pop()
+                segment.live += 1
+            finally:
+                self._allocating = False
             return ArenaBlock(self, segment, offset, nbytes)
 
     def release(self, block: ArenaBlock) -> None:
@@ -131,6 +147,8 @@ class Arena:
     def take_grant(self, block: ArenaBlock) -> None:
         """See `ArenaBlock.take_grant`."""
         with self._lock:
+            if block.released and not block.grants:
+                raise GrantError("the block was released before it was granted")
             block.grants += 1
 
     def return_grant(self, block: ArenaBlock) -> None:
@@ -194,6 +212,8 @@ class Arena:
         self._trim()
 
     def _trim(self) -> None:
+        if self._allocating:
+            return
         idle = [segment for segment in self._segments() if not segment.live]
         surplus = sum(segment.size for segment in idle) - self._keep
         for segment in idle:
@@ -206,14 +226,27 @@ class Arena:
         for segments in (self._own, *self._classes.values()):
             if segment in segments:
                 segments.remove(segment)
-        segment.close()
         if self._on_segment_closed is not None:
+            # While the memory is still mapped: it may be registered with a device.
             self._on_segment_closed(segment.id)
+        segment.close()
+
+
+def _huge_memory(size: int) -> mmap:
+    region = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    # Copying from another process is twice as fast in large pages, and faulting them in five times.
+    with suppress(OSError):
+        region.madvise(MADV_HUGEPAGE)
+    return region
 
 
 def _sealed_memfd(size: int) -> int:
     fd = os.memfd_create("aiodaft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size)
-    # A peer that shrank the file would make every reader die of SIGBUS.
-    fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+    try:
+        os.ftruncate(fd, size)
+        # A peer that shrank the file would make every reader die of SIGBUS.
+        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd

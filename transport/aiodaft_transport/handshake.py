@@ -73,7 +73,10 @@ class ServerHandshake:
             raise HandshakeError("the other side does not speak this protocol")
         if not hmac.compare_digest(proof, self._key.mac(b"client", self.challenge, said)):
             raise HandshakeError("the other side does not hold the cluster key")
-        name = said[len(MAGIC) + NONCE_SIZE :].rstrip(b"\0").decode("ascii")
+        try:
+            name = said[len(MAGIC) + NONCE_SIZE :].rstrip(b"\0").decode("ascii")
+        except UnicodeDecodeError as error:
+            raise HandshakeError("the other side's name is no text") from error
         return name, self._key.mac(b"server", self.challenge, hello)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from .abc import Host, Transport
 from .exceptions import Unreachable
@@ -11,8 +11,11 @@ from .handshake import Key
 from .shm import ShmTransport
 from .tcp import TcpTransport
 
+if TYPE_CHECKING:
+    from .ucp import Library
+
 # Best first.
-NAMES: Final = ("shm", "tcp")
+NAMES: Final = ("shm", "ucx", "tcp")
 
 
 def check_name(name: str) -> str:
@@ -25,6 +28,8 @@ def check_name(name: str) -> str:
         raise Unreachable(f"there is no transport {name!r}; there are {', '.join(NAMES)}")
     if name == "shm" and not hasattr(os, "memfd_create"):
         raise Unreachable("transport 'shm' needs memfd_create, which this system does not have; use 'tcp'")
+    if name == "ucx":
+        _ucx_library()
     return name
 
 
@@ -44,4 +49,14 @@ def open_transport(name: str, host: Host, key: Key, *, local: str) -> Transport:
     """
     if check_name(name) == "shm":
         return ShmTransport(host)
+    if name == "ucx":
+        from .ucx import UcxTransport  # noqa: PLC0415 - only those who choose it load it
+
+        return UcxTransport(host, _ucx_library(), local=local)
     return TcpTransport(host, key, name=local)
+
+
+def _ucx_library() -> Library:
+    from .ucx_library import load  # noqa: PLC0415 - only those who choose it load it
+
+    return load()

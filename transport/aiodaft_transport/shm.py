@@ -17,8 +17,8 @@ from mmap import MADV_DONTNEED, MAP_PRIVATE, PAGESIZE, PROT_READ, PROT_WRITE, mm
 from typing import ClassVar, Final, cast
 
 from .abc import Block, Control, Grant, Host
-from .arena import DEFAULT_KEEP, Arena, ArenaBlock
-from .exceptions import GrantError
+from .arena import DEFAULT_KEEP, Arena, ArenaBlock, Segment
+from .exceptions import GrantError, TransportError
 from .memory import exposed_view
 
 _SEGMENT: Final = 1  # id, size: a segment to map; the descriptor comes along
@@ -98,25 +98,28 @@ class ShmTransport:
     def grant(self, block: Block, control: Control) -> Grant:
         block = cast(ArenaBlock, block)
         segment = block.segment
-        _, announced = self._announced.setdefault(control.peer, (control, set()))
-        if segment.id not in announced:
-            if segment.fd is None:
-                raise GrantError("the block was released before it was granted")
-            announced.add(segment.id)
-            control.send_note(self.name, _NOTE.pack(_SEGMENT, segment.id, segment.size), (segment.fd,))
+        block.take_grant()
+        try:
+            self._announce(segment, control)
+        except BaseException:
+            block.return_grant()
+            raise
         self._last_grant += 1
         self._granted.setdefault(control.peer, {})[self._last_grant] = block
-        block.take_grant()
         return (segment.id, block.offset, block.nbytes, self._last_grant)
 
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
         segment_id, offset, nbytes, grant_id = cast(tuple[int, int, int, int], grant)
         segment = self._segments.get(control.peer, {}).get(segment_id)
-        if segment is None or offset + nbytes > segment.size:
+        if segment is None or not 0 <= offset < offset + nbytes <= segment.size:
             raise GrantError(
                 f"{control.peer} granted bytes {offset}..{offset + nbytes} of unknown segment {segment_id}"
             )
-        mapping = segment.mapping_for(offset)
+        try:
+            mapping = segment.mapping_for(offset)
+        except OSError as error:
+            self.decline(grant, control)
+            raise TransportError(f"segment {segment_id} of {control.peer} could not be mapped: {error}") from error
         mapping.busy.add(offset)
 
         def give_back() -> None:
@@ -133,7 +136,12 @@ class ShmTransport:
         self._return_grant(cast(int, grant[3]), control)
 
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
-        kind, number, size = _NOTE.unpack(note)
+        kind, number, size = _NOTE.unpack(note) if len(note) == _NOTE.size else (0, 0, 0)
+        known = self._segments.get(control.peer, {})
+        if len(fds) != (kind == _SEGMENT) or not _SEGMENT <= kind <= _GONE or (kind == _SEGMENT and number in known):
+            for fd in fds:
+                os.close(fd)
+            raise GrantError(f"{control.peer} sent a note that makes no sense")
         if kind == _SEGMENT:
             self._segments.setdefault(control.peer, {})[number] = _RemoteSegment(fds[0], size)
         elif kind == _RETURN:
@@ -154,6 +162,13 @@ class ShmTransport:
         for peer in {*self._announced, *self._granted, *self._segments}:
             self.peer_lost(peer)
         self._arena.close()
+
+    def _announce(self, segment: Segment, control: Control) -> None:
+        _, announced = self._announced.setdefault(control.peer, (control, set()))
+        if segment.id not in announced:
+            assert segment.fd is not None
+            control.send_note(self.name, _NOTE.pack(_SEGMENT, segment.id, segment.size), (segment.fd,))
+            announced.add(segment.id)
 
     def _return_grant(self, grant_id: int, control: Control) -> None:
         if control.peer in self._segments:

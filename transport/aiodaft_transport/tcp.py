@@ -8,6 +8,7 @@ from the socket straight into the buffer that the value will live in: no stream,
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 import socket
 import struct
@@ -32,6 +33,9 @@ _SOCKET_BUFFER: Final = 4 << 20
 _CHUNK: Final = 1 << 20
 _HANDSHAKE_TIMEOUT: Final = 5.0
 _MAX_STRANGERS: Final = 64
+# accept() fails like this for want of something, or because the stranger left; the listener itself is fine.
+_PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED})
+_ACCEPT_PAUSE: Final = 0.1
 # Connections kept open to one peer; transfers beyond that open one for themselves.
 _IDLE_CONNECTIONS: Final = 4
 
@@ -44,7 +48,7 @@ class TcpTransport:
     def __init__(
         self, host: Host, key: Key, *, name: str, interface: str = "127.0.0.1", keep: int = DEFAULT_KEEP
     ) -> None:
-        if interface in ("", "0.0.0.0", "::"):
+        if _is_wildcard(interface):
             raise ValueError("a transport listens on one named interface, never on all of them")
         self._host = host
         self._key = key
@@ -53,6 +57,7 @@ class TcpTransport:
         self._blocks = Arena(shared=False, keep=keep)
         self._landing = Arena(shared=False, keep=keep)
         self._listener: socket.socket | None = None
+        self._accepting = False
         self._strangers = 0
         self._granted: dict[str, dict[int, ArenaBlock]] = {}
         self._last_grant = 0
@@ -93,6 +98,8 @@ class TcpTransport:
         control.send_note(self.name, _RETURN.pack(cast(int, grant[3])))
 
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
+        if len(note) != _RETURN.size:
+            raise GrantError(f"{control.peer} sent a note that makes no sense")
         (grant_id,) = _RETURN.unpack(note)
         self._take_back(control.peer, grant_id)
 
@@ -112,6 +119,8 @@ class TcpTransport:
             # A pending accept ends with an error once its socket is shut down.
             with suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
+            if not self._accepting:
+                self._listener.close()
         for peer in {*self._open, *self._idle, *self._granted}:
             self.peer_lost(peer)
         self._blocks.close()
@@ -128,12 +137,17 @@ class TcpTransport:
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
+        self._accepting = True
         with listener:
             while not self._closed:
                 try:
                     connection, _ = await loop.sock_accept(listener)
-                except OSError:
-                    return
+                except OSError as error:
+                    if self._closed or error.errno not in _PASSING:
+                        return
+                    # The stranger stays in the queue until there is room for it.
+                    await asyncio.sleep(_ACCEPT_PAUSE)
+                    continue
                 if self._strangers >= _MAX_STRANGERS:
                     connection.close()
                     continue
@@ -179,6 +193,7 @@ class TcpTransport:
             view = block.view
             for start in range(0, block.nbytes, _CHUNK):
                 await loop.sock_sendall(connection, view[start : start + _CHUNK])
+                await asyncio.sleep(0)
         finally:
             self._take_back(peer, grant_id)
 
@@ -194,10 +209,14 @@ class TcpTransport:
         """Lend a connection to a peer. May block while connecting; one that failed midway is not used again."""
         idle = self._idle.setdefault(peer, [])
         users = self._open.setdefault(peer, set())
-        connection = idle.pop() if idle else await self._connect(address, port)
+        fresh = not idle
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM) if fresh else idle.pop()
+        # From now on, losing the peer ends it.
         users.add(connection)
         reusable = False
         try:
+            if fresh:
+                await self._connect(connection, address, port)
             yield connection
             reusable = True
         finally:
@@ -207,9 +226,8 @@ class TcpTransport:
             else:
                 connection.close()
 
-    async def _connect(self, address: str, port: int) -> socket.socket:
+    async def _connect(self, connection: socket.socket, address: str, port: int) -> None:
         loop = asyncio.get_running_loop()
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             _configure(connection)
             await loop.sock_connect(connection, (address, port))
@@ -217,12 +235,8 @@ class TcpTransport:
             hello = handshake.receive_challenge(await _receive_exactly(connection, CHALLENGE_SIZE))
             await loop.sock_sendall(connection, hello)
             handshake.receive_accept(await _receive_exactly(connection, ACCEPT_SIZE))
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, OSError):
-                raise PeerGone(f"no connection to {address}:{port}: {error}") from error
-            raise
-        return connection
+        except OSError as error:
+            raise PeerGone(f"no connection to {address}:{port}: {error}") from error
 
     async def _pull(self, connection: socket.socket, grant_id: int, target: memoryview) -> None:
         loop = asyncio.get_running_loop()
@@ -237,8 +251,18 @@ class TcpTransport:
                 if not count:
                     raise PeerGone(f"the connection ended after {received} of {length} bytes")
                 received += count
+                # A sender that is as fast as we are would keep the loop for the whole block.
+                await asyncio.sleep(0)
         except OSError as error:
             raise PeerGone(f"the connection broke: {error}") from error
+
+
+def _is_wildcard(interface: str) -> bool:
+    try:
+        # Takes every spelling that the resolver takes: 0, 0.0, 0x0.
+        return socket.inet_aton(interface) == bytes(4)
+    except OSError:
+        return interface in ("", "::")
 
 
 def _configure(connection: socket.socket) -> None:

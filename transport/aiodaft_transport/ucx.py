@@ -1,0 +1,328 @@
+"""UCX: the consumer pulls straight from the producer's registered memory into its own, by remote memory access.
+
+UCX faces no strangers: addresses and keys of memory travel as notes over the control link, nothing listens on one
+host, and across hosts only the interface that was named. The control link says whether a peer lives, not UCX.
+
+An operation owns its buffers until UCX reports that it is complete. Cancelling a fetch only stops the next pieces;
+memory is reused, and the grant goes back, when the last piece under way has completed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final, cast
+
+from .arena import DEFAULT_KEEP, Arena, ArenaBlock
+from .exceptions import GrantError, PeerGone, TransportError, Unreachable
+from .memory import exposed_view
+from .ucp import Library
+from .ucx_memory import WORD, Pool, Stamp
+from .ucx_pull import Pull, Remote, RemoteSegment
+from .ucx_worker import Driver
+
+if TYPE_CHECKING:
+    from .abc import Block, Control, Grant, Host
+
+_ADDRESS: Final = 1  # where the peer's stamp is, what it is, bytes of its key; the key, and the worker's address
+_SEGMENT: Final = 2  # id, first byte, size, key: memory that grants are about
+_GONE: Final = 3  # id: a segment that is no more
+_RETURN: Final = 4  # id: a grant comes back
+_KIND: Final = struct.Struct("<B8s")  # and a digest of the rest: UCX trusts what it unpacks
+_HEAD: Final = struct.Struct("<QQQ")
+_NUMBER: Final = struct.Struct("<Q")
+
+INTERFACE_VARIABLE: Final = "AIODAFT_UCX_INTERFACE"
+# On one host: wake-ups and small things through shared memory, payload by process_vm_readv. No port.
+_LOCAL: Final = "posix,cma,self"
+_REMOTE: Final = "rc,ud,dc,tcp"
+
+
+def options_for(interface: str | None) -> dict[str, str]:
+    """How UCX is configured, whatever the environment says.
+
+    Args:
+        interface: A network device, such as "eth0" or "mlx5_0:1", to connect other hosts by; None for this host only.
+
+    Raises:
+        Unreachable: There is no such device.
+    """
+    options = {
+        "TLS": _LOCAL,
+        # Shared memory must not be ruled out because a peer may die.
+        "MM_ERROR_HANDLING": "y",
+        # Files in /dev/shm are unlinked as soon as they are made.
+        "POSIX_USE_PROC_LINK": "y",
+        # Else UCX prefers a rendezvous protocol that cannot use process_vm_readv.
+        "RNDV_THRESH": "inf",
+        # The control link says who is alive; this would only wake idle processes.
+        "KEEPALIVE_INTERVAL": "inf",
+    }
+    if interface is None:
+        return options
+    if not interface or "," in interface or interface in ("all", "*"):
+        raise ValueError(f"a transport uses one named interface, never {interface or 'an empty name'!r}")
+    devices = [path.name for kind in ("net", "infiniband") for path in Path("/sys/class", kind).glob("*")]
+    if interface.partition(":")[0] not in devices:
+        raise Unreachable(f"transport 'ucx' cannot use {interface!r}: the interfaces are {', '.join(sorted(devices))}")
+    return {**options, "TLS": f"{_LOCAL},{_REMOTE}", "NET_DEVICES": interface}
+
+
+class UcxTransport:
+    """Transfers by remote memory access."""
+
+    name: ClassVar[str] = "ucx"
+
+    def __init__(
+        self, host: Host, library: Library, *, local: str, interface: str | None = None, keep: int = DEFAULT_KEEP
+    ) -> None:
+        self._host = host
+        self._library = library
+        self._local = local
+        self._options = options_for(interface or os.environ.get(INTERFACE_VARIABLE) or None)
+        self._blocks = Pool(keep=keep, on_segment_closed=self._block_segment_closed)
+        self._landing = Pool(keep=keep)
+        self._stamps = Pool(keep=keep)
+        self._driver: Driver | None = None
+        self._remotes: dict[str, Remote] = {}
+        self._last_grant = 0
+        self._closed = False
+
+    @property
+    def arena(self) -> Arena:
+        """The pool that blocks come from."""
+        return self._blocks.arena
+
+    @property
+    def landing(self) -> Arena:
+        """The pool that values arrive in."""
+        return self._landing.arena
+
+    @property
+    def registrations(self) -> int:
+        """How many segments were registered so far."""
+        return sum(pool.registrations for pool in (self._blocks, self._landing, self._stamps))
+
+    @property
+    def driver(self) -> Driver:
+        """What drives UCX; started when first needed, because it belongs to the running loop."""
+        if self._driver is None:
+            if self._closed:
+                raise TransportError("the transport is closed")
+            self._driver = Driver(self._library, self._options)
+        return self._driver
+
+    def allocate(self, nbytes: int) -> Block:
+        return self._blocks.arena.allocate(nbytes)
+
+    def grant(self, block: Block, control: Control) -> Grant:
+        block = cast(ArenaBlock, block)
+        segment = block.segment
+        block.take_grant()
+        try:
+            remote = self._remote(control)
+            self._introduce(remote)
+            if segment.id not in remote.told:
+                key = self._blocks.key_of(segment, self.driver.worker)
+                self._send(remote, _SEGMENT, _HEAD.pack(segment.id, segment.address, segment.size) + key)
+                remote.told.add(segment.id)
+        except BaseException:
+            block.return_grant()
+            raise
+        self._last_grant += 1
+        remote.granted[self._last_grant] = block
+        return (segment.id, block.offset, block.nbytes, self._last_grant)
+
+    async def fetch(self, grant: Grant, control: Control) -> memoryview:
+        pull = self._pull(grant, control)
+        try:
+            await pull.done
+        except BaseException:
+            pull.detach()
+            raise
+        landing = pull.landing
+        return exposed_view(landing.segment.region, landing.offset, landing.nbytes, landing.release)
+
+    def decline(self, grant: Grant, control: Control) -> None:
+        remote = self._remotes.get(control.peer)
+        if remote is not None:
+            self._send(remote, _RETURN, _NUMBER.pack(cast(int, grant[3])))
+
+    def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
+        for fd in fds:
+            os.close(fd)
+        if self._closed:
+            return
+        kind, body = _opened(control.peer, note)
+        remote = self._remote(control)
+        if kind == _ADDRESS and remote.endpoint is None and len(body) > _HEAD.size:
+            self._connect(remote, body)
+        elif kind == _SEGMENT and remote.endpoint is not None and len(body) > _HEAD.size:
+            number, address, size = _HEAD.unpack_from(body)
+            if number in remote.segments:
+                raise GrantError(f"{control.peer} announced segment {number} twice")
+            remote.segments[number] = RemoteSegment(address, size, body[_HEAD.size :])
+        elif kind == _GONE and len(body) == _NUMBER.size:
+            self._forget(remote, _NUMBER.unpack(body)[0])
+        elif kind == _RETURN and len(body) == _NUMBER.size:
+            block = remote.granted.pop(_NUMBER.unpack(body)[0], None)
+            if block is not None:
+                block.return_grant()
+        else:
+            raise GrantError(f"{control.peer} sent a note that makes no sense")
+
+    def peer_lost(self, peer: str) -> None:
+        remote = self._remotes.pop(peer, None)
+        if remote is None:
+            return
+        # Before any block of it is used for something else.
+        remote.stamp.expire()
+        self._end(remote, f"{peer} is gone")
+        granted, remote.granted = remote.granted, {}
+        for block in granted.values():
+            block.return_grant()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for peer in list(self._remotes):
+            self.peer_lost(peer)
+        if self._driver is not None:
+            self._driver.close()
+        for pool in (self._blocks, self._landing, self._stamps):
+            pool.arena.close()
+
+    def _remote(self, control: Control) -> Remote:
+        remote = self._remotes.get(control.peer)
+        if remote is None:
+            if self._closed:
+                raise TransportError("the transport is closed")
+            remote = self._remotes[control.peer] = Remote(control, Stamp(self._stamps))
+        return remote
+
+    def _send(self, remote: Remote, kind: int, body: bytes) -> None:
+        remote.control.send_note(self.name, _KIND.pack(kind, _digest(body)) + body)
+
+    def _introduce(self, remote: Remote) -> None:
+        if not remote.introduced:
+            # First, because a process may be its own peer, and notes to itself arrive at once.
+            remote.introduced = True
+            worker = self.driver.worker
+            key = self._stamps.key_of(remote.stamp.block.segment, worker)
+            head = _HEAD.pack(remote.stamp.address, remote.stamp.value, len(key))
+            self._send(remote, _ADDRESS, head + key + worker.address)
+
+    def _connect(self, remote: Remote, body: bytes) -> None:
+        address, remote.expected_stamp, size = _HEAD.unpack_from(body)
+        end = _HEAD.size + size
+        remote.stamped = RemoteSegment(address, WORD, body[_HEAD.size : end])
+        # Both sides do, so that both can end it; UCX makes one connection of the two.
+        remote.endpoint = self.driver.connect(body[end:], lambda status: self._broke(remote, status))
+        self._introduce(remote)
+
+    def _broke(self, remote: Remote, status: int) -> None:
+        if remote.lost is None:
+            self._end(remote, f"UCX lost {remote.control.peer}: {self._library.text(status)}")
+
+    def _end(self, remote: Remote, reason: str) -> None:
+        """Fail the transfers from a peer and cut the connection; the peer's keys go once nothing uses them."""
+        remote.lost = reason
+        for pull in list(remote.pulls):
+            pull.fail(PeerGone(reason))
+        if remote.endpoint is not None:
+            remote.endpoint.close()
+        if not remote.pulls:
+            self._forget_keys(remote)
+
+    def _pull(self, grant: Grant, control: Control) -> Pull:
+        """Begin to fetch; what is small is here when this returns."""
+        _, offset, nbytes, grant_id = cast(tuple[int, int, int, int], grant)
+        remote, segment = self.source_of(grant, control)
+        driver = self.driver
+        try:
+            landing = self._landing.arena.allocate(nbytes)
+            pull = Pull(remote, driver, landing, lambda: self._pulled(remote, grant_id))
+            memory = self.landing_memory(landing)
+            stamp_memory = self._stamps.memory_of(remote.stamp.block.segment, driver.worker)
+        except BaseException:
+            self.decline(grant, control)
+            raise
+        pull.begin(segment, offset, memory, stamp_memory)
+        driver.turn()
+        return pull
+
+    def source_of(self, grant: Grant, control: Control) -> tuple[Remote, RemoteSegment]:
+        """Where granted bytes are.
+
+        Raises:
+            GrantError: Nowhere.
+            PeerGone: Out of reach.
+        """
+        segment_id, offset, nbytes, _ = cast(tuple[int, int, int, int], grant)
+        remote = self._remotes.get(control.peer)
+        if remote is not None and remote.lost is not None:
+            self.decline(grant, control)
+            raise PeerGone(remote.lost)
+        segment = None if remote is None else remote.segments.get(segment_id)
+        if remote is None or segment is None or not 0 <= offset < offset + nbytes <= segment.size:
+            raise GrantError(
+                f"{control.peer} granted bytes {offset}..{offset + nbytes} of unknown segment {segment_id}"
+            )
+        return remote, segment
+
+    def landing_memory(self, landing: ArenaBlock) -> int:
+        """The handle of the memory of a block that something is to arrive in."""
+        return self._landing.memory_of(landing.segment, self.driver.worker)
+
+    def _pulled(self, remote: Remote, grant_id: int) -> None:
+        """A transfer touches nothing any more, neither here nor there."""
+        if self._remotes.get(remote.control.peer) is remote:
+            self._send(remote, _RETURN, _NUMBER.pack(grant_id))
+        if remote.lost is not None and not remote.pulls:
+            self._forget_keys(remote)
+
+    def _forget(self, remote: Remote, number: int) -> None:
+        segment = remote.segments.get(number)
+        if segment is None or segment.users:
+            raise GrantError(f"{remote.control.peer} gave up segment {number}, which it does not have or still lends")
+        del remote.segments[number]
+        self._forget_key(segment)
+
+    def _forget_keys(self, remote: Remote) -> None:
+        segments, remote.segments = remote.segments, {}
+        for segment in (*segments.values(), remote.stamped):
+            self._forget_key(segment)
+        remote.stamp.block.release()
+
+    def _forget_key(self, segment: RemoteSegment) -> None:
+        if segment.rkey is not None:
+            self.driver.worker.forget(segment.rkey)
+            segment.rkey = None
+
+    def _block_segment_closed(self, segment_id: int) -> None:
+        # The arena calls this in any thread; links belong to the loop.
+        self._host.call_soon(lambda: self._tell_gone(segment_id))
+
+    def _tell_gone(self, segment_id: int) -> None:
+        for remote in self._remotes.values():
+            if segment_id in remote.told:
+                remote.told.discard(segment_id)
+                self._send(remote, _GONE, _NUMBER.pack(segment_id))
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=8).digest()
+
+
+def _opened(peer: str, note: bytes) -> tuple[int, bytes]:
+    if len(note) < _KIND.size:
+        raise GrantError(f"{peer} sent a note that is too short")
+    kind, digest = _KIND.unpack_from(note)
+    body = note[_KIND.size :]
+    if digest != _digest(body):
+        raise GrantError(f"{peer} sent a note that is damaged")
+    return kind, body

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Final
 
 from aiodaft._runtime.incoming import current_deadline
 from aiodaft.exceptions import DeadlineExceeded
 
 __all__ = ["deadline"]
+
+# Ten years. Beyond that, timers and the wire have no room.
+_FOR_EVER: Final = 10 * 365 * 86400.0
 
 
 @asynccontextmanager
@@ -21,9 +25,13 @@ async def deadline(seconds: float) -> AsyncGenerator[None, None]:
 
     Raises:
         DeadlineExceeded: The time is over; also a TimeoutError.
+        ValueError: That is no number of seconds.
     """
     loop = asyncio.get_running_loop()
     outer = current_deadline.get()
+    if not isinstance(seconds, int | float) or not seconds >= 0:
+        raise ValueError(f"a deadline is a number of seconds that is not negative, not {seconds!r}")
+    seconds = min(seconds, _FOR_EVER)
     when = loop.time() + seconds
     token = current_deadline.set(when if outer is None else min(outer, when))
     scope = asyncio.timeout(seconds)

@@ -7,20 +7,19 @@ with new inputs; nothing of `fn` runs again.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
-from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import WANT_REPLY
-from aiodaft._runtime.calls import State, Target
+from aiodaft._runtime.calls import Request
 from aiodaft._runtime.current import current_peer
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.refkinds import CallState, PutState
+from aiodaft._runtime.refkinds import PutState
+from aiodaft._runtime.refs import RefState, state_of
 from aiodaft._runtime.serialization import map_refs
-from aiodaft.actor import MethodSpec
 from aiodaft.exceptions import RuntimeClosed
-from aiodaft.ref import Ref
+from aiodaft.ref import Ref, parts_of
 
 __all__ = ["Graph", "compile"]
 
@@ -31,37 +30,17 @@ A1 = TypeVar("A1")
 A2 = TypeVar("A2")
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One call of the dataflow."""
-
-    target: Target
-    spec: MethodSpec
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: CallState
-
-
 class _Recorder:
     """Takes the place of what sends calls while `fn` runs."""
 
     def __init__(self) -> None:
-        self.steps: list[_Step] = []
+        self.steps: list[Request] = []
 
-    def submit(
-        self,
-        target: Target,
-        spec: MethodSpec,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: State,
-        number: CallId,
-        mode: int,
-    ) -> None:
+    def submit(self, request: Request) -> None:
         """Note a call."""
-        if mode != WANT_REPLY or not isinstance(state, CallState):
-            raise TypeError(f"{spec.label}: streams and tell() cannot be captured in a graph")
-        self.steps.append(_Step(target, spec, args, kwargs, state))
+        if request.mode != WANT_REPLY:
+            raise TypeError(f"{request.spec.label}: streams and tell() cannot be captured in a graph")
+        self.steps.append(request)
 
 
 class Graph(Generic[P, R]):
@@ -70,12 +49,12 @@ class Graph(Generic[P, R]):
     Runs may overlap; they make their calls in the order in which they were started.
     """
 
-    def __init__(self, peer: Peer, inputs: list[Ref[Any]], steps: list[_Step], output: Any) -> None:
+    def __init__(self, peer: Peer, inputs: list[Ref[Any]], steps: list[Request], output: Any) -> None:
         self._peer = peer
         self._inputs = inputs
         self._steps = steps
         self._output = output
-        self._runs: set[Ref[Any]] = set()
+        self._runs: dict[RefState, Ref[Any]] = {}
         self._closed = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Ref[R]:
@@ -94,15 +73,23 @@ class Graph(Generic[P, R]):
         values: dict[Any, Any] = {ref._state: arg for ref, arg in zip(self._inputs, args, strict=True)}
 
         def replace(ref: Ref[Any]) -> Any:
+            parts = parts_of(ref)
+            if parts is not None:
+                # The list of the captured refs would never be complete: this run's own.
+                return [replace(part) for part in parts]
             return values.get(ref._state, ref)
 
         for step in self._steps:
             ref = step.target.call(step.spec, map_refs(step.args, replace), map_refs(step.kwargs, replace))
-            values[step.result] = ref
-            self._runs.add(ref)
-            ref.add_done_callback(self._runs.discard)
+            values[step.state] = ref
+            self._runs[state_of(ref)] = ref
+            # A watcher is no awaiter: a run whose only awaiter is cancelled is cancelled.
+            ref._state.watch(self._run_ended)
         output: Ref[R] = map_refs(self._output, replace)
         return output
+
+    def _run_ended(self, state: RefState) -> None:
+        self._runs.pop(state, None)
 
     async def aclose(self) -> None:
         """Start no more runs, and wait for those under way. Idempotent.
@@ -111,9 +98,9 @@ class Graph(Generic[P, R]):
         """
         self._closed = True
         try:
-            await asyncio.gather(*(ref.ready() for ref in self._runs))
+            await asyncio.gather(*(ref.ready() for ref in self._runs.values()))
         except asyncio.CancelledError:
-            for ref in self._runs:
+            for ref in list(self._runs.values()):
                 ref.cancel()
             raise
 
@@ -144,19 +131,29 @@ def compile(fn: Callable[..., Any], /) -> Graph[Any, Any]:
         TypeError: `fn` looks at a value (which does not exist yet), or does not return what its calls gave.
     """
     peer = current_peer()
-    count = fn.__code__.co_argcount - (hasattr(fn, "__self__") and 1)
-    inputs: list[Ref[Any]] = [Ref(_input(peer, index)) for index in range(count)]
+    inputs: list[Ref[Any]] = [Ref(_input(peer, index)) for index in range(_count_inputs(fn))]
     recorder = _Recorder()
     sender, peer.outgoing = peer.outgoing, recorder
     try:
         output = fn(*inputs)
     finally:
         peer.outgoing = sender
-    known = {ref._state for ref in inputs} | {step.result for step in recorder.steps}
+    known = {ref._state for ref in inputs} | {step.state for step in recorder.steps}
     outputs: Sequence[Any] = output if isinstance(output, list | tuple) else [output]
     if not all(isinstance(ref, Ref) and ref._state in known for ref in outputs) or not outputs:
-        raise TypeError(f"{fn.__qualname__} must return the refs of calls it made, not {output!r:.80}")
+        raise TypeError(f"{getattr(fn, '__qualname__', fn)} must return the refs of calls it made, not {output!r:.80}")
     return Graph(peer, inputs, recorder.steps, output)
+
+
+def _count_inputs(fn: Callable[..., Any]) -> int:
+    name = getattr(fn, "__qualname__", repr(fn))
+    if inspect.iscoroutinefunction(fn):
+        raise TypeError(f"{name} is async: what is compiled only calls actors, and awaits nothing")
+    parameters = inspect.signature(fn).parameters.values()
+    for parameter in parameters:
+        if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            raise TypeError(f"{name}: inputs of a graph are positional, and {parameter} is not")
+    return len([parameter for parameter in parameters if parameter.default is parameter.empty])
 
 
 def _input(peer: Peer, index: int) -> PutState:

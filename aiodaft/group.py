@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from aiodaft.actor import CallTarget, MethodSpec, Sig, StreamSig, specs_of, target_of
+from aiodaft.actor import CallTarget, target_of
+from aiodaft.methods import MethodSpec, Sig, StreamSig, specs_of
 from aiodaft.ref import Ref, Refs, Stream
 
 __all__ = ["Group"]

@@ -62,6 +62,9 @@ class Spawned(Generic[T]):
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(f"{self!r} has no attribute {name!r}: did you forget `await`?")
 
+        def __reduce__(self) -> NoReturn:
+            raise TypeError(f"{self!r} is no actor yet: did you forget `await`?")
+
         def __del__(self) -> None:
             if self.__dict__.get("_start") is not None:
                 warnings.warn(f"{self._what} was never awaited", RuntimeWarning, stacklevel=2, source=self)
@@ -114,9 +117,15 @@ class Spawner(ABC):
             resources: Other things each needs, as declared by `Runtime(resources=...)`.
             node: Name of the machine.
             with_: An actor in whose process they live: refs between them cost nothing.
+
+        Raises:
+            ValueError: An amount is no number, or negative.
         """
         scope, _ = self._spawning()
-        return Placement(scope, Constraints(cpus, gpus, resources, node, with_))
+        constraints = Constraints(cpus, gpus, resources, node, with_)
+        # Odd numbers are found out here, at the line that says them.
+        constraints.demand(Actor)
+        return Placement(scope, constraints)
 
     def spawn(self, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[ActorT]:
         """Make an actor in a process of its own: `await` it, or use it as `async with`.

@@ -73,7 +73,21 @@ class Ref(Generic[T_co]):
         return value
 
     def __del__(self) -> None:
-        self._state.handle_dropped()
+        try:
+            state = self._state
+        except AttributeError:
+            # Never initialised.
+            return
+        state.handle_dropped()
+
+    def __copy__(self) -> Ref[T_co]:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Ref[T_co]:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} travels only as, or inside, an argument or result of an actor's method")
 
     def __repr__(self) -> str:
         if not self.done():
@@ -164,6 +178,9 @@ class Ref(Generic[T_co]):
             raise TypeError(f"{self!r} is not a value yet: did you forget `await`?")
 
         def __getattr__(self, name: str) -> NoReturn:
+            if name == "_state":
+                # Its own text could not be had without it.
+                raise AttributeError("a Ref that was never initialised")
             raise AttributeError(f"{self!r} has no attribute {name!r}: did you forget `await`?")
 
         __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __setitem__ = __call__ = _forgot_await

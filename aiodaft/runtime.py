@@ -7,6 +7,7 @@ its lifespan. The node agent and the coordinator live in this process, so nothin
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import platform
 import sys
@@ -26,10 +27,12 @@ from aiodaft._runtime.link import Link
 from aiodaft._runtime.node import Node, gpus_of_this_machine
 from aiodaft._runtime.nursery import Nursery
 from aiodaft._runtime.peer import Peer, PeerOptions
+from aiodaft._runtime.tasks import shield_from_anyio
+from aiodaft._runtime.traffic import Traffic
 from aiodaft.actor import Actor, Handle, class_of
-from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
+from aiodaft.exceptions import ActorDied, DaftError, ProtocolError, RuntimeClosed
 from aiodaft.ref import Ref
-from aiodaft.scope import Scope
+from aiodaft.scope import Scope, handle_of
 from aiodaft_transport import Key, check_name, default_name
 
 __all__ = ["Runtime", "run", "start", "stop"]
@@ -45,8 +48,9 @@ class Runtime(Scope):
         cpus: CPUs of this machine; those this process may use, unless said.
         gpus: GPUs of this machine; detected, unless said. Say it to develop without any.
         resources: Other things to count, as in `{"disk": 2}`; actors ask for them by `rt.on(resources=...)`.
-        transport: How payloads travel: "shm" or "tcp"; the best one, unless said (or $AIODAFT_TRANSPORT says so).
-        preload: Modules that workers share instead of each importing them.
+        transport: How payloads travel: "shm", "ucx" or "tcp"; the best one, unless said (or by $AIODAFT_TRANSPORT).
+        preload: Modules that workers share instead of each importing them; numpy and torch, unless said, if they are
+            loaded here.
         fork: False starts every worker by exec, for code that cannot live in a forked process.
         uvloop: Whether workers run on uvloop; yes where it is installed, unless said.
         stop_grace: Seconds that calls under way get when their actor is stopped.
@@ -65,7 +69,7 @@ class Runtime(Scope):
         gpus: int | None = None,
         resources: Mapping[str, float] | None = None,
         transport: str | None = None,
-        preload: tuple[str, ...] = (),
+        preload: tuple[str, ...] | None = None,
         fork: bool | None = None,
         uvloop: bool | None = None,
         stop_grace: float = 5.0,
@@ -74,9 +78,12 @@ class Runtime(Scope):
         env: Env | None = None,
     ) -> None:
         super().__init__(self)
+        for name, value in {"stop_grace": stop_grace, "cancel_grace": cancel_grace, "max_pending": max_pending}.items():
+            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise ValueError(f"{name}={value!r}: a number that is not negative is needed")
         self.stop_grace = stop_grace
         self.node_name = platform.node() or "localhost"
-        self._cancel_grace = cancel_grace
+        self.cancel_grace = cancel_grace
         self._transport = check_name(transport or os.environ.get("AIODAFT_TRANSPORT") or default_name())
         self._max_pending = max_pending
         self._preload = preload
@@ -106,7 +113,8 @@ class Runtime(Scope):
         try:
             await super().__aexit__(error_type, error, traceback)
         finally:
-            await self._shut()
+            with shield_from_anyio():
+                await self._shut()
 
     async def aclose(self) -> None:
         """Close a runtime that was opened without a block. Idempotent.
@@ -127,7 +135,7 @@ class Runtime(Scope):
             node=self.node_name,
             home=peer_id,
             transport=self._transport,
-            grace=self._cancel_grace,
+            grace=self.cancel_grace,
             max_pending=self._max_pending,
         )
         peer = self._peer = Peer(options, Key(self._env.token(32)), self._env)
@@ -135,12 +143,15 @@ class Runtime(Scope):
         agent = Node(peer, self._nursery, self._ledger, uvloop=self._uvloop)
         agent.on_died = self._actor_died
         agent.on_unheld = self.fail
+        agent.on_ended = self._process_ended
         peer.add_cell(NODE, "node agent", agent)
         peer.add_cell(COORDINATOR, "coordinator", Coordinator())
         peer.on_unheld = lambda error, label: self.fail(error)
 
         async def explain(link: Link, reason: Exception) -> DaftError:
-            return await agent.explain(link.remote, len(link.session.calls) - link.session.waiting)
+            ending = await agent.explain(link.remote, len(link.session.calls) - link.session.waiting)
+            # Who talks nonsense is cut off, and ends: why is what the callers have to hear.
+            return reason if isinstance(reason, ProtocolError) else ending
 
         peer.explain = explain
         self.node = peer.node_agent()
@@ -153,12 +164,25 @@ class Runtime(Scope):
         if peer is None or nursery is None:
             return
         remove_process_peer(peer)
-        await peer.aclose(self._ended)
-        await nursery.aclose()
+        try:
+            await peer.aclose(self._ended)
+        finally:
+            await nursery.aclose()
 
-    def loop_is_gone(self) -> bool:
-        """Whether the loop it was opened on is not the one that runs now."""
-        return self._peer is not None and self._peer.loop is not asyncio.get_running_loop()
+    def abandon(self) -> None:
+        """End the processes of a runtime whose loop is gone. Blocks until they are."""
+        peer, nursery = self._peer, self._nursery
+        self._ended = "the event loop it was opened on is gone"
+        if peer is None or nursery is None:
+            return
+        remove_process_peer(peer)
+        peer.abandon(self._ended)
+        nursery.abandon()
+
+    @property
+    def is_stranded(self) -> bool:
+        """Whether the loop it was opened on has ended, so that nothing can be awaited there any more."""
+        return self._peer is not None and not self._peer.loop.is_running()
 
     # What scopes need.
 
@@ -177,17 +201,29 @@ class Runtime(Scope):
         """Raise RuntimeClosed unless the runtime is open and this is its loop."""
         if self._peer is None or self._ended is not None:
             raise RuntimeClosed(f"{what}: {self._ended or 'the runtime is not open yet'}")
-        if asyncio.get_running_loop() is not self._peer.loop:
+        self.check_loop(what)
+
+    def check_loop(self, what: str) -> None:
+        """Raise RuntimeError unless this is the loop that the runtime was opened on."""
+        if self._peer is not None and asyncio.get_running_loop() is not self._peer.loop:
             raise RuntimeError(f"{what}: this is another event loop than the one the runtime was opened on")
 
     def start_task(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Start a task that does not depend on the task that asks for it."""
-        return self.peer.tasks.start(coro, name=name)
+        try:
+            return self.peer.tasks.start(coro, name=name)
+        except RuntimeClosed:
+            coro.close()
+            raise
 
     def new_label(self, cls: type) -> str:
         """What to call the next actor of a class."""
         self._labels[cls.__name__] += 1
         return f"{cls.__name__}-{self._labels[cls.__name__]}"
+
+    def _process_ended(self, remote: PeerId) -> None:
+        if self._ended is None:
+            self.coordinator.release.tell(remote, None)
 
     def _actor_died(self, remote: PeerId, actor: ActorId, error: ActorDied) -> None:
         scope = self._owner_of(remote, actor)
@@ -196,26 +232,34 @@ class Runtime(Scope):
 
     # Values and names.
 
-    def put(self, value: T) -> Ref[T]:
+    def put(self, value: T, *, transport: str | None = None) -> Ref[T]:
         """A ref of a value of this process, to pass to many actors: it is encoded and moved once.
 
         A large value is copied by a helper thread; do not write to it before `await ref.ready()`.
 
+        Args:
+            value: Anything that can travel.
+            transport: How it travels, if not as everything else.
+
         Raises:
             SerializationError: Part of it cannot travel.
+            Unreachable: The transport cannot work here; says why.
         """
         self.check_running("a value cannot be put")
-        return Ref(self.peer.refs.put(value, "the value that was put"))
+        return Ref(self.peer.refs.put(value, "put", None if transport is None else check_name(transport)))
 
     async def name(self, actor: object, name: str) -> None:
         """Give an actor a name by which `lookup` finds it; it is free again when the actor is gone.
 
         Raises:
             NameTaken: Another actor has it.
+            ActorDied: The actor is gone.
             ValueError: Nothing can be called that.
         """
         check_actor_name(name)
-        target, cls = self._target(actor), class_of(actor)
+        target, cls = self._target(actor), class_of(handle_of(actor))
+        # One that is gone would keep the name for ever.
+        await self._agent(target.remote).report(target.actor)
         await self.coordinator.register(name, target.remote, target.actor, target.label, _class_names(cls))
 
     async def lookup(self, name: str, cls: type[ActorT]) -> ActorT:
@@ -229,6 +273,13 @@ class Runtime(Scope):
         if _class_names(cls)[0] not in found.class_names:
             raise TypeError(f"{name!r} is {found.label}, which is no {cls.__name__}")
         return cast("ActorT", Handle(Target(self.peer, found.peer, found.actor, found.label, self), cls))
+
+    def traffic(self) -> Traffic:
+        """What this process sent to actors and received from them, since the runtime was opened.
+
+        Payloads that actors hand to each other do not come here, and are not counted.
+        """
+        return self.peer.traffic()
 
     async def resources(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """What this machine has, and how much of each is free."""
@@ -259,14 +310,23 @@ async def start(**options: Any) -> Runtime:
 
 
 async def stop() -> None:
-    """Close the runtime that `start` opened; nothing if there is none."""
-    global _started
-    runtime, _started = _started, None
+    """Close the runtime that `start` opened; nothing if there is none.
+
+    Raises:
+        RuntimeError: It was opened on a loop that runs in another thread.
+        BaseExceptionGroup: Errors that nobody looked at.
+    """
+    global _started  # noqa: PLW0603 - as above
+    runtime = _started
     if runtime is None:
         return
-    if runtime.loop_is_gone():
-        # The kernel or the loop was replaced under it; its processes ended with their connections.
+    if runtime.is_stranded:
+        # A kernel, or `asyncio.run`, replaced the loop under it.
+        _started = None
+        runtime.abandon()
         return
+    runtime.check_loop("the started runtime cannot be stopped")
+    _started = None
     await runtime.aclose()
 
 
@@ -285,8 +345,6 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
 
 
 def _has_uvloop() -> bool:
-    import importlib.util  # noqa: PLC0415
-
     return importlib.util.find_spec("uvloop") is not None
 
 

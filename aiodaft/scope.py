@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.agent import Agent, host_spec
 from aiodaft._runtime.calls import Target
 from aiodaft._runtime.tasks import logger, shield_from_anyio
 from aiodaft.actor import Handle, class_of, target_of
-from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, RuntimeClosed
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, RuntimeClosed, SerializationError, SpawnFailed
 from aiodaft.group import Group
 from aiodaft.placement import Constraints, Spawner
+from aiodaft.ref import Ref
 from aiodaft.service import Service
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class Scope(Spawner):
         self._runtime = runtime
         self._parent = parent
         self._owned: dict[tuple[PeerId, ActorId], Target] = {}
+        # Actors that are being made, by the call that makes them.
+        self._making: dict[Ref[Any], Target] = {}
         self._children: list[Scope] = []
         self._errors: list[BaseException] = []
         self._held: dict[RefState, None] = {}
@@ -120,8 +123,9 @@ class Scope(Spawner):
                 try:
                     await asyncio.wait([closing])
                 except asyncio.CancelledError as cancelled:
+                    if interrupted is None:
+                        self._runtime.peer.tasks.create_task(self._kill_all(), name="kill the actors of a scope")
                     interrupted = cancelled
-                    await self._kill_all()
         closing.result()
         if self._parent is not None:
             self._parent._children.remove(self)
@@ -131,6 +135,7 @@ class Scope(Spawner):
         for child in reversed(self._children):
             child._closing = True
             await child._close_all(graceful=graceful)
+        await self._stop_making()
         targets = list(reversed(self._owned.values()))
         if graceful:
             for target in targets:
@@ -138,6 +143,13 @@ class Scope(Spawner):
         else:
             await asyncio.gather(*(self._stop_actor(target, 0) for target in targets))
         await asyncio.gather(*(self._vacate(target) for target in targets))
+
+    async def _stop_making(self) -> None:
+        making = dict(self._making)
+        for ref in making:
+            ref.cancel()
+        await asyncio.gather(*(ref.ready() for ref in making))
+        await asyncio.gather(*(self._vacate(target) for target in making.values()))
 
     async def _kill_all(self) -> None:
         """The closing itself was cancelled: no more grace."""
@@ -154,6 +166,9 @@ class Scope(Spawner):
                 errors.append(state.error)
         self._errors, self._held = [], {}
         return errors
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} stays in the process that opened it: pass handles of actors")
 
     # Where errors of its actors' refs go.
 
@@ -219,15 +234,34 @@ class Scope(Spawner):
         if constraints.node not in (None, runtime.node_name):
             raise ValueError(f"{what}: there is no node {constraints.node!r}; this runtime has {runtime.node_name!r}")
         beside = None if constraints.beside is None else self._process_of(constraints.beside)
-        place: Place = await runtime.node.place(label, constraints.demand(cls), beside)
+        placing: Ref[Place] = runtime.node.place(label, constraints.demand(cls), beside)
+        try:
+            place = await placing
+        except asyncio.CancelledError:
+            if placing.done() and placing.exception() is None:
+                # The place was found in the very moment of the cancellation: nobody else knows of it.
+                place = await placing
+                with shield_from_anyio():
+                    await self._undo(Target(runtime.peer, place.peer, place.actor, label, self))
+            raise
         target = Target(runtime.peer, place.peer, place.actor, label, self)
         agent = Target(runtime.peer, place.peer, ActorId(0), f"agent of {place.peer}", None)
         try:
-            await agent.call(host_spec(cls), (place.actor, label, cls, *args), kwargs)
             self.check_open(what)
-        except BaseException:
+            making = agent.call(host_spec(cls), (place.actor, label, cls, *args), kwargs)
+            self._making[making] = target
+            try:
+                await making
+            finally:
+                del self._making[making]
+            self.check_open(what)
+        except BaseException as error:
             with shield_from_anyio():
                 await self._undo(target)
+            if isinstance(error, CallCancelled):
+                self.check_open(what)
+            if isinstance(error, SerializationError) and isinstance(error.__cause__, ImportError):
+                raise SpawnFailed(f"{label} cannot be made: its process cannot load what it needs: {error}") from error
             raise
         self._owned[place.peer, place.actor] = target
         return Handle(target, cls)
@@ -290,9 +324,12 @@ class Scope(Spawner):
         await self._vacate(target)
 
     async def _stop_actor(self, target: Target, grace: float) -> None:
+        # A process that does not answer (it is frozen, or C code holds its interpreter) is ended all the same.
+        patience = grace + 2 * self._runtime.cancel_grace + 1.0
         try:
-            await self._agent(target.remote).stop(target.actor, "stopped by its owner", grace)
-        except DaftError as error:
+            async with asyncio.timeout(patience):
+                await self._agent(target.remote).stop(target.actor, "stopped by its owner", grace)
+        except (DaftError, TimeoutError) as error:
             logger.debug("%s was gone before it was stopped: %s", target.label, error)
 
     async def _vacate(self, target: Target) -> None:
@@ -312,11 +349,11 @@ class Scope(Spawner):
         if pid:
             try:
                 report = await self._agent(target.remote).report(target.actor)
-            except (DaftError, KeyError) as error:
+            except DaftError as error:
                 logger.debug("%s is gone: %s", target.label, error)
         return ActorInfo(
             name=target.label,
-            class_name=class_of(_handle(actor)).__name__,
+            class_name=class_of(handle_of(actor)).__name__,
             names=names,
             pid=pid,
             node=runtime.node_name,
@@ -329,7 +366,7 @@ class Scope(Spawner):
         return self._runtime.peer.agent_of(remote)
 
     def _target(self, actor: object) -> Target:
-        target = cast("Target", target_of(_handle(actor)))
+        target = cast("Target", target_of(handle_of(actor)))
         if target.peer is not self._runtime.peer:
             raise ValueError(f"{target.label} belongs to another runtime")
         return target
@@ -338,5 +375,6 @@ class Scope(Spawner):
         return self._target(actor).remote
 
 
-def _handle(actor: object) -> object:
+def handle_of(actor: object) -> object:
+    """The handle of an actor or a service."""
     return actor.handle if isinstance(actor, Service) else actor

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from aiodaft.actor import plain_spec, target_of
+from aiodaft.actor import target_of
+from aiodaft.methods import plain_spec
 from aiodaft.ref import Ref
 
 __all__ = ["Service"]

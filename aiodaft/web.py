@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
+from aiodaft._runtime.tasks import TaskOwner, shield_from_anyio
 from aiodaft.exceptions import DaftError
 
 __all__ = ["ClientDisconnected", "cancel_on_disconnect"]
@@ -49,13 +50,18 @@ async def cancel_on_disconnect(request: Receiver) -> AsyncGenerator[None, None]:
                 task.cancel()
                 return
 
-    async with asyncio.TaskGroup() as watchers:
-        watcher = watchers.create_task(watch(), name="aiodaft: watch for a disconnect")
+    watchers = TaskOwner("aiodaft web")
+    watchers.create_task(watch(), name="watch for a disconnect")
+    try:
         try:
             yield
-        except asyncio.CancelledError:
-            if gone and task.uncancel() == 0:
-                raise ClientDisconnected("the client left") from None
-            raise
         finally:
-            watcher.cancel()
+            with shield_from_anyio():
+                await watchers.aclose()
+            if gone:
+                # Where the body ended before the cancellation reached it, it arrives here.
+                await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        if gone and task.uncancel() == 0:
+            raise ClientDisconnected("the client left") from None
+        raise

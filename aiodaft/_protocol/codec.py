@@ -25,14 +25,18 @@ class FrameEncoder:
     """Packs frames one after the other into one buffer, so that a turn of the loop costs one write."""
 
     def __init__(self) -> None:
-        packer = msgpack.Packer(autoreset=False, unicode_errors="surrogatepass")
-        self.pack: Callable[[Any], None] = packer.pack
-        self._packer = packer
+        # Not one growing buffer in the packer: that would lose the frames in it when a later one cannot be packed.
+        self._pack: Callable[[Any], bytes] = msgpack.Packer(unicode_errors="surrogatepass").pack
+        self._frames: list[bytes] = []
+
+    def pack(self, frame: Any) -> None:
+        """Add a frame."""
+        self._frames.append(self._pack(frame))
 
     def take(self) -> bytes:
         """Return everything packed since the last call."""
-        data: bytes = self._packer.bytes()
-        self._packer.reset()
+        data = b"".join(self._frames)
+        self._frames.clear()
         return data
 
 
@@ -51,23 +55,30 @@ class FrameDecoder:
             max_map_len=0,
             max_ext_len=0,
         )
+        # Bytes since a frame was completed; the unpacker bounds each field, but not their sum.
+        self._unfinished = 0
 
-    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Any]:
-        """Yield the frames that `data` completes.
+    def feed(self, data: bytes | bytearray | memoryview) -> list[Any]:
+        """Return the frames that `data` completes.
 
         Raises:
             RemoteProtocolError: The bytes are no frames, or break a limit. The decoder is of no use after that.
         """
         try:
             self._unpacker.feed(data)
-            yield from self._unpacker
+            frames = list(self._unpacker)
         except (ValueError, msgpack.UnpackException) as error:
-            raise RemoteProtocolError(f"these bytes are no frame: {error or type(error).__name__}") from error
+            raise RemoteProtocolError(f"these bytes are no frame: {str(error) or type(error).__name__}") from error
+        self._unfinished = 0 if frames else self._unfinished + len(data)
+        if self._unfinished > MAX_FRAME:
+            raise RemoteProtocolError(f"these bytes are no frame: it exceeds {MAX_FRAME} bytes")
+        return frames
 
 
 def _big_int(value: Any) -> Any:
     if type(value) is int:
-        return Ext(BIG_INT, str(value).encode())
+        # Hexadecimal: decimal digits are limited in number, and take quadratic time.
+        return Ext(BIG_INT, f"{value:x}".encode())
     raise TypeError(f"cannot pack {type(value).__name__}")
 
 
@@ -90,7 +101,7 @@ def unpack(data: bytes | memoryview, ext_hook: ExtHook) -> Any:
     """Decode what `pack` made; `ext_hook` turns extensions other than big integers into values."""
 
     def hook(code: int, content: bytes) -> Any:
-        return int(content) if code == BIG_INT else ext_hook(code, content)
+        return int(content, 16) if code == BIG_INT else ext_hook(code, content)
 
     return msgpack.unpackb(
         data,
@@ -104,7 +115,7 @@ def unpack_stream(data: memoryview, ext_hook: ExtHook) -> Iterator[Any]:
     """Decode packed values that stand one after the other."""
 
     def hook(code: int, content: bytes) -> Any:
-        return int(content) if code == BIG_INT else ext_hook(code, content)
+        return int(content, 16) if code == BIG_INT else ext_hook(code, content)
 
     unpacker = msgpack.Unpacker(
         ext_hook=hook, strict_map_key=False, unicode_errors="surrogatepass", max_buffer_size=len(data) + 1

@@ -24,6 +24,8 @@ class Demand:
     custom: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
+        if builtin := {"cpus", "gpus"} & self.custom.keys():
+            raise ValueError(f"ask for {' and '.join(sorted(builtin))} by that argument, not among other resources")
         for name, amount in {"cpus": self.cpus, "gpus": self.gpus, **self.custom}.items():
             if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
                 raise ValueError(f"{name}={amount!r}: resources are numbers that are not negative")
@@ -35,6 +37,9 @@ class Ledger(Generic[HolderT]):
     """Resources of one node."""
 
     def __init__(self, *, cpus: float, gpus: int, custom: Mapping[str, float] | None = None) -> None:
+        Demand(cpus, gpus, custom or {})
+        if not isinstance(gpus, int):
+            raise ValueError(f"gpus={gpus!r}: a node has a whole number of GPUs")
         self.totals: dict[str, float] = {"cpus": float(cpus), **(custom or {})}
         self.gpus = gpus
         self._used: dict[str, float] = dict.fromkeys(self.totals, 0.0)
@@ -55,6 +60,8 @@ class Ledger(Generic[HolderT]):
         Raises:
             InsufficientResources: It is not there, or somebody has it; nothing was reserved.
         """
+        if holder in self._holders:
+            raise ValueError(f"{label} has its resources already")
         needs = {"cpus": demand.cpus, **demand.custom}
         for name, amount in needs.items():
             if amount > self.totals.get(name, 0.0) - self._used.get(name, 0.0) + _EPSILON:
@@ -68,9 +75,12 @@ class Ledger(Generic[HolderT]):
         self._holders[holder] = (label, demand, chosen)
         return chosen
 
-    def give_back(self, holder: HolderT) -> None:
-        """Return what a holder had; nothing if it had nothing."""
-        _, demand, chosen = self._holders.pop(holder, ("", Demand(), ()))
+    def give_back(self, holder: HolderT, *, keep_gpus: bool = False) -> None:
+        """Return what a holder had, or all but its GPUs; nothing if it had nothing."""
+        label, demand, chosen = self._holders.pop(holder, ("", Demand(), ()))
+        if keep_gpus and chosen:
+            self._holders[holder] = (label, Demand(gpus=demand.gpus), chosen)
+            chosen = ()
         for name, amount in {"cpus": demand.cpus, **demand.custom}.items():
             if amount:
                 self._used[name] -= amount
@@ -102,7 +112,8 @@ class Ledger(Generic[HolderT]):
         ]
         in_use = f": {', '.join(users)}" if users else ""
         left = self.free().get(name, 0.0)
-        hint = "" if total else f"; declare them by hand with Runtime({name}=...) if you know better"
+        declared = f"{name}=..." if name in {"cpus", "gpus"} else f"resources={{{name!r}: ...}}"
+        hint = "" if total else f"; declare them by hand with Runtime({declared}) if you know better"
         return f"{label} needs {name}={amount:g}, but this node has {total:g}, of which {left:g} free{in_use}{hint}"
 
     @staticmethod

@@ -98,6 +98,7 @@ class Mailbox(Generic[EntryT]):
         self.watching = False
         started: list[EntryT] = []
         for caller, lane in list(self._lanes.items()):
+            first = lane[0]
             while lane and (lane[0].withdrawn or self._may_start(lane[0])):
                 entry = lane.popleft()
                 if not entry.withdrawn:
@@ -105,6 +106,9 @@ class Mailbox(Generic[EntryT]):
                     started.append(entry)
             if not lane:
                 del self._lanes[caller]
+            elif first is not lane[0]:
+                # Whoever got something goes behind the others, or it could take every turn of a bounded method.
+                self._lanes[caller] = self._lanes.pop(caller)
         unordered, self._unordered = self._unordered, []
         for entry in unordered:
             if not entry.withdrawn and self._may_start(entry):

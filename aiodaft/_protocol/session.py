@@ -36,14 +36,16 @@ class Session(Generic[CallT]):
         self.version = WIRE_VERSION
         # Calls without an answer: under way, and waiting for their turn.
         self.calls: dict[CallId, CallT] = {}
-        self._waiting: OrderedDict[CallId, tuple[Message | None, int]] = OrderedDict()
+        self._waiting: OrderedDict[CallId, Message | None] = OrderedDict()
         self._base_window = window
         self._window = window
         self._answers = 0
         self._answers_before = 0
         self._max_pending = max_pending
+        # Bytes of arguments, of those calls that have any.
         self._costs: dict[CallId, int] = {}
         self._bytes = 0
+        self._window_bytes = WINDOW_BYTES
         self._decoder = FrameDecoder()
         self._encoder = FrameEncoder()
         self.send: Callable[[Message], None] = self._encoder.pack
@@ -100,36 +102,41 @@ class Session(Generic[CallT]):
             message is not None
             and not self._waiting
             and len(self.calls) < self._window
-            and not self._bytes + cost > WINDOW_BYTES
+            and not self._bytes + cost > self._window_bytes
         ):
             self.calls[call_id] = call
-            self._launch(call_id, message, cost)
+            if cost:
+                self._costs[call_id] = cost
+                self._bytes += cost
+            self.send(message)
             return
         if len(self._waiting) >= self._max_pending:
             raise Overloaded(
                 f"{len(self._waiting)} calls are waiting for {self.remote} already; await some of them first"
             )
         self.calls[call_id] = call
-        self._waiting[call_id] = (message, cost)
-        self._pump()
+        self._wait(call_id, message, cost)
 
     def provide(self, call_id: CallId, message: Message, cost: int = 0) -> None:
         """Give the message of a call that was submitted without one."""
         if call_id not in self._waiting:
             raise LocalProtocolError(f"call {call_id} is not waiting for its message")
-        self._waiting[call_id] = (message, cost)
-        self._pump()
+        self._wait(call_id, message, cost)
 
     def withdraw(self, call_id: CallId) -> bool:
         """Take back a call that was not sent yet; True if that was possible."""
-        if self._waiting.pop(call_id, None) is None:
+        if call_id not in self._waiting:
             return False
-        del self.calls[call_id]
+        del self._waiting[call_id], self.calls[call_id]
+        self._costs.pop(call_id, None)
         self._pump()
         return True
 
     def settle(self, call_id: CallId) -> CallT | None:
         """The call is answered: return what was kept with it (None if it is unknown) and make room for the next."""
+        if self._waiting and call_id in self._waiting:
+            # Nobody can have answered what was not sent.
+            return None
         call = self.calls.pop(call_id, None)
         if call is not None:
             self._answers += 1
@@ -147,23 +154,27 @@ class Session(Generic[CallT]):
         """
         if self._answers == self._answers_before:
             self._window *= 2
+            self._window_bytes *= 2
             self._pump()
         else:
             self._window = self._base_window
+            self._window_bytes = WINDOW_BYTES
         self._answers_before = self._answers
         return bool(self._waiting)
 
-    def _launch(self, call_id: CallId, message: Message, cost: int) -> None:
+    def _wait(self, call_id: CallId, message: Message | None, cost: int) -> None:
+        self._waiting[call_id] = message
         if cost:
             self._costs[call_id] = cost
-            self._bytes += cost
-        self.send(message)
+        self._pump()
 
     def _pump(self) -> None:
         while self._waiting and len(self.calls) - len(self._waiting) < self._window:
-            call_id, (message, cost) = next(iter(self._waiting.items()))
+            call_id, message = next(iter(self._waiting.items()))
+            cost = self._costs.get(call_id, 0)
             # One call may exceed the byte window, or it would wait for ever.
-            if message is None or (self._bytes and self._bytes + cost > WINDOW_BYTES):
+            if message is None or (self._bytes and self._bytes + cost > self._window_bytes):
                 return
             del self._waiting[call_id]
-            self._launch(call_id, message, cost)
+            self._bytes += cost
+            self.send(message)

@@ -6,7 +6,9 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
-from aiodaft.actor import Actor, MethodSpec, method, plain_spec, specs_of
+from aiodaft.actor import Actor
+from aiodaft.exceptions import ActorDied
+from aiodaft.methods import MethodSpec, method, plain_spec, specs_of
 
 from .failures import add_note
 from .hosting import Cell
@@ -51,10 +53,15 @@ class Agent(Actor):
     @method
     async def report(self, actor: int) -> dict[str, Any]:
         """How an actor is doing."""
-        cell = self._peer.cells[ActorId(actor)]
+        cell = self._peer.cells.get(ActorId(actor))
+        if cell is None:
+            raise ActorDied("the actor was stopped", executed=False)
+        calls = cell.running()
+        begun = [call.label for call in calls if call.begun]
         return {
-            "running": tuple(call.label for call in cell.running()),
-            "queued": cell.mailbox.queued,
+            "running": tuple(begun),
+            # Calls of def methods wait for the actor's thread.
+            "queued": cell.mailbox.queued + len(calls) - len(begun),
             "done": cell.done,
             "stored_bytes": self._peer.store.stored_bytes(),
         }
@@ -100,9 +107,8 @@ def host_spec(cls: type) -> MethodSpec:
 
 
 def _spec_finder(cls: type) -> Any:
-    specs = specs_of(cls)
     if issubclass(cls, Actor):
-        return specs.get
+        return specs_of(cls).get
     known: dict[str, MethodSpec] = {}
 
     def find(name: str) -> MethodSpec | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from types import FunctionType
 from typing import Any, Final
 
 from .pickling import TooLong
@@ -56,7 +57,12 @@ def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from (((f"{path}.{fields[i]}" if fields else f"{path}[{i}]"), item) for i, item in enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from ((f"{path}.{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value))
-    else:
+    elif not _has_own_reduce(value):
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             yield from ((f"{path}.{name}", item) for name, item in attributes.items())
+
+
+def _has_own_reduce(value: Any) -> bool:
+    # Attributes of such an object are not what is pickled. Those of builtins give their attributes.
+    return isinstance(type(value).__reduce__, FunctionType)

@@ -10,15 +10,15 @@ from aiodaft._protocol.messages import ERROR, ITEM, PLAIN_TEXT_LIMIT, REPLY, RES
 from aiodaft.ref import Borrowed
 
 from .failures import encode_error
-from .serialization import FLAT
+from .serialization import FLAT, Names
 from .store import Kept
 from .streams import StreamState
 
 if TYPE_CHECKING:
-    from .calls import State
     from .incoming import IncomingCall
     from .link import Link
     from .peer import Peer
+    from .replies import State
 
 
 def is_plain(value: Any) -> bool:
@@ -57,7 +57,7 @@ class RemoteCaller:
             self._finish(call)
             self._link.send((REPLY, call.number, result))
         if call.pulled:
-            call.tell_pullers(self._encode_plain(result))
+            call.tell_pullers(self._encode_plain(call, result))
 
     async def answer_encoded(self, call: IncomingCall, result: Any) -> None:
         self.answer_kept(call, await self._capture(call, result))
@@ -85,11 +85,10 @@ class RemoteCaller:
 
     async def item(self, call: IncomingCall, value: Any) -> None:
         kept = await self._capture(call, value)
-        transport = self._peer.store.transport
         if call.over or self._link.lost is not None:
             kept.release()
             return
-        blobs = kept.blobs_for(self._link, transport)
+        blobs = kept.blobs_for(self._link)
         self._link.send((ITEM, call.number, kept.payload, blobs, self._pinned(call, kept)))
         # The grant keeps the block until the consumer is done with it.
         kept.release()
@@ -115,16 +114,16 @@ class RemoteCaller:
     async def _capture(self, call: IncomingCall, result: Any) -> Kept:
         lent = isinstance(result, Borrowed)
         value = result.value if lent else result
-        name = f"the {'item' if call.wants_stream else 'result'} of {call.label}"
-        encoded = await self._peer.store.encode_anywhere(value, [(name, value)])
-        kept = Kept(encoded, result if lent else None)
+        names = Names(call.label, (("item" if call.wants_stream else "result", value),))
+        encoded = await self._peer.store.encode_anywhere(value, names, via=call.spec.transport)
+        kept = Kept(encoded, result if lent else None, call.spec.transport)
         if not (kept.lent or self._peer.store.pack_now(kept)):
             await call.cell.capture(kept)
         return kept
 
-    def _encode_plain(self, value: Any) -> Kept:
-        kept = Kept(self._peer.store.encode(value, []))
-        kept.pack(self._peer.store.transport)
+    def _encode_plain(self, call: IncomingCall, value: Any) -> Kept:
+        kept = Kept(self._peer.store.encode(value, Names(call.label)))
+        self._peer.store.pack_here(kept)
         return kept
 
 

@@ -3,93 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
-from aiodaft._protocol.messages import (
-    ADOPTED,
-    CALL,
-    ERROR,
-    RESULT,
-    SEND,
-    STORED,
-    WANT_NOTHING,
-    WANT_REPLY,
-    WANT_STREAM,
-    Message,
-)
-from aiodaft.exceptions import ActorDied, DaftError, DeadlineExceeded, RemoteProtocolError, RuntimeClosed
+from aiodaft._protocol.messages import CALL, SEND, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
+from aiodaft.exceptions import ActorDied, RuntimeClosed
 from aiodaft.ref import Ref, Stream
 
 from .callers import all_plain
-from .failures import add_note, copy_error, decode_error
+from .failures import add_note, copy_error
 from .incoming import IncomingCall, current_call
 from .pickling import TooLong, home
 from .refkinds import CallState
-from .refs import RefState, state_of
-from .store import Arrived, Kept, Names
+from .refs import state_of
+from .replies import State, TellState
+from .serialization import Names
+from .store import Kept
 from .streams import StreamState
 
 if TYPE_CHECKING:
-    from aiodaft.actor import MethodSpec
+    from aiodaft.methods import MethodSpec
 
     from .link import Link
     from .peer import Peer
     from .sinks import ErrorSink
-
-logger = logging.getLogger("aiodaft")
-
-
-class Pending(Protocol):
-    """A call that waits for its answer."""
-
-    inputs: list[RefState] | None
-
-    @property
-    def label(self) -> str: ...
-    def on_plain(self, value: Any) -> None: ...
-    def on_result(self, arrived: Arrived) -> None: ...
-    def on_stored(self) -> None: ...
-    def on_error(self, error: BaseException) -> None: ...
-    def on_lost(self, error: DaftError) -> None: ...
-
-
-class TellState:
-    """A call without a reply: the answer only says that it is over."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self.inputs: list[RefState] | None = None
-
-    @property
-    def label(self) -> str:
-        return self._label
-
-    def _release(self) -> None:
-        for state in self.inputs or ():
-            state.drop_use()
-        self.inputs = None
-
-    def on_plain(self, value: Any) -> None:
-        self._release()
-
-    def on_result(self, arrived: Arrived) -> None:
-        self._release()
-
-    def on_stored(self) -> None:
-        self._release()
-
-    def on_error(self, error: BaseException) -> None:
-        self._release()
-        logger.error("%s, called by tell(), failed", self.label, exc_info=error)
-
-    def on_lost(self, error: DaftError) -> None:
-        self._release()
-        logger.warning("%s, called by tell(), may not have run: %s", self.label, error)
-
-
-State: TypeAlias = CallState | StreamState | TellState
 
 
 class Target:
@@ -120,7 +58,7 @@ class Target:
             spec.check(args, kwargs)
         number = self.peer.next_number()
         state = CallState(self, spec, number)
-        self.peer.outgoing.submit(self, spec, args, kwargs, state, number, WANT_REPLY)
+        self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
         return Ref(state)
 
     def stream(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]:
@@ -128,14 +66,15 @@ class Target:
         spec.check(args, kwargs)
         number = self.peer.next_number()
         state = StreamState(self.peer, number, spec.label)
-        self.peer.outgoing.submit(self, spec, args, kwargs, state, number, WANT_STREAM)
+        self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_STREAM, state))
         return Stream(state)
 
     def tell(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call a method without a reply."""
         spec.check(args, kwargs)
         number = self.peer.next_number()
-        self.peer.outgoing.submit(self, spec, args, kwargs, TellState(spec.label), number, WANT_NOTHING)
+        request = Request(self, spec, args, kwargs, number, WANT_NOTHING, TellState(spec.label))
+        self.peer.outgoing.submit(request)
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
@@ -147,38 +86,36 @@ def _rebuild_handle(remote: PeerId, actor: ActorId, label: str, cls: type) -> An
     return peer.handle(remote, actor, label, cls)
 
 
+@dataclass(slots=True, eq=False)
+class Request:
+    """A call to be made."""
+
+    target: Target
+    spec: MethodSpec
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    number: CallId
+    mode: int
+    # Who waits for the answer.
+    state: State
+    # On the loop's clock.
+    deadline: float | None = None
+
+
 class CallSink(Protocol):
     """What calls are handed to."""
 
-    def submit(
-        self,
-        target: Target,
-        spec: MethodSpec,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: State,
-        number: CallId,
-        mode: int,
-    ) -> None: ...
+    def submit(self, request: Request) -> None: ...
 
 
 class Outgoing:
-    """Sends calls and takes their answers."""
+    """Sends calls."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
 
-    def submit(
-        self,
-        target: Target,
-        spec: MethodSpec,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: State,
-        number: CallId,
-        mode: int,
-    ) -> None:
-        """Send a call; its answer goes to `state`. Never blocks, and raises only what is wrong with the call itself.
+    def submit(self, request: Request) -> None:
+        """Send a call; its answer goes to `request.state`. Never blocks, and raises only what is wrong with the call.
 
         Raises:
             SerializationError: An argument cannot travel.
@@ -188,13 +125,14 @@ class Outgoing:
         peer = self._peer
         running = asyncio._get_running_loop()
         if running is not peer.loop:
-            self._submit_elsewhere(running, target, spec, args, kwargs, state, number, mode)
+            self._submit_elsewhere(running, request)
             return
         if peer.closed is not None:
-            raise RuntimeClosed(f"{spec.label} cannot be called: {peer.closed}")
-        deadline = peer.deadline()
+            raise RuntimeClosed(f"{request.spec.label} cannot be called: {peer.closed}")
+        target, state, args = request.target, request.state, request.args
+        request.deadline = deadline = peer.deadline()
         if target.remote == peer.id:
-            self._submit_local(target, spec, args, kwargs, state, number, mode, deadline)
+            self._submit_local(request)
             return
         link = peer.link_to(target.remote)
         if link.lost is not None:
@@ -202,83 +140,78 @@ class Outgoing:
             return
         if not isinstance(state, TellState):
             state.link = link
-        if mode == WANT_REPLY and not kwargs and deadline is None and all_plain(args):
-            link.submit(number, state, (CALL, number, target.actor, spec.name, args))
+        if request.mode == WANT_REPLY and not request.kwargs and deadline is None and all_plain(args):
+            link.submit(request.number, state, (CALL, request.number, target.actor, request.spec.name, args))
         else:
-            self._submit_encoded(link, target, spec, args, kwargs, state, number, mode, deadline)
+            self._submit_encoded(link, request)
 
     # The slower ways.
 
-    def _submit_encoded(
-        self,
-        link: Link,
-        target: Target,
-        spec: MethodSpec,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: State,
-        number: CallId,
-        mode: int,
-        deadline: float | None,
-    ) -> None:
-        names: Names = [(spec.argument(index), arg) for index, arg in enumerate(args)]
-        names += [(f"{name} of {spec.label}", arg) for name, arg in kwargs.items()]
-        value = [list(args), kwargs]
-        head = (SEND, number, target.actor, spec.name, mode)
+    def _submit_encoded(self, link: Link, request: Request) -> None:
+        spec, number, state = request.spec, request.number, request.state
+        parts = [(spec.argument(index), arg) for index, arg in enumerate(request.args)]
+        names = Names(spec.label, (*parts, *request.kwargs.items()))
+        value = [list(request.args), request.kwargs]
         try:
             kept = Kept(self._peer.store.encode(value, names, resolve=True))
         except TooLong:
             link.submit(number, state, None)
-            coro = self._encode_then_send(link, head, value, names, state, deadline)
+            coro = self._encode_then_send(link, request, value, names)
             self._peer.tasks.create_task(coro, name=f"encode the arguments of {spec.label}")
             return
-        if not self._use_inputs(kept, state, spec.label):
+        if not self._use_inputs(kept, request):
             return
         if self._peer.store.pack_now(kept):
-            link.submit(number, state, self._message(link, head, kept, deadline), kept.encoded.size)
+            link.submit(number, state, self._message(link, request, kept), kept.encoded.size)
         else:
             link.submit(number, state, None)
-            self._peer.tasks.create_task(self._pack_then_send(link, head, kept, state, deadline), name="copy arguments")
+            self._peer.tasks.create_task(self._pack_then_send(link, request, kept), name="copy arguments")
 
-    async def _encode_then_send(
-        self, link: Link, head: Message, value: Any, names: Names, state: State, deadline: float | None
-    ) -> None:
+    async def _encode_then_send(self, link: Link, request: Request, value: Any, names: Names) -> None:
         try:
             kept = Kept(await self._peer.store.encode_anywhere(value, names, resolve=True))
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
-            if link.session.withdraw(head[1]):
-                state.on_error(error)
+            self._fail_unsent(link, request, error)
             return
-        if self._use_inputs(kept, state, state.label):
-            await self._pack_then_send(link, head, kept, state, deadline)
+        if self._use_inputs(kept, request):
+            await self._pack_then_send(link, request, kept)
         else:
-            link.session.withdraw(head[1])
+            link.session.withdraw(request.number)
 
-    async def _pack_then_send(
-        self, link: Link, head: Message, kept: Kept, state: State, deadline: float | None
-    ) -> None:
+    async def _pack_then_send(self, link: Link, request: Request, kept: Kept) -> None:
         try:
             await self._peer.store.pack(kept)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
-            if link.session.withdraw(head[1]):
-                state.on_error(error)
+            self._fail_unsent(link, request, error)
             return
-        if link.lost is None and link.session.is_waiting(head[1]):
-            link.provide(head[1], self._message(link, head, kept, deadline), kept.encoded.size)
-        else:
+        if link.lost is not None or not link.session.is_waiting(request.number):
             kept.release()
+            return
+        try:
+            message = self._message(link, request, kept)
+        except Exception as error:  # noqa: BLE001 - a lent buffer was written to, or there is no descriptor left
+            kept.release()
+            self._fail_unsent(link, request, error)
+        else:
+            link.provide(request.number, message, kept.encoded.size)
 
-    def _message(self, link: Link, head: Message, kept: Kept, deadline: float | None) -> Message:
-        peer = self._peer
-        blobs = kept.blobs_for(link, peer.store.transport)
+    def _fail_unsent(self, link: Link, request: Request, error: Exception) -> None:
+        # If it is not there any more, it was cancelled.
+        if link.session.withdraw(request.number):
+            request.state.on_error(error)
+
+    def _message(self, link: Link, request: Request, kept: Kept) -> Message:
+        peer, deadline = self._peer, request.deadline
+        blobs = kept.blobs_for(link)
         # The grant keeps the block until the callee is done with it.
         kept.release()
         left = None if deadline is None else max(0, int((deadline - peer.loop.time()) * 1000))
         refs = tuple(peer.refs.describe(ref) for ref in kept.refs)
-        slots = tuple(peer.refs.describe_value(ref) for ref in kept.encoded.slots)
+        slots = peer.refs.describe_values(kept.encoded.slots)
+        head = (SEND, request.number, request.target.actor, request.spec.name, request.mode)
         return (*head, left, kept.payload, blobs, refs, slots)
 
-    def _use_inputs(self, kept: Kept, state: State, label: str) -> bool:
+    def _use_inputs(self, kept: Kept, request: Request) -> bool:
         """Hold the refs among the arguments while the call is under way; False if one has failed already."""
         refs = [*kept.encoded.slots, *kept.refs]
         if not refs:
@@ -287,61 +220,43 @@ class Outgoing:
         for used in inputs:
             if used.error is not None:
                 used.mark_seen()
-                error = used.error
-                add_note(error, f"needed by {label}, which did not run: its argument is the result of {used.label}")
-                state.on_error(error)
+                what = f"needed by {request.spec.label}, which did not run: its argument is the result of {used.label}"
+                add_note(used.error, what)
+                request.state.on_error(used.error)
                 return False
         for used in inputs:
             used.add_use()
-        state.inputs = inputs
+        request.state.inputs = inputs
         return True
 
-    def _submit_local(
-        self,
-        target: Target,
-        spec: MethodSpec,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: State,
-        number: CallId,
-        mode: int,
-        deadline: float | None,
-    ) -> None:
+    def _submit_local(self, request: Request) -> None:
         """Call an actor of this process: the objects themselves are passed."""
-        peer = self._peer
+        peer, target = self._peer, request.target
         cell = peer.cells.get(target.actor)
         if cell is None:
-            state.on_error(ActorDied(f"{target.label} was stopped", executed=False))
+            request.state.on_error(ActorDied(f"{target.label} was stopped", executed=False))
             return
-        call = IncomingCall(peer.local_caller, peer.id, number, cell, spec, mode, args)
-        call.deadline = deadline
-        call.kwargs = kwargs
-        peer.local_caller.states[number] = state
-        peer.local_caller.calls[number] = call
+        caller = peer.local_caller
+        call = IncomingCall(caller, peer.id, request.number, cell, request.spec, request.mode, request.args)
+        call.deadline = request.deadline
+        call.kwargs = request.kwargs
+        caller.states[request.number] = request.state
+        caller.calls[request.number] = call
         peer.hosted.deliver_local(cell, call)
 
-    def _submit_elsewhere(
-        self,
-        running: asyncio.AbstractEventLoop | None,
-        target: Target,
-        spec: MethodSpec,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: State,
-        number: CallId,
-        mode: int,
-    ) -> None:
+    def _submit_elsewhere(self, running: asyncio.AbstractEventLoop | None, request: Request) -> None:
         if running is not None:
-            raise RuntimeError(f"{spec.label} was called on another event loop than the one its runtime was started on")
+            label = request.spec.label
+            raise RuntimeError(f"{label} was called on another event loop than the one its runtime was started on")
         # A `def` method calls another actor: the loop does the sending.
         context = current_call.get()
 
         def submit() -> None:
             token = current_call.set(context)
             try:
-                self.submit(target, spec, args, kwargs, state, number, mode)
+                self.submit(request)
             except Exception as error:  # noqa: BLE001 - the caller is in another thread; its ref is where errors go
-                state.on_error(error)
+                request.state.on_error(error)
             finally:
                 current_call.reset(token)
 
@@ -350,68 +265,3 @@ class Outgoing:
     async def _fail_lost(self, link: Link, state: State) -> None:
         error = copy_error(await self._peer.explanation(link))
         state.on_error(error.with_executed(False))
-
-    # Answers.
-
-    def replied(self, link: Link, message: Message) -> None:
-        """REPLY came."""
-        _, number, value = message
-        state = link.session.settle(number)
-        if state is None:
-            raise RemoteProtocolError(f"{link.remote} answers call {number}, which is not under way")
-        state.on_plain(value)
-
-    def answered(self, link: Link, message: Message) -> None:
-        """RESULT, STORED or ERROR came."""
-        state = link.session.settle(message[1])
-        if state is None:
-            raise RemoteProtocolError(f"{link.remote} answers call {message[1]}, which is not under way")
-        kind = message[0]
-        if kind == RESULT:
-            _, _, payload, blobs, refs = message
-            if refs:
-                self._peer.tasks.create_task(self._adopt_result(link, state, message), name="adopt refs")
-            else:
-                state.on_result(Arrived(payload, blobs, [], []))
-        elif kind == STORED:
-            state.on_stored()
-        elif kind == ERROR:
-            error = decode_error(message[2])
-            if isinstance(error, DaftError):
-                error.with_executed(message[3])
-            state.on_error(error)
-
-    def item_came(self, link: Link, message: Message) -> None:
-        """ITEM came."""
-        _, number, payload, blobs, refs = message
-        state = link.session.calls.get(number)
-        if not isinstance(state, StreamState):
-            raise RemoteProtocolError(f"{link.remote} sends an item of call {number}, which is no stream under way")
-        if refs or isinstance(blobs, tuple):
-            # It keeps its place in the stream while its parts are fetched.
-            state.on_item(self._peer.tasks.start(self._bring_item(link, message), name="bring an item"))
-        else:
-            state.on_item(Arrived(payload, blobs, [], []))
-
-    async def _adopt_result(self, link: Link, state: Pending, message: Message) -> None:
-        _, number, payload, blobs, refs = message
-        adopted = await self._peer.refs.adopt(refs, link)
-        link.send((ADOPTED, number))
-        state.on_result(Arrived(payload, blobs, [], adopted))
-
-    async def _bring_item(self, link: Link, message: Message) -> Arrived:
-        _, number, payload, blobs, refs = message
-        arrived = await self._peer.transfer.receive(link, payload, blobs, refs)
-        if refs:
-            link.send((ADOPTED, number))
-        return arrived
-
-    def link_lost(self, link: Link, error: DaftError) -> None:
-        """No call over this link will be answered any more."""
-        for number, state in list(link.session.calls.items()):
-            twin = copy_error(error)
-            if link.session.withdraw(number):
-                twin.with_executed(False)
-            else:
-                link.session.settle(number)
-            state.on_lost(twin)

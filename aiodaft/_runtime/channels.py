@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft.actor import Actor, method
-from aiodaft.exceptions import ChannelClosed
+from aiodaft.actor import Actor
+from aiodaft.exceptions import ChannelClosed, RuntimeClosed
+from aiodaft.methods import method
 from aiodaft.ref import Ref
 
+from .callers import is_plain
 from .incoming import current_call
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 ChannelId: TypeAlias = tuple[PeerId, CallId]
 
 
-class Parcel:  # noqa: B903
+class Parcel:  # noqa: B903 - mutable, and made often
     """A large item: only its ref is queued. No dataclass, because refs in those are replaced by their values."""
 
     __slots__ = ("ref",)
@@ -122,6 +124,8 @@ class Channels(Actor):
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._queues: dict[ChannelId, Queue] = {}
+        # Queues that may be on their way here: senders can be sent here before the queue has arrived.
+        self.coming: dict[ChannelId, asyncio.Event] = {}
         self._endpoints: weakref.WeakValueDictionary[ChannelId, Endpoint] = weakref.WeakValueDictionary()
 
     def create(self, capacity: int) -> Endpoint:
@@ -159,10 +163,19 @@ class Channels(Actor):
         queue = self._queues.get(channel_id)
         if queue is not None and queue.closed and not queue.items:
             del self._queues[channel_id]
+            if channel_id[0] != self._peer.id:
+                # Where it was made, senders are still told where it went.
+                self._peer.channels_of(channel_id[0]).forget.tell(channel_id)
+
+    async def _wait_coming(self, channel_id: tuple[str, int]) -> None:
+        coming = self.coming.get(_as_id(channel_id))
+        if coming is not None:
+            await coming.wait()
 
     @method
     async def put(self, channel_id: tuple[str, int], item: Any) -> Moved | None:
         """Add an item to a queue of this process."""
+        await self._wait_coming(channel_id)
         return await self.queue(_as_id(channel_id)).put(item)
 
     @method
@@ -170,6 +183,7 @@ class Channels(Actor):
         """The next item of a queue of this process; the queue itself, for the first who comes."""
         call = current_call.get()
         assert call is not None
+        await self._wait_coming(channel_id)
         queue = self.queue(_as_id(channel_id))
         if not queue.received and queue.moved_to is None and call.caller != self._peer.id:
             return queue.hand_over(call.caller)
@@ -178,8 +192,14 @@ class Channels(Actor):
         return item
 
     @method
+    async def forget(self, channel_id: tuple[str, int]) -> None:
+        """A queue that went away from here is closed and empty."""
+        self._queues.pop(_as_id(channel_id), None)
+
+    @method
     async def close(self, channel_id: tuple[str, int]) -> Moved | None:
         """Close a queue of this process."""
+        await self._wait_coming(channel_id)
         queue = self._queues.get(_as_id(channel_id))
         if queue is not None and queue.moved_to is not None:
             return Moved(queue.moved_to)
@@ -204,15 +224,19 @@ class Endpoint:
 
     async def send(self, value: Any) -> None:
         """Send an item; waits while the channel is full."""
-        state = self._peer.refs.put(value, "an item of a channel")
+        self._check_open()
+        state = self._peer.refs.put(value, "Channel.send")
         ref: Ref[Any] = Ref(state)
         await ref.ready()
-        item: Any = ref if state.error is not None or (state.kept is not None and state.kept.is_inline) else Parcel(ref)
+        if state.error is not None:
+            await ref
+        small = state.kept is not None and state.kept.is_inline
         while True:
             if self.host == self._peer.id:
-                moved = await self._local.queue(self.id).put(value if item is ref else item)
+                # A receiver elsewhere is to see what was sent, whatever becomes of the object here.
+                moved = await self._local.queue(self.id).put(value if is_plain(value) else Parcel(ref))
             else:
-                moved = await self._remote().put(self.id, item)
+                moved = await self._remote().put(self.id, ref if small else Parcel(ref))
             if moved is None:
                 return
             self.host = moved.to
@@ -220,10 +244,14 @@ class Endpoint:
     async def receive(self) -> Any:
         """The next item; cancelling this loses none."""
         async with self._receiving:
+            self._check_open()
             if self._taking is None:
                 self._taking = self._peer.tasks.start(self._take(), name="receive")
             await asyncio.wait([self._taking])
             taken, self._taking = self._taking, None
+        if taken.cancelled():
+            # Its owner, this process's peer, was closed.
+            raise RuntimeClosed(f"nothing can be received: {self._peer.closed}")
         item = taken.result()
         return await item.ref if isinstance(item, Parcel) else item
 
@@ -233,17 +261,23 @@ class Endpoint:
                 item = await self._local.queue(self.id).take()
                 self._local.forget_if_over(self.id)
             else:
-                item = await self._remote().take(self.id)
-            if isinstance(item, Moved):
-                self.host = item.to
-            elif isinstance(item, Handover):
-                self._local.take_over(self.id, self.capacity, item)
-                self.host = self._peer.id
-            else:
+                coming = self._local.coming[self.id] = asyncio.Event()
+                try:
+                    item = await self._remote().take(self.id)
+                    if isinstance(item, Handover):
+                        self._local.take_over(self.id, self.capacity, item)
+                        self.host = self._peer.id
+                        continue
+                finally:
+                    del self._local.coming[self.id]
+                    coming.set()
+            if not isinstance(item, Moved):
                 return item
+            self.host = item.to
 
     async def aclose(self) -> None:
         """Close the channel: what is in it can still be received."""
+        self._check_open()
         while True:
             if self.host == self._peer.id:
                 moved = await self._local_close()
@@ -256,6 +290,10 @@ class Endpoint:
     async def _local_close(self) -> Moved | None:
         handle: Channels = self._peer.channels_of(self._peer.id)
         return await handle.close(self.id)
+
+    def _check_open(self) -> None:
+        if self._peer.closed is not None:
+            raise RuntimeClosed(f"the channel cannot be used: {self._peer.closed}")
 
     def _remote(self) -> Channels:
         return self._peer.channels_of(self.host)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.naming import NameTable, Registration
-from aiodaft.actor import Actor, method
+from aiodaft.actor import Actor
+from aiodaft.methods import method
 
 
 class Coordinator(Actor):

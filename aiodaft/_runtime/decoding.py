@@ -97,7 +97,7 @@ class Decoder:
         kind, index = content
         items: list[Any] = []
         for chunk in unpack_stream(self.buffer(index), self._extension):
-            items.extend(chunk)
+            items += chunk
             if self._pause is not None:
                 self._pause()
         return items if kind == "l" else dict(zip(items[::2], items[1::2], strict=True))

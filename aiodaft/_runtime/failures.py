@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import traceback
+from types import TracebackType
 from typing import Any, Final
 
 from aiodaft._protocol.codec import pack, unpack
 from aiodaft.exceptions import CallCancelled, DaftError, RemoteError
 
 from .decoding import decode
-from .serialization import encode
+from .serialization import Names, encode
 
+# Where the runtime's own code is.
+_RUNTIME: Final = os.path.dirname(__file__) + os.sep
 _MAX_ENCODED: Final = 256 << 10
 _MAX_TEXT: Final = 16 << 10
 _MAX_MESSAGE: Final = 4 << 10
@@ -20,6 +24,7 @@ _MAX_MESSAGE: Final = 4 << 10
 def encode_error(error: BaseException) -> bytes:
     """An exception as bytes; never raises, whatever the exception does when it is looked at."""
     type_name = f"{type(error).__module__}.{type(error).__qualname__}"
+    error.__traceback__ = _users_part(error.__traceback__)
     payload, blob = _encode_object(error)
     return pack([type_name, _message(error), _text(error), payload, blob])
 
@@ -74,7 +79,7 @@ def copy_error(error: DaftError) -> DaftError:
 
 def _encode_object(error: BaseException) -> tuple[bytes | None, bytes | None]:
     try:
-        encoded = encode(error, names=[], find_block=_no_block)
+        encoded = encode(error, names=Names("an exception"), find_block=_no_block)
         if encoded.size > _MAX_ENCODED:
             return None, None
         blob = encoded.packed()
@@ -83,6 +88,20 @@ def _encode_object(error: BaseException) -> tuple[bytes | None, bytes | None]:
     except Exception:  # noqa: BLE001 - user code runs while pickling, and may raise anything
         return None, None
     return encoded.payload, blob
+
+
+def _users_part(frames: TracebackType | None) -> TracebackType | None:
+    """Frames without those of the runtime, which led to the user's code; all of them if there are no others."""
+    found: list[TracebackType] = []
+    entry = frames
+    while entry is not None:
+        if not entry.tb_frame.f_code.co_filename.startswith(_RUNTIME):
+            found.append(entry)
+        entry = entry.tb_next
+    kept: TracebackType | None = None
+    for entry in reversed(found):
+        kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept or frames
 
 
 def _message(error: BaseException) -> str:

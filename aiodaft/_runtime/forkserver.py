@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from aiodaft._protocol.codec import pack, unpack
 
-from .processes import adopt_orphans, children, describe_status, kill, reap
+from .processes import adopt_orphans, children, describe_status, die_with_parent, kill, reap, session_of
 
 CONFIGURE: Final = 0  # sys.path, whether to fork
 SPAWN: Final = 1  # number, environment, modules to import before forking, settings of the worker; with descriptors
@@ -141,15 +141,18 @@ class ForkServer:
             os._exit(status)
 
     def _report_ended(self) -> None:
-        for pid, status in reap():
+        ended = reap()
+        for pid, status in ended:
             number = self._numbers.pop(pid, None)
             if number is not None:
                 del self._pids[number]
                 self._send([EXITED, number, pid, *describe_status(status)])
-                # What the worker had started is ours now; it is not to outlive the actor.
-                for orphan in children():
-                    if orphan not in self._numbers:
-                        kill(orphan, signal.SIGKILL)
+        if ended:
+            # What a worker had started is ours now, and what that had started comes as it ends: none of it is to
+            # outlive the actor. What the workers that live have put into the background stays, in their sessions.
+            for orphan in children():
+                if orphan not in self._numbers and session_of(orphan) not in self._numbers:
+                    kill(orphan, signal.SIGKILL)
 
     def _send(self, message: list[Any]) -> None:
         # A node that is gone is noticed where orders are read.
@@ -210,10 +213,11 @@ def _no_extensions(code: int, content: bytes) -> Any:
     raise ValueError(f"unexpected extension {code}")
 
 
-def main(fd: int) -> None:
+def main(fd: int, parent: int) -> None:
     """Entry point of the process."""
+    die_with_parent(parent)
     # Everything that a worker of any kind uses; the import alone has no effects.
-    from . import worker  # noqa: F401, PLC0415
+    from . import worker  # noqa: F401, PLC0415 - children find it loaded
 
     for name in ("uvloop", "cloudpickle", "tblib.pickling_support"):
         with suppress(ImportError):

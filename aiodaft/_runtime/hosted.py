@@ -96,7 +96,7 @@ class Hosted:
         """A call from this process to one of its own actors."""
         if call.wants_stream:
             call.credit = CREDIT_WINDOW
-        if contains_ref((call.args, call.kwargs)):
+        if _contains_ref((call.args, call.kwargs)):
             call.ready = False
             cell.deliver(call)
             self._peer.tasks.create_task(self._resolve_local(call), name=f"resolve the arguments of {call.label}")
@@ -184,3 +184,11 @@ class Hosted:
             error.with_executed(False)
         call.caller_link.fail(call, error, executed=False)
         call.cell.look_again()
+
+
+def _contains_ref(arguments: Any) -> bool:
+    try:
+        return contains_ref(arguments)
+    except RecursionError:
+        # A value that contains itself: refs in it travel as refs, as they do between processes.
+        return False

@@ -20,7 +20,7 @@ from .incoming import IncomingCall, current_call, current_deadline
 from .store import Kept
 
 if TYPE_CHECKING:
-    from aiodaft.actor import MethodSpec
+    from aiodaft.methods import MethodSpec
 
     from .peer import Peer
 
@@ -142,6 +142,7 @@ class Cell:
     def _execute(self, call: IncomingCall) -> None:
         self._enter(call)
         executed = False
+        finish: Callable[[], object]
         try:
             if call.arrived is not None:
                 self._decode_arguments(call)
@@ -160,11 +161,11 @@ class Cell:
         finish()
         self._end(call)
 
-    def _prepare_answer(self, call: IncomingCall, result: Any) -> partial[object]:
+    def _prepare_answer(self, call: IncomingCall, result: Any) -> Callable[[], object]:
         caller = call.caller_link
         if is_plain(result) or caller.id == self.peer.id:
             return partial(caller.answer, call, result)
-        kept = self.peer.store.keep_patiently(result, f"the result of {call.label}")
+        kept = self.peer.store.keep_patiently(result, call.label, call.spec.transport)
         return partial(caller.answer_kept, call, kept)
 
     def _decode_arguments(self, call: IncomingCall) -> None:
@@ -183,7 +184,7 @@ class Cell:
         With other calls of the actor under way, only a copy on the loop itself is safe from them.
         """
         if self.active > 1:
-            kept.pack(self.peer.store.transport)
+            self.peer.store.pack_here(kept)
             return
         self.mailbox.hold()
         try:
@@ -219,10 +220,15 @@ class Cell:
         if call.task is not None:
             # A task that is cancelled before its first line runs none of them.
             call.task.cancel()
-            self._end(call)
+            # It ends in its turn: those that were started before it may not have begun either.
+            self.peer.loop.call_soon(self._end_unbegun, call)
         elif not call.started:
             self.look_again()
         return False
+
+    def _end_unbegun(self, call: IncomingCall) -> None:
+        call.begun = True
+        self._end(call)
 
     def _failed(self, call: IncomingCall, error: BaseException, ran: bool) -> None:
         # Where a cancelled call stopped, nobody can say.
@@ -232,9 +238,10 @@ class Cell:
         call.caller_link.fail(call, as_call_error(error, where), executed=executed)
 
     def _refuse(self, call: IncomingCall) -> None:
-        error = ActorDied(f"{self.name} was stopped: {self.stopping}", executed=False)
+        executed = None if call.begun else False
+        error = ActorDied(f"{self.name} was stopped: {self.stopping}", executed=executed)
         error.actor = self.name
-        call.caller_link.fail(call, error, executed=False)
+        call.caller_link.fail(call, error, executed=executed)
 
     def _end(self, call: IncomingCall) -> None:
         self.active -= 1
@@ -261,7 +268,8 @@ class Cell:
             self._refuse(call)
         await self._wait_idle(grace)
         for call in self.running():
-            self.cancel(call)
+            if not call.over and not self._interrupt(call):
+                self._refuse(call)
         await self._wait_idle(self.peer.grace)
         for call in self.running():
             self._refuse(call)

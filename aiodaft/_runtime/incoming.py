@@ -14,7 +14,7 @@ from aiodaft._protocol.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM
 from .store import Arrived, Kept
 
 if TYPE_CHECKING:
-    from aiodaft.actor import MethodSpec
+    from aiodaft.methods import MethodSpec
 
     from .hosting import Cell
     from .transfer import Place

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import NOTE, Message
 from aiodaft._protocol.session import STALL, Session
-from aiodaft.exceptions import DaftError, PeerLost, ProtocolError
+from aiodaft.exceptions import DaftError, PeerLost, ProtocolError, RemoteProtocolError
 from aiodaft_transport import Control
 
+from .tasks import logger
+from .traffic import Traffic
+
 if TYPE_CHECKING:
-    from .calls import Pending
     from .incoming import IncomingCall
+    from .replies import State
 
 # One read handles at most this much, so that a flood of calls does not hold the loop for long.
 _READ_SIZE: Final = 16 << 10
@@ -35,6 +38,11 @@ class Neighbour(Control, Protocol):
     @property
     def remote(self) -> PeerId:
         """Id of the process."""
+        ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """What went over it."""
         ...
 
 
@@ -55,19 +63,18 @@ class Link:
     """The connection to one peer. Messages sent before it has a socket go out when it gets one."""
 
     def __init__(
-        self, owner: LinkOwner, session: Session[Pending], remote: PeerId, loop: asyncio.AbstractEventLoop
+        self, owner: LinkOwner, session: Session[State], remote: PeerId, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.session = session
         self._remote = remote
         # Calls of the peer that are not answered yet.
         self.incoming: dict[CallId, IncomingCall] = {}
         self.lost: Exception | None = None
+        # Without that, nothing was ever sent.
+        self.connected = False
         # Set when it is lost: becomes the error that its calls fail with.
         self.explanation: asyncio.Task[DaftError] | None = None
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self.messages_sent = 0
-        self.messages_received = 0
+        self.traffic = Traffic()
         self._owner = owner
         self._loop = loop
         self._pack: Callable[[Message], object] = session.send
@@ -94,6 +101,7 @@ class Link:
         """Begin to talk over a connected socket."""
         connection.setblocking(False)
         self._socket = connection
+        self.connected = True
         self._loop.add_reader(connection.fileno(), self._readable)
         self._write()
 
@@ -105,7 +113,7 @@ class Link:
         self._sent_one()
 
     def _sent_one(self) -> None:
-        self.messages_sent += 1
+        self.traffic.messages_sent += 1
         self._collected += 1
         if not self._corked:
             self.flush_soon()
@@ -132,7 +140,7 @@ class Link:
             self.send(message)
             return
         self._take_packed()
-        self.messages_sent += 1
+        self.traffic.messages_sent += 1
         self._pack(message)
         # The caller may close its own before ours are sent.
         self._take_packed(tuple(os.dup(fd) for fd in fds))
@@ -142,13 +150,13 @@ class Link:
         """The next descriptor that came along.
 
         Raises:
-            ProtocolError: There is none.
+            RemoteProtocolError: There is none.
         """
         if not self._fds:
-            raise ProtocolError(f"{self.remote} announced a descriptor that did not come")
+            raise RemoteProtocolError(f"{self.remote} announced a descriptor that did not come")
         return self._fds.popleft()
 
-    def submit(self, call_id: CallId, call: Pending, message: Message | None, cost: int = 0) -> None:
+    def submit(self, call_id: CallId, call: State, message: Message | None, cost: int = 0) -> None:
         """Send a call within the window; see `Session.submit`."""
         self.session.submit(call_id, call, message, cost)
         if self.session.waiting and not self._watching_stall:
@@ -167,6 +175,15 @@ class Link:
         self.session.provide(call_id, message, cost)
         self.flush_soon()
 
+    def abandon(self) -> None:
+        """Close the socket where the loop does not run any more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        for _, fds in self._backlog:
+            _close_all(fds)
+        self._backlog.clear()
+
     def close(self, reason: Exception) -> None:
         """End the link. Idempotent. The owner hears of it."""
         if self.lost is None:
@@ -183,6 +200,9 @@ class Link:
             _close_all(fds)
         self._backlog.clear()
         _close_all(self._fds)
+        self._fds.clear()
+        # Lost links are remembered for a while.
+        self._buffer = bytearray()
         self._owner.link_lost(self, reason)
 
     def _uncork(self) -> None:
@@ -210,7 +230,7 @@ class Link:
             except OSError as error:
                 self._broken(error)
                 return
-            self.bytes_sent += sent
+            self.traffic.control_sent += sent
             if sent == len(data):
                 return
             self._backlog.append((memoryview(data)[sent:], ()))
@@ -224,7 +244,7 @@ class Link:
             while self._backlog:
                 data, fds = self._backlog[0]
                 sent = socket.send_fds(self._socket, [data], list(fds)) if fds else self._socket.send(data)
-                self.bytes_sent += sent
+                self.traffic.control_sent += sent
                 _close_all(fds)
                 if sent < len(data):
                     self._backlog[0] = (data[sent:], ())
@@ -255,19 +275,25 @@ class Link:
         if not count:
             self.close(PeerLost(f"the connection to {self.remote} ended"))
             return
-        self.bytes_received += count
+        self.traffic.control_received += count
         self.flush_soon()
         self._receive(memoryview(self._buffer)[:count])
 
     def _receive(self, data: memoryview) -> None:
         try:
             messages = self.session.receive_data(data)
-            self.messages_received += len(messages)
+            self.traffic.messages_received += len(messages)
             handlers = self._owner.handlers
             for message in messages:
                 handlers[message[0]](self, message)
         except ProtocolError as error:
             self.close(error)
+        except Exception as error:  # noqa: BLE001 - see below
+            # Well formed outside, and nonsense inside; or a bug of ours. Calls over this link must not wait for ever.
+            logger.exception("a message from %s cannot be handled", self.remote)
+            wrong = RemoteProtocolError(f"{self.remote} sent what cannot be handled: {type(error).__name__}: {error}")
+            wrong.__cause__ = error
+            self.close(wrong)
 
     def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         for level, kind, content in ancillary:
@@ -278,6 +304,9 @@ class Link:
 
     def _broken(self, error: OSError) -> None:
         # Nothing more can be written; what the peer sent before it ended is still read first.
+        for _, fds in self._backlog:
+            _close_all(fds)
+        self._backlog.clear()
         if self._socket is not None and self._drain_input():
             lost = PeerLost(f"the connection to {self.remote} broke: {error}")
             lost.__cause__ = error

@@ -103,6 +103,8 @@ class LogPump:
             self._wakeup_end.send(b"\0")
             self._thread.join()
             self._thread = None
+        else:
+            self._selector.close()
         self._wakeup.close()
         self._wakeup_end.close()
 
@@ -119,8 +121,7 @@ class LogPump:
             if self._closing:
                 break
         for key in list(self._selector.get_map().values()):
-            if key.data is not None:
-                self._read(key.fd, *key.data)
+            if key.data is not None and self._read(key.fd, *key.data):
                 os.close(key.fd)
         self._selector.close()
 
@@ -130,14 +131,16 @@ class LogPump:
         for fd, data in new:
             self._selector.register(fd, selectors.EVENT_READ, data)
 
-    def _read(self, fd: int, output: WorkerOutput, stream: int) -> None:
+    def _read(self, fd: int, output: WorkerOutput, stream: int) -> bool:
+        """Pass on what is there; False once the worker has closed its end, and so this one is closed."""
         try:
             data = os.read(fd, _READ_SIZE)
         except BlockingIOError:
-            return
+            return True
         if data:
             output.feed(stream, data)
-        else:
-            output.finish(stream)
-            self._selector.unregister(fd)
-            os.close(fd)
+            return True
+        output.finish(stream)
+        self._selector.unregister(fd)
+        os.close(fd)
+        return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Final
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId
 from aiodaft._protocol.ledger import Demand, Ledger
 from aiodaft._protocol.messages import BYE
-from aiodaft.actor import Actor, method
-from aiodaft.exceptions import ActorDied, DaftError, InsufficientResources, SpawnFailed
+from aiodaft.actor import Actor
+from aiodaft.exceptions import ActorDied, DaftError, InsufficientResources, PeerLost, SpawnFailed
+from aiodaft.methods import method
 
 from .failures import decode_error
 from .incoming import current_call
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 _REPORT_TIMEOUT: Final = 2.0
 # Who was using a dead actor says so within this time; if nobody does, its scope has to hear of it.
 _BLAME_DELAY: Final = 0.1
+
+
+# Processes that ended and are remembered to say how.
+_REMEMBERED: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,7 @@ class Worker:
     # The actors in it, and the names of all that ever were.
     actors: dict[ActorId, str] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
+    placed: list[ActorId] = field(default_factory=list)
     gpus: tuple[int, ...] = ()
     # Set when its end is wanted: it is then no accident.
     wanted: str | None = None
@@ -57,6 +64,7 @@ class Worker:
         """An actor moves in."""
         self.actors[actor] = label
         self.names.append(label)
+        self.placed.append(actor)
         self.child.output.name = f"{'+'.join(self.actors.values())} pid={self.pid}"
 
 
@@ -75,6 +83,8 @@ class Node(Actor):
         # Told of an actor that died with nobody waiting for it, and of errors nobody holds.
         self.on_died: Callable[[PeerId, ActorId, ActorDied], object] = lambda peer, actor, error: None
         self.on_unheld: Callable[[BaseException], object] = lambda error: None
+        # Told of every process that ended.
+        self.on_ended: Callable[[PeerId], object] = lambda peer: None
         nursery.on_ended = self._child_ended
 
     @method
@@ -122,14 +132,18 @@ class Node(Actor):
             key=self._peer.key.secret(),
             uvloop=self._uvloop,
         )
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(_gpu_names(gpus))} if gpus else {}
         child, connection = await self._nursery.spawn(settings.packed(), environment, label)
         worker = self._workers[worker_id] = Worker(worker_id, child, gpus=gpus)
         self._peer.attach(worker_id, connection)
         try:
             worker.pid = await asyncio.shield(child.started)
         except BaseException:
-            del self._workers[worker_id]
+            # Nobody wants it any more. Once it has ended it is forgotten: by `_child_ended`, or here if it never began.
+            worker.wanted = "it was not wanted any more"
+            self._nursery.kill(child)
+            if child.number not in self._nursery:
+                self._workers.pop(worker_id, None)
             raise
         return worker
 
@@ -137,11 +151,15 @@ class Node(Actor):
     async def vacate(self, peer: str, actor: int, reason: str) -> None:
         """An actor is stopped: free what it had, and end its process if it was the last one there."""
         worker = self._workers.get(PeerId(peer))
-        self._ledger.give_back((PeerId(peer), ActorId(actor)))
         if worker is None:
             return
         worker.actors.pop(ActorId(actor), None)
-        if worker.actors or worker.wanted is not None:
+        if worker.actors:
+            # The GPUs belong to the process: who shares them goes on using them.
+            self._ledger.give_back((worker.id, ActorId(actor)), keep_gpus=True)
+            return
+        if worker.wanted is not None:
+            await asyncio.shield(worker.child.ended)
             return
         worker.wanted = reason
         self._peer.link_to(worker.id).send((BYE, reason))
@@ -149,8 +167,7 @@ class Node(Actor):
             async with asyncio.timeout(self._peer.grace):
                 await asyncio.shield(worker.child.ended)
         except TimeoutError:
-            self._nursery.kill(worker.child)
-            await asyncio.shield(worker.child.ended)
+            await self._nursery.end(worker.child)
 
     @method
     async def kill(self, peer: str, reason: str) -> None:
@@ -158,8 +175,7 @@ class Node(Actor):
         worker = self._workers.get(PeerId(peer))
         if worker is not None:
             worker.wanted = worker.wanted or reason
-            self._nursery.kill(worker.child)
-            await asyncio.shield(worker.child.ended)
+            await self._nursery.end(worker.child)
 
     @method
     async def introduce(self, other: str) -> None:
@@ -214,9 +230,11 @@ class Node(Actor):
                 async with asyncio.timeout(_REPORT_TIMEOUT):
                     await asyncio.shield(worker.child.ended)
             except TimeoutError:
+                if self._peer.link_to(peer).lost is None:
+                    # Two processes fell out with each other; this one can still be worked with.
+                    return PeerLost(f"the connection to {' and '.join(worker.names)} (pid {worker.pid}) ended")
                 # It cannot be reached and does not end: nobody can work with it any more.
-                self._nursery.kill(worker.child)
-                await asyncio.shield(worker.child.ended)
+                await self._nursery.end(worker.child)
         return self._endings.get(peer) or ActorDied(f"there is no process {peer}")
 
     def _child_ended(self, child: Child, ending: Ending) -> None:
@@ -226,8 +244,11 @@ class Node(Actor):
         del self._workers[worker.id]
         self._introduced = {pair for pair in self._introduced if worker.id not in pair}
         error = self._endings[worker.id] = _died(worker, ending)
-        for actor in worker.actors:
+        while len(self._endings) > _REMEMBERED:
+            del self._endings[next(iter(self._endings))]
+        for actor in worker.placed:
             self._ledger.give_back((worker.id, actor))
+        self.on_ended(worker.id)
         if worker.wanted is None:
             self._peer.loop.call_later(_BLAME_DELAY, self._report, worker, error)
 
@@ -256,13 +277,21 @@ def _died(worker: Worker, ending: Ending) -> ActorDied:
     return error
 
 
+def _visible_gpus() -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return [entry.strip() for entry in visible.split(",") if entry.strip() not in ("", "-1")]
+
+
+def _gpu_names(gpus: tuple[int, ...]) -> list[str]:
+    """What CUDA calls some of this process's GPUs: numbers of the machine, or ids, where it may use only some."""
+    visible = _visible_gpus()
+    return [visible[gpu] if gpu < len(visible) else str(gpu) for gpu in gpus]
+
+
 def gpus_of_this_machine() -> int:
     """How many NVIDIA GPUs this process may use; found without loading any GPU library."""
-    import os  # noqa: PLC0415
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return len(_visible_gpus())
     try:
         return len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:

@@ -24,9 +24,12 @@ from .tasks import TaskOwner
 # Imported once by the fork server, if this process has them: slow to import, and safe to fork with.
 _PRELOADED: Final = ("numpy", "torch")
 
+# Seconds that the fork server gets to do what it is told to.
+_PATIENCE: Final = 5.0
+
 _BOOTSTRAP: Final = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from aiodaft._runtime.forkserver import main; main(int(sys.argv[2]))"
+    "from aiodaft._runtime.forkserver import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 
@@ -48,11 +51,18 @@ class Child:
         self.started: asyncio.Future[int] = loop.create_future()
         self.ended: asyncio.Future[Ending] = loop.create_future()
 
+    def fail(self, error: SpawnFailed) -> None:
+        """It did not start."""
+        if not self.started.done():
+            self.started.set_exception(error)
+            # Perhaps nobody waits any more.
+            self.started.exception()
+
 
 class Nursery:
     """Workers of this node."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, fork: bool, preload: tuple[str, ...]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, fork: bool, preload: tuple[str, ...] | None) -> None:
         self._loop = loop
         self._fork = fork
         self._preload = preload
@@ -64,6 +74,9 @@ class Nursery:
         self._children: dict[int, Child] = {}
         self._last_number = 0
         self._lost: str | None = None
+        self._sending = asyncio.Lock()
+        self._path: list[str] = []
+        self._writable = asyncio.Event()
         self.on_ended: Callable[[Child, Ending], object] = lambda child, ending: None
 
     @property
@@ -88,18 +101,26 @@ class Nursery:
         output.name = name
         child = self._children[self._last_number] = Child(self._last_number, output, self._loop)
         ours, theirs = socket.socketpair()
-        modules = [name for name in _PRELOADED if name in sys.modules] + list(self._preload)
+        loaded = [name for name in _PRELOADED if name in sys.modules]
+        modules = loaded if self._preload is None else list(self._preload)
         message = pack([order.SPAWN, child.number, environment, modules, settings])
         try:
             with theirs:
+                await self._configure()
                 await self._send(message, [theirs.fileno(), out, err])
-        except OSError as error:
+        except BaseException as error:
+            self._children.pop(child.number, None)
             ours.close()
-            raise SpawnFailed(f"the fork server is gone: {error}") from error
+            if isinstance(error, OSError):
+                raise SpawnFailed(f"the fork server is gone: {error}") from error
+            raise
         finally:
             os.close(out)
             os.close(err)
         return child, ours
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._children
 
     def kill(self, child: Child, number: int = signal.SIGKILL) -> None:
         """Send a signal to a worker; nothing if it has ended."""
@@ -108,20 +129,61 @@ class Nursery:
             with suppress(OSError):
                 self._socket.send(pack([order.KILL, child.number, int(number)]))
 
+    async def end(self, child: Child) -> None:
+        """Kill a worker and wait until it has ended, also if the fork server is stopped, or busy importing."""
+        self.kill(child)
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                await asyncio.shield(child.ended)
+        except TimeoutError:
+            self._children.pop(child.number, None)
+            if child.started.done() and not child.started.cancelled() and child.started.exception() is None:
+                # Not reaped by its parent, it still has its pid. One that is yet to start finds its socket closed.
+                with suppress(ProcessLookupError):
+                    os.kill(child.started.result(), signal.SIGKILL)
+            self._ended(child, Ending(0, None, "SIGKILL"))
+
     async def aclose(self) -> None:
         """End the fork server, and with it every worker that is left. Blocks until they are gone."""
         if self._socket is not None:
-            self._loop.remove_reader(self._socket.fileno())
-            self._socket.close()
-            self._socket = None
+            self._drop_socket()
         await self._tasks.aclose()
         process, self._process = self._process, None
         if process is not None:
             # It ends by itself when its socket does; waiting takes as long as the last worker's end.
-            await asyncio.to_thread(process.wait)
+            await self._wait_end(process)
         for child in self._children.values():
             child.ended.cancel()
             child.started.cancel()
+        self._logs.close()
+
+    async def _wait_end(self, process: subprocess.Popen[bytes]) -> None:
+        if not hasattr(os, "pidfd_open"):
+            await asyncio.to_thread(_end, process)
+            return
+        # No thread: one of the loop's executor would stay with the user's loop.
+        ended = asyncio.Event()
+        fd = os.pidfd_open(process.pid)
+        self._loop.add_reader(fd, ended.set)
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                await ended.wait()
+        except TimeoutError:
+            process.kill()
+            await ended.wait()
+        finally:
+            self._loop.remove_reader(fd)
+            os.close(fd)
+        process.wait()
+
+    def abandon(self) -> None:
+        """As `aclose`, where the loop does not run any more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
         self._logs.close()
 
     async def _ensure_started(self) -> None:
@@ -134,10 +196,9 @@ class Nursery:
         with theirs:
             command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(_importable_path()), str(theirs.fileno())]
             try:
-                # Starting a process blocks for some milliseconds: not on the loop.
-                self._process = await asyncio.to_thread(
-                    subprocess.Popen,
-                    command,
+                # From the loop's own thread, which takes a millisecond or two: it is to end when that thread does.
+                self._process = subprocess.Popen(  # noqa: ASYNC220 - see above
+                    [*command, str(os.getpid())],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
@@ -148,25 +209,47 @@ class Nursery:
         ours.setblocking(False)
         self._socket = ours
         self._loop.add_reader(ours.fileno(), self._readable)
-        await self._send(pack([order.CONFIGURE, _importable_path(), self._fork]), [])
+        await self._configure()
+
+    async def _configure(self) -> None:
+        """Tell the fork server where modules are, if that has changed: notebooks add to sys.path."""
+        path = _importable_path()
+        if path != self._path:
+            self._path = path
+            await self._send(pack([order.CONFIGURE, path, self._fork]), [])
 
     async def _send(self, message: bytes, fds: list[int]) -> None:
-        while True:
-            assert self._socket is not None
-            try:
-                socket.send_fds(self._socket, [message], fds)
-            except BlockingIOError:
-                await self._writable(self._socket)
-            else:
-                return
+        # One at a time: the loop tells only one waiter that there is room.
+        async with self._sending:
+            while True:
+                if self._socket is None:
+                    raise BrokenPipeError(self._lost or "it was closed")
+                try:
+                    socket.send_fds(self._socket, [message], fds)
+                except BlockingIOError:
+                    await self._room()
+                else:
+                    return
 
-    async def _writable(self, connection: socket.socket) -> None:
-        writable = asyncio.Event()
-        self._loop.add_writer(connection.fileno(), writable.set)
+    async def _room(self) -> None:
+        """Wait until the fork server has read something, or is gone."""
+        assert self._socket is not None
+        self._writable.clear()
+        fd = self._socket.fileno()
+        self._loop.add_writer(fd, self._writable.set)
         try:
-            await writable.wait()
+            await self._writable.wait()
         finally:
-            self._loop.remove_writer(connection.fileno())
+            if self._socket is not None:
+                self._loop.remove_writer(fd)
+
+    def _drop_socket(self) -> None:
+        assert self._socket is not None
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_writer(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        self._writable.set()
 
     def _readable(self) -> None:
         assert self._socket is not None
@@ -189,8 +272,7 @@ class Nursery:
                 child.started.set_result(rest[0])
         elif kind == order.FAILED:
             del self._children[number]
-            if not child.started.done():
-                child.started.set_exception(SpawnFailed(f"the worker did not start:\n{rest[0]}"))
+            child.fail(SpawnFailed(f"the worker did not start:\n{rest[0]}"))
         elif kind == order.EXITED:
             del self._children[number]
             self._ended(child, Ending(*rest))
@@ -203,15 +285,21 @@ class Nursery:
     def _server_lost(self, why: str) -> None:
         self._lost = why
         if self._socket is not None:
-            self._loop.remove_reader(self._socket.fileno())
-            self._socket.close()
-            self._socket = None
+            self._drop_socket()
         # Workers die with it.
         for number in list(self._children):
             child = self._children.pop(number)
-            if not child.started.done():
-                child.started.set_exception(SpawnFailed(f"the fork server is gone: {why}"))
+            child.fail(SpawnFailed(f"the fork server is gone: {why}"))
             self._ended(child, Ending(0, None, "SIGKILL"))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the fork server; one that is stopped or stuck is killed, and its workers end with it."""
+    try:
+        process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _importable_path() -> list[str]:

@@ -42,6 +42,13 @@ class Offload:
             await ended
             thread.join()
 
+    def abandon(self) -> None:
+        """End the thread where the loop does not run any more."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
+
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:
             future, job = item

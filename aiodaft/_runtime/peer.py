@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -16,30 +16,45 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, ActorId, CallId, PeerId
 from aiodaft._protocol.session import Session
-from aiodaft.actor import Handle, specs_of
-from aiodaft.exceptions import DaftError, LocalProtocolError, PeerLost, RemoteProtocolError, RuntimeClosed
+from aiodaft.actor import Handle
+from aiodaft.exceptions import (
+    DaftError,
+    LocalProtocolError,
+    PeerLost,
+    ProtocolError,
+    RemoteProtocolError,
+    RuntimeClosed,
+)
+from aiodaft.methods import specs_of
 from aiodaft_transport import Key, Transport, TransportError, open_transport
 
 from .agent import Agent
 from .callers import LocalCaller
-from .calls import CallSink, Outgoing, Pending, Target
+from .calls import CallSink, Outgoing, Target
 from .channels import Channels
 from .env import Env
 from .hosted import Hosted
 from .hosting import Cell
 from .incoming import IncomingCall, current_deadline
 from .link import Link
+from .loopback import Loopback
 from .offload import Offload
 from .refs import RefState
 from .reftable import RefTable
+from .replies import Replies, State
 from .store import Store
 from .streams import StreamState
 from .tasks import TaskOwner, logger
+from .traffic import Traffic, total
 from .transfer import Transfer
 
 if TYPE_CHECKING:
     from .node import Node
     from .sinks import ErrorSink
+
+
+# Lost links that are kept to say why.
+_REMEMBERED: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +96,9 @@ class Peer:
         self.store = Store(self, self.offload, self._open_transport, options.transport)
         self.refs = RefTable(self)
         self.transfer = Transfer(self)
-        self.answers = Outgoing(self)
+        self.replies = Replies(self)
         # Where calls go; something else takes them while a graph is captured.
-        self.outgoing: CallSink = self.answers
+        self.outgoing: CallSink = Outgoing(self)
         self.hosted = Hosted(self)
         self.local_caller = LocalCaller(self)
         self.loopback = Loopback(self)
@@ -99,6 +114,8 @@ class Peer:
         self._numbers = itertools.count(1)
         self.next_number = cast("Callable[[], CallId]", self._numbers.__next__)
         self._thread = threading.get_ident()
+        self._lost: deque[Link] = deque()
+        self._past_traffic = Traffic()
         self._dropped: deque[RefState] = deque()
         self._draining = False
         self.handlers = self._handler_table()
@@ -113,11 +130,11 @@ class Peer:
             m.CANCEL: self.hosted.cancel_came,
             m.CREDIT: self.hosted.credit_came,
             m.ADOPTED: self.hosted.adopted_came,
-            m.REPLY: self.answers.replied,
-            m.RESULT: self.answers.answered,
-            m.STORED: self.answers.answered,
-            m.ERROR: self.answers.answered,
-            m.ITEM: self.answers.item_came,
+            m.REPLY: self.replies.replied,
+            m.RESULT: self.replies.answered,
+            m.STORED: self.replies.answered,
+            m.ERROR: self.replies.answered,
+            m.ITEM: self.replies.item_came,
             m.PULL: self.transfer.asked,
             m.VALUE: self.transfer.answered,
             m.MOVED: self.transfer.answered,
@@ -126,6 +143,7 @@ class Peer:
             m.NOTE: self._note_came,
             m.INTRODUCE: self._introduction_came,
             m.BYE: self._bye_came,
+            m.BORROW: self._borrow_came,
         }
         return [table.get(kind, _unexpected) for kind in range(m.KINDS)]
 
@@ -168,7 +186,7 @@ class Peer:
 
     def new_link(self, remote: PeerId) -> Link:
         """A link without a socket yet."""
-        session: Session[Pending] = Session(self.id, self.pid, remote=remote, max_pending=self.options.max_pending)
+        session: Session[State] = Session(self.id, self.pid, remote=remote, max_pending=self.options.max_pending)
         link = self.links[remote] = Link(self, session, remote, self.loop)
         return link
 
@@ -189,8 +207,17 @@ class Peer:
         except Exception as error:  # noqa: BLE001 - without the node's help there is no link
             link.close(error)
 
+    def traffic(self) -> Traffic:
+        """What this process sent and received in all."""
+        return total([self._past_traffic, *(link.traffic for link in self.links.values())])
+
     def link_lost(self, link: Link, reason: Exception) -> None:
         """A link ended: everything that went over it fails, with the best explanation there is."""
+        self._lost.append(link)
+        while len(self._lost) > _REMEMBERED:
+            forgotten = self._lost.popleft()
+            self._past_traffic = total([self._past_traffic, forgotten.traffic])
+            del self.links[forgotten.remote]
         self.hosted.link_lost(link)
         self.store.peer_lost(link.remote)
         self.store.owner_lost(link.remote)
@@ -202,8 +229,8 @@ class Peer:
 
     async def _explain_loss(self, link: Link, reason: Exception) -> DaftError:
         try:
-            error = reason if isinstance(reason, DaftError) and not isinstance(reason, PeerLost) else None
-            error = error or await self.explain(link, reason)
+            known = isinstance(reason, DaftError) and not isinstance(reason, PeerLost | ProtocolError)
+            error = cast("DaftError", reason) if known else await self.explain(link, reason)
         except Exception as problem:  # noqa: BLE001 - an explanation that fails must not keep calls waiting
             error = PeerLost(f"the connection to {link.remote} ended: {reason}")
             error.__cause__ = problem
@@ -211,7 +238,7 @@ class Peer:
         return error
 
     def _fail_all(self, link: Link, error: DaftError) -> None:
-        self.answers.link_lost(link, error)
+        self.replies.link_lost(link, error)
         self.transfer.link_lost(link, error)
 
     async def explanation(self, link: Link) -> DaftError:
@@ -245,6 +272,11 @@ class Peer:
     def _release_came(self, link: Link, message: m.Message) -> None:
         for number in message[1]:
             self.store.drop((link.remote, number))
+
+    def _borrow_came(self, link: Link, message: m.Message) -> None:
+        state = self.refs.find(message[1])
+        if state is not None:
+            state.borrow(link.remote)
 
     def _bye_came(self, link: Link, message: m.Message) -> None:
         link.close(PeerLost(message[1]))
@@ -320,6 +352,14 @@ class Peer:
     def _open_transport(self, name: str) -> Transport:
         return open_transport(name, self, self.key, local=self.id)
 
+    def abandon(self, reason: str) -> None:
+        """Let go of everything where the loop does not run any more."""
+        self.closed = reason
+        for link in self.links.values():
+            link.abandon()
+        self.offload.abandon()
+        self.store.close()
+
     async def aclose(self, reason: str) -> None:
         """End every link, task and thread, and free every value. Idempotent."""
         if self.closed is not None:
@@ -331,33 +371,11 @@ class Peer:
         for cell in list(self.cells.values()):
             await cell.stop(reason, 0)
         await self.tasks.aclose()
-        self.store.close()
+        # The helper thread may be copying into memory that the store unmaps.
         await self.offload.aclose()
+        self.store.close()
         self.links.clear()
         self.cells.clear()
-
-
-class Loopback:
-    """A process's link to itself, for transports: what is sent is there at once."""
-
-    lost: Final = None
-
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-
-    @property
-    def remote(self) -> PeerId:
-        """The process itself."""
-        return self._peer.id
-
-    @property
-    def peer(self) -> str:
-        """The process itself (what transports call it)."""
-        return self._peer.id
-
-    def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
-        """Hand a note to the transport."""
-        self._peer.store.transport_named(transport).note_received(self, note, [os.dup(fd) for fd in fds])
 
 
 def _unexpected(link: Link, message: m.Message) -> None:

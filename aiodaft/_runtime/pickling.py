@@ -13,8 +13,10 @@ from functools import cache
 from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
+from aiodaft.actor import Actor
 from aiodaft.ref import Ref, Refs, parts_of
 
+from .current import current_peer
 from .tensors import is_dense_tensor
 
 if TYPE_CHECKING:
@@ -41,6 +43,9 @@ class NeedsCloudpickle(Exception):
     """A function or class that the receiver cannot import by name."""
 
 
+_FILES: Final = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+
+
 class PicklerHooks:
     """What both picklers ask about every object that is not plain data."""
 
@@ -57,6 +62,10 @@ class PicklerHooks:
             return _reduce_error(value)
         if kind.__name__ == "ndarray" and kind.__module__ == "numpy" and not value.dtype.hasobject:
             return _reduce_array(value)
+        if isinstance(value, Actor):
+            raise TypeError(f"an instance of {kind.__name__} stays in its process: pass the handle that spawn gave")
+        if isinstance(value, _FILES):
+            raise TypeError(f"the open file {getattr(value, 'name', value)!r} stays in its process: pass its path")
         if not by_value and isinstance(value, type | FunctionType) and not importable(value):
             raise NeedsCloudpickle
         return NotImplemented
@@ -217,11 +226,12 @@ def _load_gathered(*parts: Ref[Any]) -> Ref[list[Any]]:
 
 
 def home() -> Any:
-    """The peer of the value that is being unpickled; None where there is none.
+    """The peer of the value that is being unpickled; the surrounding runtime's where somebody else unpickles.
 
     This is how handles and channels find their process: unpickling has no arguments of its own.
     """
-    return getattr(getattr(_decoding, "context", None), "home", None)
+    found = getattr(getattr(_decoding, "context", None), "home", None)
+    return current_peer() if found is None else found
 
 
 def _reduce_error(value: BaseException | TracebackType) -> Any:

@@ -46,6 +46,14 @@ def children() -> list[int]:
         return []
 
 
+def session_of(pid: int) -> int:
+    """The session of a process; 0 if it is gone."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
 def kill(pid: int, number: int) -> None:
     """Send a signal to a child; nothing if it is gone."""
     with suppress(ProcessLookupError, PermissionError):

@@ -13,7 +13,7 @@ from .refs import HERE, THERE, RefState
 from .store import Arrived
 
 if TYPE_CHECKING:
-    from aiodaft.actor import MethodSpec
+    from aiodaft.methods import MethodSpec
 
     from .calls import Target
     from .link import Link
@@ -100,6 +100,12 @@ class CallState(RefState):
             self.link.send((CANCEL, self.number))
         self.peer.loop.call_later(self.peer.grace, self._give_up, why)
         return True
+
+    def _judge_error(self) -> None:
+        if self._cancelling and isinstance(self.error, CallCancelled):
+            # Whoever asked for it is not surprised.
+            self.mark_seen()
+        super()._judge_error()
 
     def _give_up(self, why: str) -> None:
         if not self.settled:
@@ -198,4 +204,4 @@ class GatheredState(RefState):
     def cancel(self, why: str) -> bool:
         """Cancel every call of the list."""
         # Each is asked, also after one has said yes.
-        return any([part._state.cancel(why) for part in self._parts])  # noqa: C419
+        return any([part._state.cancel(why) for part in self._parts])  # noqa: C419 - each of them, also after the first

@@ -120,7 +120,7 @@ class RefState(Tenure):
         self.settled = True
         inputs, self.inputs = self.inputs, None
         for state in inputs or ():
-            state.drop_use()
+            state.drop_use(failed=self.error is not None)
         watchers, self._watchers = self._watchers, None
         for watcher in watchers or ():
             self.peer.loop.call_soon(watcher, self)
@@ -156,12 +156,15 @@ class RefState(Tenure):
         """A call under way has it as an argument."""
         self.uses += 1
 
-    def drop_use(self) -> None:
+    def drop_use(self, *, failed: bool = False) -> None:
         """That call ended."""
         self.uses -= 1
         if self.error is not None:
             # The call that used it failed of it, and whoever holds that call's ref has been told.
             self.mark_seen()
+        elif failed and not (self.settled or self.handles or self.uses):
+            # The callee may hear first that this will fail: whoever waits for that call is told there.
+            self.seen = True
         self.free_if_unheld()
 
     def free_now(self) -> None:
@@ -275,6 +278,8 @@ class RefState(Tenure):
             yield from unread.__await__()
 
     def _wait_for_value(self) -> Generator[Any, None, None]:
+        if asyncio._get_running_loop() is not self.peer.loop:
+            raise RuntimeError(f"{self.label} is awaited on another event loop than the one its runtime was opened on")
         future: asyncio.Future[None] = self.peer.loop.create_future()
         if self._waiters is None:
             self._waiters = [future]
@@ -350,8 +355,10 @@ class RefState(Tenure):
 
     async def copy_into(self, target: Any) -> None:
         """Write the value, a tensor, into another tensor."""
-        yet_to_come = self.value is ABSENT and self.error is None
         here: Ref[Any] = Ref(self.hold())
+        if self.own:
+            await here.ready()
+        yet_to_come = self.value is ABSENT and self.error is None
         value = await self.bring() if yet_to_come else await here
         await self.peer.store.copy_into(target, value)
 

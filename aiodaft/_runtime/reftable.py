@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.messages import BORROW
 from aiodaft.exceptions import DaftError, OwnerDied
 from aiodaft.ref import Ref
 
 from .pickling import TooLong
 from .refkinds import BorrowedState, GatheredState, PutState
 from .refs import HERE, RefState, state_of
+from .serialization import Names
 from .store import Kept
 
 if TYPE_CHECKING:
     from .link import Neighbour
     from .peer import Peer
+
+
+_INLINE_VALUES = 1 << 20
 
 
 class RefTable:
@@ -37,7 +43,7 @@ class RefTable:
         """A ref of this process is freed."""
         self._own.pop(state.number, None)
 
-    def put(self, value: Any, label: str) -> PutState:
+    def put(self, value: Any, label: str, via: str | None = None) -> PutState:
         """Make a value of this process nameable; a small one is captured now, a large one by the helper thread.
 
         Raises:
@@ -46,21 +52,23 @@ class RefTable:
         peer = self._peer
         state = PutState(peer, peer.next_number(), value, label)
         try:
-            state.kept = Kept(peer.store.encode(value, [(label, value)]))
+            encoded = peer.store.encode(value, Names(label, (("value", value),)), via=via)
+            state.kept = Kept(encoded, via=via)
         except TooLong:
-            peer.tasks.create_task(self._capture(state), name="put")
+            peer.tasks.create_task(self._capture(state, via), name="put")
             return state
         if peer.store.pack_now(state.kept):
             state.on_kept()
         else:
-            peer.tasks.create_task(self._capture(state), name="put")
+            peer.tasks.create_task(self._capture(state, via), name="put")
         return state
 
-    async def _capture(self, state: PutState) -> None:
+    async def _capture(self, state: PutState, via: str | None) -> None:
         store = self._peer.store
         try:
             if state.kept is None:
-                state.kept = Kept(await store.encode_anywhere(state.value, [(state.label, state.value)]))
+                names = Names(state.label, (("value", state.value),))
+                state.kept = Kept(await store.encode_anywhere(state.value, names, via=via), via=via)
             await store.pack(state.kept)
         except Exception as error:  # noqa: BLE001 - whoever uses the ref gets it
             state.on_error(error)
@@ -76,7 +84,8 @@ class RefTable:
         peer = self._peer
         if state.arrived is not None:
             return Kept.again(state.arrived)
-        kept = Kept(peer.store.encode(state.value, [(f"the result of {state.label}", state.value)], patient=True))
+        names = Names(state.label, (("result", state.value),))
+        kept = Kept(peer.store.encode(state.value, names, patient=True))
         peer.store.pack_now(kept)
         return kept
 
@@ -89,6 +98,17 @@ class RefTable:
             state.shared = True
             self._own[state.number] = state
         return (state.owner, state.number, state.producer, state.label)
+
+    def describe_values(self, refs: Sequence[Ref[Any]]) -> tuple[tuple[Any, ...], ...]:
+        """What a peer needs to get the values of several refs: as many of them inline as a frame has room for."""
+        room = _INLINE_VALUES
+        found: list[tuple[Any, ...]] = []
+        for ref in refs:
+            described = self.describe_value(ref) if room > 0 else self.describe(ref)
+            if isinstance(described[0], bytes):
+                room -= len(described[0]) + len(described[1] or b"")
+            found.append(described)
+        return tuple(found)
 
     def describe_value(self, ref: Ref[Any]) -> tuple[Any, ...]:
         """What a peer needs to get a ref's value: the value itself if it is small and here."""
@@ -126,13 +146,12 @@ class RefTable:
         return Ref(state.hold())
 
     async def _register(self, state: BorrowedState, link: Neighbour) -> None:
-        agent = self._peer.agent_of(state.owner)
         if state.owner == link.remote:
-            # The owner reads this before anything this process says afterwards.
-            agent.borrow.tell(state.number)
+            # No call: the owner must know before it handles the next message, which may end what holds the ref there.
+            self._peer.link_to(state.owner).send((BORROW, state.number))
             return
         try:
-            await agent.borrow(state.number)
+            await self._peer.agent_of(state.owner).borrow(state.number)
         except DaftError as error:
             state.on_error(OwnerDied(f"the owner of the result of {state.label}, {state.owner}, is gone: {error}"))
             state.mark_seen()

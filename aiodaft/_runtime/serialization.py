@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Final, NamedTuple
 
 from aiodaft._protocol.codec import pack, pack_exts
 from aiodaft._protocol.messages import INLINE_LIMIT
@@ -50,9 +50,20 @@ FLAT: Final = frozenset({type(None), bool, int, float, str})
 _BUFFER_LIMIT: Final = 16 << 10
 # Copying more than this is not for a loop.
 _LONG_COPY: Final = 1 << 20
+# Refs that a message has room for.
+_MAX_REFS: Final = 1 << 16
 # Elements that one step may encode; about 2 ms.
 _BUDGET: Final = 50_000
 CHUNK: Final = 10_000
+# Containers with more objects than this are pickled as a whole: one pickle costs less than many.
+_PICKLED_TOGETHER: Final = 16
+
+
+class Names(NamedTuple):
+    """What to call a value in errors: ("Model.execute", [("args[0]", x)])."""
+
+    whole: str
+    parts: tuple[tuple[str, Any], ...] = ()
 
 
 class Encoder(PicklerHooks):
@@ -71,6 +82,8 @@ class Encoder(PicklerHooks):
     def encode(self, value: Any) -> Encoded:
         """Return the encoded value; see `encode` for the errors."""
         skeleton = self._skeleton(value)
+        if len(self.slots) + len(self.refs) > _MAX_REFS:
+            raise ValueError(f"it holds more than {_MAX_REFS} refs; gather them into one with Refs.gather()")
         specs = self.tensors.finish(self.sources)
         far = len(skeleton) > INLINE_LIMIT // 2
         if far:
@@ -137,6 +150,8 @@ class Encoder(PicklerHooks):
             return self._chunks("l", value)
         if FLAT.issuperset(map(type, value)):
             return value
+        if len(value) > _PICKLED_TOGETHER and self._is_opaque(value):
+            return self._pickle(value)
         return [self.walk(item) for item in value]
 
     def _walk_dict(self, value: dict[Any, Any]) -> Any:
@@ -145,7 +160,15 @@ class Encoder(PicklerHooks):
             return self._chunks("d", [part for item in value.items() for part in item])
         if FLAT.issuperset(map(type, value)) and FLAT.issuperset(map(type, value.values())):
             return value
+        if len(value) > _PICKLED_TOGETHER and self._is_opaque(value.values()):
+            return self._pickle(value)
         return {self.walk(key): self.walk(item) for key, item in value.items()}
+
+    def _is_opaque(self, items: Collection[Any]) -> bool:
+        """Whether there are objects among the items that have to be pickled, and no refs to resolve."""
+        kinds = {kind for kind in map(type, items) if kind not in FLAT and kind not in _HANDLERS}
+        opaque = kinds - {list, dict} and not all(map(is_dense_tensor, items))
+        return bool(opaque) and not (self.resolve and any(map(contains_ref, items)))
 
     def _chunks(self, kind: str, items: list[Any]) -> Any:
         """A long container as pieces in a buffer of its own: packing it at once would hold the interpreter."""
@@ -153,7 +176,7 @@ class Encoder(PicklerHooks):
         out = io.BytesIO()
         for start in range(0, len(items), CHUNK):
             part = items[start : start + CHUNK]
-            out.write(pack(part if FLAT.issuperset(map(type, part)) else [self.walk(item) for item in part]))
+            out.write(pack(self._walk_list(part)))
             breathe()
         return pack_exts(CHUNKS, [kind, self.add_source(out.getbuffer())])
 
@@ -230,10 +253,14 @@ def contains_ref(value: Any) -> bool:
     """Whether a ref is at any depth of plain containers, named tuples and dataclass instances."""
     if isinstance(value, Ref):
         return True
-    if isinstance(value, list | tuple):
-        return any(contains_ref(item) for item in value if type(item) not in FLAT)
-    if isinstance(value, dict):
-        return any(contains_ref(item) for item in value.values() if type(item) not in FLAT)
+    kind: type = type(value)
+    items: Iterable[Any] | None = None
+    if kind is list or kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        items = value
+    elif kind is dict:
+        items = value.values()
+    if items is not None:
+        return any(contains_ref(item) for item in items if type(item) not in FLAT)
     return any(contains_ref(getattr(value, name, None)) for name in _field_names(value))
 
 
@@ -273,13 +300,15 @@ def rebuild_dataclass(cls: type, fields: dict[str, Any]) -> Any:
 def _field_names(value: Any) -> list[str]:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return []
-    return [field.name for field in dataclasses.fields(value)]
+    fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    # `__post_init__` may have set others.
+    return [*fields, *(name for name in getattr(value, "__dict__", ()) if name not in fields)]
 
 
 def encode(
     value: Any,
     *,
-    names: Sequence[tuple[str, Any]],
+    names: Names,
     find_block: Callable[[int], Block | None],
     resolve: bool = False,
     patient: bool = False,
@@ -288,7 +317,7 @@ def encode(
 
     Args:
         value: The value.
-        names: What to call the parts of it in errors, such as ("args[0]", x).
+        names: What to call it and its parts in errors.
         find_block: Finds the shared block that starts at an address.
         resolve: Whether refs in plain containers stand for their values.
         patient: Whether this is a helper thread, where time does not matter.
@@ -306,5 +335,5 @@ def encode(
     except (TooLong, SerializationError):
         raise
     except Exception as error:
-        path, reason = find_path(names, attempt)
-        raise SerializationError(f"{path} cannot travel: {reason or error}") from error
+        path, reason = find_path(names.parts, attempt)
+        raise SerializationError(f"{path} of {names.whole} cannot travel: {reason or error}") from error

@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INLINE_LIMIT
 from aiodaft.ref import Borrowed, Ref
-from aiodaft_transport import Block, Control, Grant, Transport
+from aiodaft_transport import Block, Grant, Transport
 
 from .decoding import decode, is_heavy
 from .offload import Offload
 from .pickling import TooLong
-from .serialization import encode
+from .serialization import Names, encode
 from .tensors import tensor_copy
 from .values import Encoded
 
 if TYPE_CHECKING:
-    pass
+    from .link import Neighbour
 
 Key: TypeAlias = tuple[PeerId, CallId]
-Names: TypeAlias = list[tuple[str, Any]]
 
 # A warm copy of this size takes about 50 us; more goes to the helper thread.
 SYNC_COPY: Final = 1 << 20
@@ -44,9 +43,21 @@ class Arrived:  # noqa: B903 - on the path of every call: a dataclass costs more
 class Kept:
     """An encoded value that peers may pull: small ones are bytes, large ones lie in blocks."""
 
-    __slots__ = ("_lender", "_packed", "_released", "_versions", "block", "encoded", "inline", "origins")
+    __slots__ = (
+        "_lender",
+        "_packed",
+        "_released",
+        "_transport",
+        "_versions",
+        "block",
+        "encoded",
+        "inline",
+        "lent",
+        "origins",
+        "via",
+    )
 
-    def __init__(self, encoded: Encoded, lender: Borrowed[Any] | None = None) -> None:
+    def __init__(self, encoded: Encoded, lender: Borrowed[Any] | None = None, via: str | None = None) -> None:
         if lender is not None:
             for source in encoded.sources:
                 source.lent = True
@@ -54,9 +65,13 @@ class Kept:
         self.inline: bytes | None = None
         self.block: Block | None = None
         self.origins = [source.origin for source in encoded.sources]
-        # What the buffers looked like when they were lent.
-        self._versions = encoded.versions() if encoded.lent else None
+        self.lent = encoded.lent
+        # What the buffers looked like when the value was given to us.
+        self._versions = encoded.versions()
         self._lender = lender
+        # Name of the transport that was asked for.
+        self.via = via
+        self._transport: Transport | None = None
         self._packed = False
         self._released = False
 
@@ -89,11 +104,6 @@ class Kept:
         return not self.encoded.blocks and self.encoded.size <= INLINE_LIMIT
 
     @property
-    def lent(self) -> bool:
-        """Whether its buffers stay where they are until somebody reads them."""
-        return self._versions is not None
-
-    @property
     def ready(self) -> bool:
         """Whether it may be granted without copying anything first."""
         return self._packed
@@ -106,35 +116,48 @@ class Kept:
         """
         if self._packed:
             return
+        self._transport = transport
         encoded = self.encoded
-        if self._versions is not None:
-            encoded.check_unchanged(self._versions)
+        encoded.check_unchanged(self._versions)
         if self.is_inline:
             self.inline = encoded.packed()
         elif encoded.nbytes:
             block = transport.allocate(encoded.nbytes)
+            # Without a view, closing the transport would unmap what this thread still writes to.
+            view = block.view
             try:
                 encoded.write_to(block.address)
+                # Written to in between, what was copied is torn.
+                encoded.check_unchanged(self._versions)
             except BaseException:
                 block.release()
                 raise
+            finally:
+                del view
             self.block = block
+            if self._released:
+                # Nobody wants it any more; whoever gave it up did not see the block yet.
+                block.release()
         self._packed = True
         for source in encoded.sources:
             if not source.lent:
                 # The copy is made: what it was made from is not ours to keep.
                 source.keep = source.fill = source.version = None
 
-    def blobs_for(self, link: Control, transport: Transport) -> bytes | tuple[tuple[str, Grant], ...] | None:
+    def blobs_for(self, link: Neighbour) -> bytes | tuple[tuple[str, Grant], ...] | None:
         """What the message to a peer says about the buffers; grants it the blocks.
 
         Raises:
             BorrowError: A lent buffer was written to.
         """
-        if self._versions is not None:
+        if self.lent:
             self.encoded.check_unchanged(self._versions)
-        if not self.all_blocks:
+        transport = self._transport
+        if transport is None or not self.all_blocks:
             return self.inline
+        traffic = link.traffic
+        traffic.payloads_sent += len(self.all_blocks)
+        traffic.payload_sent += self.encoded.nbytes
         return tuple((transport.name, transport.grant(block, link)) for block in self.all_blocks)
 
     def origin(self, index: int) -> Any:
@@ -184,16 +207,22 @@ class Store:
             self._transports[name] = self._open_transport(name)
         return self._transports[name]
 
-    def encode(self, value: Any, names: Names, *, resolve: bool = False, patient: bool = False) -> Encoded:
+    def encode(
+        self, value: Any, names: Names, *, via: str | None = None, resolve: bool = False, patient: bool = False
+    ) -> Encoded:
         """Encode a value; see `serialization.encode`. Safe in any thread."""
-        return encode(value, names=names, find_block=self._shared.get, resolve=resolve, patient=patient)
+        # What is in shared memory already need not be copied, unless it is to travel in another way.
+        find_block = self._shared.get if via in (None, self._preferred) else _no_block
+        return encode(value, names=names, find_block=find_block, resolve=resolve, patient=patient)
 
-    async def encode_anywhere(self, value: Any, names: Names, *, resolve: bool = False) -> Encoded:
+    async def encode_anywhere(
+        self, value: Any, names: Names, *, via: str | None = None, resolve: bool = False
+    ) -> Encoded:
         """Encode a value here if that is quick, else in the helper thread."""
         try:
-            return self.encode(value, names, resolve=resolve)
+            return self.encode(value, names, via=via, resolve=resolve)
         except TooLong:
-            return await self._offload.run(lambda: self.encode(value, names, resolve=resolve, patient=True))
+            return await self._offload.run(lambda: self.encode(value, names, via=via, resolve=resolve, patient=True))
 
     def pack_now(self, kept: Kept) -> bool:
         """Make a value ready if that takes no time worth mentioning; False if it does."""
@@ -201,22 +230,25 @@ class Store:
             return True
         if kept.encoded.nbytes > SYNC_COPY:
             return False
-        kept.pack(self.transport)
+        self.pack_here(kept)
         return True
+
+    def pack_here(self, kept: Kept) -> None:
+        """Make a value ready in this thread, however long that takes."""
+        kept.pack(self.transport_named(kept.via or self._preferred))
 
     async def pack(self, kept: Kept) -> None:
         """Make a value ready, in the helper thread if it is large."""
         if not self.pack_now(kept):
-            transport = self.transport
-            await self._offload.run(lambda: kept.pack(transport))
+            await self._offload.run(lambda: self.pack_here(kept))
 
-    def keep_patiently(self, result: Any, name: str) -> Kept:
+    def keep_patiently(self, result: Any, label: str, via: str | None) -> Kept:
         """In a thread that may take its time: encode a result, and copy its buffers to where peers can reach them."""
         lender = result if isinstance(result, Borrowed) else None
         value = result.value if lender is not None else result
-        kept = Kept(self.encode(value, [(name, value)], patient=True), lender)
+        kept = Kept(self.encode(value, Names(label, (("result", value),)), via=via, patient=True), lender, via)
         if not kept.lent:
-            kept.pack(self.transport)
+            self.pack_here(kept)
         return kept
 
     async def decode(self, arrived: Arrived, slots: list[Any] | None = None, refs: list[Any] | None = None) -> Any:
@@ -287,6 +319,10 @@ class Store:
             self.drop(key)
         for transport in self._transports.values():
             transport.close()
+
+
+def _no_block(address: int) -> None:
+    return None
 
 
 def _no_origin(index: int) -> Any:

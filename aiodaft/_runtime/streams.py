@@ -128,6 +128,10 @@ class StreamState:
         except asyncio.CancelledError:
             self._items.appendleft(item)
             raise
+        except Exception:
+            # It is used up: a consumer that goes on must not run out of credit.
+            self._count_taken()
+            raise
         self._count_taken()
         return value
 

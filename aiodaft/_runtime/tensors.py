@@ -229,9 +229,11 @@ def _strided_source(tensor: torch.Tensor) -> Source:
     def fill(address: int) -> None:
         torch = loaded_torch()
         assert torch is not None
-        # Anything but bytes may lack a copy kernel for its dtype; all have one for their bytes.
+        # Some dtypes have no kernel for copying; every size has a dtype that does.
+        carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+        plain = tensor.view(carrier[tensor.element_size()])
         target = (ctypes.c_char * source.nbytes).from_address(address)
-        torch.frombuffer(target, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        torch.frombuffer(target, dtype=plain.dtype).view(plain.shape).copy_(plain)
 
     source.fill = fill
     return source

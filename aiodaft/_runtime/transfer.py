@@ -37,7 +37,6 @@ class Transfer:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._pulls: dict[tuple[PeerId, PeerId, CallId], deque[asyncio.Future[Message]]] = {}
-        self.pulled = 0
 
     # Wanting a value.
 
@@ -125,12 +124,14 @@ class Transfer:
             return Arrived(payload, blobs, [], states)
         views: list[memoryview] = []
         for index, (name, grant) in enumerate(blobs):
-            self.pulled += 1
             try:
-                views.append(await self._peer.store.transport_named(name).fetch(grant, link))
+                view = await self._peer.store.transport_named(name).fetch(grant, link)
             except BaseException:
                 self.decline(link, blobs[index + 1 :])
                 raise
+            views.append(view)
+            link.traffic.payloads_received += 1
+            link.traffic.payload_received += view.nbytes
         return Arrived(payload, None, views, states)
 
     def decline(self, link: Neighbour, blobs: Any) -> None:
@@ -152,7 +153,7 @@ class Transfer:
         """A value kept in this very process: the objects themselves where they still are what they were."""
         await self._peer.store.pack(kept)
         link = self._peer.loopback
-        arrived = await self.receive(link, kept.payload, kept.blobs_for(link, self._peer.store.transport), ())
+        arrived = await self.receive(link, kept.payload, kept.blobs_for(link), ())
         arrived.refs = kept.refs
         arrived.origin = kept.origin
         return arrived
@@ -228,7 +229,7 @@ class Transfer:
 
     def _give(self, link: Link, owner: PeerId, number: CallId, kept: Kept) -> None:
         try:
-            blobs = kept.blobs_for(link, self._peer.store.transport)
+            blobs = kept.blobs_for(link)
         except (DaftError, TransportError) as error:
             link.send((BROKEN, owner, number, encode_error(error)))
             return

@@ -9,11 +9,11 @@ import signal
 import socket
 import sys
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, TextIO, cast
 
 from aiodaft._protocol.codec import pack, unpack
 from aiodaft._protocol.ids import PeerId
-from aiodaft.exceptions import DaftError
+from aiodaft.exceptions import DaftError, ProtocolError
 from aiodaft_transport import Key
 
 from .current import set_process_peer
@@ -96,6 +96,8 @@ class Worker:
             # Nobody is left to work for.
             self._end(0)
             return DaftError(f"the controller is gone: {reason}")
+        if isinstance(reason, ProtocolError):
+            return reason
         in_flight = len(link.session.calls) - link.session.waiting
         return await self._peer.node_agent().obituary(link.remote, in_flight)
 
@@ -122,12 +124,15 @@ def run_forked(parent: int, packed: bytes, link: int, out: int, err: int) -> int
     for source, target in ((null, 0), (out, 1), (err, 2)):
         os.dup2(source, target)
         os.close(source)
-    # Line by line, so that a line is in the log when the next call fails.
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
     _reseed()
     return _serve(packed, link)
+
+
+def _stream(fd: int, mode: str) -> TextIO:
+    # Line by line, so that a line is in the log when the next call fails.
+    stream = open(fd, mode, encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115 - it stays open
+    return cast("TextIO", stream)
 
 
 def main(link: int, settings: int) -> None:

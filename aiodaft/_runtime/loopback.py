@@ -1,0 +1,38 @@
+"""A process as its own neighbour."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from aiodaft._protocol.ids import PeerId
+
+from .traffic import Traffic
+
+if TYPE_CHECKING:
+    from .peer import Peer
+
+
+class Loopback:
+    """A process's link to itself, for transports: what is sent is there at once."""
+
+    lost: Final = None
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self.traffic = Traffic()
+
+    @property
+    def remote(self) -> PeerId:
+        """The process itself."""
+        return self._peer.id
+
+    @property
+    def peer(self) -> str:
+        """The process itself (what transports call it)."""
+        return self._peer.id
+
+    def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
+        """Hand a note to the transport."""
+        self._peer.store.transport_named(transport).note_received(self, note, [os.dup(fd) for fd in fds])

@@ -1,0 +1,130 @@
+"""What is under way and waits for an answer, and the answers."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from aiodaft._protocol.messages import ADOPTED, ERROR, RESULT, STORED, Message
+from aiodaft.exceptions import DaftError, RemoteProtocolError
+
+from .failures import copy_error, decode_error
+from .refkinds import CallState
+from .refs import RefState
+from .store import Arrived
+from .streams import StreamState
+
+if TYPE_CHECKING:
+    from .link import Link
+    from .peer import Peer
+
+logger = logging.getLogger("aiodaft")
+
+
+class TellState:
+    """A call without a reply: the answer only says that it is over."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self.inputs: list[RefState] | None = None
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    def _release(self) -> None:
+        for state in self.inputs or ():
+            state.drop_use()
+        self.inputs = None
+
+    def on_plain(self, value: Any) -> None:
+        self._release()
+
+    def on_result(self, arrived: Arrived) -> None:
+        self._release()
+
+    def on_stored(self) -> None:
+        self._release()
+
+    def on_error(self, error: BaseException) -> None:
+        self._release()
+        logger.error("%s, called by tell(), failed", self.label, exc_info=error)
+
+    def on_lost(self, error: DaftError) -> None:
+        self._release()
+        logger.warning("%s, called by tell(), may not have run: %s", self.label, error)
+
+
+# What waits for an answer.
+State: TypeAlias = CallState | StreamState | TellState
+
+
+class Replies:
+    """Takes the answers to calls that this process made."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    def replied(self, link: Link, message: Message) -> None:
+        """REPLY came."""
+        _, number, value = message
+        state = link.session.settle(number)
+        if state is None:
+            raise RemoteProtocolError(f"{link.remote} answers call {number}, which is not under way")
+        state.on_plain(value)
+
+    def answered(self, link: Link, message: Message) -> None:
+        """RESULT, STORED or ERROR came."""
+        state = link.session.settle(message[1])
+        if state is None:
+            raise RemoteProtocolError(f"{link.remote} answers call {message[1]}, which is not under way")
+        kind = message[0]
+        if kind == RESULT:
+            _, _, payload, blobs, refs = message
+            if refs:
+                self._peer.tasks.create_task(self._adopt_result(link, state, message), name="adopt refs")
+            else:
+                state.on_result(Arrived(payload, blobs, [], []))
+        elif kind == STORED:
+            state.on_stored()
+        elif kind == ERROR:
+            error = decode_error(message[2])
+            if isinstance(error, DaftError):
+                error.with_executed(message[3])
+            state.on_error(error)
+
+    def item_came(self, link: Link, message: Message) -> None:
+        """ITEM came."""
+        _, number, payload, blobs, refs = message
+        state = link.session.calls.get(number)
+        if not isinstance(state, StreamState):
+            raise RemoteProtocolError(f"{link.remote} sends an item of call {number}, which is no stream under way")
+        if refs or isinstance(blobs, tuple):
+            # It keeps its place in the stream while its parts are fetched.
+            state.on_item(self._peer.tasks.start(self._bring_item(link, message), name="bring an item"))
+        else:
+            state.on_item(Arrived(payload, blobs, [], []))
+
+    async def _adopt_result(self, link: Link, state: State, message: Message) -> None:
+        _, number, payload, blobs, refs = message
+        adopted = await self._peer.refs.adopt(refs, link)
+        link.send((ADOPTED, number))
+        state.on_result(Arrived(payload, blobs, [], adopted))
+
+    async def _bring_item(self, link: Link, message: Message) -> Arrived:
+        _, number, payload, blobs, refs = message
+        arrived = await self._peer.transfer.receive(link, payload, blobs, refs)
+        if refs:
+            link.send((ADOPTED, number))
+        return arrived
+
+    def link_lost(self, link: Link, error: DaftError) -> None:
+        """No call over this link will be answered any more."""
+        for number, state in list(link.session.calls.items()):
+            twin = copy_error(error)
+            sent = not link.session.withdraw(number)
+            if sent:
+                link.session.settle(number)
+            if not (sent and link.connected):
+                twin.with_executed(False)
+            state.on_lost(twin)

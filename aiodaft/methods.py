@@ -1,0 +1,293 @@
+"""Remote methods: `@method`, how calls are typed, and what both sides know of a method.
+
+To type checkers a handle is the actor class itself, so calls are checked with names, defaults and completion; every
+remote method's type says that it gives a `Ref`, and that refs may stand for values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, overload
+
+from aiodaft._protocol.mailbox import Rules
+from aiodaft_transport import check_name
+
+if TYPE_CHECKING:
+    from aiodaft.ref import Ref, Stream
+
+__all__ = ["Method", "MethodSpec", "Sig", "StreamMethod", "StreamSig", "method", "plain_spec", "specs_of"]
+
+P = ParamSpec("P")
+P1 = ParamSpec("P1")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+A0 = TypeVar("A0")
+A1 = TypeVar("A1")
+A2 = TypeVar("A2")
+S = TypeVar("S")
+
+_SPECS: Final = "__aiodaft_specs__"
+
+
+class MethodSpec:
+    """What both sides know of a method."""
+
+    __slots__ = (
+        "_hidden", "_signature", "fn", "high", "is_async", "is_stream", "label", "low", "name", "rules", "transport",
+    )  # fmt: skip
+
+    def __init__(
+        self, label: str, name: str, fn: Callable[..., Any], rules: Rules, transport: str | None, *, hidden: int = 0
+    ) -> None:
+        self.name = name
+        self.fn = fn
+        self.rules = rules
+        self.transport = transport
+        self.label = label
+        # Leading arguments that are the runtime's own, not the user's.
+        self._hidden = hidden
+        self.is_stream = inspect.isasyncgenfunction(fn)
+        self.is_async = inspect.iscoroutinefunction(fn)
+        # With a transport of its own, every call is looked at: the choice may be impossible.
+        fewest, most = _arity(fn) if transport is None else (1.0, 0.0)
+        self.low, self.high = fewest, most
+        self._signature: inspect.Signature | None = None
+
+    def argument(self, index: int) -> str:
+        """What to call a positional argument in errors."""
+        own = index - self._hidden
+        return f"args[{own}]" if own >= 0 else "the class"
+
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise at the caller's line, not in the actor, if the call cannot work: TypeError, or Unreachable."""
+        if not kwargs and self.low <= len(args) <= self.high:
+            return
+        if self.transport is not None:
+            check_name(self.transport)
+        if self._signature is None:
+            try:
+                self._signature = inspect.signature(self.fn)
+            except (TypeError, ValueError):
+                # Builtins may not say; the actor will.
+                return
+        try:
+            self._signature.bind(None, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.label}{self._signature}: {error}") from None
+
+
+def _arity(fn: Callable[..., Any]) -> tuple[float, float]:
+    """Fewest and most positional arguments (without self) that need no closer look."""
+    code = getattr(fn, "__code__", None)
+    if (
+        code is None
+        or hasattr(fn, "__wrapped__")
+        or code.co_kwonlyargcount > len(getattr(fn, "__kwdefaults__", None) or ())
+    ):
+        return 1, 0
+    most = code.co_argcount - 1
+    fewest = most - len(getattr(fn, "__defaults__", None) or ())
+    return max(0, fewest), float("inf") if code.co_flags & inspect.CO_VARARGS else most
+
+
+class Sig(Protocol[P, R_co]):
+    """A method with these parameters and this result; what group calls take."""
+
+    def _typed(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+
+class StreamSig(Protocol[P, R_co]):
+    """A stream method with these parameters and items."""
+
+    def _typed_stream(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+
+class _MethodBase:
+    """Stands in the class for a decorated function."""
+
+    def __init__(self, fn: Callable[..., Any], rules: Rules, transport: str | None) -> None:
+        self.fn = fn
+        self.rules = rules
+        self.transport = transport
+        self.__name__ = fn.__name__
+        self.__qualname__ = fn.__qualname__
+        self.__module__ = fn.__module__
+        self.__doc__ = fn.__doc__
+        self.__wrapped__ = fn
+        self.__isabstractmethod__ = getattr(fn, "__isabstractmethod__", False)
+
+    if not TYPE_CHECKING:
+        # Hidden from checkers: to them, a handle is an instance of the class, and calling its method gives a ref.
+
+        def __get__(self, instance: Any, owner: type) -> Any:
+            """In the class the method itself; on an actor's own instance a plain bound method."""
+            return self if instance is None else self.fn.__get__(instance, owner)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.fn(*args, **kwargs)
+
+
+class Method(_MethodBase, Generic[P, R]):
+    """A remote method with one result: calling it on a handle gives a `Ref` at once."""
+
+    if TYPE_CHECKING:
+
+        def _typed(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+        # The exact signature: names, defaults, keyword-only parameters, completion.
+        @overload
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
+        # Refs among the first three positional arguments.
+        @overload
+        def __call__(
+            self: Sig[Concatenate[A0, P1], R], a0: Ref[A0], /, *args: P1.args, **kwargs: P1.kwargs
+        ) -> Ref[R]: ...
+        @overload
+        def __call__(
+            self: Sig[Concatenate[A0, A1, P1], R], a0: A0, a1: Ref[A1], /, *args: P1.args, **kwargs: P1.kwargs
+        ) -> Ref[R]: ...
+        @overload
+        def __call__(
+            self: Sig[Concatenate[A0, A1, P1], R], a0: Ref[A0], a1: Ref[A1], /, *args: P1.args, **kwargs: P1.kwargs
+        ) -> Ref[R]: ...
+        @overload
+        def __call__(
+            self: Sig[Concatenate[A0, A1, A2, P1], R],
+            a0: A0,
+            a1: A1,
+            a2: Ref[A2],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
+        ) -> Ref[R]: ...
+        @overload
+        def __call__(
+            self: Sig[Concatenate[A0, A1, A2, P1], R],
+            a0: Ref[A0],
+            a1: A1,
+            a2: Ref[A2],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
+        ) -> Ref[R]: ...
+        @overload
+        def __call__(
+            self: Sig[Concatenate[A0, A1, A2, P1], R],
+            a0: A0,
+            a1: Ref[A1],
+            a2: Ref[A2],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
+        ) -> Ref[R]: ...
+        @overload
+        def __call__(
+            self: Sig[Concatenate[A0, A1, A2, P1], R],
+            a0: Ref[A0],
+            a1: Ref[A1],
+            a2: Ref[A2],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
+        ) -> Ref[R]: ...
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[misc]  # mypy takes Any for Method
+
+        def tell(self, *args: P.args, **kwargs: P.kwargs) -> None:
+            """Call without a reply: an error of the method is only logged, here."""
+
+
+class StreamMethod(_MethodBase, Generic[P, R]):
+    """A remote async generator: calling it on a handle gives a `Stream` at once."""
+
+    if TYPE_CHECKING:
+
+        def _typed_stream(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Stream[R]: ...
+
+
+class _Decorator(Protocol):
+    """What `@method(...)` with options gives."""
+
+    @overload
+    def __call__(self, fn: Callable[Concatenate[S, P], Coroutine[Any, Any, R]], /) -> Method[P, R]: ...
+    @overload
+    def __call__(self, fn: Callable[Concatenate[S, P], AsyncIterator[R]], /) -> StreamMethod[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
+    @overload
+    def __call__(self, fn: Callable[Concatenate[S, P], R], /) -> Method[P, R]: ...
+
+
+@overload
+def method(fn: Callable[Concatenate[S, P], Coroutine[Any, Any, R]], /) -> Method[P, R]: ...
+@overload
+def method(fn: Callable[Concatenate[S, P], AsyncIterator[R]], /) -> StreamMethod[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
+@overload
+def method(fn: Callable[Concatenate[S, P], R], /) -> Method[P, R]: ...
+@overload
+def method(*, ordered: bool = True, concurrency: int | None = None, transport: str | None = None) -> _Decorator: ...
+def method(
+    fn: Any = None, /, *, ordered: bool = True, concurrency: int | None = None, transport: str | None = None
+) -> Any:
+    """Make a method callable from other processes.
+
+    `async def` runs on the actor's loop, many at a time; `def` on the actor's own thread, one at a time, so that the
+    process stays responsive; an async generator is a stream. Calls of one caller to one actor start in the order in
+    which they were made.
+
+    Args:
+        fn: The function, when used without options.
+        ordered: False lets a call start before earlier ones of the same caller.
+        concurrency: How many calls of this method may run at a time in one actor; for `async def` only.
+        transport: How its large results travel, if not as everything else: "shm", "ucx" or "tcp".
+
+    Raises:
+        TypeError: The function cannot be a remote method; says why.
+    """
+    if fn is None:
+        return lambda function: method_with(function, ordered=ordered, concurrency=concurrency, transport=transport)
+    return method_with(fn, ordered=ordered, concurrency=concurrency, transport=transport)
+
+
+def method_with(fn: Any, *, ordered: bool, concurrency: int | None, transport: str | None) -> _MethodBase:
+    """What `method` does."""
+    if isinstance(fn, staticmethod | classmethod | property):
+        raise TypeError(f"@method goes on a plain method, not on a {type(fn).__name__}")
+    if not callable(fn) or isinstance(fn, type):
+        raise TypeError(f"@method goes on a function, not on {fn!r:.80}")
+    if inspect.isgeneratorfunction(fn):
+        raise TypeError(f"{fn.__qualname__} is a generator: make it an async generator (async def ... yield) to stream")
+    stream, on_loop = inspect.isasyncgenfunction(fn), inspect.iscoroutinefunction(fn)
+    if concurrency is not None:
+        if not (stream or on_loop):
+            raise TypeError(f"{fn.__qualname__}: `concurrency` is for async def; def methods run one at a time anyway")
+        if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
+            raise TypeError(f"{fn.__qualname__}: `concurrency` is a positive integer, not {concurrency!r}")
+    rules = Rules(fn.__name__, on_thread=not (stream or on_loop), ordered=ordered, concurrency=concurrency)
+    return (StreamMethod if stream else Method)(fn, rules, transport)
+
+
+def specs_of(cls: type) -> dict[str, MethodSpec]:
+    """The remote methods of an actor class, by name."""
+    specs: dict[str, MethodSpec] | None = cls.__dict__.get(_SPECS)
+    if specs is None:
+        specs = {}
+        for name in dir(cls):
+            found = inspect.getattr_static(cls, name)
+            if isinstance(found, _MethodBase):
+                specs[name] = MethodSpec(f"{cls.__name__}.{name}", name, found.fn, found.rules, found.transport)
+        setattr(cls, _SPECS, specs)
+    return specs
+
+
+def plain_spec(cls: type, name: str) -> MethodSpec:
+    """A public method of a class that knows nothing of aiodaft.
+
+    Raises:
+        AttributeError: The class has no such public method.
+    """
+    fn = None if name.startswith("_") else getattr(cls, name, None)
+    if fn is None or not callable(fn):
+        raise AttributeError(f"{cls.__name__} has no public method {name!r}")
+    asynchronous = inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn)
+    return MethodSpec(f"{cls.__name__}.{name}", name, fn, Rules(name, on_thread=not asynchronous), None)

@@ -1,0 +1,85 @@
+"""Actors that the benchmarks call."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from aiodaft.actor import Actor
+from aiodaft.methods import method
+
+from .stalls import Watch
+
+
+class Echo(Actor):
+    """Answers at once."""
+
+    @method
+    async def on_loop(self, value: Any = None) -> Any:
+        """An `async def` method."""
+        return value
+
+    @method
+    def on_thread(self, value: Any = None) -> Any:
+        """A `def` method."""
+        return value
+
+    @method
+    async def pid(self) -> int:
+        """Its process."""
+        return os.getpid()
+
+
+class Holder(Actor):
+    """Makes and takes large values."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, Any] = {}
+        self._watch: Watch | None = None
+
+    @method
+    async def prepare(self, size: int) -> None:
+        """Make a value to give later, so that making it is not measured."""
+        self._values = {size: payload(size)}
+
+    @method
+    def give(self, size: int) -> Any:
+        """The prepared value."""
+        return self._values[size]
+
+    @method
+    async def take(self, value: Any) -> int:
+        """Receive a value."""
+        return len(value)
+
+    @method
+    async def watch(self) -> None:
+        """Begin to look for stalls of this actor's loop."""
+        self._watch = Watch(asyncio.get_running_loop())
+
+    @method
+    async def longest_stall(self) -> float:
+        """Seconds of the longest stall since `watch`."""
+        assert self._watch is not None
+        return self._watch.stop()
+
+
+class WithTorch(Actor):
+    """Needs torch."""
+
+    @method
+    async def threads(self) -> int:
+        """Use it."""
+        import torch  # noqa: PLC0415 - workers find it preloaded
+
+        return torch.get_num_threads()
+
+
+def payload(size: int) -> Any:
+    """So many bytes: a tensor where torch is installed, else bytes."""
+    try:
+        import torch  # noqa: PLC0415 - optional
+    except ImportError:
+        return b"\x01" * size
+    return torch.ones(size, dtype=torch.uint8)

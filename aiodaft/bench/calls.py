@@ -1,0 +1,111 @@
+"""Calls: round trips, many under way, fan-out, and a chain through three actors."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Final
+
+from aiodaft.runtime import Runtime
+
+from .actors import Echo
+from .floors import Echo as BareEcho
+from .floors import apart, open_echo
+from .results import Result, in_turns, timed
+
+_IN_FLIGHT: Final = 1000
+_MICRO: Final = 1e6
+
+
+async def run(turns: int) -> list[Result]:
+    """Measure calls."""
+    results: list[Result] = []
+    async with Runtime() as rt, open_echo() as bare:
+        actor = await rt.spawn(Echo)
+        with apart(await actor.pid(), bare.pid):
+            results.append(await _round_trip("async def method, round trip", actor.on_loop, bare, turns, "<= 2.0"))
+            results.append(await _round_trip("def method, round trip", actor.on_thread, bare, turns, "<= 4.0"))
+            results.append(await _pipelined(actor, bare, turns))
+    results += [await _fan_out(width, turns) for width in (1, 2, 4, 8)]
+    return [*results, await _chain(turns)]
+
+
+async def _round_trip(
+    name: str, method: Callable[[], Awaitable[object]], bare: BareEcho, turns: int, budget: str
+) -> Result:
+    repeats = 200
+
+    async def ours() -> float:
+        async def work() -> None:
+            for _ in range(repeats):
+                await method()
+
+        return await timed(work()) / repeats
+
+    await ours()
+    mine, theirs, ratio = await in_turns(ours, lambda: bare.round_trip(repeats), turns)
+    return Result(name, mine * _MICRO, "us", theirs * _MICRO, "bare echo", ratio, budget)
+
+
+async def _pipelined(actor: Echo, bare: BareEcho, turns: int) -> Result:
+    count = 20_000
+
+    async def ours() -> float:
+        async def caller() -> None:
+            for _ in range(count // _IN_FLIGHT):
+                await actor.on_loop(1)
+
+        start = time.perf_counter()
+        await asyncio.gather(*(caller() for _ in range(_IN_FLIGHT)))
+        return count / (time.perf_counter() - start)
+
+    await ours()
+    rate, floor, ratio = await in_turns(ours, lambda: bare.pipelined(count, _IN_FLIGHT), turns)
+    return Result("1,000 calls in flight", rate, "1/s", floor, "bare echo", ratio, ">= 0.4")
+
+
+async def _fan_out(width: int, turns: int) -> Result:
+    repeats = 50
+    async with Runtime() as rt, AsyncExitStack() as stack:
+        group = await rt.group(width, Echo)
+        bare = [await stack.enter_async_context(open_echo()) for _ in range(width)]
+
+        async def ours() -> float:
+            async def work() -> None:
+                for _ in range(repeats):
+                    await group.all(Echo.on_loop)
+
+            return await timed(work()) / repeats
+
+        async def floor() -> float:
+            async def work() -> None:
+                for _ in range(repeats):
+                    await asyncio.gather(*(echo.call() for echo in bare))
+
+            return await timed(work()) / repeats
+
+        await ours()
+        mine, theirs, ratio = await in_turns(ours, floor, turns)
+    return Result(f"one call to each of {width}", mine * _MICRO, "us", theirs * _MICRO, "bare echoes", ratio)
+
+
+async def _chain(turns: int) -> Result:
+    repeats = 50
+    async with Runtime() as rt, open_echo() as bare:
+        a, b, c = [await rt.spawn(Echo) for _ in range(3)]
+
+        async def ours() -> float:
+            async def work() -> None:
+                for _ in range(repeats):
+                    await c.on_loop(b.on_loop(a.on_loop(1)))
+
+            return await timed(work()) / repeats
+
+        async def floor() -> float:
+            return 3 * await bare.round_trip(repeats)
+
+        await ours()
+        mine, theirs, ratio = await in_turns(ours, floor, turns)
+    return Result("chain A -> B -> C", mine * _MICRO, "us", theirs * _MICRO, "three bare echoes", ratio)

@@ -1,0 +1,164 @@
+"""The bare floors: what the same work costs without any framework."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Final, cast
+
+import msgpack
+
+from .results import timed
+
+_ECHO: Final = """
+import asyncio, socket, sys
+from aiodaft.bench.floors import serve_echo
+try:
+    from uvloop import new_event_loop
+except ImportError:
+    from asyncio import new_event_loop
+with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    runner.run(serve_echo(socket.socket(fileno=int(sys.argv[1]))))
+"""
+
+
+class _Connection(asyncio.Protocol):
+    """MessagePack over a stream socket."""
+
+    def __init__(self) -> None:
+        self.on_message: Callable[[Any], object] = self.send
+        self.lost = asyncio.get_running_loop().create_future()
+        self._messages = msgpack.Unpacker()
+        self._pack = msgpack.Packer().pack
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._messages.feed(data)
+        for message in self._messages:
+            self.on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def send(self, message: Any) -> None:
+        """Send a message."""
+        self.transport.write(self._pack(message))
+
+
+async def serve_echo(connection: socket.socket) -> None:
+    """Send back what comes, until the other side ends."""
+    _, protocol = await asyncio.get_running_loop().create_connection(_Connection, sock=connection)
+    await protocol.lost
+
+
+class Echo:
+    """A process that sends back what it gets, over a unix socket."""
+
+    def __init__(self, connection: _Connection, pid: int) -> None:
+        self._connection = connection
+        self.pid = pid
+
+    async def call(self, value: object = None) -> Any:
+        """One round trip."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._connection.on_message = answer.set_result
+        self._connection.send((1, value))
+        return await answer
+
+    async def round_trip(self, count: int, value: object = None) -> float:
+        """Seconds that a round trip takes."""
+
+        async def work() -> None:
+            for _ in range(count):
+                await self.call(value)
+
+        return await timed(work()) / count
+
+    async def pipelined(self, count: int, in_flight: int) -> float:
+        """Round trips per second with so many under way, each awaited by whoever asked."""
+        loop = asyncio.get_running_loop()
+        waiting: dict[int, asyncio.Future[Any]] = {}
+        self._connection.on_message = lambda message: waiting.pop(message[0]).set_result(message[1])
+        numbers = itertools.count()
+
+        async def caller() -> None:
+            for _ in range(count // in_flight):
+                number = next(numbers)
+                answer = waiting[number] = loop.create_future()
+                self._connection.send((number, 1))
+                await answer
+
+        start = time.perf_counter()
+        await asyncio.gather(*(caller() for _ in range(in_flight)))
+        return count / (time.perf_counter() - start)
+
+
+@asynccontextmanager
+async def open_echo() -> AsyncGenerator[Echo, None]:
+    """A bare echo process."""
+    mine, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-c", _ECHO, str(theirs.fileno())]
+        process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
+    transport, connection = await asyncio.get_running_loop().create_connection(_Connection, sock=mine)
+    try:
+        yield Echo(connection, process.pid)
+    finally:
+        transport.close()
+        await process.wait()
+
+
+@contextmanager
+def apart(*pids: int) -> Generator[None, None, None]:
+    """Keep this process on one CPU and others on another: else it is chance whether a message crosses cores."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        yield
+        return
+    os.sched_setaffinity(0, cpus[:1])
+    for pid in pids:
+        os.sched_setaffinity(pid, cpus[1:2])
+    try:
+        yield
+    finally:
+        for pid in (0, *pids):
+            os.sched_setaffinity(pid, cpus)
+
+
+class Copy:
+    """One memcpy between two buffers that are in memory already."""
+
+    def __init__(self, size: int) -> None:
+        self._source = ctypes.create_string_buffer(b"\x01" * size, size)
+        self._target = ctypes.create_string_buffer(b"\x02" * size, size)
+
+    async def seconds(self) -> float:
+        """Seconds that it takes."""
+        start = time.perf_counter()
+        ctypes.memmove(self._target, self._source, len(self._source))
+        return time.perf_counter() - start
+
+
+async def run_python(code: str) -> float:
+    """Seconds from starting an interpreter to the end of some code."""
+    # Installed packages have their bytecode cached; a development setting would compile them anew each time.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+    async def work() -> None:
+        command = [sys.executable, "-c", code]
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL, env=environment)
+        if await process.wait():
+            raise RuntimeError(f"failed: {code!r}")
+
+    return await timed(work())

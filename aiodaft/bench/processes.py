@@ -1,0 +1,75 @@
+"""Processes: starting them, what they weigh, and what the import costs."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import re
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from aiodaft.actor import Actor
+from aiodaft.runtime import Runtime
+
+from .actors import Echo, WithTorch
+from .floors import run_python
+from .results import Result, in_turns, timed
+
+_HELLO: Final = """
+import aiodaft
+from aiodaft.bench.actors import Echo
+async def main():
+    async with aiodaft.Runtime() as rt, rt.spawn(Echo) as actor:
+        await actor.on_loop("hello")
+aiodaft.run(main())
+"""
+_TURNS: Final = 3
+
+
+async def run(turns: int) -> list[Result]:
+    """Measure processes."""
+    results: list[Result] = []
+    await run_python("import aiodaft")
+    imports, floor, _ = await in_turns(lambda: run_python("import aiodaft"), lambda: run_python("pass"), turns)
+    results.append(Result("import aiodaft", (imports - floor) * 1e3, "ms", budget="<= 100"))
+    hello, _, _ = await in_turns(lambda: run_python(_HELLO), lambda: run_python("pass"), _TURNS)
+    results.append(Result("cold hello: import, start, call, stop", hello, "s", budget="<= 0.5"))
+    for count in (1, 8):
+        results.append(await _spawn(count, Echo, "", "pass", ""))
+        if importlib.util.find_spec("torch"):
+            budget = "<= 2.5" if count == 8 else ""
+            results.append(await _spawn(count, WithTorch, " with torch", "import torch", budget, preload=("torch",)))
+    return [*results, await _weight()]
+
+
+async def _spawn(
+    count: int, cls: type[Actor], what: str, floor_code: str, budget: str, preload: tuple[str, ...] = ()
+) -> Result:
+    async def ours() -> float:
+        async def work() -> None:
+            async with Runtime(preload=preload) as rt:
+                await rt.group(count, cls)
+
+        return await timed(work())
+
+    async def floor() -> float:
+        return await timed(asyncio.gather(*(run_python(floor_code) for _ in range(count))))
+
+    mine, theirs, ratio = await in_turns(ours, floor, _TURNS)
+    return Result(f"runtime and {count} actors{what}", mine, "s", theirs, "fork+exec of as many", ratio, budget)
+
+
+async def _weight() -> Result:
+    """Proportional set size of idle actors: shared pages count for each of those who share them by their part."""
+    async with Runtime() as rt:
+        actors = [await rt.spawn(Echo) for _ in range(4)]
+        pids = [await actor.pid() for actor in actors]
+        weights = [_pss(pid) for pid in pids]
+    return Result("idle actor, proportional memory", median(weights), "MiB", budget="<= 30")
+
+
+def _pss(pid: int) -> float:
+    found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii"), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) / 1024

@@ -1,0 +1,80 @@
+"""What is measured, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import asdict, dataclass
+from statistics import median
+
+Sample = Callable[[], Awaitable[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line of the table.
+
+    Attributes:
+        name: What was measured.
+        value: The median, in `unit`.
+        unit: What `value` and `floor` are in.
+        floor: The median of the bare floor, measured in turns with it; None if there is nothing to compare with.
+        floor_name: What the floor does.
+        ratio: Median of ours / floor over the turns, or of `value` / limit where the budget is a plain limit.
+        budget: What the ratio (with a floor) or the value (without) is to be, as in "<= 2.0".
+    """
+
+    name: str
+    value: float
+    unit: str
+    floor: float | None = None
+    floor_name: str = ""
+    ratio: float | None = None
+    budget: str = ""
+
+    @property
+    def within(self) -> bool | None:
+        """Whether the budget is kept; None if there is none."""
+        if not self.budget:
+            return None
+        sign, limit = self.budget.split()
+        measured = self.value if self.ratio is None else self.ratio
+        return measured <= float(limit) if sign == "<=" else measured >= float(limit)
+
+
+async def in_turns(ours: Sample, floor: Sample, turns: int) -> tuple[float, float, float]:
+    """Measure two things in turns, so that noise hits both: their medians, and the median of the ratios."""
+    pairs = [(await ours(), await floor()) for _ in range(turns)]
+    return (
+        median(mine for mine, _ in pairs),
+        median(theirs for _, theirs in pairs),
+        median(mine / theirs for mine, theirs in pairs),
+    )
+
+
+async def timed(work: Awaitable[object]) -> float:
+    """Seconds that something takes."""
+    start = time.perf_counter()
+    await work
+    return time.perf_counter() - start
+
+
+def table(results: Iterable[Result]) -> str:
+    """Results for people."""
+    lines = [f"{'':44}{'aiodaft':>12}{'floor':>12}{'ratio':>9}  budget"]
+    for result in results:
+        floor = "" if result.floor is None else f"{result.floor:,.4g}"
+        ratio = "" if result.ratio is None else f"{result.ratio:.2f}x"
+        verdict = {None: "", True: "", False: "  MISSED"}[result.within]
+        name = f"{result.name} ({result.unit})"
+        lines.append(f"{name:44}{result.value:>12,.4g}{floor:>12}{ratio:>9}  {result.budget}{verdict}")
+    return "\n".join(lines)
+
+
+def as_json(results: Iterable[Result]) -> str:
+    """Results for programs, with what they were measured on."""
+    machine = {"python": platform.python_version(), "machine": platform.machine(), "platform": sys.platform}
+    return json.dumps({"machine": machine, "results": [{**asdict(r), "within": r.within} for r in results]}, indent=2)

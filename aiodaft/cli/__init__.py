@@ -1,0 +1,1 @@
+"""The `aiodaft` command."""

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
+import pytest_asyncio
 import uvloop
+from actors import Echo
 from leaks import Snapshot
 
 import aiodaft
+from aiodaft.actor import Handle
+
+# Workers load the packages hundreds of times: with this setting they would compile them each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # libuv opens a pipe for signals with its first loop, and keeps it for the life of the process.
 uvloop.new_event_loop().close()
@@ -22,17 +29,54 @@ def pytest_asyncio_loop_factories(
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Each test collects garbage before it is judged; what is loaded by now is none, and need not be looked at again.
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves a process, thread, descriptor or segment."""
     before = Snapshot.take()
     yield
     gc.collect()
-    assert Snapshot.take().new_since(before) == {}
+    left = Snapshot.take().new_since(before)
+    if "module_rt" in request.fixturenames:
+        # A runtime that goes on keeps its pools; it is looked at when it ends.
+        left = {name: found for name, found in left.items() if name == "processes"}
+    assert left == {}
 
 
 @pytest.fixture
 async def rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
     """An open runtime with four GPUs that nobody has."""
-    async with aiodaft.Runtime(gpus=4) as runtime:
+    # What tests themselves have imported, torch among it, is no concern of these actors.
+    async with aiodaft.Runtime(gpus=4, preload=(), stop_grace=1) as runtime:
         yield runtime
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_runtime() -> AsyncIterator[aiodaft.Runtime]:
+    """A runtime for all tests of a module: importing torch for each would take minutes."""
+    async with aiodaft.Runtime(gpus=4) as runtime:
+        # The first one starts the fork server, which stays.
+        await runtime.stop(await runtime.spawn(Echo))
+        yield runtime
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def module_rt(shared_runtime: aiodaft.Runtime, nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
+    """The module's runtime, without actors at the beginning and at the end."""
+    yield shared_runtime
+    for target in reversed(list(shared_runtime._owned.values())):
+        await shared_runtime.stop(Handle(target, Echo))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_at_the_end() -> Iterator[None]:
+    """Fails the run if a module's runtime left something."""
+    before = Snapshot.take()
+    yield
+    gc.collect()
+    assert Snapshot.take().new_since(before) == {}

@@ -145,7 +145,7 @@ async def test_a_call_behind_a_full_window_of_waiting_ones_gets_through(rt: aiod
 
 
 async def test_calls_beyond_the_limit_are_refused_at_once_and_nothing_is_lost() -> None:
-    async with aiodaft.Runtime(max_pending=100) as rt:
+    async with aiodaft.Runtime(preload=(), max_pending=100) as rt:
         log = await rt.spawn(Log)
         refs = [log.after_gate(index) for index in range(4096 + 100)]
         with pytest.raises(aiodaft.Overloaded, match="await some of them first") as caught:
@@ -173,7 +173,7 @@ async def test_an_unmodified_class_is_hosted(rt: aiodaft.Runtime) -> None:
 
 async def test_an_actor_that_is_a_context_manager_is_entered_and_left(tmp_path: object) -> None:
     path = f"{tmp_path}/left"
-    async with aiodaft.Runtime() as rt:
+    async with aiodaft.Runtime(preload=()) as rt:
         actor = await rt.spawn(Entered, path)
         assert await actor.is_entered()
     with open(path, encoding="utf-8") as file:

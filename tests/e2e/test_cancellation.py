@@ -152,7 +152,7 @@ async def test_a_call_that_waits_for_its_argument_is_dropped(rt: aiodaft.Runtime
 
 
 async def test_a_thread_cannot_be_interrupted_but_its_result_is_dropped() -> None:
-    async with aiodaft.Runtime(cancel_grace=0.1) as rt:
+    async with aiodaft.Runtime(preload=(), cancel_grace=0.1) as rt:
         sleeper = await rt.spawn(Sleeper)
         ref = sleeper.block(20)
         await sleeper.history()
@@ -172,7 +172,7 @@ async def test_a_thread_cannot_be_interrupted_but_its_result_is_dropped() -> Non
 
 
 async def test_a_method_that_refuses_to_be_cancelled_is_given_up_after_the_grace_time() -> None:
-    async with aiodaft.Runtime(cancel_grace=0.1) as rt:
+    async with aiodaft.Runtime(preload=(), cancel_grace=0.1, stop_grace=0.1) as rt:
         sleeper = await rt.spawn(Sleeper)
         loop = asyncio.get_running_loop()
         began = loop.time()

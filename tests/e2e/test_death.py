@@ -7,7 +7,8 @@ import os
 import signal
 
 import pytest
-from actors import Box, Echo, Failing, Relay, Sleeper
+from actors import Box, Echo, Relay, Sleeper
+from failing import Failing
 
 import aiodaft
 

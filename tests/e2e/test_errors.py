@@ -8,7 +8,8 @@ import traceback
 from typing import Any
 
 import pytest
-from actors import CustomError, Echo, Failing, Relay, Trainer
+from actors import Echo, Relay, Trainer
+from failing import CustomError, Failing
 
 import aiodaft
 
@@ -17,7 +18,7 @@ async def test_a_remote_exception_has_its_own_type_frames_and_a_note(rt: aiodaft
     failing = await rt.spawn(Failing)
     with pytest.raises(ValueError, match="bad value") as caught:
         await failing.raise_value_error()
-    assert 'raise ValueError(text)' in "".join(traceback.format_exception(caught.value))
+    assert "raise ValueError(text)" in "".join(traceback.format_exception(caught.value))
     info = await rt.info(failing)
     assert caught.value.__notes__ == [f"raised by Failing.raise_value_error in Failing-1 (pid {info.pid}, {info.node})"]
 
@@ -46,7 +47,7 @@ async def test_an_exception_that_cannot_be_rebuilt_comes_as_text(rt: aiodaft.Run
     failing = await rt.spawn(Failing)
     with pytest.raises(aiodaft.RemoteError, match="HostileError") as caught:
         await failing.raise_hostile()
-    assert caught.value.type_name == "actors.HostileError"
+    assert caught.value.type_name == "failing.HostileError"
     assert caught.value.executed is True
     assert await failing.use("alive") == "alive"
 
@@ -115,7 +116,7 @@ async def test_errors_of_siblings_arrive_as_a_group(rt: aiodaft.Runtime) -> None
 
 async def test_a_result_that_cannot_travel_fails_its_call_only(rt: aiodaft.Runtime) -> None:
     failing = await rt.spawn(Failing)
-    with pytest.raises(aiodaft.SerializationError, match=r"the result of Failing.unencodable cannot travel") as caught:
+    with pytest.raises(aiodaft.SerializationError, match=r"result of Failing.unencodable cannot travel") as caught:
         await failing.unencodable()
     assert caught.value.executed is True
     assert await failing.use(1) == 1
@@ -133,7 +134,7 @@ async def test_the_error_of_a_tell_is_logged_where_it_was_told(
 
 async def test_an_error_that_nobody_holds_ends_the_block_at_once() -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        async with aiodaft.Runtime() as rt:
+        async with aiodaft.Runtime(preload=()) as rt:
             failing = await rt.spawn(Failing)
             failing.raise_value_error("nobody looks")
             await asyncio.sleep(60)
@@ -150,7 +151,7 @@ async def test_the_error_of_a_held_ref_waits_for_whoever_looks(rt: aiodaft.Runti
 
 async def test_the_error_of_a_held_ref_that_nobody_looks_at_is_raised_at_the_end() -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        async with aiodaft.Runtime() as rt:
+        async with aiodaft.Runtime(preload=()) as rt:
             failing = await rt.spawn(Failing)
             ref = failing.raise_value_error("never looked at")
             await ref.ready()
@@ -159,7 +160,7 @@ async def test_the_error_of_a_held_ref_that_nobody_looks_at_is_raised_at_the_end
 
 async def test_dropping_a_ref_whose_error_nobody_saw_ends_the_block() -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        async with aiodaft.Runtime() as rt:
+        async with aiodaft.Runtime(preload=()) as rt:
             failing = await rt.spawn(Failing)
             ref = failing.raise_value_error("dropped")
             await ref.ready()
@@ -170,7 +171,7 @@ async def test_dropping_a_ref_whose_error_nobody_saw_ends_the_block() -> None:
 
 async def test_an_error_that_nobody_in_a_worker_holds_reaches_the_runtime() -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        async with aiodaft.Runtime() as rt:
+        async with aiodaft.Runtime(preload=()) as rt:
             failing, relay = await rt.spawn(Failing), await rt.spawn(Relay)
             await relay.tell_nobody(failing)
             await asyncio.sleep(60)
@@ -179,7 +180,7 @@ async def test_an_error_that_nobody_in_a_worker_holds_reaches_the_runtime() -> N
 
 async def test_the_bodys_own_error_is_raised_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError):
-        async with aiodaft.Runtime() as rt:
+        async with aiodaft.Runtime(preload=()) as rt:
             await rt.spawn(Failing)
             raise ZeroDivisionError
 

@@ -10,7 +10,8 @@ import tracemalloc
 from typing import Any, NamedTuple
 
 import pytest
-from actors import Box, Echo, Failing, Log, Relay, Sleeper
+from actors import Box, Echo, Log, Relay, Sleeper
+from failing import Failing
 
 import aiodaft
 
@@ -242,11 +243,11 @@ async def test_the_controller_sees_no_payload(rt: aiodaft.Runtime) -> None:
     await asyncio.gather(a.echo(0), b.echo(0), c.echo(0))
     big = a.echo(bytes(8_000_000))
     await big.ready()
-    before = sum(link.bytes_sent + link.bytes_received for link in rt.peer.links.values())
-    pulled = rt.peer.transfer.pulled
+    before = rt.traffic().control
+    pulled = rt.traffic().payloads_received
     seen = c.echo([b.echo({"deep": [big]})])
     await seen.ready()
-    assert sum(link.bytes_sent + link.bytes_received for link in rt.peer.links.values()) - before < 4096
-    assert rt.peer.transfer.pulled == pulled
+    assert rt.traffic().control - before < 4096
+    assert rt.traffic().payloads_received == pulled
     assert sys.getsizeof(seen) < 200
     del sleeper

@@ -11,7 +11,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from actors import Echo, Entered, Failing, NeedsGpu, Sleeper, SlowStart
+from actors import Echo, Entered, NeedsGpu, Sleeper, SlowStart
+from failing import Failing
 from leaks import descendants, is_alive
 
 import aiodaft
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 async def test_leaving_a_block_ends_every_process() -> None:
-    async with aiodaft.Runtime() as rt:
+    async with aiodaft.Runtime(preload=()) as rt:
         pids = [(await rt.info(await rt.spawn(Echo))).pid for _ in range(3)]
         assert all(map(is_alive, pids))
     assert not any(map(is_alive, pids))
@@ -28,7 +29,7 @@ async def test_leaving_a_block_ends_every_process() -> None:
 
 async def test_an_error_in_the_body_cancels_what_runs(tmp_path: Path) -> None:
     async def body() -> None:
-        async with aiodaft.Runtime() as rt:
+        async with aiodaft.Runtime(preload=()) as rt:
             await rt.spawn(Entered, str(tmp_path / "left"))
             sleeper = await rt.spawn(Sleeper)
             ref = sleeper.sleep(60)
@@ -43,7 +44,7 @@ async def test_an_error_in_the_body_cancels_what_runs(tmp_path: Path) -> None:
 
 
 async def test_calls_under_way_end_in_peace_when_the_block_does() -> None:
-    async with aiodaft.Runtime() as rt:
+    async with aiodaft.Runtime(preload=()) as rt:
         sleeper = await rt.spawn(Sleeper)
         ref = sleeper.sleep(0.2)
         await sleeper.history()
@@ -51,7 +52,7 @@ async def test_calls_under_way_end_in_peace_when_the_block_does() -> None:
 
 
 async def test_a_call_that_does_not_end_is_cancelled_after_the_grace_time() -> None:
-    async with aiodaft.Runtime(stop_grace=0.1) as rt:
+    async with aiodaft.Runtime(preload=(), stop_grace=0.1) as rt:
         sleeper = await rt.spawn(Sleeper)
         ref = sleeper.sleep(60)
         await sleeper.history()
@@ -60,7 +61,7 @@ async def test_a_call_that_does_not_end_is_cancelled_after_the_grace_time() -> N
 
 
 async def test_a_method_stuck_in_its_thread_does_not_hold_up_the_end() -> None:
-    async with asyncio.timeout(10), aiodaft.Runtime(stop_grace=0.1, cancel_grace=0.1) as rt:
+    async with asyncio.timeout(10), aiodaft.Runtime(preload=(), stop_grace=0.1, cancel_grace=0.1) as rt:
         sleeper = await rt.spawn(Sleeper)
         ref = sleeper.block(1000)
         await sleeper.history()
@@ -122,7 +123,7 @@ async def test_stopping_and_killing_are_idempotent_and_free_resources(rt: aiodaf
 
 async def test_an_actor_that_dies_with_nobody_waiting_ends_the_block() -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        async with aiodaft.Runtime() as rt:
+        async with aiodaft.Runtime(preload=()) as rt:
             echo = await rt.spawn(Echo)
             os.kill((await rt.info(echo)).pid, signal.SIGKILL)
             await asyncio.sleep(60)
@@ -135,7 +136,7 @@ async def test_the_body_is_cancelled_from_outside(tmp_path: Path) -> None:
     entered = asyncio.Event()
 
     async def body() -> None:
-        async with aiodaft.Runtime() as rt:
+        async with aiodaft.Runtime(preload=()) as rt:
             await rt.spawn(Entered, str(tmp_path / "left"))
             entered.set()
             await asyncio.sleep(60)
@@ -149,7 +150,7 @@ async def test_the_body_is_cancelled_from_outside(tmp_path: Path) -> None:
 
 
 async def test_a_runtime_is_opened_in_one_task_and_closed_in_another() -> None:
-    rt = aiodaft.Runtime()
+    rt = aiodaft.Runtime(preload=())
     await asyncio.get_running_loop().create_task(rt.__aenter__())
     echo = await rt.spawn(Echo)
     assert await echo.echo(1) == 1
@@ -176,7 +177,7 @@ SCRIPT = """
     from actors import Sleeper
 
     async def main():
-        async with aiodaft.Runtime() as rt:
+        async with aiodaft.Runtime(preload=()) as rt:
             sleeper = await rt.spawn(Sleeper)
             await sleeper.history()
             print("ready", flush=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -147,96 +145,6 @@ class Sleeper(Actor):
             self.events.append("call cleaned up")
 
 
-class CustomError(Exception):
-    """Cannot be rebuilt from its arguments alone."""
-
-    def __init__(self, *, code: int, detail: str) -> None:
-        super().__init__(f"{code}: {detail}")
-        self.code = code
-        self.detail = detail
-
-
-class HostileError(Exception):
-    """Refuses everything."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no text either")
-
-    def __reduce__(self) -> Any:
-        raise RuntimeError("no pickle either")
-
-
-class Failing(Actor):
-    """Fails in every way there is."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    @method
-    async def raise_value_error(self, text: str = "bad value") -> int:
-        self.calls += 1
-        raise ValueError(text)
-
-    @method
-    def raise_on_thread(self, text: str = "bad thread") -> int:
-        raise KeyError(text)
-
-    @method
-    async def raise_custom(self) -> int:
-        raise CustomError(code=7, detail="by keyword")
-
-    @method
-    async def raise_hostile(self) -> int:
-        raise HostileError
-
-    @method
-    async def raise_huge(self) -> int:
-        raise ValueError("x" * 50_000_000)
-
-    @method
-    async def raise_cancelled(self) -> int:
-        raise asyncio.CancelledError
-
-    @method
-    def raise_stop_iteration(self) -> int:
-        raise StopIteration(3)
-
-    @method
-    async def raise_with_cause(self) -> int:
-        try:
-            raise KeyError("the cause")
-        except KeyError as error:
-            raise ValueError("the effect") from error
-
-    @method
-    async def use(self, value: Any) -> Any:
-        self.calls += 1
-        return value
-
-    @method
-    async def count(self) -> int:
-        return self.calls
-
-    @method
-    async def unencodable(self) -> Any:
-        return threading.Lock()
-
-    @method
-    async def exit(self, code: int) -> None:
-        sys.exit(code)
-
-    @method
-    async def kill_itself(self, number: int = signal.SIGKILL) -> None:
-        print("last words", file=sys.stderr)
-        os.kill(os.getpid(), number)
-        await asyncio.sleep(60)
-
-    @method
-    async def wait(self, seconds: float = 60) -> str:
-        await asyncio.sleep(seconds)
-        return "waited"
-
-
 class Streamer(Actor):
     """Yields."""
 
@@ -304,7 +212,7 @@ class Relay(Actor):
         return Box(other.echo(value))
 
     @method
-    async def tell_nobody(self, other: Failing) -> None:
+    async def tell_nobody(self, other: Any) -> None:
         """Makes a call whose error nobody holds."""
         other.raise_value_error("nobody holds this")
         await asyncio.sleep(0.05)

@@ -59,6 +59,10 @@ class Snapshot:
 
     @classmethod
     def take(cls) -> Snapshot:
+        for thread in threading.enumerate():
+            if "waitpid" in thread.name:
+                # The stock loop's own, which ends right after it has reported that a child ended.
+                thread.join()
         return cls(
             frozenset(descendants()),
             frozenset(f"{thread.name} {thread.ident}" for thread in threading.enumerate()),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from ends import open_pair
+from transports import TRANSPORTS
 
 from aiodaft_transport.conformance import CHECKS
 
 
-@pytest.mark.parametrize("name", ["shm", "tcp"])
+@pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("check", CHECKS)
 async def test_transport_conforms(name: str, check: str) -> None:
     async with open_pair(name) as pair:

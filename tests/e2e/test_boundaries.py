@@ -1,0 +1,258 @@
+"""The edges of a runtime: before and after it, beside it, inside it, other threads, and strangers on its links."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from actors import Echo, Log, Relay, Sleeper, Streamer
+from leaks import is_alive
+from probes import Probe
+
+import aiodaft
+from aiodaft._protocol.codec import FrameEncoder
+from aiodaft._protocol.messages import CALL, INTRODUCE, NOTE, REPLY, Message
+
+GARBAGE = {
+    "no frame": b"\xc1" * 64,
+    "text": b"GET / HTTP/1.1\r\n\r\n",
+    "a frame without end": b"\xdd\xff\xff\xff\xff",
+}
+
+
+def frame(message: Message) -> bytes:
+    """A message as it goes over a link."""
+    encoder = FrameEncoder()
+    encoder.pack(message)
+    return encoder.take()
+
+
+FORGED = {
+    "an unknown kind": frame((99, 1)),
+    "wrong fields": frame((CALL, "one", 2, 3)),
+    "an answer to nothing": frame((REPLY, 10**6, "surprise")),
+    "a note of no transport": frame((NOTE, "pigeon", b"", 0)),
+    "a descriptor that does not come": frame((INTRODUCE, "worker-0")),
+}
+
+
+@pytest.mark.parametrize("data", [*GARBAGE.values(), *FORGED.values()], ids=[*GARBAGE, *FORGED])
+async def test_a_worker_that_talks_nonsense_is_cut_off_and_the_others_go_on(rt: aiodaft.Runtime, data: bytes) -> None:
+    mad, echo = await rt.spawn(Probe), await rt.spawn(Echo)
+    pid = await mad.pid()
+    waiting = echo.echo(mad.echo(mad.spoil_link(data, "home")))
+    with pytest.raises(aiodaft.DaftError) as caught:
+        await mad.spoil_link(data, "home")
+    assert isinstance(caught.value, aiodaft.exceptions.RemoteProtocolError)
+    with pytest.raises(aiodaft.DaftError):
+        await waiting
+    with pytest.raises(aiodaft.DaftError) as after:
+        await mad.pid()
+    assert after.value.executed is False
+    while is_alive(pid):
+        await asyncio.sleep(0)
+    # Whoever had a call there has been told, so that the block goes on, also once the dead have been counted.
+    assert await (await rt.spawn(Sleeper)).sleep(0.3) == "sleep"
+    assert await echo.echo("goes on") == "goes on"
+    assert await (await rt.spawn(Echo)).echo("and grows") == "and grows"
+    await rt.stop(mad)
+
+
+@pytest.mark.parametrize("data", [GARBAGE["no frame"], FORGED["an answer to nothing"]], ids=["garbage", "forged"])
+async def test_nonsense_between_two_workers_harms_neither_of_them(rt: aiodaft.Runtime, data: bytes) -> None:
+    mad, victim = await rt.spawn(Probe), await rt.spawn(Probe)
+    assert await mad.call(victim, 1) == 1
+    spoiling = mad.spoil_link(data, "other")
+    with pytest.raises(aiodaft.DaftError):
+        await mad.call(victim, 2)
+    spoiling.cancel()
+    with pytest.raises(aiodaft.CallCancelled):
+        await spoiling
+    assert await victim.echo("untouched") == "untouched"
+    assert await mad.echo("still there") == "still there"
+
+
+async def test_a_runtime_that_is_not_open_yet_says_so() -> None:
+    rt = aiodaft.Runtime(preload=(), gpus=1)
+    assert "not open" in repr(rt)
+    with pytest.raises(aiodaft.RuntimeClosed, match="Echo cannot be spawned: the runtime is not open yet"):
+        await rt.spawn(Echo)
+    actions: list[Callable[[], object]] = [lambda: rt.put(1), rt.scope, lambda: aiodaft.Channel(1)]
+    for action in actions:
+        with pytest.raises(aiodaft.RuntimeClosed, match=r"not open yet|no runtime is open"):
+            action()
+
+
+async def test_everything_says_that_the_runtime_is_closed() -> None:
+    async with aiodaft.Runtime(preload=()) as rt:
+        echo, streamer = await rt.spawn(Echo), await rt.spawn(Streamer)
+        done, channel = echo.echo("kept"), aiodaft.Channel[int](1)
+        await done.ready()
+    assert "closed" in repr(rt)
+    assert await done == "kept"
+    calls: list[Callable[[], Any]] = [
+        lambda: echo.echo(1),
+        lambda: echo.echo.tell(1),
+        lambda: streamer.numbers(1),
+        lambda: rt.put(1),
+        rt.scope,
+        lambda: aiodaft.Channel(1),
+    ]
+    for call in calls:
+        with pytest.raises(aiodaft.RuntimeClosed):
+            call()
+    waits: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+        lambda: rt.spawn(Echo)._begin(),
+        lambda: rt.group(2, Echo)._begin(),
+        lambda: rt.name(echo, "echo"),
+        lambda: rt.lookup("echo", Echo),
+        lambda: rt.info(echo),
+        lambda: rt.stop(echo),
+        lambda: rt.kill(echo),
+        rt.resources,
+        rt.__aenter__,
+        lambda: channel.send(1),
+        channel.recv,
+        channel.aclose,
+    ]
+    for wait in waits:
+        async with asyncio.timeout(5):
+            with pytest.raises(aiodaft.RuntimeClosed):
+                await wait()
+    await rt.aclose()
+
+
+async def test_a_stream_and_a_channel_that_the_runtime_leaves_behind_end() -> None:
+    async with aiodaft.Runtime(preload=(), stop_grace=0.1) as rt:
+        stream = (await rt.spawn(Streamer)).numbers(10**6)
+        assert await anext(stream) == 0
+        log = await rt.spawn(Log)
+        channel: aiodaft.Channel[int] = aiodaft.Channel(1)
+        receiving = asyncio.get_running_loop().create_task(channel.recv())
+        ref = log.after_gate("never")
+        await log.all()
+    async with asyncio.timeout(5):
+        with pytest.raises(aiodaft.DaftError):
+            async for _ in stream:
+                pass
+        with pytest.raises(aiodaft.DaftError):
+            await receiving
+        with pytest.raises((aiodaft.CallCancelled, aiodaft.ActorDied)):
+            await ref
+
+
+async def test_a_stopped_actor_that_is_passed_on_is_reported_where_it_is_called(rt: aiodaft.Runtime) -> None:
+    echo, relay = await rt.spawn(Echo), await rt.spawn(Relay)
+    await rt.stop(echo)
+    with pytest.raises(aiodaft.ActorDied, match="Echo-1.*was stopped"):
+        await relay.call_other(echo, 1)
+
+
+async def test_a_thread_may_call_and_the_loop_awaits(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    refs = await asyncio.to_thread(lambda: [echo.echo(index) for index in range(100)])
+    assert await asyncio.gather(*refs) == list(range(100))
+    box: list[Any] = []
+    thread = threading.Thread(target=lambda: box.append(echo.echo(threading.Lock())))
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    with pytest.raises(aiodaft.SerializationError, match=r"args\[0\] of Echo.echo cannot travel"):
+        await box[0]
+
+
+async def test_another_loop_is_told_apart(rt: aiodaft.Runtime) -> None:
+    log = await rt.spawn(Log)
+    ref = log.after_gate("mine")
+
+    async def await_ref() -> None:
+        await ref
+
+    async def spawn() -> None:
+        await rt.spawn(Echo)
+
+    async def put() -> None:
+        rt.put(1)
+
+    async def stop() -> None:
+        await rt.stop(log)
+
+    for mistake in (await_ref, spawn, put, stop):
+        with pytest.raises(RuntimeError, match="loop"):
+            await asyncio.wait_for(asyncio.to_thread(asyncio.run, mistake()), 5)
+    await log.open_gate()
+    assert await ref == "mine"
+
+
+async def test_two_runtimes_do_not_know_each_other(rt: aiodaft.Runtime) -> None:
+    async with aiodaft.Runtime(preload=(), gpus=1) as other:
+        here, there = await rt.spawn(Echo), await other.spawn(Relay)
+        assert (await rt.info(here)).pid != (await other.info(there)).pid
+        with pytest.raises(ValueError, match="Echo-1 belongs to another runtime"):
+            await other.stop(here)
+        with pytest.raises(ValueError, match="Echo-1 belongs to another runtime"):
+            await other.on(with_=here).spawn(Echo)
+        with pytest.raises(ValueError, match="Echo-1 belongs to another runtime"):
+            await other.name(here, "stranger")
+        async with asyncio.timeout(5):
+            with pytest.raises((aiodaft.DaftError, ValueError), match="another runtime|no process"):
+                await there.call_other(here, 1)
+        assert (await here.echo(1), (await there.call_other(await other.spawn(Echo), 2))) == (1, 2)
+    assert await here.echo("outlives it") == "outlives it"
+
+
+async def test_a_ref_of_another_runtime_is_refused(rt: aiodaft.Runtime) -> None:
+    async with aiodaft.Runtime(preload=()) as other:
+        here, there = await rt.spawn(Echo), await other.spawn(Echo)
+        for ref in (here.echo(bytes(1_000_000)), rt.put(bytes(1_000_000))):
+            await ref.ready()
+            async with asyncio.timeout(5):
+                with pytest.raises((aiodaft.DaftError, ValueError), match="another runtime|no process"):
+                    await there.echo(ref)
+        assert await there.echo("fine") == "fine"
+
+
+async def test_the_surrounding_runtime_is_the_one_that_is_meant(rt: aiodaft.Runtime) -> None:
+    async with aiodaft.Runtime(preload=()) as inner:
+        assert "closed" not in repr(inner)
+        channel = aiodaft.Channel[int](1)
+        assert channel._endpoint.id[0] == inner.peer.id
+    # The inner one is gone; there is only one left that can be meant.
+    assert aiodaft.Channel[int](1)._endpoint.id[0] == rt.peer.id
+
+
+async def test_a_runtime_inside_an_actor_is_its_own(rt: aiodaft.Runtime) -> None:
+    probe = await rt.spawn(Probe)
+    value, pid = await probe.inner_runtime({"deep": [1]})
+    assert value == {"deep": [1]}
+    assert not is_alive(pid)
+    assert await probe.echo("outer goes on") == "outer goes on"
+
+
+async def test_spawns_under_way_fail_with_the_fork_server(rt: aiodaft.Runtime) -> None:
+    await rt.spawn(Echo)
+    assert rt._nursery is not None
+    assert rt._nursery.pid is not None
+    before = await rt.resources()
+    spawning = [asyncio.get_running_loop().create_task(rt.on(gpus=1).spawn(Probe)._begin()) for _ in range(4)]
+    # The orders are out, and nothing has come back.
+    os.kill(rt._nursery.pid, signal.SIGSTOP)
+    while len(rt._nursery._children) < 5:
+        await asyncio.sleep(0)
+    os.kill(rt._nursery.pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        outcomes = await asyncio.gather(*spawning, return_exceptions=True)
+    assert all(isinstance(outcome, aiodaft.SpawnFailed) for outcome in outcomes), outcomes
+    assert await rt.resources() == before
+
+
+def test_an_unknown_transport_is_refused_with_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Exception, match="there is no transport 'pigeon'; there are shm, ucx, tcp"):
+        aiodaft.Runtime(preload=(), transport="pigeon")
+    monkeypatch.setenv("AIODAFT_TRANSPORT", "carrier")
+    with pytest.raises(Exception, match="there is no transport 'carrier'; there are shm, ucx, tcp"):
+        aiodaft.Runtime(preload=())

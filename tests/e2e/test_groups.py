@@ -1,0 +1,305 @@
+"""Groups: like actors called together, and their results (sections 2 and 9)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from actors import Box, Echo, NeedsGpu
+from leaks import is_alive
+from probes import Member
+
+import aiodaft
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
+
+async def begun(member: Member, count: int) -> list[str]:
+    """What a member has begun, once it is `count` things."""
+    while len(history := [event for event in await member.history() if event.endswith("began")]) < count:
+        await asyncio.sleep(0)
+    return history
+
+
+async def test_all_calls_every_member_with_the_same(rt: aiodaft.Runtime) -> None:
+    group, echo = await rt.group(3, Member, 2), await rt.spawn(Echo)
+    assert await group.all(Member.times, 5) == [10, 10, 10]
+    assert await group.all(Member.times, 5, plus=1) == [11, 11, 11]
+    assert await group.all(Member.times, echo.echo(7)) == [14, 14, 14]
+    assert len(set(await group.all(Member.pid))) == 3
+
+
+async def test_each_gives_every_member_its_own(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Member, 10)
+    assert await group.each(Member.times, [1, 2, 3]) == [10, 20, 30]
+    assert await group.each(Member.times, iter((1, 2, 3)), plus=1) == [11, 21, 31]
+    # Results of one call are the arguments of the next, member by member.
+    assert await group.each(Member.times, group.each(Member.times, [1, 2, 3])) == [100, 200, 300]
+    before = rt.traffic()
+    with pytest.raises(ValueError, match=r"Member.times: 2 items for 3 members"):
+        group.each(Member.times, [1, 2])
+    with pytest.raises(TypeError, match=r"Member.times\("):
+        group.all(Member.times)  # type: ignore[call-overload]  # the mistake under test
+    assert rt.traffic() == before
+
+
+async def test_any_takes_the_member_with_the_fewest_calls(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Member)
+    refs = [group.any(Member.held, index) for index in range(6)]
+    assert [len(await begun(member, 2)) for member in group] == [2, 2, 2]
+    await group[1].open()
+    mine = [refs[int(event.split()[0])] for event in await begun(group[1], 2)]
+    await asyncio.gather(*mine)
+    # Only member 1 has nothing to do now.
+    assert await group.any(Member.pid) == await group[1].pid()
+    await group.all(Member.open)
+    assert await asyncio.gather(*refs) == list(range(6))
+
+
+async def test_any_gives_streams_too(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Member)
+    assert [word async for word in group.any(Member.words, "to be or not")] == ["to", "be", "or", "not"]
+    with pytest.raises(TypeError, match=r"Member.words is a stream: use `group.any`"):
+        group.all(Member.words, "x")  # type: ignore[call-overload]  # the mistake under test
+    with pytest.raises(TypeError, match="is not a remote method of Member"):
+        group.all(Member.undecorated)  # type: ignore[call-overload]  # the mistake under test
+    with pytest.raises(TypeError, match="is not a remote method of Member"):
+        group.all(Echo.echo, 1)
+
+
+async def test_map_gives_results_in_item_order_and_takes_items_as_needed(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Member, 3)
+    assert [value async for value in group.map(Member.times, range(20), plus=1)] == [3 * i + 1 for i in range(20)]
+    taken = 0
+
+    def endless() -> Iterator[int]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield taken
+
+    results = group.map(Member.times, endless())
+    assert [await anext(results) for _ in range(5)] == [3, 6, 9, 12, 15]
+    # Two for each member under way, beyond those that were given.
+    assert 5 <= taken <= 5 + 2 * len(group)
+    await results.aclose()  # type: ignore[attr-defined]  # it is a generator
+    assert [value async for value in group.map(Member.times, [])] == []
+
+
+async def test_map_keeps_at_most_two_calls_per_member_under_way(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Member)
+    results = group.map(Member.held, range(100))
+    first = asyncio.get_running_loop().create_task(_first(results))
+    for member in group:
+        await begun(member, 2)
+    assert sum([len(await begun(member, 2)) for member in group]) == 4
+    await group.all(Member.open)
+    assert await first == 0
+    assert [value async for value in results] == list(range(1, 100))
+
+
+async def test_leaving_a_map_cancels_what_is_under_way(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Member)
+    mapping = asyncio.get_running_loop().create_task(_collect(group.map(Member.held, range(100))))
+    for member in group:
+        await begun(member, 2)
+    mapping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await mapping
+    for member in group:
+        while len(history := await member.history()) < 4:
+            await asyncio.sleep(0)
+        assert sum(event.endswith("ended") for event in history) == 2
+    assert await group.all(Member.times, 1) == [1, 1]
+
+
+async def _first(items: Any) -> Any:
+    return await anext(items)
+
+
+async def _collect(items: Any) -> list[Any]:
+    return [item async for item in items]
+
+
+async def test_an_error_in_a_map_comes_at_its_place_and_the_rest_is_cancelled(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Member)
+    got: list[int] = []
+    with pytest.raises(ValueError, match="5 is odd"):
+        async for value in group.map(Member.odd_fails, [0, 2, 4, 5, 6, 7, 8]):
+            got.append(value)  # noqa: PERF401 - what came before the error counts
+    assert got == [0, 2, 4]
+    assert await group.all(Member.odd_fails, 2) == [2, 2]
+
+
+async def test_refs_give_a_list_each_ref_or_one_ref(rt: aiodaft.Runtime) -> None:
+    group, echo = await rt.group(3, Member), await rt.spawn(Echo)
+    refs = group.each(Member.held, ["a", "b", "c"])
+    assert len(refs) == 3
+    assert repr(refs) == "<Refs: 0 of 3 done>"
+    order = []
+    completed = aiter(refs)
+    for rank in (2, 0, 1):
+        await group[rank].open()
+        order.append(await anext(completed))
+    assert order == [refs[2], refs[0], refs[1]]
+    with pytest.raises(StopAsyncIteration):
+        await anext(completed)
+    assert await refs == ["a", "b", "c"] == [await ref for ref in refs]
+    assert await refs[-1] == "c"
+    gathered = refs.gather()
+    assert await gathered == ["a", "b", "c"]
+    assert await echo.echo(gathered) == ["a", "b", "c"]
+    assert await group[0].total(group.each(Member.times, [1, 2, 3]).gather()) == 6
+    assert await echo.echo({"in": [group.all(Member.times, 2).gather()]}) == {"in": [[2, 2, 2]]}
+    assert repr(refs) == "<Refs: 3 of 3 done>"
+
+
+async def test_refs_feed_a_map_and_travel_as_refs(rt: aiodaft.Runtime) -> None:
+    group, echo = await rt.group(2, Member, 2), await rt.spawn(Echo)
+    refs = group.each(Member.times, [1, 2])
+    assert [value async for value in group.map(Member.times, refs)] == [4, 8]
+    travelled: Any = await echo.echo(refs)
+    assert await travelled == [2, 4]
+
+
+async def test_cancelling_refs_cancels_every_member(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Member)
+    refs = group.all(Member.held, "x")
+    for member in group:
+        await begun(member, 1)
+    refs.cancel()
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await refs
+    assert caught.group_contains(aiodaft.CallCancelled)
+    assert len(caught.value.exceptions) == 3
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await group.all(Member.held, "y")
+    for member in group:
+        assert (await member.history())[-1] == "y ended"
+
+
+async def test_an_error_of_one_member_comes_when_all_are_over(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Member)
+    with pytest.raises(ValueError, match="1 is odd"):
+        await group.each(Member.odd_fails, [0, 1, 2])
+    with pytest.raises(ExceptionGroup, match="2 members failed") as caught:
+        await group.each(Member.odd_fails, [1, 2, 3])
+    assert [str(error) for error in caught.value.exceptions] == ["1 is odd", "3 is odd"]
+    refs = group.each(Member.odd_fails, [1, 2, 4])
+    with pytest.raises(ValueError, match="1 is odd"):
+        await refs.gather()
+    assert await refs[1] == 2
+
+
+async def test_members_by_index_slice_and_iteration(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(4, Member)
+    assert repr(group) == "<Group of 4 Member>"
+    assert len(group) == 4
+    assert list(group) == [group[rank] for rank in range(4)]
+    assert group[-1] == group[3]
+    with pytest.raises(IndexError):
+        group[4]
+    front, odd = group[:2], group[1::2]
+    assert (list(front), list(odd)) == (list(group)[:2], list(group)[1::2])
+    assert await odd.each(Member.times, [1, 2]) == [1, 2]
+    assert await group[2:2].all(Member.times, 1) == []
+    with pytest.raises(ValueError, match="has no members"):
+        group[2:2].any(Member.times, 1)
+    with pytest.raises(TypeError, match="only the group that `rt.group` gave"):
+        await front.resize(3)
+    assert [(await rt.info(member)).name.partition("[")[2] for member in group] == ["0]", "1]", "2]", "3]"]
+
+
+async def test_a_group_travels_to_an_actor(rt: aiodaft.Runtime) -> None:
+    group, echo = await rt.group(2, Member, 5), await rt.spawn(Echo)
+    same = await echo.echo(Box(group))
+    assert list(same.ref) == list(group)
+    assert await same.ref.all(Member.times, 1) == [5, 5]
+    with pytest.raises(TypeError, match="only the group that `rt.group` gave"):
+        await same.ref.resize(1)
+
+
+async def test_resize_keeps_members_and_their_calls(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Member, 7)
+    pids = await group.all(Member.pid)
+    refs = group.all(Member.held, "before")
+    await begun(group[1], 1)
+    await group.resize(4)
+    assert (await group.all(Member.pid))[:2] == pids
+    assert await group.all(Member.times, 1) == [7] * 4
+    assert not refs[0].done()
+    names = [(await rt.info(member)).name for member in group]
+    assert len(set(names)) == 4
+    assert [name.partition("[")[2] for name in names] == ["0]", "1]", "2]", "3]"]
+    await group.all(Member.open)
+    assert await refs == ["before"] * 2
+    await group.resize(4)
+    assert len(group) == 4
+    with pytest.raises(ValueError, match="cannot have -1 members"):
+        await group.resize(-1)
+
+
+async def test_shrinking_lets_calls_under_way_end_and_takes_the_last_ranks(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Member)
+    pids, last = await group.all(Member.pid), group[2]
+    refs = group.all(Member.held, "x")
+    await begun(last, 1)
+    opened = asyncio.gather(group[1].open(), last.open())
+    await group.resize(1)
+    await opened
+    assert (await refs[1], await refs[2]) == ("x", "x")
+    assert [is_alive(pid) for pid in pids] == [True, False, False]
+    with pytest.raises(aiodaft.ActorDied, match="was stopped"):
+        await last.pid()
+    await group.all(Member.open)
+    assert await refs[0] == "x"
+    assert await group.all(Member.pid) == pids[:1]
+
+
+async def test_growing_beyond_what_there_is_changes_nothing(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, NeedsGpu)
+    with pytest.raises(aiodaft.InsufficientResources, match=r"NeedsGpu-\d+\[\d\] needs gpus=1"):
+        await group.resize(5)
+    assert len(group) == 2
+    assert (await rt.resources())[1]["gpus"] == 2
+    await group.resize(4)
+    assert sorted(await group.all(NeedsGpu.visible)) == ["0", "1", "2", "3"]
+    await group.resize(0)
+    assert (await rt.resources())[1]["gpus"] == 4
+    assert len(group) == 0
+
+
+async def test_leaving_the_block_of_a_group_stops_grown_members_too(rt: aiodaft.Runtime) -> None:
+    async with rt.group(1, Member) as group:
+        await group.resize(3)
+        pids = await group.all(Member.pid)
+    assert not any(map(is_alive, pids))
+
+
+async def test_a_member_that_dies_fails_its_own_calls_only(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Member)
+    refs = group.all(Member.held, "x")
+    for member in group:
+        await begun(member, 1)
+    os.kill(await group[1].pid(), signal.SIGKILL)
+    completed = await anext(aiter(refs))
+    assert completed is refs[1]
+    assert isinstance(completed.exception(), aiodaft.ActorDied)
+    await asyncio.gather(group[0].open(), group[2].open())
+    with pytest.raises(aiodaft.ActorDied, match=r"Member-\d+\[1\] .*SIGKILL"):
+        await refs
+    assert (await refs[0], await refs[2]) == ("x", "x")
+    assert await group[::2].all(Member.times, 2) == [2, 2]
+    with pytest.raises(aiodaft.ActorDied):
+        await group.all(Member.times, 2)
+    await rt.stop_group(group)

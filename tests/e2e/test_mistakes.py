@@ -1,0 +1,241 @@
+"""What users get wrong, and what they are told: at the line of the mistake, by name, and nothing else breaks (CR1)."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from actors import Echo, Plain, Relay, SlowStart, Streamer, Trainer
+from leaks import is_alive
+from probes import Abstract, Careless, DiesInConstructor, StuckInConstructor
+
+import aiodaft
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def mrt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    """The module's runtime, for mistakes that break nothing."""
+    return module_rt
+
+
+async def test_a_method_without_the_decorator_says_which_decorator(mrt: aiodaft.Runtime) -> None:
+    careless: Any = await mrt.spawn(Careless)
+    with pytest.raises(AttributeError, match=r"^Careless.undecorated is not a remote method: .*@aiodaft.method$"):
+        careless.undecorated()
+    for name in ("size", "limit"):
+        with pytest.raises(AttributeError, match=f"^Careless.{name} is not a method; a handle reaches methods only"):
+            getattr(careless, name)
+    with pytest.raises(AttributeError, match="^Careless has no method 'decorate'; its remote methods: decorated, str"):
+        careless.decorate(1)
+    with pytest.raises(AttributeError, match="its state is in another process; .* set 'limit'"):
+        careless.limit = 4
+    assert await careless.decorated(1) == 1
+
+
+async def test_a_handle_that_was_not_awaited_says_so(mrt: aiodaft.Runtime) -> None:
+    with pytest.warns(RuntimeWarning, match=r"^spawn\(Echo\) was never awaited$"):
+        _forget(mrt)
+    spawned: Any = mrt.spawn(Echo)
+    assert "not awaited yet" in repr(spawned)
+    with pytest.raises(AttributeError, match=r"has no attribute 'echo': did you forget `await`"):
+        spawned.echo(1)
+    with pytest.raises(TypeError, match=r"expected an actor's handle, got Spawned: did you forget `await`"):
+        await mrt.info(spawned)
+    echo = await spawned
+    with pytest.raises(RuntimeError, match="was awaited already; each call spawns once"):
+        await spawned
+    assert await echo.echo(1) == 1
+
+
+def _forget(rt: aiodaft.Runtime) -> None:
+    rt.spawn(Echo)
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda h: h.decorated(), r"Careless.decorated\(self, first: .*: missing a required argument: 'first'"),
+        (lambda h: h.decorated(1, "2", 3.0), r"Careless.decorated\(.*: too many positional arguments"),
+        (lambda h: h.decorated(1, fourth=4), r"Careless.decorated\(.*: got an unexpected keyword argument 'fourth'"),
+        (lambda h: h.decorated(1, first=1), r"Careless.decorated\(.*: multiple values for argument 'first'"),
+        (lambda h: h.decorated.tell(), r"Careless.decorated\(.*: missing a required argument: 'first'"),
+        (lambda h: h.stream(), r"Careless.stream\(.*: missing a required argument: 'count'"),
+        (lambda h: h.stream.tell(1), r"Careless.stream is a stream"),
+    ],
+)
+async def test_wrong_arguments_fail_at_the_call_and_nothing_is_sent(
+    mrt: aiodaft.Runtime, call: Callable[[Any], object], reason: str
+) -> None:
+    careless = await mrt.spawn(Careless)
+    link = list(mrt.peer.links.values())[-1]
+    sent = link.traffic.messages_sent
+    with pytest.raises(TypeError, match=reason):
+        call(careless)
+    assert link.traffic.messages_sent == sent
+
+
+@pytest.mark.parametrize(
+    ("spawn", "error", "reason"),
+    [
+        (lambda rt: rt.spawn(Trainer), TypeError, r"^Trainer\(lr: .*: missing a required argument: 'lr'$"),
+        (lambda rt: rt.spawn(Trainer, 1, 2), TypeError, r"^Trainer\(lr: .*: too many positional arguments$"),
+        (lambda rt: rt.spawn(Trainer, rate=1), TypeError, r"^Trainer\(lr: .*: missing a required argument: 'lr'$"),
+        (lambda rt: rt.group(2, Trainer, gpus=1), TypeError, r"^Trainer\(lr: "),
+        (lambda rt: rt.host(Plain), TypeError, r"^Plain\(base: .*: missing a required argument: 'base'$"),
+        (lambda rt: rt.spawn(Plain, 1), TypeError, r"^Plain is not an Actor: .*rt.host"),
+        (lambda rt: rt.group(2, Plain, 1), TypeError, r"^Plain is not an Actor"),
+        (lambda rt: rt.spawn(Echo()), TypeError, r"^spawning takes a class and its constructor's arguments, not <"),
+        (lambda rt: rt.spawn(len), TypeError, r"^spawning takes a class"),
+        (lambda rt: rt.group(0, Echo), ValueError, r"positive number of members, not 0"),
+        (lambda rt: rt.group(2.5, Echo), ValueError, r"positive number of members, not 2.5"),
+        (lambda rt: rt.on(gpu=1), TypeError, r"unexpected keyword argument 'gpu'"),
+    ],
+)
+async def test_a_wrong_spawn_fails_at_its_own_line(
+    mrt: aiodaft.Runtime, spawn: Callable[[Any], object], error: type[Exception], reason: str
+) -> None:
+    before = mrt.peer.links.copy()
+    with pytest.raises(error, match=reason):
+        spawn(mrt)
+    assert mrt.peer.links == before
+
+
+async def test_a_stream_is_neither_awaited_nor_passed_on(mrt: aiodaft.Runtime) -> None:
+    streamer, echo = await mrt.spawn(Streamer), await mrt.spawn(Echo)
+    stream: Any = streamer.numbers(3)
+    with pytest.raises(TypeError, match="is many values: use `async for`"):
+        await stream
+    with pytest.raises(TypeError, match="is asynchronous: use `async for`"):
+        list(stream)
+    with pytest.raises(aiodaft.SerializationError, match=r"let the actors share a Channel"):
+        echo.echo(stream)
+    assert [item async for item in stream] == [0, 1, 2]
+
+
+async def test_what_belongs_to_this_process_cannot_be_passed_and_is_named(mrt: aiodaft.Runtime) -> None:
+    echo = await mrt.spawn(Echo)
+    async with mrt.scope() as scope:
+        for value, name in ((mrt, "Runtime"), (scope, "Scope")):
+            with pytest.raises(aiodaft.SerializationError, match=rf"^args\[0\] of Echo.echo cannot travel: .*{name}"):
+                echo.echo(value)
+    with pytest.raises(aiodaft.SerializationError, match=r"^args\[0\]\['rt'\] of Echo.echo cannot travel"):
+        echo.echo({"rt": mrt})
+    with pytest.raises(aiodaft.SerializationError, match=r"Relay.*cannot travel|cannot travel.*Relay"):
+        echo.echo(spawned := mrt.spawn(Relay))
+    await spawned
+
+
+async def test_a_class_that_cannot_be_pickled_fails_the_spawn_and_gives_back_its_place(mrt: aiodaft.Runtime) -> None:
+    before, lock = await mrt.resources(), threading.Lock()
+
+    class Locked(aiodaft.Actor, gpus=1):
+        @aiodaft.method
+        async def use(self) -> bool:
+            return lock.locked()
+
+    with pytest.raises(aiodaft.SerializationError, match=r"^the class of Locked cannot travel.*lock"):
+        await mrt.spawn(Locked)
+    with pytest.raises(aiodaft.SerializationError, match=r"^args\[0\] of Trainer cannot travel"):
+        await mrt.on(gpus=1).spawn(Trainer, lock)  # type: ignore[arg-type]  # the mistake under test
+    assert await mrt.resources() == before
+
+
+async def test_an_abstract_class_cannot_be_spawned(mrt: aiodaft.Runtime) -> None:
+    spawned = None
+    with pytest.raises(TypeError, match="^Abstract is abstract: missing are missing$"):
+        spawned = mrt.spawn(Abstract)
+    assert spawned is None
+
+
+@pytest.fixture
+def licensed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[aiodaft.Actor]]:
+    """An actor class whose module can be imported in this process only."""
+    (tmp_path / "licensed.py").write_text(
+        "import os, aiodaft\n"
+        f"if os.getpid() != {os.getpid()}: raise ImportError('no licence for this process')\n"
+        "class Licensed(aiodaft.Actor): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("licensed").Licensed
+    del sys.modules["licensed"]
+
+
+async def test_a_class_that_cannot_be_imported_by_the_worker_fails_the_spawn(licensed: type[aiodaft.Actor]) -> None:
+    async with aiodaft.Runtime(preload=(), gpus=1) as rt:
+        before = await rt.resources()
+        with pytest.raises(aiodaft.SpawnFailed, match=r"Licensed-1(.|\n)*no licence for this process") as caught:
+            await rt.on(gpus=1).spawn(licensed)
+        assert caught.value.executed is False
+        assert await rt.resources() == before
+
+
+async def test_a_constructor_that_raises_fails_the_spawn_with_its_own_error(mrt: aiodaft.Runtime) -> None:
+    before, links = await mrt.resources(), len(mrt.peer.links)
+    with pytest.raises(ValueError, match="no weights") as caught:
+        await mrt.on(gpus=1).spawn(SlowStart, 0.0, "no weights")
+    assert any(note.startswith("raised while SlowStart-") for note in caught.value.__notes__)
+    with pytest.raises(ValueError, match="no weights"):
+        await mrt.on(gpus=1).group(2, SlowStart, 0.0, "no weights")
+    assert await mrt.resources() == before
+    assert sum(link.lost is None for link in mrt.peer.links.values()) <= links
+
+
+@pytest.mark.parametrize(("how", "code", "number"), [("exit", 7, None), ("_exit", 7, None), ("kill", None, "SIGKILL")])
+async def test_a_constructor_that_ends_the_process_fails_the_spawn_with_the_evidence(
+    mrt: aiodaft.Runtime, how: str, code: int | None, number: str | None
+) -> None:
+    before, echo = await mrt.resources(), await mrt.spawn(Echo)
+    with pytest.raises(aiodaft.ActorDied, match=r"^DiesInConstructor-\d+ \(pid \d+\)") as caught:
+        await mrt.on(gpus=1).spawn(DiesInConstructor, how)
+    assert (caught.value.exit_code, caught.value.signal) == (code, number)
+    assert caught.value.last_lines == (f"about to {how}",)
+    assert await mrt.resources() == before
+    assert await echo.echo("untouched") == "untouched"
+
+
+async def _made(path: Path) -> int:
+    while not (pid := _read(path)):
+        await asyncio.sleep(0)
+    return int(pid)
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+async def test_a_scope_that_ends_while_an_actor_is_made_takes_it_along(mrt: aiodaft.Runtime, tmp_path: Path) -> None:
+    before = await mrt.resources()
+    async with mrt.scope() as scope:
+        making = asyncio.get_running_loop().create_task(
+            scope.on(gpus=1).spawn(StuckInConstructor, str(tmp_path / "pid"))._begin()
+        )
+        pid = await _made(tmp_path / "pid")
+    try:
+        async with asyncio.timeout(5):
+            with pytest.raises(aiodaft.RuntimeClosed, match="its scope is closed"):
+                await asyncio.shield(making)
+        assert not is_alive(pid)
+        assert await mrt.resources() == before
+    finally:
+        making.cancel()
+        await asyncio.wait([making])
+
+
+async def test_a_runtime_that_ends_while_an_actor_is_made_takes_it_along(tmp_path: Path) -> None:
+    async with aiodaft.Runtime(preload=()) as rt:
+        making = asyncio.get_running_loop().create_task(rt.spawn(StuckInConstructor, str(tmp_path / "pid"))._begin())
+        pid = await _made(tmp_path / "pid")
+    assert not is_alive(pid)
+    with pytest.raises(aiodaft.RuntimeClosed):
+        await making

@@ -1,0 +1,130 @@
+"""Processes: those that are cancelled while they start, and those that actors start themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from actors import Echo
+from leaks import descendants, is_alive
+from odd_actors import Parent
+
+import aiodaft
+from aiodaft._runtime import nursery
+
+SUPPORT = str(Path(__file__).parent.parent / "support")
+
+
+async def waited_for(spawned: aiodaft.Spawned[Echo]) -> Echo:
+    return await spawned
+
+
+async def gone(*pids: int) -> None:
+    async with asyncio.timeout(5):
+        while any(map(is_alive, pids)):
+            await asyncio.sleep(0)
+
+
+async def test_spawns_that_are_cancelled_at_any_moment_leave_nothing(rt: aiodaft.Runtime) -> None:
+    await rt.spawn(Echo)
+    loop = asyncio.get_running_loop()
+    _, free = await rt.resources()
+    before = len(descendants())
+    for turns in range(1, 60, 2):
+        spawning = loop.create_task(waited_for(rt.on(gpus=1).spawn(Echo)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        spawning.cancel()
+        await asyncio.wait([spawning])
+        if not spawning.cancelled():
+            await rt.stop(spawning.result())
+    async with asyncio.timeout(10):
+        while len(descendants()) > before:
+            await asyncio.sleep(0)
+    assert (await rt.resources())[1] == free
+
+
+async def test_more_spawns_than_the_fork_server_has_room_for(rt: aiodaft.Runtime) -> None:
+    await rt.spawn(Echo)
+    assert rt._nursery is not None
+    assert rt._nursery.pid is not None
+    os.kill(rt._nursery.pid, signal.SIGSTOP)
+    loop = asyncio.get_running_loop()
+    spawning = [loop.create_task(waited_for(rt.spawn(Echo))) for _ in range(320)]
+    for _ in range(50):
+        await asyncio.sleep(0)
+    os.kill(rt._nursery.pid, signal.SIGKILL)
+    done, pending = await asyncio.wait(spawning, timeout=10)
+    assert not pending
+    assert {type(task.exception()) for task in done} == {aiodaft.SpawnFailed}
+
+
+async def test_an_actor_dies_with_its_family_and_its_callers_hear(rt: aiodaft.Runtime) -> None:
+    parent = await rt.spawn(Parent)
+    family = await parent.fork_a_family()
+    pid = await parent.pid()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(aiodaft.ActorDied):
+        await parent.pid()
+    await gone(pid, *family)
+
+
+async def test_what_an_actor_put_into_the_background_ends_with_it_and_not_before(rt: aiodaft.Runtime) -> None:
+    parent, other = await rt.spawn(Parent), await rt.spawn(Echo)
+    child = await parent.start_in_background()
+    await rt.stop(other)
+    assert await parent.pid()
+    assert is_alive(child)
+    await rt.stop(parent)
+    await gone(child)
+
+
+async def test_a_runtime_that_ends_during_a_large_copy_ends_well() -> None:
+    value = np.zeros(256 << 20, np.uint8)
+    with pytest.raises(ZeroDivisionError):
+        async with aiodaft.Runtime(preload=(), stop_grace=0, cancel_grace=0) as rt:
+            ref = (await rt.spawn(Echo)).echo(value)
+            await asyncio.sleep(0)
+            raise ZeroDivisionError
+    assert ref.done()
+
+
+async def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nursery, "_PATIENCE", 0.2)
+    async with asyncio.timeout(15):
+        async with aiodaft.Runtime(preload=(), cancel_grace=0.1, stop_grace=0.1) as rt:
+            pid = (await rt.info(await rt.spawn(Echo))).pid
+            assert rt._nursery is not None
+            assert rt._nursery.pid is not None
+            os.kill(rt._nursery.pid, signal.SIGSTOP)
+    await gone(pid)
+
+
+_STOPPED = """
+import asyncio, os, signal, sys
+import aiodaft
+from actors import Echo
+async def main():
+    async with aiodaft.Runtime(preload=()) as rt:
+        await rt.spawn(Echo)
+        os.kill(rt._nursery.pid, signal.SIGSTOP)
+        print(rt._nursery.pid, flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+async def test_a_fork_server_that_is_stopped_ends_with_a_killed_controller() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _STOPPED, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": SUPPORT}
+    )
+    assert process.stdout is not None
+    pid = int(await process.stdout.readline())
+    process.kill()
+    await process.wait()
+    await gone(pid)

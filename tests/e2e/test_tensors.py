@@ -1,0 +1,265 @@
+"""Tensors between actors: straight from one to the other, and always the values that were returned (CR3, DP4)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from actors import Box
+from torch_actors import Keeper, Layer
+from transports import TRANSPORTS
+
+import aiodaft
+
+MIB = 1 << 18  # elements of float32
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=TRANSPORTS)
+async def shared_runtime(request: pytest.FixtureRequest) -> AsyncIterator[aiodaft.Runtime]:
+    """A runtime on each transport."""
+    async with aiodaft.Runtime(transport=request.param) as runtime:
+        await runtime.stop(await runtime.spawn(Keeper))
+        yield runtime
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
+
+@dataclasses.dataclass
+class Nested:
+    """A dataclass around a ref."""
+
+    value: Any
+
+
+async def test_a_tensor_goes_from_actor_to_actor_and_nothing_comes_here(rt: aiodaft.Runtime) -> None:
+    a, b, c = await asyncio.gather(*(rt.spawn(Keeper) for _ in range(3)))
+    # Connections are made once.
+    await c.echo(b.echo(a.make(16 * MIB, 1.0))).ready()
+    before, pulled = rt.traffic().control, rt.traffic().payloads_received
+    big = a.make(16 * MIB, 3.0)
+    doubled = b.double({"in": [big]})
+    total = c.double({"in": [aiodaft.lazy(aiodaft.Refs([big, big]).gather())]})
+    total.cancel()
+    await doubled.ready()
+    assert rt.traffic().payloads_received == pulled
+    assert rt.traffic().control - before < 4096
+    value = await doubled
+    assert value["out"][0].shape == (16 * MIB,)
+    assert value["out"][0][-1] == 6.0
+    await total.ready()
+    total.exception()
+
+
+async def test_refs_in_dataclasses_lists_and_dicts_carry_tensors(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
+    big = a.make(MIB, 2.0)
+    got = await b.echo({"deep": [Nested((big, 1))]})
+    assert torch.equal(got["deep"][0].value[0], torch.full((MIB,), 2.0))
+
+
+async def test_a_ref_given_back_to_its_producer_is_the_very_tensor(rt: aiodaft.Runtime) -> None:
+    a = await rt.spawn(Keeper)
+    big = a.make(MIB, 1.0)
+    assert await a.is_mine(big)
+    neighbour = await rt.on(with_=a).spawn(Keeper)
+    await neighbour.keep(big)
+    assert await neighbour.address() == await a.address()
+
+
+@pytest.mark.parametrize("make", ["make", "make_on_thread"])
+@pytest.mark.parametrize("size", [100, MIB // 2, 4 * MIB])
+async def test_consumers_see_what_was_returned_whatever_happens_later(
+    rt: aiodaft.Runtime, make: str, size: int
+) -> None:
+    a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
+    ref = getattr(a, make)(size, 1.0)
+    overwrite = a.overwrite if make == "make" else a.overwrite_on_thread
+    await asyncio.gather(overwrite(7.0), overwrite(9.0))
+    assert await b.total(ref) == size
+    assert float((await ref).sum()) == size
+    # The producer itself changed its tensor, so it gets what it returned, not what it has.
+    assert await a.total(ref) == size
+
+
+async def test_consumers_may_write_and_nobody_else_sees_it(rt: aiodaft.Runtime) -> None:
+    a, b, c = await asyncio.gather(*(rt.spawn(Keeper) for _ in range(3)))
+    ref = a.make(MIB, 1.0)
+    assert await b.add_in_place(ref, 10.0) == 11.0
+    assert await b.add_in_place(ref, 20.0) == 21.0
+    assert await c.total(ref) == MIB
+    assert await a.kept() == MIB
+    here = await ref
+    here.zero_()
+    assert await c.total(ref) == MIB
+
+
+async def test_two_calls_at_once_with_one_ref_do_not_share_its_memory(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
+    ref = a.make(MIB, 1.0)
+    assert await asyncio.gather(*(b.add_in_place(ref, 1.0) for _ in range(6))) == [2.0] * 6
+
+
+async def test_reused_memory_shows_the_new_value_where_a_consumer_wrote(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
+    for value in range(8):
+        ref = a.make(MIB, float(value))
+        assert await b.add_in_place(ref, 100.0) == value + 100.0
+        del ref
+        gc.collect()
+    assert await b.total(a.make(MIB, 5.0)) == 5.0 * MIB
+
+
+async def test_an_actor_keeps_what_it_got_after_everybody_else_dropped_it(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
+    await b.keep(a.make(MIB, 4.0))
+    for value in range(4):
+        await a.make(MIB, float(value)).ready()
+    assert await b.kept() == 4.0 * MIB
+    await rt.stop(a)
+    assert await b.kept() == 4.0 * MIB
+
+
+async def test_a_large_argument_from_here(rt: aiodaft.Runtime) -> None:
+    a = await rt.spawn(Keeper)
+    x = torch.arange(8 * MIB, dtype=torch.float32)
+    first = a.total(x)
+    second = a.total(torch.ones(3))
+    assert await second == 3.0
+    assert await first == float(x.sum())
+
+
+async def test_writing_to_a_large_argument_while_it_is_read_is_found_out(rt: aiodaft.Runtime) -> None:
+    a = await rt.spawn(Keeper)
+    x = torch.zeros(32 * MIB)
+    ref = a.total(x)
+    await asyncio.sleep(0)
+    # A small write: torch counts a write once it is complete, and a large one may take longer than the copy.
+    x[-1:].add_(1.0)
+    with pytest.raises(aiodaft.BorrowError, match=r"x.clone\(\)") as caught:
+        await ref
+    assert caught.value.executed is None or caught.value.executed is False
+    assert await a.total(x) == 1.0
+
+
+async def test_a_result_is_whole_while_other_calls_of_the_actor_write_to_it(rt: aiodaft.Runtime) -> None:
+    a = await rt.spawn(Keeper)
+    await a.make(4 * MIB, 0.0).ready()
+    writing = a.background(1.0, 0.5)
+    for _ in range(5):
+        tensor = await a.make(4 * MIB, 0.0)
+        assert tensor.min() == tensor.max()
+    await writing
+
+
+async def test_a_shared_tensor_is_not_copied(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
+    ref = a.make_shared(4 * MIB, 2.0)
+    assert await b.total(ref) == 8.0 * MIB
+    assert await b.add_in_place(ref, 1.0) == 3.0
+    assert await a.kept() == 8.0 * MIB
+    mine = aiodaft.empty(2, MIB, dtype=torch.int32).fill_(3)
+    assert await b.total(mine) == 6.0 * MIB
+    assert aiodaft.empty((3, 0)).shape == (3, 0)
+
+
+async def test_writing_to_a_lent_tensor_is_found_out_by_its_reader(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
+    for make in (a.lend, a.make_shared):
+        ref = make(MIB, 1.0)
+        await ref.ready()
+        await a.overwrite(5.0)
+        with pytest.raises(aiodaft.BorrowError):
+            await b.total(ref)
+
+
+async def test_the_lender_learns_when_nobody_reads_any_more(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
+    ref = a.lend(MIB, 1.0)
+    await b.keep(ref)
+    returned = a.wait_returned()
+    await ref.ready()
+    await a.address()
+    assert not returned.done()
+    del ref
+    gc.collect()
+    await b.keep(torch.zeros(1))
+    assert await returned
+
+
+async def test_released_at_the_caller_waits_for_readers(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
+    ref = a.make_shared(MIB, 1.0)
+    await b.keep(ref)
+    if rt.peer.store.transport.name == "shm":
+        waiting = asyncio.get_running_loop().create_task(ref.released())
+        await a.address()
+        assert not waiting.done()
+        await b.keep(torch.zeros(1))
+        await waiting
+    else:
+        # Over TCP the reader has a copy of its own, so nobody reads the original.
+        await ref.released()
+    await a.overwrite(2.0)
+
+
+async def test_into_writes_in_place(rt: aiodaft.Runtime) -> None:
+    a = await rt.spawn(Keeper)
+    target = torch.zeros(MIB)
+    address = target.data_ptr()
+    assert await a.make(MIB, 6.0).into(target) is target
+    assert target.data_ptr() == address
+    assert target.min() == target.max() == 6.0
+    with pytest.raises(ValueError, match="shape"):
+        await a.make(5, 1.0).into(target)
+    with pytest.raises(TypeError, match="is list"):
+        await a.echo([1]).into(target)
+
+
+async def test_modules_compose_across_processes(rt: aiodaft.Runtime) -> None:
+    first, second = await rt.spawn(Layer, 64, 128, seed=1), await rt.spawn(Layer, 128, 8, seed=2)
+    torch.manual_seed(1)
+    one = torch.nn.Linear(64, 128)
+    torch.manual_seed(2)
+    two = torch.nn.Linear(128, 8)
+    for rows in (1, 7, 300):
+        x = torch.randn(rows, 64)
+        with torch.no_grad():
+            assert torch.equal(await second.forward(first.forward(x)), two(one(x)))
+    state = await first.state()
+    assert torch.equal(state["weight"], one.weight)
+
+
+async def test_many_small_tensors_are_one_payload(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
+    tensors = [torch.full((1000,), float(index)) for index in range(200)]
+    before = rt.traffic().payloads_received
+    got = await b.echo(a.echo(tensors))
+    assert all(torch.equal(x, y) for x, y in zip(got, tensors, strict=True))
+    assert rt.traffic().payloads_received == before + 1
+
+
+async def test_a_box_with_a_large_tensor_ref_travels_as_a_ref(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
+    box = await b.echo(Box(a.make(MIB, 1.0)))
+    assert float((await box.ref).sum()) == MIB
+
+
+async def test_threads_of_torch_are_where_they_belong(rt: aiodaft.Runtime) -> None:
+    # A forked process whose parent had started torch's threads would hang here.
+    a = await rt.spawn(Layer, 512, 512, seed=0)
+    x = torch.randn(2048, 512)
+    assert (await a.forward(x)).shape == (2048, 512)
+    assert os.getpid() != (await rt.info(a)).pid

@@ -1,0 +1,76 @@
+"""Which way large values travel: by the runtime's choice, the method's, or that of one value."""
+
+from __future__ import annotations
+
+import pytest
+from actors import Echo
+
+import aiodaft
+from aiodaft import Actor, method
+from aiodaft_transport import Unreachable
+
+SIZE = 1 << 20
+
+
+class Maker(Actor):
+    """Gives the same by several ways."""
+
+    @method
+    async def usual(self) -> bytes:
+        return bytes(SIZE)
+
+    @method(transport="tcp")
+    async def by_tcp(self) -> bytes:
+        return bytes(SIZE)
+
+    @method(transport="tcp")
+    def by_tcp_on_thread(self) -> bytes:
+        return bytes(SIZE)
+
+    @method(transport="pigeon")
+    async def by_pigeon(self) -> bytes:
+        return bytes(SIZE)
+
+
+def opened(rt: aiodaft.Runtime) -> set[str]:
+    """Transports that this process has used."""
+    return set(rt.peer.store._transports)
+
+
+@pytest.mark.parametrize("name", ["by_tcp", "by_tcp_on_thread"])
+async def test_a_method_chooses_how_its_results_travel(name: str) -> None:
+    async with aiodaft.Runtime(preload=()) as rt:
+        maker = await rt.spawn(Maker)
+        if rt.peer.store.transport.name == "shm":
+            assert len(await maker.usual()) == SIZE
+            assert "tcp" not in opened(rt)
+        assert await getattr(maker, name)() == bytes(SIZE)
+        assert "tcp" in opened(rt)
+        assert rt.traffic().payload_received >= SIZE
+
+
+async def test_a_value_chooses_how_it_travels() -> None:
+    async with aiodaft.Runtime(preload=()) as rt:
+        echo = await rt.spawn(Echo)
+        assert await echo.echo(rt.put(bytes(SIZE), transport="tcp")) == bytes(SIZE)
+        assert "tcp" in opened(rt)
+
+
+async def test_an_impossible_choice_is_refused_where_it_is_made(rt: aiodaft.Runtime) -> None:
+    maker = await rt.spawn(Maker)
+    with pytest.raises(Unreachable, match="no transport 'pigeon'; there are"):
+        maker.by_pigeon()
+    with pytest.raises(Unreachable, match="no transport 'pigeon'"):
+        rt.put(1, transport="pigeon")
+    assert len(await maker.usual()) == SIZE
+
+
+async def test_the_environment_chooses_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIODAFT_TRANSPORT", "tcp")
+    async with aiodaft.Runtime(preload=()) as rt:
+        maker = await rt.spawn(Maker)
+        assert await maker.usual() == bytes(SIZE)
+        assert opened(rt) == {"tcp"}
+    monkeypatch.setenv("AIODAFT_TRANSPORT", "pigeon")
+    with pytest.raises(Unreachable, match="pigeon"):
+        aiodaft.Runtime()

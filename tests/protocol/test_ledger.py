@@ -1,0 +1,214 @@
+"""What a node has is counted: never more is given than there is, and what comes back is what was taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiodaft._protocol.ledger import Demand, Ledger
+from aiodaft.exceptions import InsufficientResources
+
+_SLACK = 1e-6
+
+
+def ledger(*, cpus: float = 8, gpus: int = 2, **custom: float) -> Ledger[str]:
+    return Ledger(cpus=cpus, gpus=gpus, custom=custom)
+
+
+def take(node: Ledger[str], who: str, **needs: Any) -> tuple[int, ...]:
+    return node.take(who, who.capitalize(), Demand(**needs))
+
+
+# What can be asked for.
+
+
+@pytest.mark.parametrize("amount", [-1, -0.5, float("inf"), float("nan"), True, "1", None, [1]])
+@pytest.mark.parametrize("name", ["cpus", "gpus", "tpu"])
+def test_amounts_are_numbers_that_are_not_negative(name: str, amount: Any) -> None:
+    needs = {name: amount} if name != "tpu" else {"custom": {name: amount}}
+    with pytest.raises(ValueError, match=f"{name}=.*resources are numbers"):
+        Demand(**needs)
+
+
+@pytest.mark.parametrize("amount", [1.5, 2.25])
+def test_gpus_are_whole_or_a_fraction_of_one(amount: float) -> None:
+    with pytest.raises(ValueError, match="take whole GPUs, or a fraction of one"):
+        Demand(gpus=amount)
+
+
+@pytest.mark.parametrize("name", ["cpus", "gpus"])
+def test_custom_resources_cannot_stand_in_for_the_builtin_ones(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        Demand(custom={name: 1})
+    with pytest.raises(ValueError, match=name):
+        Demand(gpus=-1, cpus=-1, custom={name: 1})
+
+
+def test_nothing_can_be_asked_for() -> None:
+    node = ledger(cpus=0, gpus=0)
+    assert take(node, "light") == ()
+    assert take(node, "none of it", custom={"tpu": 0}) == ()
+    node.give_back("light")
+    node.give_back("none of it")
+    assert node.free() == {"cpus": 0, "gpus": 0}
+
+
+# GPUs.
+
+
+def test_whole_gpus_are_exclusive() -> None:
+    node = ledger(gpus=3)
+    assert take(node, "one", gpus=2) == (0, 1)
+    assert take(node, "two", gpus=1.0) == (2,)
+    with pytest.raises(InsufficientResources):
+        take(node, "three", gpus=0.1)
+
+
+def test_fractions_share_a_gpu_and_leave_others_whole() -> None:
+    node = ledger()
+    assert take(node, "one", gpus=0.5) == (0,)
+    assert take(node, "two", gpus=0.25) == (0,)
+    assert take(node, "three", gpus=0.5) == (1,)
+    # The fullest one that still has room.
+    assert take(node, "four", gpus=0.25) == (0,)
+    assert node.free()["gpus"] == pytest.approx(0.5)
+
+
+def test_three_thirds_make_a_whole() -> None:
+    node = ledger(gpus=1)
+    assert [take(node, who, gpus=1 / 3) for who in "abc"] == [(0,)] * 3
+    with pytest.raises(InsufficientResources):
+        take(node, "d", gpus=0.01)
+    for who in "bca":
+        node.give_back(who)
+    assert take(node, "whole", gpus=1) == (0,)
+
+
+def test_a_gpu_with_a_fraction_taken_is_not_whole() -> None:
+    node = ledger()
+    take(node, "part", gpus=0.1)
+    assert take(node, "whole", gpus=1) == (1,)
+    with pytest.raises(InsufficientResources):
+        take(node, "more", gpus=1)
+    node.give_back("part")
+    assert take(node, "more", gpus=1) == (0,)
+
+
+def test_a_fraction_does_not_span_two_gpus() -> None:
+    node = ledger()
+    for who in "ab":
+        take(node, who, gpus=0.6)
+    assert node.free()["gpus"] == pytest.approx(0.8)
+    with pytest.raises(InsufficientResources):
+        take(node, "c", gpus=0.5)
+
+
+# Giving back.
+
+
+def test_what_was_taken_comes_back() -> None:
+    node = ledger(tpu=4)
+    before = node.free()
+    take(node, "all", cpus=8, gpus=2, custom={"tpu": 4})
+    assert node.free() == {"cpus": 0, "gpus": 0, "tpu": 0}
+    node.give_back("all")
+    assert node.free() == before
+
+
+def test_giving_back_twice_or_without_having_changes_nothing() -> None:
+    node = ledger()
+    take(node, "one", gpus=1, cpus=4)
+    take(node, "two", gpus=1)
+    for who in ("one", "one", "stranger"):
+        node.give_back(who)
+    assert node.free() == {"cpus": 8, "gpus": 1}
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize("needs", [{"gpus": 3}, {"cpus": 9}, {"custom": {"tpu": 1}}, {"cpus": 1, "gpus": 3}])
+def test_a_refusal_takes_nothing(needs: dict[str, Any]) -> None:
+    node = ledger()
+    before = node.free()
+    with pytest.raises(InsufficientResources) as caught:
+        take(node, "one", **needs)
+    assert caught.value.executed is False
+    assert node.free() == before
+    node.give_back("one")
+    assert node.free() == before
+
+
+def test_a_refusal_says_what_there_is_and_who_has_it() -> None:
+    node = ledger()
+    take(node, "trainer", gpus=1)
+    take(node, "helper", gpus=0.5)
+    take(node, "other", cpus=1)
+    with pytest.raises(InsufficientResources) as caught:
+        take(node, "model", gpus=2)
+    assert str(caught.value) == (
+        "Model needs gpus=2, but this node has 2, of which 0.5 free: Trainer has 1, Helper has 0.5"
+    )
+
+
+@pytest.mark.parametrize(
+    ("needs", "hint"), [({"gpus": 1}, r"Runtime\(gpus=\.\.\.\)"), ({"custom": {"tpu": 1}}, r"Runtime\(resources=.*tpu")]
+)
+def test_a_refusal_of_what_is_not_there_at_all_says_how_to_declare_it(needs: dict[str, Any], hint: str) -> None:
+    with pytest.raises(InsufficientResources, match=f"has 0, of which 0 free; declare .*{hint}"):
+        take(ledger(gpus=0), "model", **needs)
+
+
+def test_a_refusal_of_what_is_only_taken_gives_no_such_hint() -> None:
+    node = ledger(tpu=1)
+    take(node, "one", custom={"tpu": 1})
+    with pytest.raises(InsufficientResources, match="has 1, of which 0 free: One has 1$"):
+        take(node, "two", custom={"tpu": 0.5})
+
+
+# Any history.
+
+_demands = st.builds(
+    Demand,
+    cpus=st.sampled_from([0, 0.1, 1, 2.5, 4]),
+    gpus=st.sampled_from([0, 0.1, 0.25, 1 / 3, 0.5, 2 / 3, 0.9, 1, 2, 3]),
+    custom=st.sampled_from([{}, {"tpu": 0.3}, {"tpu": 1}]),
+)
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), _demands), max_size=40))
+def test_no_history_overcommits_or_refuses_what_is_there(steps: list[tuple[str, Demand]]) -> None:
+    node = ledger(cpus=6, gpus=3, tpu=1)
+    holders: dict[str, tuple[Demand, tuple[int, ...]]] = {}
+    for who, demand in steps:
+        used = [sum(min(1, d.gpus) for d, chosen in holders.values() if gpu in chosen) for gpu in range(3)]
+        left = {
+            "cpus": 6 - sum(d.cpus for d, _ in holders.values()),
+            "tpu": 1 - sum(d.custom.get("tpu", 0) for d, _ in holders.values()),
+            "gpus": 3 - sum(used),
+        }
+        assert node.free() == pytest.approx(left, abs=_SLACK)
+        if who in holders:
+            node.give_back(who)
+            del holders[who]
+            continue
+        if demand.gpus < 1:
+            fits = min(used) + demand.gpus <= 1 + _SLACK
+        else:
+            fits = sum(share < _SLACK for share in used) >= demand.gpus
+        fits &= demand.cpus <= left["cpus"] + _SLACK and demand.custom.get("tpu", 0) <= left["tpu"] + _SLACK
+        if not fits:
+            with pytest.raises(InsufficientResources):
+                node.take(who, who, demand)
+            continue
+        chosen = node.take(who, who, demand)
+        assert len(set(chosen)) == len(chosen) == (-(-demand.gpus // 1))
+        assert all(used[gpu] + min(1, demand.gpus) <= 1 + _SLACK for gpu in chosen)
+        holders[who] = demand, chosen
+    for who in holders:
+        node.give_back(who)
+    assert node.free() == pytest.approx({"cpus": 6, "gpus": 3, "tpu": 1}, abs=_SLACK)

@@ -1,0 +1,271 @@
+"""Calls of one caller start in the order they were made, within the limits of their methods, and none is forgotten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final
+
+import pytest
+
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.mailbox import Mailbox, Rules
+
+_numbers: Final = count(1)
+
+
+@dataclass(eq=False)
+class Call:
+    """A call, as the mailbox sees it."""
+
+    caller: PeerId
+    rules: Rules
+    ready: bool = True
+    withdrawn: bool = False
+    begun: bool = False
+    # Only for the eyes of whoever reads a failure.
+    number: int = field(default_factory=lambda: next(_numbers))
+
+
+def call(
+    caller: str = "a",
+    *,
+    name: str = "method",
+    on_thread: bool = False,
+    ordered: bool = True,
+    concurrency: int | None = None,
+    ready: bool = True,
+) -> Call:
+    return Call(PeerId(caller), Rules(name, on_thread, ordered, concurrency), ready)
+
+
+def started(mailbox: Mailbox[Call], *calls: Call) -> None:
+    """Let calls arrive that start at once."""
+    for each in calls:
+        assert mailbox.arrive(each)
+
+
+def kept(mailbox: Mailbox[Call], *calls: Call) -> None:
+    """Let calls arrive that have to wait."""
+    for each in calls:
+        assert not mailbox.arrive(each)
+
+
+# Order.
+
+
+def test_what_is_ready_starts_at_once() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    first, second = call(), call()
+    started(mailbox, first, second)
+    assert mailbox.queued == 0
+    assert mailbox.startable() == []
+    assert not mailbox.finished(first)
+    assert not mailbox.finished(second)
+
+
+def test_a_call_that_waits_for_arguments_holds_up_its_callers_next_ones() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    first, second, third = call(ready=False), call(), call()
+    kept(mailbox, first, second, third)
+    assert mailbox.startable() == []
+    assert mailbox.queued == 3
+    first.ready = True
+    assert mailbox.startable() == [first, second, third]
+    assert mailbox.queued == 0
+
+
+def test_different_callers_do_not_hold_each_other_up() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    slow, other = call("a", ready=False), call("b")
+    kept(mailbox, slow)
+    started(mailbox, other)
+
+
+def test_an_unordered_call_overtakes() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    kept(mailbox, call(ready=False))
+    started(mailbox, call(ordered=False))
+
+
+def test_an_unordered_call_that_waits_holds_up_nobody() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    waits, next_one = call(ordered=False, ready=False), call(ordered=False, ready=False)
+    kept(mailbox, waits, next_one)
+    started(mailbox, call(), call(ordered=False))
+    next_one.ready = True
+    assert mailbox.startable() == [next_one]
+    waits.ready = True
+    assert mailbox.startable() == [waits]
+
+
+def test_a_withdrawn_call_makes_way() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    first, second, loose = call(ready=False), call(), call(ordered=False, ready=False)
+    kept(mailbox, first, second, loose)
+    first.withdrawn = loose.withdrawn = True
+    assert mailbox.queued == 1
+    assert mailbox.startable() == [second]
+    assert mailbox.startable() == []
+    started(mailbox, call())
+
+
+# From the loop to the thread and back.
+
+
+@pytest.mark.parametrize("on_thread", [False, True])
+def test_a_call_on_the_other_side_waits_until_the_one_before_has_begun(on_thread: bool) -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    first, second = call(on_thread=on_thread), call(on_thread=not on_thread)
+    started(mailbox, first)
+    kept(mailbox, second)
+    assert mailbox.watching
+    first.begun = True
+    assert mailbox.startable() == [second]
+    assert mailbox.startable() == []
+    assert not mailbox.watching
+
+
+@pytest.mark.parametrize("on_thread", [False, True])
+def test_a_call_on_the_same_side_does_not_wait(on_thread: bool) -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    started(mailbox, call(on_thread=on_thread), call(on_thread=on_thread))
+    assert not mailbox.watching
+
+
+def test_a_call_on_the_other_side_may_start_at_once_after_one_that_has_begun_or_ended() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    first = call(on_thread=True)
+    started(mailbox, first)
+    first.begun = True
+    second = call()
+    started(mailbox, second)
+    mailbox.finished(first)
+    second.begun = True
+    mailbox.finished(second)
+    started(mailbox, call(on_thread=True))
+
+
+def test_the_end_of_an_earlier_call_does_not_hide_that_a_later_one_has_not_begun() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    first, second, third = call(), call(), call(on_thread=True)
+    started(mailbox, first, second)
+    first.begun = True
+    assert not mailbox.finished(first)
+    kept(mailbox, third)
+    second.begun = True
+    assert mailbox.startable() == [third]
+
+
+def test_sides_do_not_matter_between_callers_or_without_order() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    started(mailbox, call("a", on_thread=True), call("b"), call("a", ordered=False))
+    kept(mailbox, call("a"))
+
+
+def test_it_keeps_watching_while_somebody_has_to_begin() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    firsts = [call(caller, on_thread=True) for caller in "ab"]
+    seconds = [call(caller) for caller in "ab"]
+    started(mailbox, *firsts)
+    kept(mailbox, *seconds)
+    firsts[1].begun = True
+    assert mailbox.startable() == [seconds[1]]
+    assert mailbox.watching
+    firsts[0].begun = True
+    assert mailbox.startable() == [seconds[0]]
+    assert mailbox.startable() == []
+    assert not mailbox.watching
+
+
+# How many at a time.
+
+
+def test_concurrency_bounds_the_calls_of_one_method() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    calls = [call(concurrency=2) for _ in range(4)]
+    started(mailbox, *calls[:2])
+    kept(mailbox, *calls[2:])
+    assert mailbox.startable() == []
+    assert mailbox.finished(calls[1])
+    assert mailbox.startable() == [calls[2]]
+    assert mailbox.finished(calls[0])
+    assert mailbox.startable() == [calls[3]]
+    assert not mailbox.finished(calls[2])
+    assert not mailbox.finished(calls[3])
+
+
+def test_concurrency_counts_all_callers_and_each_method_by_itself() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    running = call("a", name="x", concurrency=1)
+    started(mailbox, running, call("a", name="y", concurrency=1))
+    waits = call("b", name="x", concurrency=1)
+    kept(mailbox, waits)
+    assert mailbox.finished(running)
+    assert mailbox.startable() == [waits]
+
+
+def test_a_method_at_its_limit_holds_up_its_callers_next_calls_only() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    running, waits, behind = call("a", name="x", concurrency=1), call("a", name="x", concurrency=1), call("a", name="y")
+    started(mailbox, running)
+    kept(mailbox, waits, behind)
+    started(mailbox, call("b", name="y"))
+    assert mailbox.finished(running)
+    assert mailbox.startable() == [waits, behind]
+
+
+def test_unordered_calls_are_bounded_and_taken_in_turn() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    calls = [call(ordered=False, concurrency=1) for _ in range(3)]
+    started(mailbox, calls[0])
+    kept(mailbox, *calls[1:])
+    assert mailbox.finished(calls[0])
+    assert mailbox.startable() == [calls[1]]
+    assert mailbox.finished(calls[1])
+    assert mailbox.startable() == [calls[2]]
+
+
+def test_a_caller_with_many_calls_does_not_starve_another() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    running = call("greedy", concurrency=1)
+    started(mailbox, running)
+    kept(mailbox, call("greedy", concurrency=1), call("greedy", concurrency=1))
+    modest = call("modest", concurrency=1)
+    kept(mailbox, modest)
+    # The greedy caller always has two more calls in its lane.
+    taken: list[Call] = []
+    while len(taken) < 3:
+        assert mailbox.finished(running)
+        (running,) = mailbox.startable()
+        taken.append(running)
+        kept(mailbox, call("greedy", concurrency=1))
+    assert modest in taken
+
+
+# Holding and ending.
+
+
+def test_nothing_starts_while_a_result_is_captured() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    ordered, loose = call(), call(ordered=False)
+    mailbox.hold()
+    mailbox.hold()
+    kept(mailbox, ordered, loose)
+    mailbox.unhold()
+    assert mailbox.startable() == []
+    mailbox.unhold()
+    assert mailbox.startable() == [ordered, loose]
+
+
+def test_draining_takes_out_what_waits_and_was_not_withdrawn() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    running = call(concurrency=1)
+    first, second, loose = call(ready=False), call(), call(ordered=False, ready=False)
+    started(mailbox, running)
+    kept(mailbox, first, second, loose)
+    first.withdrawn = True
+    assert mailbox.drain() == [second, loose]
+    assert mailbox.queued == 0
+    assert mailbox.drain() == mailbox.startable() == []
+    assert not mailbox.finished(running)

@@ -1,0 +1,160 @@
+"""Whatever order calls are submitted, prepared, withdrawn and answered in, none is lost and none is sent twice."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from aiodaft._protocol.codec import FrameDecoder
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.messages import CALL, Message
+from aiodaft._protocol.session import WINDOW_BYTES, Session
+from aiodaft.exceptions import Overloaded
+
+MAX_PENDING = 5
+
+
+def call(number: int) -> Message:
+    return (CALL, number, 16, "method", (number,))
+
+
+def make_session(window: int) -> Session[str]:
+    """One end of a conversation, with its greeting sent."""
+    one: Session[str] = Session(PeerId("a"), 100, remote=PeerId("b"), max_pending=MAX_PENDING, window=window)
+    one.data_to_send()
+    return one
+
+
+def sent(one: Session[str]) -> list[int]:
+    """Numbers of the calls that went out since the last time."""
+    return [message[1] for message in FrameDecoder().feed(one.data_to_send())]
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """Calls are submitted, provided, withdrawn and answered in any order; a model says what must be true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = make_session(window=3)
+        self.window = self.base = 3
+        self.next = 0
+        # Calls that wait, in order: what they cost, or None while they are prepared.
+        self.waiting: dict[int, int | None] = {}
+        self.flying: dict[int, int] = {}
+        self.over: set[int] = set()
+        self.submitted: list[int] = []
+        self.went: list[int] = []
+        self.answers = 0
+        self.stalled = False
+
+    def _collect(self) -> None:
+        for number in sent(self.one):
+            assert number == next(iter(self.waiting)), "not in order"
+            cost = self.waiting.pop(number)
+            assert cost is not None
+            assert len(self.flying) < self.window
+            assert not self.flying_bytes or self.flying_bytes + cost <= WINDOW_BYTES or self.stalled
+            self.flying[number] = cost
+            self.went.append(number)
+
+    @property
+    def flying_bytes(self) -> int:
+        return sum(self.flying.values())
+
+    @rule(
+        costs=st.lists(st.sampled_from([0, 0, 0, 1, WINDOW_BYTES // 3, WINDOW_BYTES, 2 * WINDOW_BYTES]), max_size=4),
+        ready=st.sampled_from([True, True, False]),
+    )
+    def submit(self, costs: list[int], ready: bool) -> None:
+        for cost in costs:
+            self.submit_one(cost if ready else None)
+
+    def submit_one(self, cost: int | None) -> None:
+        number, self.next = self.next, self.next + 1
+        self.waiting[number] = cost
+        try:
+            self.one.submit(CallId(number), f"call {number}", None if cost is None else call(number), cost or 0)
+        except Overloaded:
+            del self.waiting[number]
+            assert len(self.waiting) >= MAX_PENDING
+        else:
+            self.submitted.append(number)
+            assert len(self.waiting) <= MAX_PENDING + 1
+        self._collect()
+
+    @precondition(lambda self: None in self.waiting.values())
+    @rule(data=st.data(), cost=st.sampled_from([0, 1, WINDOW_BYTES // 2]))
+    def provide(self, data: st.DataObject, cost: int) -> None:
+        number = data.draw(st.sampled_from([number for number, known in self.waiting.items() if known is None]))
+        self.provide_now(number, cost)
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(self.submitted))
+        waits = number in self.waiting
+        assert self.one.withdraw(CallId(number)) is waits
+        if waits:
+            del self.waiting[number]
+            self.over.add(number)
+        self._collect()
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        self.answer_now(data.draw(st.sampled_from(sorted(self.flying))))
+
+    @precondition(lambda self: self.over)
+    @rule(data=st.data())
+    def answer_again(self, data: st.DataObject) -> None:
+        assert self.one.settle(CallId(data.draw(st.sampled_from(sorted(self.over))))) is None
+        self._collect()
+
+    @rule()
+    def look_for_stall(self) -> None:
+        self.stalled = not self.answers
+        self.window = self.window * 2 if self.stalled else self.base
+        self.answers = 0
+        assert self.one.look_for_stall() is bool(self.one.waiting)
+        self._collect()
+
+    @invariant()
+    def nothing_is_lost_or_sent_twice(self) -> None:
+        assert len(set(self.went)) == len(self.went)
+        assert self.went == sorted(self.went)
+        assert set(self.one.calls) == self.waiting.keys() | self.flying.keys()
+        assert self.one.waiting == len(self.waiting)
+
+    @invariant()
+    def what_may_go_has_gone(self) -> None:
+        if self.waiting and len(self.flying) < self.window:
+            cost = next(iter(self.waiting.values()))
+            assert cost is None or (self.flying and self.flying_bytes + cost > WINDOW_BYTES)
+
+    def teardown(self) -> None:
+        """Whatever happened, everything ends well once all calls are prepared and answered."""
+        for number in [number for number, cost in self.waiting.items() if cost is None]:
+            self.provide_now(number, 0)
+        while self.flying:
+            self.answer_now(next(iter(self.flying)))
+        assert (self.waiting, self.one.calls, self.one.waiting) == ({}, {}, 0)
+
+    def provide_now(self, number: int, cost: int) -> None:
+        self.waiting[number] = cost
+        self.one.provide(CallId(number), call(number), cost)
+        self._collect()
+
+    def answer_now(self, number: int) -> None:
+        del self.flying[number]
+        self.over.add(number)
+        self.answers += 1
+        assert self.one.settle(CallId(number)) == f"call {number}"
+        self._collect()
+
+
+def test_no_history_loses_a_call_or_sends_one_twice() -> None:
+    run_state_machine_as_test(
+        AnyHistory,
+        settings=settings(deadline=None, derandomize=True, database=None, max_examples=100, stateful_step_count=40),
+    )

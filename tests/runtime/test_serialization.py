@@ -1,0 +1,278 @@
+"""Every kind of value is encoded and decoded equal, with its type (row DP1)."""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import enum
+import fractions
+import pathlib
+import types
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from actors import Box
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import aiodaft
+from aiodaft._runtime.decoding import decode
+from aiodaft._runtime.serialization import Names, encode
+
+
+def round_trip(value: Any, *, patient: bool = False) -> Any:
+    """Encode and decode without any process."""
+    encoded = encode(value, names=Names("value"), find_block=lambda address: None, patient=patient)
+    blob = encoded.packed()
+    return decode(encoded.payload, [] if blob is None else [memoryview(bytearray(blob))])
+
+
+class Color(enum.Enum):
+    """An enumeration."""
+
+    RED = 1
+    GREEN = "green"
+
+
+class Level(enum.IntEnum):
+    """Looks like an integer, and is none."""
+
+    LOW = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A frozen dataclass."""
+
+    name: str
+    sizes: tuple[int, ...]
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Text(str):
+    """A subclass of a builtin."""
+
+    __slots__ = ()
+
+
+Point = namedtuple("Point", "x y")
+
+PLAIN = [
+    None, True, False, 0, -1, 2**63 - 1, 2**64 - 1, 2**64, -(2**63), -(2**200), 0.0, -0.0, 1e308, float("inf"),
+    "", "ä€🙂", "\ud800", b"", b"\x00\xff", bytearray(b"mutable"), (), (1,), ((1, 2), [3]), [], [[[]]], {}, {1: 2},
+    {(1, "a"): [None]}, {None: 1, True: 2.5}, set(), {1, "a"}, frozenset({(1, 2)}), complex(1, -2), range(3, 9, 2),
+    slice(1, None, 2), Ellipsis, int, Color.RED, Level.LOW, Config("a", (1, 2), {"k": [1]}), Point(1, (2,)), Text("s"),
+    decimal.Decimal("1.10"), fractions.Fraction(1, 3), datetime(2026, 1, 2, tzinfo=UTC), pathlib.PurePosixPath("/a/b"),
+    OrderedDict([(2, 1), (1, 2)]), defaultdict(list, {1: [2]}), deque([1, 2], maxlen=3), types.SimpleNamespace(a=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: f"{type(value).__name__} {value!r:.20}")
+def test_a_value_arrives_equal_and_with_its_type(value: Any) -> None:
+    for patient in (False, True):
+        got = round_trip([value, {"again": value}], patient=patient)
+        assert got == [value, {"again": value}]
+        assert type(got[0]) is type(value)
+    assert str(round_trip(-0.0)) == "-0.0"
+
+
+def test_nan_and_cycles_survive() -> None:
+    assert str(round_trip(float("nan"))) == "nan"
+    cyclic: list[Any] = [1]
+    cyclic.append(cyclic)
+    got = round_trip(cyclic)
+    assert got[1] is got
+    deep: Any = "bottom"
+    for _ in range(300):
+        deep = [deep]
+    assert round_trip(deep) == deep
+
+
+def test_long_containers_are_encoded_in_pieces() -> None:
+    for value in (
+        list(range(120_000)),
+        {index: (index,) for index in range(60_000)},
+        [{"a": index} for index in range(60_000)],
+        [Point(index, str(index)) for index in range(60_000)],
+    ):
+        assert round_trip(value, patient=True) == value
+
+
+def test_large_buffers_keep_their_types() -> None:
+    for value in (b"x" * 5_000_000, bytearray(b"y" * 3_000_000)):
+        got = round_trip({"deep": [value]})["deep"][0]
+        assert got == value
+        assert type(got) is type(value)
+
+
+_scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=50_000)
+)
+_hashable = st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.tuples(st.integers(), st.text())
+_values = st.recursive(
+    _scalars,
+    lambda inner: (
+        st.lists(inner, max_size=6)
+        | st.tuples(inner, inner)
+        | st.dictionaries(_hashable, inner, max_size=6)
+        | st.sets(_hashable, max_size=6)
+        | st.builds(Point, inner, inner)
+        | st.builds(Box, inner).map(lambda box: box.ref)
+    ),
+    max_leaves=30,
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(_values)
+def test_any_nesting_arrives_equal(value: Any) -> None:
+    got = round_trip(value)
+    assert got == value
+    assert type(got) is type(value)
+
+
+DTYPES = [
+    dtype
+    for name in sorted(dir(torch))
+    if isinstance(dtype := getattr(torch, name), torch.dtype)
+    and str(dtype) == f"torch.{name}"
+    and not name.startswith("q")
+]
+
+
+CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """The content of a tensor, for dtypes that cannot be compared or copied."""
+    return tensor.detach().view(CARRIER[tensor.element_size()]).contiguous().numpy().tobytes()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_in_every_shape(dtype: torch.dtype) -> None:
+    for shape in ((), (0,), (1,), (3, 5), (2, 0, 4), (4, 3, 2)):
+        raw = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8)
+        tensor = raw.view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
+        for value in (
+            tensor,
+            tensor.T if tensor.dim() == 2 else tensor,
+            tensor[1:] if tensor.dim() and len(tensor) else tensor,
+        ):
+            got = round_trip({"t": value})["t"]
+            assert (got.dtype, got.shape) == (value.dtype, value.shape)
+            if value.numel():
+                assert as_bytes(got) == as_bytes(value)
+
+
+STRIDED = {
+    "transposed": lambda x: x.t(),
+    "every other": lambda x: x[::2, 1::3],
+    "expanded": lambda x: x[:1].expand(50, x.shape[1]),
+    "diagonal": lambda x: x.diagonal(),
+    "channels last": lambda x: x.reshape(1, 2, 5, 9).to(memory_format=torch.channels_last),
+    "narrow": lambda x: x.narrow(0, 3, 2),
+    "permuted": lambda x: x.reshape(2, 5, 9).permute(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("how", STRIDED)
+def test_any_strides(how: str) -> None:
+    value = STRIDED[how](torch.arange(90, dtype=torch.float32).reshape(10, 9))
+    got = round_trip(value)
+    assert torch.equal(got, value)
+    encoded = encode(value, names=Names("x"), find_block=lambda address: None)
+    assert encoded.nbytes <= max(value.numel() * 4, 64)
+    if how in ("transposed", "channels last", "permuted", "expanded"):
+        assert got.stride() == value.stride()
+
+
+def test_views_of_one_storage_stay_views_of_one_storage() -> None:
+    base = torch.arange(100.0)
+    first, second, whole = round_trip([base[:60], base[40:], base])
+    first[50] = -1.0
+    assert second[10] == -1.0
+    assert whole[50] == -1.0
+    tied = torch.nn.Linear(4, 4)
+    got = round_trip({"a": tied.weight, "b": tied.weight, "module": tied})
+    assert got["a"] is got["b"]
+    assert got["module"].weight is got["a"]
+
+
+def test_two_slices_far_apart_do_not_send_what_is_between_them() -> None:
+    base = torch.zeros(1_000_000)
+    encoded = encode([base[:10], base[-10:]], names=Names("x"), find_block=lambda address: None)
+    assert encoded.nbytes < 1000
+
+
+def test_views_with_different_dtypes_share_memory() -> None:
+    base = torch.zeros(16, dtype=torch.uint8)
+    got = round_trip([base, base[8:].view(torch.float32)])
+    got[1][0] = 1.0
+    assert got[0][8:12].tolist() == [0, 0, 128, 63]
+
+
+def test_gradients_parameters_and_lazy_bits() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    got = round_trip([leaf, leaf * 2, torch.nn.Parameter(torch.ones(3), requires_grad=False), torch.nn.Parameter(leaf)])
+    assert [tensor.requires_grad for tensor in got] == [True, True, False, True]
+    assert type(got[2]) is torch.nn.Parameter
+    z = torch.complex(torch.arange(3.0), torch.ones(3))
+    assert torch.equal(round_trip(z.conj()), z.conj())
+    assert torch.equal(round_trip(z.conj().imag), z.conj().imag)
+
+
+def test_sparse_tensors_and_modules() -> None:
+    sparse = torch.eye(4).to_sparse()
+    assert torch.equal(round_trip(sparse).to_dense(), torch.eye(4))
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU())
+    got = round_trip(module)
+    x = torch.randn(5, 3)
+    assert torch.equal(got(x), module(x))
+
+
+def test_a_tensor_without_data_says_that_it_cannot_travel() -> None:
+    value = torch.empty(3, device="meta")
+    with pytest.raises(aiodaft.SerializationError, match=r"args\[0\] of Model.execute cannot travel: a meta"):
+        encode([value], names=Names("Model.execute", (("args[0]", value),)), find_block=lambda address: None)
+
+
+def test_numpy_arrays() -> None:
+    structured = np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")])
+    for array in (
+        np.arange(12).reshape(3, 4),
+        np.asfortranarray(np.arange(12).reshape(3, 4)),
+        np.arange(20_000)[::2],
+        np.zeros((2, 0)),
+        np.array("text"),
+        np.array([None, {"a": 1}], dtype=object),
+        structured,
+        np.float32(1.5),
+        np.array([1 + 2j], dtype=np.complex64),
+    ):
+        got = round_trip({"a": array})["a"]
+        assert np.array_equal(got, array)
+        assert got.dtype == array.dtype
+        if isinstance(got, np.ndarray) and not array.dtype.hasobject:
+            assert got.flags.writeable
+
+
+def test_functions_classes_and_closures() -> None:
+    factor = 3
+
+    def scale(x: int) -> int:
+        return x * factor
+
+    class Local:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    assert round_trip(scale)(5) == 15
+    assert round_trip(lambda x: x + factor)(1) == 4
+    assert round_trip(Local(3)).value == 3
+    assert round_trip(len) is len
+    assert round_trip(Config) is Config

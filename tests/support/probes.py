@@ -1,0 +1,271 @@
+"""Actors that look at where they are, and actors that cannot be made or used as they should be."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiodaft
+from aiodaft import Actor, method
+from aiodaft._runtime.current import current_peer
+
+
+class Thing:
+    """An object whose identity matters; `padding` makes it large enough to stay at its producer."""
+
+    def __init__(self, padding: int = 0) -> None:
+        self.padding = bytes(padding)
+
+
+class Probe(Actor):
+    """Tells of its process and of what it is given."""
+
+    def __init__(self) -> None:
+        self.thing: Any = None
+
+    @method
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @method
+    async def environ(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    @method
+    async def set_environ(self, name: str, value: str) -> None:
+        os.environ[name] = value
+
+    @method
+    async def has_module(self, name: str) -> bool:
+        return name in sys.modules
+
+    @method
+    async def loop_module(self) -> str:
+        return type(asyncio.get_running_loop()).__module__.partition(".")[0]
+
+    @method
+    async def make(self, padding: int = 0) -> Thing:
+        thing = self.thing = Thing(padding)
+        return thing
+
+    @method
+    async def same_as_mine(self, thing: Any) -> bool:
+        return thing is self.thing
+
+    @method
+    async def same_as_others(self, other: Probe, padding: int) -> bool:
+        """Asks a neighbour for an object, and gives it back by value and by ref."""
+        thing = await other.make(padding)
+        return await other.same_as_mine(thing) and await other.same_as_mine(other.make(padding))
+
+    @method
+    async def inner_runtime(self, value: Any) -> tuple[Any, int]:
+        """Opens a runtime inside a worker; gives what came back and the pid it came from."""
+        async with aiodaft.Runtime(gpus=0) as inner:
+            actor = await inner.spawn(Probe)
+            return await actor.echo(value), await actor.pid()
+
+    @method
+    async def echo(self, value: Any) -> Any:
+        return value
+
+    @method
+    async def spoil_link(self, data: bytes, to: str) -> None:
+        """Writes bytes that are no message into the link home, or into the one to another actor's process."""
+        peer = current_peer()
+        link = peer.links[peer.options.home if to == "home" else next(p for p in peer.links if p != peer.options.home)]
+        assert link._socket is not None
+        link._socket.send(data)
+        await asyncio.Event().wait()
+
+    @method
+    async def call(self, other: Probe, value: Any) -> Any:
+        return await other.echo(value)
+
+
+class Careless(Actor):
+    """Has parts that cannot be reached through a handle."""
+
+    limit = 3
+
+    def undecorated(self) -> int:
+        return self.limit
+
+    @property
+    def size(self) -> int:
+        return self.limit
+
+    @method
+    async def decorated(self, first: int, second: str = "", *, third: float = 0.0) -> int:
+        return first
+
+    @method
+    async def stream(self, count: int) -> AsyncIterator[int]:
+        for index in range(count):
+            yield index
+
+
+class Abstract(Actor, ABC):
+    """Is not finished."""
+
+    @method
+    @abstractmethod
+    async def missing(self) -> None: ...
+
+
+class DiesInConstructor(Actor):
+    """Does not survive being made."""
+
+    def __init__(self, how: str) -> None:
+        print(f"about to {how}", file=sys.stderr)
+        if how == "exit":
+            sys.exit(7)
+        if how == "_exit":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()
+
+    @method
+    async def ready(self) -> bool:
+        return True
+
+
+class StuckInConstructor(Actor):
+    """Says that it is being made, and never is."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(str(os.getpid()))
+        threading.Event().wait()
+
+    @method
+    async def ready(self) -> bool:
+        return True
+
+
+class Half(Actor, cpus=1, gpus=0.5, resources={"disk": 2}):
+    """Says in its class line what it needs."""
+
+    @method
+    async def visible(self) -> str | None:
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+class HalfChild(Half, gpus=2):
+    """Says only what differs."""
+
+
+class Member(Actor):
+    """A member of a group, whose calls the test lets go."""
+
+    def __init__(self, scale: int = 1) -> None:
+        self.scale = scale
+        self.gate = asyncio.Event()
+        self.running = 0
+        self.most = 0
+        self.events: list[str] = []
+
+    @method
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @method
+    async def times(self, value: int, *, plus: int = 0) -> int:
+        return value * self.scale + plus
+
+    @method
+    async def held(self, value: Any) -> Any:
+        """Waits for `open`."""
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.events.append(f"{value} began")
+        try:
+            await self.gate.wait()
+        finally:
+            self.running -= 1
+            self.events.append(f"{value} ended")
+        return value
+
+    @method
+    async def open(self) -> None:
+        self.gate.set()
+
+    @method
+    async def history(self) -> list[str]:
+        return self.events
+
+    @method
+    async def odd_fails(self, value: int) -> int:
+        if value % 2:
+            raise ValueError(f"{value} is odd")
+        return value
+
+    @method
+    async def total(self, values: list[int]) -> int:
+        return sum(values) * self.scale
+
+    @method
+    async def words(self, text: str) -> AsyncIterator[str]:
+        for word in text.split():
+            yield word
+
+    def undecorated(self) -> None: ...
+
+
+class Courier(Actor):
+    """Sends, receives and passes on channels."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.taken: list[Any] = []
+        self.channel: aiodaft.Channel[Any] | None = None
+
+    @method
+    async def send(self, channel: aiodaft.Channel[Any], items: list[Any]) -> int:
+        for item in items:
+            await channel.send(item)
+            self.sent += 1
+        return self.sent
+
+    @method
+    async def count(self) -> int:
+        return self.sent
+
+    @method
+    async def receive(self, channel: aiodaft.Channel[Any], count: int) -> list[Any]:
+        for _ in range(count):
+            self.taken.append(await channel.recv())
+        return self.taken
+
+    @method
+    async def drain(self, channel: aiodaft.Channel[Any]) -> list[Any]:
+        return [item async for item in channel]
+
+    @method
+    async def make(self, capacity: int) -> aiodaft.Channel[Any]:
+        """The channel's queue starts here."""
+        return aiodaft.Channel(capacity)
+
+    @method
+    async def hand_on(self, other: Courier, channel: aiodaft.Channel[Any], items: list[Any]) -> int:
+        return await other.send(channel, items)
+
+    @method
+    async def keep(self, channel: aiodaft.Channel[Any]) -> None:
+        self.channel = channel
+
+    @method
+    async def close_kept(self) -> None:
+        assert self.channel is not None
+        await self.channel.aclose()
+
+    @method
+    async def sums(self, channel: aiodaft.Channel[Any]) -> list[float]:
+        """Receives tensors."""
+        return [float(item.sum()) async for item in channel]

@@ -1,0 +1,91 @@
+"""Rules of the house that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = [ROOT / "aiodaft", ROOT / "transport" / "aiodaft_transport"]
+SOURCES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
+EVERYTHING = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "examples").rglob("*.py"))]
+
+MAX_FILE, MAX_EXAMPLE, MAX_FUNCTION, MAX_ARGUMENTS = 400, 150, 50, 7
+# Constructors and entry points whose arguments are options that users give by keyword.
+MANY_OPTIONS = {"Runtime.__init__"}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + node.name, node
+            yield from functions(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.ClassDef):
+            yield from functions(node, f"{prefix}{node.name}.")
+        else:
+            yield from functions(node, prefix)
+
+
+def test_files_can_be_read_in_ten_minutes() -> None:
+    def limit(path: Path) -> int:
+        return MAX_EXAMPLE if path.is_relative_to(ROOT / "examples") else MAX_FILE
+
+    lengths = {name_of(path): (len(path.read_text().splitlines()), limit(path)) for path in EVERYTHING}
+    assert {name: length for name, (length, most) in lengths.items() if length > most} == {}
+
+
+def test_functions_are_short_and_take_few_arguments() -> None:
+    found = []
+    for path, name, node in ((file, *entry) for file in SOURCES for entry in functions(tree_of(file))):
+        body = node.body[1:] if ast.get_docstring(node) else node.body
+        if body and (node.end_lineno or 0) - body[0].lineno >= MAX_FUNCTION:
+            found.append(f"{name_of(path)}: {name} is too long")
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        count = len([argument for argument in arguments if argument.arg not in ("self", "cls")])
+        if count > MAX_ARGUMENTS and name not in MANY_OPTIONS:
+            found.append(f"{name_of(path)}: {name} takes {count} arguments")
+    assert found == []
+
+
+def test_modules_and_public_functions_say_what_they_are() -> None:
+    found = [name_of(path) for path in SOURCES if not ast.get_docstring(tree_of(path))]
+    for path in (ROOT / "aiodaft").glob("*.py"):
+        for name, node in functions(tree_of(path)):
+            *outer, last = name.split(".")
+            private = any(part[0] == "_" or part[0].islower() for part in outer) or last.startswith("_")
+            declares_only = isinstance(node.body[-1], ast.Expr) and isinstance(node.body[-1].value, ast.Constant)
+            if not (private or declares_only or ast.get_docstring(node)):
+                found.append(f"{name_of(path)}: {name}")
+    assert found == []
+
+
+def test_exceptions_to_the_checks_say_why() -> None:
+    found = []
+    for path in SOURCES:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            silent = "# noqa" in line and not re.search(r"# noqa: [A-Z0-9, ]+ - .+$", line)
+            untyped = "type: ignore" in line and not re.search(r"# type: ignore\[[a-z, -]+\]  # .+$", line)
+            if silent or untyped:
+                found.append(f"{name_of(path)}:{number}")
+    assert found == []
+
+
+def test_nothing_is_left_for_later() -> None:
+    assert [name_of(path) for path in SOURCES if re.search(r"\b(TODO|FIXME|XXX)\b", path.read_text())] == []
+
+
+def test_nothing_has_a_name_that_says_nothing() -> None:
+    vague = {"utils", "util", "helpers", "misc", "common", "core", "base", "manager"}
+    assert {path.stem for path in SOURCES} & vague == set()
+    classes = [node.name for path in SOURCES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
+    assert [name for name in classes if name.endswith(("Manager", "Helper", "Util"))] == []

@@ -1,0 +1,178 @@
+"""Importing aiodaft has no effects, and loads nothing that a program may never need (row CR10)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SUPPORT = Path(__file__).parent / "support"
+
+# Large, optional, or slow; what needs one of them imports it when it does.
+HEAVY = {
+    "anyio", "cloudpickle", "fastapi", "msgspec", "multiprocessing", "numpy", "pandas", "psutil", "starlette",
+    "torch", "ucxx", "uvicorn", "uvloop",
+}  # fmt: skip
+
+LOOK = """
+    import asyncio, asyncio.events, atexit, copyreg, gc, json, logging, os, resource, signal, sys, threading, warnings
+
+    def children():
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return file.read().split()
+
+    def look():
+        return {
+            "environment": dict(os.environ),
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+            "kernel threads": len(os.listdir("/proc/self/task")),
+            "files": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                            if os.path.exists(f"/proc/self/fd/{fd}")),
+            "processes": children(),
+            "loop policy": repr(asyncio.events._event_loop_policy),
+            "running loop": repr(asyncio.events._get_running_loop()),
+            "signal handlers": [repr(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+            "exit functions": atexit._ncallbacks(),
+            "hooks": [repr(sys.excepthook), repr(sys.unraisablehook), repr(threading.excepthook), repr(sys.meta_path)],
+            "log handlers": repr(logging.getLogger().handlers),
+            "log levels": [logging.getLogger().level, logging.getLogger("aiodaft").level],
+            "warning filters": repr(warnings.filters),
+            "pickling": sorted(map(repr, copyreg.dispatch_table)),
+            "collector": [gc.isenabled(), gc.get_threshold()],
+            "import path": list(sys.path),
+            "recursion": sys.getrecursionlimit(),
+            "working directory": os.getcwd(),
+            "shared memory": sorted(os.listdir("/dev/shm")),
+            "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
+        }
+"""
+
+
+def run(code: str) -> Any:
+    """What a fresh interpreter prints, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=25,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def heavy_of(modules: list[str]) -> set[str]:
+    return {name for name in modules if "." not in name} & HEAVY
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    """What was there before and after the import, and what it loaded."""
+    code = """
+        before = look()
+        loaded = set(sys.modules)
+        import aiodaft
+        print(json.dumps({"before": before, "after": look(), "loaded": sorted(set(sys.modules) - loaded)}))
+    """
+    found: dict[str, Any] = run(textwrap.dedent(LOOK) + textwrap.dedent(code))
+    return found
+
+
+def test_importing_changes_nothing_in_the_process(seen: dict[str, Any]) -> None:
+    changed = {name: (was, seen["after"][name]) for name, was in seen["before"].items() if seen["after"][name] != was}
+    assert changed == {}
+
+
+def test_importing_loads_nothing_heavy(seen: dict[str, Any]) -> None:
+    assert "aiodaft.runtime" in seen["loaded"]
+    assert heavy_of(seen["loaded"]) == set()
+
+
+def test_every_public_module_can_be_imported_first_and_loads_nothing_heavy() -> None:
+    code = """
+        import importlib, json, pkgutil, sys
+        import aiodaft
+        names = [info.name for info in pkgutil.iter_modules(aiodaft.__path__, "aiodaft.") if "._" not in info.name]
+        for name in names:
+            for loaded in [loaded for loaded in sys.modules if loaded.split(".")[0].startswith("aiodaft")]:
+                del sys.modules[loaded]
+            importlib.import_module(name)
+        print(json.dumps([names, sorted(sys.modules)]))
+    """
+    names, modules = run(code)
+    assert {"aiodaft.runtime", "aiodaft.actor", "aiodaft.ref", "aiodaft.channel", "aiodaft.web"} <= set(names)
+    assert heavy_of(modules) == set()
+
+
+def test_the_package_offers_what_it_says_and_nothing_else() -> None:
+    code = """
+        import json, types, aiodaft
+        public = [name for name in vars(aiodaft) if not name.startswith("_")]
+        objects = [name for name in public if not isinstance(getattr(aiodaft, name), types.ModuleType)]
+        print(json.dumps([objects, [name for name in aiodaft.__all__ if hasattr(aiodaft, name)]]))
+    """
+    objects, said = run(code)
+    assert set(said) - {"exceptions"} == set(objects)
+    promised = """
+        Actor ActorDied ActorInfo BorrowError CallCancelled Channel ChannelClosed DaftError DeadlineExceeded Graph Group
+        InsufficientResources NameNotFound NameTaken Overloaded OwnerDied PeerLost Placement Ref Refs RemoteError
+        Runtime RuntimeClosed Scope SerializationError Service SpawnFailed Spawned Stream borrow cancel_on_disconnect
+        compile deadline empty exceptions lazy method run start stop
+    """
+    assert set(promised.split()) <= set(said)
+
+
+def test_a_runtime_without_tensors_loads_no_torch_anywhere() -> None:
+    code = f"""
+        import asyncio, json, sys
+        sys.path.insert(0, {str(SUPPORT)!r})
+        import aiodaft
+
+        class Looker(aiodaft.Actor):
+            @aiodaft.method
+            async def loaded(self):
+                import sys
+                return sorted(name for name in sys.modules if "." not in name)
+
+        async def main():
+            async with aiodaft.Runtime() as rt:
+                return await (await rt.spawn(Looker)).loaded()
+
+        there = asyncio.run(main())
+        print(json.dumps([there, sorted(sys.modules)]))
+    """
+    in_the_worker, here = run(code)
+    assert "aiodaft" in in_the_worker
+    assert heavy_of(here) & {"torch", "numpy", "pandas", "fastapi", "ucxx"} == set()
+    assert heavy_of(in_the_worker) & {"torch", "numpy", "pandas", "fastapi", "ucxx"} == set()
+
+
+def test_a_closed_runtime_leaves_the_process_as_it_was() -> None:
+    code = """
+        import aiodaft
+
+        class Idle(aiodaft.Actor):
+            pass
+
+        async def main():
+            async with aiodaft.Runtime() as rt:
+                await rt.spawn(Idle)
+
+        before = look()
+        asyncio.run(main())
+        gc.collect()
+        after = look()
+        # asyncio.run itself sets a policy where there was none.
+        print(json.dumps({name: [before[name], after[name]] for name in before
+                          if before[name] != after[name] and name != "loop policy"}))
+    """
+    changed = run(textwrap.dedent(LOOK) + textwrap.dedent(code))
+    # One exit function of concurrent.futures, which asyncio.to_thread brings.
+    changed.pop("exit functions", None)
+    assert changed == {}

@@ -1,0 +1,150 @@
+"""Who cannot prove the key gets nothing and stops nothing."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+import pytest
+from ends import LocalHost, open_pair
+from far_end import OTHER_KEY, open_far_end
+from tcp_ends import WORD, address_of_grant, admitted, dialled, impostor, receive, reset, send
+from transport_probes import no_more_files
+
+import aiodaft_transport.tcp
+from aiodaft_transport import HandshakeError, TransportError
+from aiodaft_transport.conformance import LoopbackControl, fetched, granted
+from aiodaft_transport.handshake import CHALLENGE_SIZE, HELLO_SIZE, MAGIC, ServerHandshake
+from aiodaft_transport.tcp import TcpTransport
+
+MIB = 1 << 20
+
+
+async def test_a_stranger_gets_a_challenge_and_nothing_else() -> None:
+    async with open_pair("tcp") as pair:
+        _, grant, content = await granted(pair, 1000)
+        async with dialled(grant) as connection:
+            await send(connection, WORD.pack(int(grant[3])).ljust(HELLO_SIZE, b"\0"))
+            said = await receive(connection, 1 << 16)
+        assert len(said) <= CHALLENGE_SIZE
+        assert await fetched(pair, grant) == content
+
+
+GARBAGE = {
+    "nothing": b"",
+    "one byte": b"\0",
+    "a web browser": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".ljust(HELLO_SIZE),
+    "the right beginning": MAGIC.ljust(HELLO_SIZE, b"\xff"),
+    "a flood": bytes(MIB),
+    "random bytes": random.Random(1).randbytes(HELLO_SIZE),
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+@pytest.mark.parametrize("end", ["closes", "resets"])
+async def test_garbage_from_a_stranger_is_refused_and_the_listener_goes_on(kind: str, end: str) -> None:
+    async with open_pair("tcp") as pair:
+        block, grant, content = await granted(pair, 1000)
+        for _ in range(5):
+            async with dialled(grant) as connection:
+                await send(connection, GARBAGE[kind])
+                if end == "resets":
+                    reset(connection)
+        assert block.grants == 1
+        assert await fetched(pair, grant) == content
+
+
+async def test_a_consumer_with_another_key_is_refused() -> None:
+    async with open_pair("tcp") as pair:
+        block, grant, content = await granted(pair, 1000)
+        intruder = TcpTransport(LocalHost(), OTHER_KEY, name="consumer")
+        with pytest.raises(TransportError):
+            await intruder.fetch(grant, LoopbackControl("producer"))
+        intruder.close()
+        assert block.grants == 1
+        assert await fetched(pair, grant) == content
+
+
+async def test_a_real_process_with_another_key_gets_nothing() -> None:
+    async with open_far_end("tcp", same_key=False) as far:
+        with pytest.raises(TransportError):
+            await far.fetch(await far.ask("produce", "theirs", 1000, 1))
+
+
+async def test_a_producer_with_another_key_is_asked_for_nothing() -> None:
+    heard = list[bytes]()
+
+    async def behave(connection: socket.socket) -> None:
+        handshake = ServerHandshake(OTHER_KEY, random.randbytes(32))
+        await send(connection, handshake.challenge)
+        hello = await receive(connection, HELLO_SIZE)
+        await send(connection, OTHER_KEY.mac(b"server", handshake.challenge, hello))
+        heard.append(await receive(connection, WORD.size))
+
+    async with open_pair("tcp") as pair, impostor(behave) as grant:
+        with pytest.raises(HandshakeError, match="does not hold the cluster key"):
+            await fetched(pair, grant)
+        await pair.settle()
+        assert heard == [b""]
+
+
+async def test_something_else_at_the_address_is_not_even_told_the_name() -> None:
+    heard = list[bytes]()
+
+    async def behave(connection: socket.socket) -> None:
+        await send(connection, b"220 mail.example ESMTP ready and waiting for you\r\n")
+        heard.append(await receive(connection, 1))
+
+    async with open_pair("tcp") as pair, impostor(behave) as grant:
+        with pytest.raises(HandshakeError, match="does not speak this protocol"):
+            await fetched(pair, grant)
+        await pair.settle()
+        assert heard == [b""]
+
+
+async def test_a_silent_stranger_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aiodaft_transport.tcp, "_HANDSHAKE_TIMEOUT", 0.01)
+    async with open_pair("tcp") as pair:
+        _, grant, _ = await granted(pair, 1000)
+        async with dialled(grant) as connection:
+            assert len(await receive(connection, CHALLENGE_SIZE + 1)) == CHALLENGE_SIZE
+
+
+async def test_strangers_beyond_a_limit_are_turned_away_until_others_left() -> None:
+    async with open_pair("tcp") as pair:
+        _, grant, content = await granted(pair, 1000)
+        strangers = [socket.create_connection(address_of_grant(grant)) for _ in range(64)]
+        for stranger in strangers:
+            stranger.setblocking(False)
+            assert len(await receive(stranger, CHALLENGE_SIZE)) == CHALLENGE_SIZE
+        async with dialled(grant) as connection:
+            assert await receive(connection, 1) == b""
+        for stranger in strangers:
+            stranger.close()
+        await pair.settle()
+        assert await fetched(pair, grant) == content
+
+
+async def test_running_out_of_descriptors_does_not_end_the_listener() -> None:
+    async with open_pair("tcp") as pair:
+        block, grant, content = await granted(pair, 1000)
+        await pair.settle()
+        with socket.socket() as stranger:
+            with no_more_files():
+                stranger.connect(address_of_grant(grant))
+                await pair.settle()
+            assert await fetched(pair, grant) == content
+        again = pair.producer.transport.grant(block, pair.producer.control)
+        assert await fetched(pair, again) == content
+
+
+@pytest.mark.parametrize("end", ["closes", "resets"])
+@pytest.mark.parametrize("words", [b"", b"\0\0\0", WORD.pack(17)])
+async def test_a_consumer_that_ends_in_the_middle_of_anything_harms_nobody(end: str, words: bytes) -> None:
+    async with open_pair("tcp") as pair:
+        _, grant, content = await granted(pair, 1000)
+        async with admitted(grant) as connection:
+            await send(connection, words)
+            if end == "resets":
+                reset(connection)
+        assert await fetched(pair, grant) == content

@@ -1,0 +1,71 @@
+"""Planted errors: a checker must report each of the marked lines, and no other."""
+
+# ruff: noqa: B018, F841 - the mistakes under test
+
+from __future__ import annotations
+
+from good import LLM, Model, Tensor
+
+import aiodaft
+from aiodaft import Channel, Ref, Runtime, lazy
+
+
+async def spawning(rt: Runtime) -> None:
+    await rt.spawn(Model)  # E01 a constructor argument is missing
+    await rt.spawn(Model, 3)  # E02 a constructor argument of the wrong type
+    await rt.spawn(LLM, "opt")  # E24 not an actor
+    (await rt.spawn(Model, "x", gian=1.0))  # E25 an unknown constructor argument
+    rt.spawn(Model, "x").execute(Tensor())  # E26 forgot await
+    await rt.on(gpus=1, nodes="n2").spawn(Model, "x")  # E27 an unknown placement
+
+
+async def calls(b: Model) -> None:
+    s = b.sync(1)
+    b.execute("no")  # E03 a value of the wrong type
+    b.execute(s)  # E04 a ref of the wrong type
+    b.execute(b.none(), n=2)  # E05 a ref of the wrong type beside a keyword
+    b.execute(Tensor(), n="x")  # E06 a keyword of the wrong type
+    b.execute(b.execute(Tensor()), m=1)  # E07 an unknown keyword after a ref
+    b.execute()  # E08 an argument is missing
+    b.nope()  # E09 an unknown method
+    x: int = b.none()  # E10 forgot await
+    b.execute(Tensor()) + 1  # E11 forgot await
+    b.three("no", b.none(), "x")  # E12 a value of the wrong type beside a ref
+    b.execute(x=lazy(s))  # E13 a ref of the wrong type through lazy
+    b.execute(x=s)  # E14 a ref by keyword
+    if b.none() > 3:  # E22 forgot await
+        pass
+    b.tokens("x").upper()  # E23 a stream is not its items
+    await b.tokens("x")  # E28 a stream is not awaited
+    y: Ref[int] = b.sync(1)  # E29 a ref of another type
+    b.sync.tell("no")  # E30 a value of the wrong type, told
+
+
+async def groups(rt: Runtime) -> None:
+    ws = await rt.group(4, Model, "w")
+    ws.all(Model.execute, "no")  # E15 a value of the wrong type for all
+    ws.each(Model.execute, [1, 2])  # E16 items of the wrong type
+    (await ws.all(Model.none)).foo  # E17 a list has no such attribute
+    await rt.group("4", Model, "w")  # E31 not a number of members
+    ws.all(Model.tokens, "x")  # E32 a stream for all
+
+
+async def services(rt: Runtime, b: Model) -> None:
+    svc = await rt.host(LLM, "opt")
+    svc.call(LLM.generate, 3)  # E18 a value of the wrong type
+    svc.call(Model.execute, Tensor())  # E19 a method of another class
+    await svc.call(LLM.agenerate, b.none())  # E20 a ref of the wrong type
+    y: str = await svc.call(LLM.generate, ["a"])  # E21 a list is not its item
+
+
+async def dataflows(rt: Runtime, channel: Channel[Tensor], a: Model) -> None:
+    await channel.send(3)  # E33 an item of the wrong type
+    text: str = await channel.recv()  # E34 an item of another type
+
+    def pipeline(x: Ref[Tensor]) -> Ref[Tensor]:
+        return a.execute(x)
+
+    async with aiodaft.compile(pipeline) as fast:
+        fast(3)  # E35 an input of the wrong type
+    number: int = rt.put(3)  # E36 forgot await
+    lent: Ref[Tensor] = aiodaft.borrow(Tensor())  # E37 what is lent has the type of the value

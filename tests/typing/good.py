@@ -1,0 +1,253 @@
+"""Valid programs: every line type-checks, with exactly these types, in pyright (strict) and mypy --strict, and runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import assert_type
+
+import aiodaft
+from aiodaft import ActorInfo, Channel, Graph, Group, Ref, Refs, Runtime, Scope, Service, Spawned, Stream, lazy, method
+
+
+class Tensor:
+    """Stands for a tensor; checking torch's own stubs would take most of the time."""
+
+    def __init__(self, v: float = 0) -> None:
+        self.v = v
+
+
+class Model(aiodaft.Actor, gpus=1):
+    """Methods of every kind."""
+
+    def __init__(self, name: str, gain: float = 2.0) -> None:
+        self.name, self.gain = name, gain
+
+    @method
+    async def execute(self, x: Tensor, scale: float = 1.0, *, n: int = 1) -> Tensor:
+        return Tensor(x.v * self.gain * scale * n)
+
+    @method
+    def sync(self, x: int) -> str:
+        return str(x)
+
+    @method
+    async def two(self, x: Tensor, y: list[Tensor]) -> dict[str, float]:
+        return {"x": x.v, "y": sum(item.v for item in y)}
+
+    @method
+    async def three(self, x: Tensor, i: int, s: str) -> int:
+        return int(x.v) + i + len(s)
+
+    @method
+    async def none(self) -> int:
+        return 1
+
+    @method
+    async def tokens(self, prompt: str) -> AsyncIterator[str]:
+        for word in prompt.split():
+            yield word
+
+    @method(ordered=False)
+    async def unordered(self, x: int) -> int:
+        return x
+
+    @method(concurrency=2)
+    async def bounded(self, x: int) -> AsyncIterator[int]:
+        yield x
+
+    @method
+    def lend(self, x: Tensor) -> Tensor:
+        lent = aiodaft.borrow(x)
+        assert_type(lent, Tensor)
+        return lent
+
+    @method
+    async def ask(self, other: Model, x: int) -> str:
+        answer = other.sync(x)
+        assert_type(answer, Ref[str])
+        return await answer
+
+    @method
+    async def send(self, out: Channel[Tensor], n: int) -> None:
+        for index in range(n):
+            await out.send(Tensor(index))
+        await out.aclose()
+
+
+class Derived(Model):
+    """Inherits remote methods."""
+
+    @method
+    async def more(self, x: float) -> float:
+        return x
+
+
+class LLM:
+    """Somebody else's class."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+
+    def generate(self, prompts: list[str], max_tokens: int = 16) -> list[str]:
+        return [prompt.upper()[:max_tokens] for prompt in prompts]
+
+    async def agenerate(self, prompt: str) -> str:
+        return prompt.upper()
+
+
+async def calls(rt: Runtime) -> None:
+    """Single actors: handles, refs, streams."""
+    async with rt.spawn(Model, "a") as a, rt.spawn(Model, "b", gain=3.0) as b:
+        assert_type(a, Model)
+        inp = Tensor(1)
+        r0 = a.execute(inp)
+        assert_type(r0, Ref[Tensor])
+        assert_type(await r0, Tensor)
+        assert_type(b.execute(r0), Ref[Tensor])
+        assert_type(b.execute(r0, 2.0, n=3), Ref[Tensor])
+        assert_type(b.execute(x=inp, scale=2.0), Ref[Tensor])
+        assert_type(b.execute(r0, scale=2.0), Ref[Tensor])
+        assert_type(b.execute(x=lazy(r0)), Ref[Tensor])
+        assert_type(lazy(r0), Tensor)
+        assert_type(a.sync(3), Ref[str])
+        assert_type(await a.sync(3), str)
+        assert_type(a.sync(b.none()), Ref[str])
+        assert_type(a.two(r0, [inp, lazy(r0)]), Ref[dict[str, float]])
+        assert_type(a.three(r0, b.none(), a.sync(2)), Ref[int])
+        assert_type(a.three(inp, b.none(), "x"), Ref[int])
+        assert_type(a.three(inp, 1, a.sync(2)), Ref[int])
+        assert_type(a.none(), Ref[int])
+        assert_type(await a.none(), int)
+        assert_type(a.unordered(1), Ref[int])
+        assert_type(a.lend(inp), Ref[Tensor])
+        assert_type(a.ask(b, 1), Ref[str])
+        a.sync.tell(3)
+        stream = a.tokens("hi there")
+        assert_type(stream, Stream[str])
+        async for token in stream:
+            assert_type(token, str)
+        assert_type([item async for item in a.bounded(1)], list[int])
+        async with a.tokens("hi there") as words:
+            assert_type(await anext(words), str)
+
+
+async def refs(rt: Runtime) -> None:
+    """What refs can do, also in asyncio's hands."""
+    a = await rt.on(gpus=1).spawn(Model, "a")
+    ref = a.none()
+    assert_type(ref.done(), bool)
+    assert_type(ref.cancelled(), bool)
+    assert_type(await ref.value(), int)
+    assert_type(await ref.ready(), None)
+    assert_type(ref.exception(), BaseException | None)
+    assert_type(ref.cancel(), bool)
+    assert_type(await asyncio.gather(a.none(), a.sync(1)), tuple[int, str])
+    assert_type(await asyncio.wait_for(a.none(), 5), int)
+    assert_type(await asyncio.shield(a.none()), int)
+    for completed in asyncio.as_completed([a.none(), a.none()]):
+        assert_type(await completed, int)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(a.none().value())
+    assert_type(task.result(), int)
+    weights = rt.put(Tensor(3))
+    assert_type(weights, Ref[Tensor])
+    assert_type(a.execute(weights), Ref[Tensor])
+    assert_type(await weights.released(), None)
+
+
+async def owners(rt: Runtime) -> None:
+    """Spawning, names, scopes, administration."""
+    spawning = rt.spawn(Model, "a")
+    assert_type(spawning, Spawned[Model])
+    a = await spawning
+    assert_type(a, Model)
+    assert_type(await rt.on(gpus=0, with_=a).spawn(Derived, "d"), Derived)
+    await rt.name(a, "router")
+    assert_type(await rt.lookup("router", Model), Model)
+    assert_type(await rt.info(a), ActorInfo)
+    async with rt.scope() as scope:
+        assert_type(scope, Scope)
+        derived = await scope.spawn(Derived, "d")
+        assert_type(await derived.more(1.0), float)
+        assert_type(await derived.sync(1), str)
+        await rt.kill(derived)
+    await rt.stop(a)
+
+
+async def groups(rt: Runtime) -> None:
+    """Groups."""
+    inp = Tensor(1)
+    async with rt.group(2, Model, "w") as ws:
+        assert_type(ws, Group[Model])
+        everyone = ws.all(Model.execute, inp)
+        assert_type(everyone, Refs[Tensor])
+        assert_type(await everyone, list[Tensor])
+        assert_type(everyone[0], Ref[Tensor])
+        assert_type(everyone.gather(), Ref[list[Tensor]])
+        async for ref in everyone:
+            assert_type(ref, Ref[Tensor])
+        assert_type(ws.all(Model.execute, everyone[0], scale=2.0), Refs[Tensor])
+        assert_type(await ws.each(Model.execute, [Tensor(i) for i in range(2)]), list[Tensor])
+        assert_type(await ws.each(Model.execute, everyone, n=3), list[Tensor])
+        assert_type(ws[0].two(inp, lazy(everyone.gather())), Ref[dict[str, float]])
+        assert_type(ws[0], Model)
+        assert_type(ws[:1], Group[Model])
+        assert_type(await ws[0].execute(inp), Tensor)
+        assert_type(ws.any(Model.sync, 1), Ref[str])
+        assert_type(ws.any(Model.sync, ws[0].none()), Ref[str])
+        words = ws.any(Model.tokens, "to be")
+        assert_type(words, Stream[str])
+        assert_type([word async for word in words], list[str])
+        async for text in ws.map(Model.sync, range(3)):
+            assert_type(text, str)
+        assert_type([member async for member in ws.map(Model.execute, everyone)], list[Tensor])
+        await ws.resize(3)
+
+
+async def services(rt: Runtime) -> None:
+    """Classes that know nothing of aiodaft."""
+    async with rt.spawn(Model, "a") as a:
+        svc = await rt.host(LLM, model="opt")
+        assert_type(svc, Service[LLM])
+        assert_type(svc.call(LLM.generate, ["a"], max_tokens=3), Ref[list[str]])
+        assert_type(await svc.call(LLM.agenerate, a.sync(2)), str)
+        assert_type(await a.three(Tensor(1), 1, svc.call(LLM.agenerate, "x")), int)
+        async with rt.host(LLM, "other") as other:
+            assert_type(other, Service[LLM])
+
+
+async def dataflows(rt: Runtime) -> None:
+    """Channels and compiled graphs."""
+    async with rt.spawn(Model, "a") as a, rt.spawn(Model, "b") as b:
+        channel: Channel[Tensor] = Channel(capacity=2)
+        sending = a.send(channel, 3)
+        assert_type(sending, Ref[None])
+        assert_type(await channel.recv(), Tensor)
+        async for item in channel:
+            assert_type(item, Tensor)
+        await sending
+
+        def pipeline(x: Ref[Tensor]) -> Ref[Tensor]:
+            return b.execute(a.execute(x))
+
+        async with aiodaft.compile(pipeline) as fast:
+            assert_type(fast, Graph[[Tensor], Tensor])
+            assert_type(fast(Tensor(1)), Ref[Tensor])
+            assert_type((await fast(Tensor(1))).v, float)
+
+
+async def main() -> str:
+    """Run all of it."""
+    async with Runtime(gpus=8) as rt:
+        assert_type(rt, Runtime)
+        for part in (calls, refs, owners, groups, services, dataflows):
+            await part(rt)
+    started = await aiodaft.start()
+    assert_type(started, Runtime)
+    await aiodaft.stop()
+    return "all of it ran"
+
+
+if __name__ == "__main__":
+    print(assert_type(aiodaft.run(main()), str))

@@ -1,0 +1,119 @@
+"""Checkers see the API as users mean it: what is right passes, and what is wrong is reported on its line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+GOOD, BAD = HERE / "good.py", HERE / "bad.py"
+
+# An overload that mypy chooses by the wrong argument: it takes any ref for the value.
+MYPY_MAY_MISS = {"E04", "E05", "E12"}
+
+# Each checker runs once, and has to read everything then.
+pytestmark = pytest.mark.timeout(120)
+
+# file name -> line -> messages
+Findings = dict[str, dict[int, list[str]]]
+
+
+def run_checker(command: list[str], **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | environment,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode in (0, 1), done.stderr + done.stdout
+    return done.stdout
+
+
+def by_line(found: Iterable[tuple[str, int, str]]) -> Findings:
+    findings: Findings = defaultdict(lambda: defaultdict(list))
+    for file, line, message in found:
+        findings[Path(file).name][line].append(message)
+    return findings
+
+
+@pytest.fixture(scope="module")
+def pyright() -> Findings:
+    pytest.importorskip("pyright")
+    output = run_checker(["pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(HERE)])
+    report: dict[str, Any] = json.loads(output[output.index("{") :])
+    assert report["summary"]["filesAnalyzed"] == 2
+    # One message may span lines; the mistake is where it begins.
+    return by_line(
+        (item["file"], item["range"]["start"]["line"] + 1, item["message"]) for item in report["generalDiagnostics"]
+    )
+
+
+@pytest.fixture(scope="module")
+def mypy() -> Findings:
+    pytest.importorskip("mypy")
+    output = run_checker(
+        ["mypy", "--strict", "--output", "json", str(GOOD), str(BAD)],
+        MYPYPATH=os.pathsep.join([str(HERE), str(ROOT), str(ROOT / "transport")]),
+    )
+    items = [json.loads(line) for line in output.splitlines()]
+    return by_line((item["file"], item["line"], item["message"]) for item in items if item["severity"] == "error")
+
+
+def planted() -> dict[int, str]:
+    """The lines of bad.py that are wrong, and the names of the mistakes."""
+    lines = BAD.read_text(encoding="utf-8").splitlines()
+    marks = {number: re.search(r"# (E\d\d) ", line) for number, line in enumerate(lines, start=1)}
+    return {number: mark[1] for number, mark in marks.items() if mark is not None}
+
+
+def missed(findings: Findings) -> set[str]:
+    return {name for line, name in planted().items() if line not in findings["bad.py"]}
+
+
+def unplanted(findings: Findings) -> dict[int, list[str]]:
+    return {line: messages for line, messages in findings["bad.py"].items() if line not in planted()}
+
+
+def test_every_mistake_is_planted_once() -> None:
+    names = list(planted().values())
+    assert sorted(names) == [f"E{number:02}" for number in range(1, len(names) + 1)]
+
+
+def test_pyright_accepts_what_is_right(pyright: Findings) -> None:
+    assert pyright["good.py"] == {}
+
+
+def test_pyright_reports_every_mistake_and_nothing_else(pyright: Findings) -> None:
+    assert missed(pyright) == set()
+    assert unplanted(pyright) == {}
+
+
+def test_mypy_accepts_what_is_right(mypy: Findings) -> None:
+    assert mypy["good.py"] == {}
+
+
+def test_mypy_reports_nearly_every_mistake_and_nothing_else(mypy: Findings) -> None:
+    assert missed(mypy) <= MYPY_MAY_MISS
+    assert unplanted(mypy) == {}
+    assert set(mypy) <= {"good.py", "bad.py"}
+
+
+def test_what_checkers_accept_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(GOOD)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout == "all of it ran\n"

@@ -11,9 +11,9 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run_example(name: str) -> str:
+def run_example(name: str, *options: str) -> str:
     """What an example prints; it must end well."""
-    command = [sys.executable, str(EXAMPLES / name)]
+    command = [sys.executable, str(EXAMPLES / name), *options]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert ended.returncode == 0, ended.stdout
     return ended.stdout
@@ -31,3 +31,26 @@ def test_two_models_equal_one_and_nothing_passes_the_controller() -> None:
     assert "RuntimeError: Given normalized_shape=[64]" in output
     assert "needed by Front.backward, which did not run" in output
     assert "hosting.py" not in output
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("zbv", "2", "4", "--compiled"),
+        ("zb_h1", "4", "4"),
+        *(
+            pytest.param((name, ranks, "4"), marks=pytest.mark.soak)
+            for name in ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "zbv")
+            for ranks in ("2", "4")
+            if (name, ranks) != ("zb_h1", "4")
+        ),
+    ],
+    ids="-".join,
+)
+def test_a_pipeline_computes_what_one_process_computes(options: tuple[str, ...]) -> None:
+    schedule, ranks, microbatches, *flags = options
+    output = run_example(
+        "pipeline_gpt.py", "--schedule", schedule, "--ranks", ranks, "--microbatches", microbatches, *flags
+    )
+    assert "equal those of one process, bit for bit" in output

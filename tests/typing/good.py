@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import assert_type
+from typing import Any, assert_type
 
 import aiodaft
 from aiodaft import ActorInfo, Channel, Graph, Group, Ref, Refs, Runtime, Scope, Service, Spawned, Stream, lazy, method
+from aiodaft.pipeline import drive, one_f_one_b
 
 
 class Tensor:
@@ -237,11 +238,41 @@ async def dataflows(rt: Runtime) -> None:
             assert_type((await fast(Tensor(1))).v, float)
 
 
+class Stage(aiodaft.Actor):
+    """Takes part in a pipeline."""
+
+    @method
+    def start(self, batch: list[Tensor] | None) -> None: ...
+
+    @method
+    def forward(self, stage: int, microbatch: int, x: Tensor | None) -> Tensor | None:
+        return x
+
+    @method
+    def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        return gradient
+
+    @method
+    def weights(self, stage: int, microbatch: int) -> None: ...
+
+    @method
+    def finish(self, done: list[None]) -> int:
+        return len(done)
+
+
+async def pipelines(rt: Runtime) -> None:
+    """Schedules."""
+    async with rt.spawn(Stage) as a, rt.spawn(Stage) as b:
+        results = drive(one_f_one_b(2, 3), [a, b], [Tensor(1)])
+        assert_type(results, list[Ref[Any]])
+        assert len(results) == 2
+
+
 async def main() -> str:
     """Run all of it."""
     async with Runtime(gpus=8) as rt:
         assert_type(rt, Runtime)
-        for part in (calls, refs, owners, groups, services, dataflows):
+        for part in (calls, refs, owners, groups, services, dataflows, pipelines):
             await part(rt)
     started = await aiodaft.start()
     assert_type(started, Runtime)

@@ -1,0 +1,29 @@
+"""Pipeline parallelism: schedules as data, and what runs them.
+
+A schedule is a list of tasks per rank. Write one by hand, take one of the known ones, or let a solver make one:
+`simulate` says what it costs, and `drive` runs it on actors.
+"""
+
+from .catalog import gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zbv
+from .drive import PipelineRank, drive
+from .schedule import UNIT_COSTS, Kind, Schedule, ScheduleError, Task, Timeline, Transfer, simulate, transfers
+
+__all__ = [
+    "UNIT_COSTS",
+    "Kind",
+    "PipelineRank",
+    "Schedule",
+    "ScheduleError",
+    "Task",
+    "Timeline",
+    "Transfer",
+    "drive",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "simulate",
+    "transfers",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+]

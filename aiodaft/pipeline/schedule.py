@@ -1,0 +1,221 @@
+"""Pipeline schedules as data: which rank computes what, in which order.
+
+A schedule says nothing of transfers: those follow from it (`transfers`), and aiodaft makes them by passing refs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, NamedTuple, TypeAlias
+
+__all__ = ["UNIT_COSTS", "Kind", "Schedule", "ScheduleError", "Task", "Timeline", "Transfer", "simulate", "transfers"]
+
+
+class Kind(Enum):
+    """What a task computes for one micro-batch on one stage.
+
+    Where a schedule has `W` tasks, `B` is the gradient of the stage's input and `W` that of its weights
+    (Qi et al., "Zero Bubble Pipeline Parallelism", 2023); elsewhere `B` is both.
+    """
+
+    F = "forward"
+    B = "backward"
+    W = "weights"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Task(NamedTuple):
+    """One piece of work. Stages are numbered through the model; a rank may have several."""
+
+    stage: int
+    microbatch: int
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.kind.name}(stage {self.stage}, micro-batch {self.microbatch})"
+
+
+# For each rank (each actor), its tasks in the order in which it runs them.
+Schedule: TypeAlias = Sequence[Sequence[Task]]
+
+UNIT_COSTS: Final[Mapping[Kind, float]] = {Kind.F: 1.0, Kind.B: 1.0, Kind.W: 1.0}
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run: something is missing, is there twice, or waits for itself."""
+
+
+class Transfer(NamedTuple):
+    """What one task sends another one, on another rank: activations (F) or gradients (B)."""
+
+    source: Task
+    target: Task
+    source_rank: int
+    target_rank: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule in time.
+
+    Attributes:
+        starts: When each task begins.
+        ends: When it is done.
+        idle: For each rank, the time between its first and its last task in which it does nothing.
+        held: For each rank, the most activations (micro-batches of a stage, between F and the end of B and W) that
+            it has at a time.
+    """
+
+    starts: Mapping[Task, float]
+    ends: Mapping[Task, float]
+    idle: tuple[float, ...]
+    held: tuple[int, ...]
+
+    @property
+    def makespan(self) -> float:
+        """When everything is done."""
+        return max(self.ends.values())
+
+    def order(self) -> list[Task]:
+        """All tasks in the order in which they begin: each comes after what it needs."""
+        return sorted(self.starts, key=lambda task: (self.starts[task], self.ends[task]))
+
+
+def simulate(schedule: Schedule, costs: Mapping[Kind, float] = UNIT_COSTS) -> Timeline:
+    """Run a schedule in thought. Transfers take no time; a `B` of a schedule without `W` tasks takes both costs.
+
+    Raises:
+        ScheduleError: It cannot be run; says what is missing or double, or which tasks wait for each other.
+    """
+    ranks = rank_of_stages(schedule)
+    split = _is_split(schedule, len(ranks))
+    costs = costs if split else {**costs, Kind.B: costs[Kind.B] + costs[Kind.W]}
+    starts: dict[Task, float] = {}
+    ends: dict[Task, float] = {}
+    position = [0] * len(schedule)
+    free = [0.0] * len(schedule)
+    progress = True
+    while progress:
+        progress = False
+        for rank, tasks in enumerate(schedule):
+            while position[rank] < len(tasks):
+                task = tasks[position[rank]]
+                needed = list(needs(task, len(ranks)))
+                if any(other not in ends for other in needed):
+                    break
+                starts[task] = max([free[rank], *(ends[other] for other in needed)])
+                free[rank] = ends[task] = starts[task] + costs[task.kind]
+                position[rank] += 1
+                progress = True
+    if len(ends) < sum(map(len, schedule)):
+        raise ScheduleError(_cycle(schedule, position, ends, len(ranks)))
+    return Timeline(starts, ends, tuple(_idle(tasks, starts, ends) for tasks in schedule), _held(schedule, split=split))
+
+
+def transfers(schedule: Schedule) -> list[Transfer]:
+    """What goes from rank to rank in one run: each task's needs that another rank makes.
+
+    Raises:
+        ScheduleError: As `simulate`.
+    """
+    ranks = rank_of_stages(schedule)
+    return [
+        Transfer(source, task, ranks[source.stage], ranks[task.stage])
+        for task in simulate(schedule).order()
+        for source in needs(task, len(ranks))
+        if ranks[source.stage] != ranks[task.stage]
+    ]
+
+
+def needs(task: Task, stages: int) -> Iterator[Task]:
+    """The tasks whose results a task works on, where the model has so many stages."""
+    stage, microbatch, kind = task
+    if kind is Kind.F:
+        if stage > 0:
+            yield Task(stage - 1, microbatch, Kind.F)
+        return
+    yield Task(stage, microbatch, Kind.F if kind is Kind.B else Kind.B)
+    if kind is Kind.B and stage < stages - 1:
+        yield Task(stage + 1, microbatch, Kind.B)
+
+
+def rank_of_stages(schedule: Schedule) -> list[int]:
+    """The rank of each stage.
+
+    Raises:
+        ScheduleError: A stage is nowhere, or on two ranks.
+    """
+    ranks: dict[int, int] = {}
+    for rank, tasks in enumerate(schedule):
+        for task in tasks:
+            if ranks.setdefault(task.stage, rank) != rank:
+                raise ScheduleError(f"stage {task.stage} is on rank {ranks[task.stage]} and on rank {rank}")
+    if not ranks:
+        raise ScheduleError("there are no tasks")
+    missing = [stage for stage in range(max(ranks) + 1) if stage not in ranks]
+    if missing:
+        raise ScheduleError(f"no rank has stage {missing[0]}")
+    return [ranks[stage] for stage in range(len(ranks))]
+
+
+def _is_split(schedule: Schedule, stages: int) -> bool:
+    """Whether gradients are split, after a look at whether everything is there once."""
+    counts = Counter(task for tasks in schedule for task in tasks)
+    split = any(task.kind is Kind.W for task in counts)
+    microbatches = 1 + max(task.microbatch for task in counts)
+    wanted = {
+        Task(stage, microbatch, kind)
+        for stage in range(stages)
+        for microbatch in range(microbatches)
+        for kind in Kind
+        if split or kind is not Kind.W
+    }
+    for task in sorted(wanted - counts.keys(), key=str):
+        raise ScheduleError(f"{task} is missing")
+    for task in sorted(counts.keys() - wanted, key=str):
+        raise ScheduleError(f"{task} is no task of this schedule: micro-batches are numbered from 0")
+    for task, count in counts.items():
+        if count > 1:
+            raise ScheduleError(f"{task} is there {count} times")
+    return split
+
+
+def _cycle(schedule: Schedule, position: Sequence[int], ends: Mapping[Task, float], stages: int) -> str:
+    """Describe why nothing can go on: each stuck rank waits for a task that comes later on a stuck rank."""
+    ranks = rank_of_stages(schedule)
+    heads = {rank: tasks[position[rank]] for rank, tasks in enumerate(schedule) if position[rank] < len(tasks)}
+    seen: list[int] = []
+    rank = next(iter(heads))
+    steps: dict[int, str] = {}
+    while rank not in seen:
+        seen.append(rank)
+        head = heads[rank]
+        awaited = next(task for task in needs(head, stages) if task not in ends)
+        other = ranks[awaited.stage]
+        steps[rank] = f"rank {rank} is at {head} and waits for {awaited}, which rank {other} has after {heads[other]}"
+        rank = other
+    return "the schedule waits for itself: " + "; ".join(steps[rank] for rank in seen[seen.index(rank) :])
+
+
+def _idle(tasks: Sequence[Task], starts: Mapping[Task, float], ends: Mapping[Task, float]) -> float:
+    if not tasks:
+        return 0.0
+    return ends[tasks[-1]] - starts[tasks[0]] - sum(ends[task] - starts[task] for task in tasks)
+
+
+def _held(schedule: Schedule, *, split: bool) -> tuple[int, ...]:
+    last = Kind.W if split else Kind.B
+    peaks: list[int] = []
+    for tasks in schedule:
+        held = peak = 0
+        for task in tasks:
+            held += task.kind is Kind.F
+            peak = max(peak, held)
+            held -= task.kind is last
+        peaks.append(peak)
+    return tuple(peaks)

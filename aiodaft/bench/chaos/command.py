@@ -1,0 +1,47 @@
+"""The `chaos` command."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from aiodaft.runtime import run
+
+from .orphans import kill_a_controller
+from .run import Report, torment
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Torment actors and controllers, and exit with 1 if a promise was broken."""
+    parser = argparse.ArgumentParser(prog="python -m aiodaft.bench chaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30), help="what a run printed, to replay it")
+    parser.add_argument("--minutes", type=float, default=1.0, help="for how long (default: 1)")
+    parser.add_argument("--folder", type=Path, help="for notes (default: a temporary one)")
+    options = parser.parse_args(arguments)
+    print(f"chaos with --seed {options.seed} for {options.minutes:g} minutes", flush=True)
+    with tempfile.TemporaryDirectory(prefix="aiodaft-chaos-", dir=options.folder) as folder:
+        reports = run(_run(options.seed, options.minutes * 60, Path(folder), kill=options.folder is None))
+    print("\n".join(map(str, reports)))
+    sys.exit(any(report.violations for report in reports))
+
+
+async def _run(seed: int, seconds: float, folder: Path, *, kill: bool) -> list[Report]:
+    """Torment for the given time, with a controller killed after each part. Each part has a seed that follows."""
+    rng = random.Random(seed)
+    reports: list[Report] = []
+    end = time.monotonic() + seconds
+    while True:
+        part = folder / str(len(reports))
+        part.mkdir()
+        reports.append(await torment(seed + len(reports), 0 if kill else seconds, part))
+        if kill and (violation := await kill_a_controller(rng, part)):
+            reports[-1].violations.append(violation)
+        if reports[-1].violations or time.monotonic() >= end:
+            return reports

@@ -1,0 +1,102 @@
+"""What happens in a chaos run: decided by its seed alone, so that it can be run again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+__all__ = ["ACTORS", "Deed", "Fault", "Harm", "Op", "Round", "rounds"]
+
+ACTORS: Final = 5
+# How long operations and faults of one round are spread, in seconds.
+_SPREAD: Final = 0.6
+_SIZES: Final = (10, 5_000, 70_000, 1 << 20, 9 << 20)
+
+
+class Deed(Enum):
+    """What an operation does."""
+
+    CALL = "call"
+    WORK = "work"
+    CHAIN = "chain"
+    STREAM = "stream"
+    FAN_OUT = "fan-out"
+    NESTED = "nested"
+    CHANNEL = "channel"
+    TIMEOUT = "timeout"
+    CANCEL = "cancel"
+    DEADLINE = "deadline"
+
+
+class Harm(Enum):
+    """What a fault does."""
+
+    KILL = "kill"
+    STOP = "stop"
+    FREEZE = "freeze"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        id: Its number. Its calls note `id`, `id + 1`, ... when they run.
+        deed: What it does.
+        at: When it begins, in seconds since its round began.
+        actors: Indices of the actors that it needs.
+        size: Bytes, or items, or hundredths of a second.
+    """
+
+    id: int
+    deed: Deed
+    at: float
+    actors: tuple[int, int, int]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: what, to which actor, when, and (of a freeze) for how long, in seconds."""
+
+    harm: Harm
+    at: float
+    actor: int
+    lasting: float
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Operations and faults at the same time."""
+
+    ops: tuple[Op, ...]
+    faults: tuple[Fault, ...]
+
+
+def rounds(seed: int) -> Iterator[Round]:
+    """The rounds of a run, without end. Every fourth round has no faults: there nothing may fail."""
+    rng = random.Random(seed)
+    number = 0
+    while True:
+        ops: list[Op] = []
+        for _ in range(rng.randint(10, 40)):
+            number += ACTORS
+            ops.append(_op(rng, number))
+        faults = [_fault(rng) for _ in range(rng.choice((0, 1, 1, 3)))]
+        yield Round(tuple(ops), tuple(faults))
+
+
+def _op(rng: random.Random, number: int) -> Op:
+    deed = rng.choice(list(Deed))
+    actors = (rng.randrange(ACTORS), rng.randrange(ACTORS), rng.randrange(ACTORS))
+    few = deed in {Deed.STREAM, Deed.CHANNEL, Deed.TIMEOUT, Deed.CANCEL, Deed.DEADLINE}
+    size = rng.randint(1, 40) if few else rng.choice(_SIZES)
+    return Op(number, deed, rng.uniform(0, _SPREAD), actors, size)
+
+
+def _fault(rng: random.Random) -> Fault:
+    harm = rng.choices(list(Harm), weights=(6, 2, 3))[0]
+    return Fault(harm, rng.uniform(0, _SPREAD), rng.randrange(ACTORS), rng.uniform(0.01, 0.4))

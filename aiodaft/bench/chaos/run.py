@@ -1,0 +1,146 @@
+"""Runs rounds of chaos, and looks from outside whether every promise was kept."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from aiodaft.exceptions import DaftError
+from aiodaft.runtime import Runtime
+
+from .actors import Victim
+from .deeds import DEEDS, WrongValue
+from .judge import Hang, judge
+from .plan import ACTORS, Fault, Harm, Op, Round, rounds
+from .procfs import descendants
+
+__all__ = ["Report", "torment"]
+
+# Far beyond anything an operation may take: whatever takes longer hangs.
+_HANG: Final = 60.0
+# A runtime is closed and looked at after so many rounds.
+_ROUNDS_PER_RUNTIME: Final = 12
+
+
+@dataclass
+class Report:
+    """What came of a run."""
+
+    seed: int
+    rounds: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter[str])
+    faults: Counter[str] = field(default_factory=Counter[str])
+    violations: list[str] = field(default_factory=list[str])
+
+    def __str__(self) -> str:
+        lines = [
+            f"seed {self.seed}: {self.rounds} rounds, {self.outcomes.total()} operations",
+            "  outcomes: " + ", ".join(f"{name} {count}" for name, count in self.outcomes.most_common()),
+            "  faults:   " + (", ".join(f"{name} {count}" for name, count in self.faults.most_common()) or "none"),
+            f"  broken promises: {len(self.violations)}",
+            *(f"    {violation}" for violation in self.violations),
+        ]
+        return "\n".join(lines)
+
+
+async def torment(seed: int, seconds: float, folder: Path, *, rounds_per_runtime: int = _ROUNDS_PER_RUNTIME) -> Report:
+    """Run rounds for some time, at least as many as one runtime gets, until a promise is broken.
+
+    Args:
+        seed: Decides what happens. (When exactly it happens is up to the machine.)
+        seconds: For how long; a runtime that is open by then is used to its end.
+        folder: For notes; empty.
+        rounds_per_runtime: Rounds after which the runtime is closed, and it is looked at what is left.
+    """
+    report = Report(seed)
+    plan = rounds(seed)
+    # The errors of actors that are killed while nobody calls them.
+    logging.getLogger("aiodaft").setLevel(logging.CRITICAL)
+    end = time.monotonic() + seconds
+    while True:
+        notes = folder / f"notes-{report.rounds}"
+        await _one_runtime(islice(plan, rounds_per_runtime), report, notes)
+        if report.violations or time.monotonic() >= end:
+            return report
+
+
+async def _one_runtime(plan: Iterable[Round], report: Report, notes: Path) -> None:
+    runtime = Runtime(preload=(), stop_grace=2)
+    await runtime.__aenter__()
+    # Killing an actor that nobody calls ends the block of its scope: here there is no block.
+    runtime.detach()
+    actors: list[Victim] = []
+    try:
+        for round_ in plan:
+            actors = await _repopulate(runtime, actors, notes)
+            await _one_round(runtime, actors, round_, notes, report)
+            if report.violations:
+                break
+    finally:
+        # The deaths that nobody looked at.
+        with suppress(BaseExceptionGroup):
+            await runtime.__aexit__(None, None, None)
+    left = descendants(os.getpid())
+    if left:
+        report.violations.append(f"processes are left after the runtime was closed: {left}")
+
+
+async def _repopulate(runtime: Runtime, actors: list[Victim], notes: Path) -> list[Victim]:
+    """The same actors, with new ones in the places of those that are gone."""
+    kept = [actor if (await runtime.info(actor)).alive else None for actor in actors] or [None] * ACTORS
+    return [actor or await runtime.spawn(Victim, notes) for actor in kept]
+
+
+async def _one_round(runtime: Runtime, actors: list[Victim], round_: Round, notes: Path, report: Report) -> None:
+    report.rounds += 1
+    pids = [(await runtime.info(actor)).pid for actor in actors]
+    async with asyncio.TaskGroup() as group:
+        ops = [group.create_task(_one_op(op, actors)) for op in round_.ops]
+        for fault in round_.faults:
+            report.faults[fault.harm.value] += 1
+            group.create_task(_harm(runtime, fault, actors[fault.actor], pids[fault.actor]))
+    hurt = any(fault.harm is not Harm.FREEZE for fault in round_.faults)
+    ran = _what_ran(notes)
+    for op, task in zip(round_.ops, ops, strict=True):
+        error = task.result()
+        report.outcomes["value" if error is None else type(error).__name__] += 1
+        report.violations += judge(op, error, ran, hurt=hurt)
+
+
+def _what_ran(notes: Path) -> Counter[int]:
+    return Counter(map(int, notes.read_text(encoding="ascii").split())) if notes.exists() else Counter()
+
+
+async def _one_op(op: Op, actors: list[Victim]) -> BaseException | None:
+    await asyncio.sleep(op.at)
+    limit = asyncio.timeout(_HANG)
+    try:
+        async with limit:
+            await DEEDS[op.deed](op, actors)
+    except (DaftError, TimeoutError, WrongValue) as error:
+        return Hang(f"no end after {_HANG:g} s") if limit.expired() else error
+    return None
+
+
+async def _harm(runtime: Runtime, fault: Fault, actor: Victim, pid: int) -> None:
+    await asyncio.sleep(fault.at)
+    if fault.harm is Harm.STOP:
+        await runtime.stop(actor)
+        return
+    with suppress(ProcessLookupError):
+        if fault.harm is Harm.KILL:
+            os.kill(pid, signal.SIGKILL)
+            return
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(fault.lasting)
+        os.kill(pid, signal.SIGCONT)

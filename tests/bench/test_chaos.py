@@ -1,0 +1,71 @@
+"""The chaos run: what it does follows from its seed, and it sees a broken promise."""
+
+import subprocess
+import sys
+from collections import Counter
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+
+from aiodaft import ActorDied, CallCancelled, Overloaded, PeerLost
+from aiodaft.bench.chaos.deeds import WrongValue
+from aiodaft.bench.chaos.judge import Hang, judge
+from aiodaft.bench.chaos.plan import ACTORS, Deed, Op, rounds
+from aiodaft.bench.chaos.run import torment
+
+CALL = Op(100, Deed.CALL, 0.0, (0, 1, 2), 10)
+CANCEL = Op(100, Deed.CANCEL, 0.0, (0, 1, 2), 10)
+ONCE = Counter({100: 1})
+NEVER: Counter[int] = Counter()
+
+
+def test_a_seed_decides_everything_that_is_tried() -> None:
+    assert list(islice(rounds(3), 5)) == list(islice(rounds(3), 5))
+    assert list(islice(rounds(3), 5)) != list(islice(rounds(4), 5))
+
+
+def test_numbers_of_calls_never_meet() -> None:
+    ids = [op.id for round_ in islice(rounds(0), 50) for op in round_.ops]
+    assert all(later - earlier >= ACTORS for earlier, later in pairwise(ids))
+
+
+@pytest.mark.parametrize(
+    ("op", "error", "ran", "hurt", "found"),
+    [
+        (CALL, None, ONCE, False, None),
+        (CALL, None, NEVER, False, "did not run"),
+        (CALL, None, Counter({100: 2}), False, "more than once"),
+        (CALL, WrongValue("x"), ONCE, True, "x"),
+        (CALL, Hang("no end"), ONCE, True, "no end"),
+        (CALL, ActorDied("x"), ONCE, True, None),
+        (CALL, ActorDied("x"), ONCE, False, "nothing was harmed"),
+        (CALL, ActorDied("x", executed=False), ONCE, True, "says that it did not run, and it did"),
+        (CALL, ActorDied("x", executed=False), NEVER, True, None),
+        (CALL, Overloaded("x"), NEVER, False, "nothing was harmed"),
+        (CALL, PeerLost("x"), ONCE, False, "nothing was harmed"),
+        (CALL, CallCancelled("x"), ONCE, False, "nobody gave it up"),
+        (CANCEL, CallCancelled("x"), ONCE, False, None),
+        (CANCEL, TimeoutError("x"), ONCE, False, None),
+    ],
+)
+def test_the_judge(op: Op, error: BaseException | None, ran: Counter[int], hurt: bool, found: str | None) -> None:
+    violations = list(judge(op, error, ran, hurt=hurt))
+    assert len(violations) == (found is not None)
+    assert found is None or found in violations[0]
+
+
+async def test_a_little_chaos(tmp_path: Path) -> None:
+    report = await torment(11, 0, tmp_path, rounds_per_runtime=2)
+    assert report.violations == []
+    assert report.rounds == 2
+    assert report.faults.total() > 0
+    assert report.outcomes["value"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_ten_minutes_of_chaos() -> None:
+    command = [sys.executable, "-m", "aiodaft.bench", "chaos", "--minutes", "10"]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout

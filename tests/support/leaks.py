@@ -75,10 +75,24 @@ class Snapshot:
         more = {
             "processes": self.processes - earlier.processes,
             "threads": self.threads - earlier.threads,
-            "shared_memory": self.shared_memory - earlier.shared_memory,
+            "shared_memory": {name for name in self.shared_memory - earlier.shared_memory if _is_ours(name)},
             "files": _added(self.files, earlier.files),
         }
         return {name: found for name, found in more.items() if found}
+
+
+def _is_ours(segment: str) -> bool:
+    """Whether a segment is there that no process but ours has mapped: other programs come and go meanwhile."""
+    ours = {os.getpid(), *descendants()}
+    others = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in ours]
+    return not any(_has_mapped(pid, segment) for pid in others) and Path("/dev/shm", segment).exists()
+
+
+def _has_mapped(pid: int, segment: str) -> bool:
+    try:
+        return f"/dev/shm/{segment}" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
 
 
 def _kind(target: str) -> str:

@@ -8,8 +8,8 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -64,14 +64,25 @@ async def torment(seed: int, seconds: float, folder: Path, *, rounds_per_runtime
     """
     report = Report(seed)
     plan = rounds(seed)
-    # The errors of actors that are killed while nobody calls them.
-    logging.getLogger("aiodaft").setLevel(logging.CRITICAL)
     end = time.monotonic() + seconds
-    while True:
-        notes = folder / f"notes-{report.rounds}"
-        await _one_runtime(islice(plan, rounds_per_runtime), report, notes)
-        if report.violations or time.monotonic() >= end:
-            return report
+    with _quiet():
+        while True:
+            notes = folder / f"notes-{report.rounds}"
+            await _one_runtime(islice(plan, rounds_per_runtime), report, notes)
+            if report.violations or time.monotonic() >= end:
+                return report
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out the errors of actors that are killed while nobody calls them."""
+    logger = logging.getLogger("aiodaft")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 async def _one_runtime(plan: Iterable[Round], report: Report, notes: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -74,7 +74,7 @@ async def torment(seed: int, seconds: float, folder: Path, *, rounds_per_runtime
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None, None, None]:
     """Leave out the errors of actors that are killed while nobody calls them."""
     logger = logging.getLogger("aiodaft")
     before = logger.level

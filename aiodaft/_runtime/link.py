@@ -180,9 +180,7 @@ class Link:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        for _, fds in self._backlog:
-            _close_all(fds)
-        self._backlog.clear()
+        self._drop_backlog()
 
     def close(self, reason: Exception) -> None:
         """End the link. Idempotent. The owner hears of it."""
@@ -196,9 +194,7 @@ class Link:
             self._loop.remove_reader(connection.fileno())
             self._loop.remove_writer(connection.fileno())
             connection.close()
-        for _, fds in self._backlog:
-            _close_all(fds)
-        self._backlog.clear()
+        self._drop_backlog()
         _close_all(self._fds)
         self._fds.clear()
         # Lost links are remembered for a while.
@@ -237,6 +233,11 @@ class Link:
         else:
             self._take_packed()
         self._write_backlog()
+
+    def _drop_backlog(self) -> None:
+        for _, fds in self._backlog:
+            _close_all(fds)
+        self._backlog.clear()
 
     def _write_backlog(self) -> None:
         assert self._socket is not None
@@ -304,9 +305,7 @@ class Link:
 
     def _broken(self, error: OSError) -> None:
         # Nothing more can be written; what the peer sent before it ended is still read first.
-        for _, fds in self._backlog:
-            _close_all(fds)
-        self._backlog.clear()
+        self._drop_backlog()
         if self._socket is not None and self._drain_input():
             lost = PeerLost(f"the connection to {self.remote} broke: {error}")
             lost.__cause__ = error

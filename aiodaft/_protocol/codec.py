@@ -97,15 +97,18 @@ def pack_exts(code: int, value: Any) -> Any:
     return Ext(code, pack(value))
 
 
-def unpack(data: bytes | memoryview, ext_hook: ExtHook) -> Any:
-    """Decode what `pack` made; `ext_hook` turns extensions other than big integers into values."""
-
+def _with_big_ints(ext_hook: ExtHook) -> ExtHook:
     def hook(code: int, content: bytes) -> Any:
         return int(content, 16) if code == BIG_INT else ext_hook(code, content)
 
+    return hook
+
+
+def unpack(data: bytes | memoryview, ext_hook: ExtHook) -> Any:
+    """Decode what `pack` made; `ext_hook` turns extensions other than big integers into values."""
     return msgpack.unpackb(
         data,
-        ext_hook=hook,
+        ext_hook=_with_big_ints(ext_hook),
         strict_map_key=False,
         unicode_errors="surrogatepass",
     )
@@ -113,12 +116,11 @@ def unpack(data: bytes | memoryview, ext_hook: ExtHook) -> Any:
 
 def unpack_stream(data: memoryview, ext_hook: ExtHook) -> Iterator[Any]:
     """Decode packed values that stand one after the other."""
-
-    def hook(code: int, content: bytes) -> Any:
-        return int(content, 16) if code == BIG_INT else ext_hook(code, content)
-
     unpacker = msgpack.Unpacker(
-        ext_hook=hook, strict_map_key=False, unicode_errors="surrogatepass", max_buffer_size=len(data) + 1
+        ext_hook=_with_big_ints(ext_hook),
+        strict_map_key=False,
+        unicode_errors="surrogatepass",
+        max_buffer_size=len(data) + 1,
     )
     unpacker.feed(data)
     yield from unpacker

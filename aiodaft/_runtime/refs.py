@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Generator
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.ownership import Tenure
@@ -118,9 +118,7 @@ class RefState(Tenure):
             return
         self.status = status
         self.settled = True
-        inputs, self.inputs = self.inputs, None
-        for state in inputs or ():
-            state.drop_use(failed=self.error is not None)
+        release_inputs(self, failed=self.error is not None)
         watchers, self._watchers = self._watchers, None
         for watcher in watchers or ():
             self.peer.loop.call_soon(watcher, self)
@@ -156,7 +154,7 @@ class RefState(Tenure):
         """A call under way has it as an argument."""
         self.uses += 1
 
-    def drop_use(self, *, failed: bool = False) -> None:
+    def drop_use(self, *, failed: bool) -> None:
         """That call ended."""
         self.uses -= 1
         if self.error is not None:
@@ -365,6 +363,19 @@ class RefState(Tenure):
     def cancel(self, why: str) -> bool:
         """Ask for the call to be cancelled; False if it is over already."""
         return False
+
+
+class UsesInputs(Protocol):
+    """A call that this process made."""
+
+    inputs: list[RefState] | None
+
+
+def release_inputs(call: UsesInputs, *, failed: bool) -> None:
+    """A call ended: the refs among its arguments are not in use any more."""
+    inputs, call.inputs = call.inputs, None
+    for state in inputs or ():
+        state.drop_use(failed=failed)
 
 
 def state_of(ref: Ref[Any]) -> RefState:

@@ -10,7 +10,7 @@ from aiodaft.exceptions import DaftError, RemoteProtocolError
 
 from .failures import copy_error, decode_error
 from .refkinds import CallState
-from .refs import RefState
+from .refs import RefState, release_inputs
 from .store import Arrived
 from .streams import StreamState
 
@@ -25,33 +25,24 @@ class TellState:
     """A call without a reply: the answer only says that it is over."""
 
     def __init__(self, label: str) -> None:
-        self._label = label
+        self.label = label
         self.inputs: list[RefState] | None = None
 
-    @property
-    def label(self) -> str:
-        return self._label
-
-    def _release(self) -> None:
-        for state in self.inputs or ():
-            state.drop_use()
-        self.inputs = None
-
     def on_plain(self, value: Any) -> None:
-        self._release()
+        release_inputs(self, failed=False)
 
     def on_result(self, arrived: Arrived) -> None:
-        self._release()
+        release_inputs(self, failed=False)
 
     def on_stored(self) -> None:
-        self._release()
+        release_inputs(self, failed=False)
 
     def on_error(self, error: BaseException) -> None:
-        self._release()
+        release_inputs(self, failed=True)
         logger.error("%s, called by tell(), failed", self.label, exc_info=error)
 
     def on_lost(self, error: DaftError) -> None:
-        self._release()
+        release_inputs(self, failed=True)
         logger.warning("%s, called by tell(), may not have run: %s", self.label, error)
 
 

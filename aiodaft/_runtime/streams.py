@@ -11,12 +11,12 @@ from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import CANCEL
 from aiodaft.exceptions import DaftError
 
+from .refs import RefState, release_inputs
 from .store import Arrived
 
 if TYPE_CHECKING:
     from .link import Link
     from .peer import Peer
-    from .refs import RefState
     from .sinks import ErrorSink
 
 # Items that the producer may be ahead of the consumer.
@@ -79,9 +79,7 @@ class StreamState:
             return
         self._over = True
         self._error = error
-        for state in self.inputs or ():
-            state.drop_use()
-        self.inputs = None
+        release_inputs(self, failed=error is not None)
         watchers, self._watchers = self._watchers, []
         for watcher in watchers:
             self.peer.loop.call_soon(watcher, self)

@@ -132,6 +132,16 @@ async def test_the_error_of_a_tell_is_logged_where_it_was_told(
     assert [record.message for record in caplog.records] == ["Failing.raise_value_error, called by tell(), failed"]
 
 
+async def test_a_failed_argument_of_a_tell_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with aiodaft.Runtime(preload=()) as rt:
+        source, failing = await rt.spawn(Failing), await rt.spawn(Failing)
+        failing.use.tell(source.raise_value_error())
+        # By their answers, both errors have come.
+        assert await failing.count() == 0
+        assert await source.count() == 1
+    assert [record.message for record in caplog.records] == ["Failing.use, called by tell(), failed"]
+
+
 async def test_an_error_that_nobody_holds_ends_the_block_at_once() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with aiodaft.Runtime(preload=()) as rt:

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 from actors import Box, Echo, Streamer
+from failing import Failing
 
 import aiodaft
 from aiodaft._runtime.streams import CREDIT_WINDOW
@@ -69,6 +70,15 @@ async def test_an_error_comes_after_the_items_before_it(rt: aiodaft.Runtime) -> 
         async for item in streamer.fail_after(40):
             items.append(item)  # noqa: PERF401 - a comprehension would lose what came before the error
     assert items == list(range(40))
+
+
+async def test_a_failed_argument_is_told_once() -> None:
+    async with aiodaft.Runtime(preload=()) as rt:
+        source, streamer = await rt.spawn(Failing), await rt.spawn(Streamer)
+        stream = streamer.numbers(source.raise_value_error())  # type: ignore[arg-type]  # a ref for the value
+        with pytest.raises(ValueError, match="bad value"):
+            await anext(stream)
+        assert await source.count() == 1
 
 
 async def test_a_dead_producer_ends_the_stream_with_an_error(rt: aiodaft.Runtime) -> None:

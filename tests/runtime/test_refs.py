@@ -1,0 +1,76 @@
+"""What a process knows of a value: who is told of its error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from actors import Echo
+
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
+from aiodaft._runtime.calls import Target
+from aiodaft._runtime.refkinds import CallState
+from aiodaft._runtime.replies import State, TellState
+from aiodaft._runtime.streams import StreamState
+from aiodaft.methods import specs_of
+
+
+class Recorder:
+    """A peer that notes the errors that nobody holds."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.unheld: list[BaseException | None] = []
+
+    def report_unheld(self, state: CallState) -> None:
+        self.unheld.append(state.error)
+
+
+def call(peer: Any) -> CallState:
+    target = Target(peer, PeerId("worker"), FIRST_USER_ACTOR, "Echo-1", None)
+    return CallState(target, specs_of(Echo)["echo"], CallId(1))
+
+
+def stream(peer: Any) -> StreamState:
+    return StreamState(peer, CallId(1), "Streamer.numbers")
+
+
+def tell(peer: Any) -> TellState:
+    return TellState("Log.note")
+
+
+def argument_of(user: State, peer: Any) -> CallState:
+    """A call whose ref only `user` has."""
+    argument = call(peer)
+    argument.add_use()
+    argument.drop_handle()
+    user.inputs = [argument]
+    return argument
+
+
+@pytest.mark.parametrize("make", [call, stream, tell])
+@pytest.mark.parametrize("argument_first", [True, False])
+async def test_a_call_that_fails_of_its_argument_is_where_that_is_told(
+    make: Callable[[Any], State], argument_first: bool
+) -> None:
+    peer = Recorder()
+    user = make(peer)
+    argument = argument_of(user, peer)
+    error = ValueError("of the argument")
+    # The callee may hear of it before the owner does.
+    for state in (argument, user) if argument_first else (user, argument):
+        state.on_error(error)
+    assert peer.unheld == []
+
+
+@pytest.mark.parametrize("make", [call, stream, tell])
+async def test_an_argument_that_fails_after_its_call_went_well_is_told_by_itself(make: Callable[[Any], State]) -> None:
+    peer = Recorder()
+    user = make(peer)
+    argument = argument_of(user, peer)
+    user.on_plain(None)
+    error = ValueError("of the argument")
+    argument.on_error(error)
+    assert peer.unheld == [error]

@@ -24,11 +24,7 @@ class Demand:
     custom: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
-        if builtin := {"cpus", "gpus"} & self.custom.keys():
-            raise ValueError(f"ask for {' and '.join(sorted(builtin))} by that argument, not among other resources")
-        for name, amount in {"cpus": self.cpus, "gpus": self.gpus, **self.custom}.items():
-            if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
-                raise ValueError(f"{name}={amount!r}: resources are numbers that are not negative")
+        _check_amounts(self.cpus, self.gpus, self.custom)
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise ValueError(f"gpus={self.gpus}: take whole GPUs, or a fraction of one")
 
@@ -37,7 +33,7 @@ class Ledger(Generic[HolderT]):
     """Resources of one node."""
 
     def __init__(self, *, cpus: float, gpus: int, custom: Mapping[str, float] | None = None) -> None:
-        Demand(cpus, gpus, custom or {})
+        _check_amounts(cpus, gpus, custom or {})
         if not isinstance(gpus, int):
             raise ValueError(f"gpus={gpus!r}: a node has a whole number of GPUs")
         self.totals: dict[str, float] = {"cpus": float(cpus), **(custom or {})}
@@ -119,3 +115,11 @@ class Ledger(Generic[HolderT]):
     @staticmethod
     def _amount(demand: Demand, name: str) -> float:
         return {"cpus": demand.cpus, "gpus": demand.gpus}.get(name, demand.custom.get(name, 0.0))
+
+
+def _check_amounts(cpus: float, gpus: float, custom: Mapping[str, float]) -> None:
+    if builtin := {"cpus", "gpus"} & custom.keys():
+        raise ValueError(f"ask for {' and '.join(sorted(builtin))} by that argument, not among other resources")
+    for name, amount in {"cpus": cpus, "gpus": gpus, **custom}.items():
+        if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
+            raise ValueError(f"{name}={amount!r}: resources are numbers that are not negative")

@@ -50,21 +50,23 @@ class Worker:
     id: PeerId
     child: Child
     pid: int = 0
-    # The actors in it, and the names of all that ever were.
+    # The actors in it, and all that ever were, each with its name.
     actors: dict[ActorId, str] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
-    placed: list[ActorId] = field(default_factory=list)
+    placed: dict[ActorId, str] = field(default_factory=dict)
     gpus: tuple[int, ...] = ()
     # Set when its end is wanted: it is then no accident.
     wanted: str | None = None
     # Somebody's calls failed of its end, so that somebody has been told.
     blamed: bool = False
 
+    @property
+    def names(self) -> str:
+        """What it is called in errors."""
+        return " and ".join(self.placed.values())
+
     def add(self, actor: ActorId, label: str) -> None:
         """An actor moves in."""
-        self.actors[actor] = label
-        self.names.append(label)
-        self.placed.append(actor)
+        self.actors[actor] = self.placed[actor] = label
         self.child.output.name = f"{'+'.join(self.actors.values())} pid={self.pid}"
 
 
@@ -232,7 +234,7 @@ class Node(Actor):
             except TimeoutError:
                 if self._peer.link_to(peer).lost is None:
                     # Two processes fell out with each other; this one can still be worked with.
-                    return PeerLost(f"the connection to {' and '.join(worker.names)} (pid {worker.pid}) ended")
+                    return PeerLost(f"the connection to {worker.names} (pid {worker.pid}) ended")
                 # It cannot be reached and does not end: nobody can work with it any more.
                 await self._nursery.end(worker.child)
         return self._endings.get(peer) or ActorDied(f"there is no process {peer}")
@@ -259,7 +261,7 @@ class Node(Actor):
 
 
 def _died(worker: Worker, ending: Ending) -> ActorDied:
-    names = " and ".join(worker.names)
+    names = worker.names
     if worker.wanted is not None:
         how = f"was stopped: {worker.wanted}"
     elif ending.signal is not None:

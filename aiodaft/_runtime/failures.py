@@ -79,7 +79,7 @@ def copy_error(error: DaftError) -> DaftError:
 
 def _encode_object(error: BaseException) -> tuple[bytes | None, bytes | None]:
     try:
-        encoded = encode(error, names=Names("an exception"), find_block=_no_block)
+        encoded = encode(error, names=Names("an exception"))
         if encoded.size > _MAX_ENCODED:
             return None, None
         blob = encoded.packed()
@@ -116,10 +116,6 @@ def _text(error: BaseException) -> str:
         return "".join(traceback.format_exception(error))[-_MAX_TEXT:]
     except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise anything
         return f"<its traceback cannot be had: {type(problem).__name__}>"
-
-
-def _no_block(address: int) -> None:
-    return None
 
 
 def _no_extensions(code: int, content: bytes) -> Any:

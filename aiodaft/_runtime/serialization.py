@@ -305,11 +305,15 @@ def _field_names(value: Any) -> list[str]:
     return [*fields, *(name for name in getattr(value, "__dict__", ()) if name not in fields)]
 
 
+def no_block(address: int) -> None:
+    """Finds no shared block anywhere."""
+
+
 def encode(
     value: Any,
     *,
     names: Names,
-    find_block: Callable[[int], Block | None],
+    find_block: Callable[[int], Block | None] = no_block,
     resolve: bool = False,
     patient: bool = False,
 ) -> Encoded:

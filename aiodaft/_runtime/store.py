@@ -13,7 +13,7 @@ from aiodaft_transport import Block, Grant, Transport
 from .decoding import decode, is_heavy
 from .offload import Offload
 from .pickling import TooLong
-from .serialization import Names, encode
+from .serialization import Names, encode, no_block
 from .tensors import tensor_copy
 from .values import Encoded
 
@@ -212,7 +212,7 @@ class Store:
     ) -> Encoded:
         """Encode a value; see `serialization.encode`. Safe in any thread."""
         # What is in shared memory already need not be copied, unless it is to travel in another way.
-        find_block = self._shared.get if via in (None, self._preferred) else _no_block
+        find_block = self._shared.get if via in (None, self._preferred) else no_block
         return encode(value, names=names, find_block=find_block, resolve=resolve, patient=patient)
 
     async def encode_anywhere(
@@ -319,10 +319,6 @@ class Store:
             self.drop(key)
         for transport in self._transports.values():
             transport.close()
-
-
-def _no_block(address: int) -> None:
-    return None
 
 
 def _no_origin(index: int) -> Any:

@@ -26,7 +26,7 @@ from aiodaft._runtime.serialization import Names, encode
 
 def round_trip(value: Any, *, patient: bool = False) -> Any:
     """Encode and decode without any process."""
-    encoded = encode(value, names=Names("value"), find_block=lambda address: None, patient=patient)
+    encoded = encode(value, names=Names("value"), patient=patient)
     blob = encoded.packed()
     return decode(encoded.payload, [] if blob is None else [memoryview(bytearray(blob))])
 
@@ -185,7 +185,7 @@ def test_any_strides(how: str) -> None:
     value = STRIDED[how](torch.arange(90, dtype=torch.float32).reshape(10, 9))
     got = round_trip(value)
     assert torch.equal(got, value)
-    encoded = encode(value, names=Names("x"), find_block=lambda address: None)
+    encoded = encode(value, names=Names("x"))
     assert encoded.nbytes <= max(value.numel() * 4, 64)
     if how in ("transposed", "channels last", "permuted", "expanded"):
         assert got.stride() == value.stride()
@@ -205,7 +205,7 @@ def test_views_of_one_storage_stay_views_of_one_storage() -> None:
 
 def test_two_slices_far_apart_do_not_send_what_is_between_them() -> None:
     base = torch.zeros(1_000_000)
-    encoded = encode([base[:10], base[-10:]], names=Names("x"), find_block=lambda address: None)
+    encoded = encode([base[:10], base[-10:]], names=Names("x"))
     assert encoded.nbytes < 1000
 
 
@@ -238,7 +238,7 @@ def test_sparse_tensors_and_modules() -> None:
 def test_a_tensor_without_data_says_that_it_cannot_travel() -> None:
     value = torch.empty(3, device="meta")
     with pytest.raises(aiodaft.SerializationError, match=r"args\[0\] of Model.execute cannot travel: a meta"):
-        encode([value], names=Names("Model.execute", (("args[0]", value),)), find_block=lambda address: None)
+        encode([value], names=Names("Model.execute", (("args[0]", value),)))
 
 
 def test_numpy_arrays() -> None:

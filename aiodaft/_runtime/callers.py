@@ -112,17 +112,16 @@ class RemoteCaller:
         self._link.incoming.pop(call.number, None)
 
     async def _capture(self, call: IncomingCall, result: Any) -> Kept:
-        lent = isinstance(result, Borrowed)
-        value = result.value if lent else result
+        lender = result if isinstance(result, Borrowed) else None
+        value = result if lender is None else lender.value
         names = Names(call.label, (("item" if call.wants_stream else "result", value),))
-        encoded = await self._peer.store.encode_anywhere(value, names, via=call.spec.transport)
-        kept = Kept(encoded, result if lent else None, call.spec.transport)
+        kept = await self._peer.store.keep_anywhere(value, names, via=call.spec.transport, lender=lender)
         if not (kept.lent or self._peer.store.pack_now(kept)):
             await call.cell.capture(kept)
         return kept
 
     def _encode_plain(self, call: IncomingCall, value: Any) -> Kept:
-        kept = Kept(self._peer.store.encode(value, Names(call.label)))
+        kept = self._peer.store.keep(value, Names(call.label))
         self._peer.store.pack_here(kept)
         return kept
 

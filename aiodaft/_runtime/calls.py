@@ -153,7 +153,7 @@ class Outgoing:
         names = Names(spec.label, (*parts, *request.kwargs.items()))
         value = [list(request.args), request.kwargs]
         try:
-            kept = Kept(self._peer.store.encode(value, names, resolve=True))
+            kept = self._peer.store.keep(value, names, resolve=True)
         except TooLong:
             link.submit(number, state, None)
             coro = self._encode_then_send(link, request, value, names)
@@ -169,7 +169,7 @@ class Outgoing:
 
     async def _encode_then_send(self, link: Link, request: Request, value: Any, names: Names) -> None:
         try:
-            kept = Kept(await self._peer.store.encode_anywhere(value, names, resolve=True))
+            kept = await self._peer.store.keep_anywhere(value, names, resolve=True)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
             self._fail_unsent(link, request, error)
             return

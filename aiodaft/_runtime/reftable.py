@@ -52,8 +52,7 @@ class RefTable:
         peer = self._peer
         state = PutState(peer, peer.next_number(), value, label)
         try:
-            encoded = peer.store.encode(value, Names(label, (("value", value),)), via=via)
-            state.kept = Kept(encoded, via=via)
+            state.kept = peer.store.keep(value, Names(label, (("value", value),)), via=via)
         except TooLong:
             peer.tasks.create_task(self._capture(state, via), name="put")
             return state
@@ -68,7 +67,7 @@ class RefTable:
         try:
             if state.kept is None:
                 names = Names(state.label, (("value", state.value),))
-                state.kept = Kept(await store.encode_anywhere(state.value, names, via=via), via=via)
+                state.kept = await store.keep_anywhere(state.value, names, via=via)
             await store.pack(state.kept)
         except Exception as error:  # noqa: BLE001 - whoever uses the ref gets it
             state.on_error(error)
@@ -85,7 +84,7 @@ class RefTable:
         if state.arrived is not None:
             return Kept.again(state.arrived)
         names = Names(state.label, (("result", state.value),))
-        kept = Kept(peer.store.encode(state.value, names, patient=True))
+        kept = peer.store.keep(state.value, names, patient=True)
         peer.store.pack_now(kept)
         return kept
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiodaft._protocol.ids import CallId, PeerId
@@ -207,22 +208,37 @@ class Store:
             self._transports[name] = self._open_transport(name)
         return self._transports[name]
 
-    def encode(
-        self, value: Any, names: Names, *, via: str | None = None, resolve: bool = False, patient: bool = False
-    ) -> Encoded:
+    def keep(
+        self,
+        value: Any,
+        names: Names,
+        *,
+        via: str | None = None,
+        lender: Borrowed[Any] | None = None,
+        resolve: bool = False,
+        patient: bool = False,
+    ) -> Kept:
         """Encode a value; see `serialization.encode`. Safe in any thread."""
         # What is in shared memory already need not be copied, unless it is to travel in another way.
         find_block = self._shared.get if via in (None, self._preferred) else no_block
-        return encode(value, names=names, find_block=find_block, resolve=resolve, patient=patient)
+        encoded = encode(value, names=names, find_block=find_block, resolve=resolve, patient=patient)
+        return Kept(encoded, lender, via)
 
-    async def encode_anywhere(
-        self, value: Any, names: Names, *, via: str | None = None, resolve: bool = False
-    ) -> Encoded:
+    async def keep_anywhere(
+        self,
+        value: Any,
+        names: Names,
+        *,
+        via: str | None = None,
+        lender: Borrowed[Any] | None = None,
+        resolve: bool = False,
+    ) -> Kept:
         """Encode a value here if that is quick, else in the helper thread."""
+        keep = partial(self.keep, value, names, via=via, lender=lender, resolve=resolve)
         try:
-            return self.encode(value, names, via=via, resolve=resolve)
+            return keep()
         except TooLong:
-            return await self._offload.run(lambda: self.encode(value, names, via=via, resolve=resolve, patient=True))
+            return await self._offload.run(partial(keep, patient=True))
 
     def pack_now(self, kept: Kept) -> bool:
         """Make a value ready if that takes no time worth mentioning; False if it does."""
@@ -245,8 +261,8 @@ class Store:
     def keep_patiently(self, result: Any, label: str, via: str | None) -> Kept:
         """In a thread that may take its time: encode a result, and copy its buffers to where peers can reach them."""
         lender = result if isinstance(result, Borrowed) else None
-        value = result.value if lender is not None else result
-        kept = Kept(self.encode(value, Names(label, (("result", value),)), via=via, patient=True), lender, via)
+        value = result if lender is None else lender.value
+        kept = self.keep(value, Names(label, (("result", value),)), via=via, lender=lender, patient=True)
         if not kept.lent:
             self.pack_here(kept)
         return kept

@@ -71,9 +71,7 @@ class Agent(Actor):
     @method
     async def borrow(self, number: int) -> None:
         """The calling process holds a ref of this one."""
-        state = self._peer.refs.find(CallId(number))
-        if state is not None:
-            state.borrow(_caller())
+        self._peer.refs.lend(CallId(number), _caller())
 
     @method
     async def give_back(self, number: int) -> None:

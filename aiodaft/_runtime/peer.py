@@ -274,9 +274,7 @@ class Peer:
             self.store.drop((link.remote, number))
 
     def _borrow_came(self, link: Link, message: m.Message) -> None:
-        state = self.refs.find(message[1])
-        if state is not None:
-            state.borrow(link.remote)
+        self.refs.lend(message[1], link.remote)
 
     def _bye_came(self, link: Link, message: m.Message) -> None:
         link.close(PeerLost(message[1]))

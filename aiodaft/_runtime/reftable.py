@@ -39,6 +39,12 @@ class RefTable:
         """A ref of this process that others know of."""
         return self._own.get(number)
 
+    def lend(self, number: CallId, peer: PeerId) -> None:
+        """Another process holds a ref of this one; nothing if that is freed."""
+        state = self._own.get(number)
+        if state is not None:
+            state.borrow(peer)
+
     def forget(self, state: RefState) -> None:
         """A ref of this process is freed."""
         self._own.pop(state.number, None)

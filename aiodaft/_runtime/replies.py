@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import ADOPTED, ERROR, RESULT, STORED, Message
 from aiodaft.exceptions import DaftError, RemoteProtocolError
 
@@ -61,14 +62,14 @@ class Replies:
         _, number, value = message
         state = link.session.settle(number)
         if state is None:
-            raise RemoteProtocolError(f"{link.remote} answers call {number}, which is not under way")
+            raise _unasked(link, number)
         state.on_plain(value)
 
     def answered(self, link: Link, message: Message) -> None:
         """RESULT, STORED or ERROR came."""
         state = link.session.settle(message[1])
         if state is None:
-            raise RemoteProtocolError(f"{link.remote} answers call {message[1]}, which is not under way")
+            raise _unasked(link, message[1])
         kind = message[0]
         if kind == RESULT:
             _, _, payload, blobs, refs = message
@@ -119,3 +120,7 @@ class Replies:
             if not (sent and link.connected):
                 twin.with_executed(False)
             state.on_lost(twin)
+
+
+def _unasked(link: Link, number: CallId) -> RemoteProtocolError:
+    return RemoteProtocolError(f"{link.remote} answers call {number}, which is not under way")

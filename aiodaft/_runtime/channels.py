@@ -28,7 +28,10 @@ ChannelId: TypeAlias = tuple[PeerId, CallId]
 
 
 class Parcel:  # noqa: B903 - mutable, and made often
-    """A large item: only its ref is queued. No dataclass, because refs in those are replaced by their values."""
+    """An item that is queued as its ref: a large one, or one that its sender could change after sending it.
+
+    No dataclass, because refs in those are replaced by their values.
+    """
 
     __slots__ = ("ref",)
 

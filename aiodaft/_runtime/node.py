@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 _REPORT_TIMEOUT: Final = 2.0
 # Who was using a dead actor says so within this time; if nobody does, its scope has to hear of it.
 _BLAME_DELAY: Final = 0.1
-
-
 # Processes that ended and are remembered to say how.
 _REMEMBERED: Final = 1024
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import BORROW
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .link import Neighbour
     from .peer import Peer
 
-
-_INLINE_VALUES = 1 << 20
+# Bytes of values that go along with one call: more would hold up what comes after it, and a frame is bounded.
+_INLINE_VALUES: Final = 1 << 20
 
 
 class RefTable:

@@ -70,21 +70,22 @@ class Graph(Generic[P, R]):
             raise TypeError(
                 f"the graph takes {len(self._inputs)} positional inputs, not {len(args)} and {len(kwargs)} by name"
             )
-        values: dict[Any, Any] = {ref._state: arg for ref, arg in zip(self._inputs, args, strict=True)}
+        values: dict[Any, Any] = {state_of(ref): arg for ref, arg in zip(self._inputs, args, strict=True)}
 
         def replace(ref: Ref[Any]) -> Any:
             parts = parts_of(ref)
             if parts is not None:
                 # The list of the captured refs would never be complete: this run's own.
                 return [replace(part) for part in parts]
-            return values.get(ref._state, ref)
+            return values.get(state_of(ref), ref)
 
         for step in self._steps:
             ref = step.target.call(step.spec, map_refs(step.args, replace), map_refs(step.kwargs, replace))
             values[step.state] = ref
-            self._runs[state_of(ref)] = ref
+            state = state_of(ref)
+            self._runs[state] = ref
             # A watcher is no awaiter: a run whose only awaiter is cancelled is cancelled.
-            ref._state.watch(self._run_ended)
+            state.watch(self._run_ended)
         output: Ref[R] = map_refs(self._output, replace)
         return output
 
@@ -138,9 +139,9 @@ def compile(fn: Callable[..., Any], /) -> Graph[Any, Any]:
         output = fn(*inputs)
     finally:
         peer.outgoing = sender
-    known = {ref._state for ref in inputs} | {step.state for step in recorder.steps}
+    known = {state_of(ref) for ref in inputs} | {step.state for step in recorder.steps}
     outputs: Sequence[Any] = output if isinstance(output, list | tuple) else [output]
-    if not all(isinstance(ref, Ref) and ref._state in known for ref in outputs) or not outputs:
+    if not all(isinstance(ref, Ref) and state_of(ref) in known for ref in outputs) or not outputs:
         raise TypeError(f"{getattr(fn, '__qualname__', fn)} must return the refs of calls it made, not {output!r:.80}")
     return Graph(peer, inputs, recorder.steps, output)
 

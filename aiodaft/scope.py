@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
-from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.ids import AGENT, ActorId, PeerId
 from aiodaft._runtime.agent import Agent, host_spec
 from aiodaft._runtime.calls import Target
 from aiodaft._runtime.tasks import logger, shield_from_anyio
@@ -229,26 +229,12 @@ class Scope(Spawner):
         """Make an actor (what `spawn` does when awaited)."""
         what = f"{cls.__name__} cannot be spawned"
         self.check_open(what)
-        runtime = self._runtime
-        label = label or runtime.new_label(cls)
-        if constraints.node not in (None, runtime.node_name):
-            raise ValueError(f"{what}: there is no node {constraints.node!r}; this runtime has {runtime.node_name!r}")
-        beside = None if constraints.beside is None else self._process_of(constraints.beside)
-        placing: Ref[Place] = runtime.node.place(label, constraints.demand(cls), beside)
-        try:
-            place = await placing
-        except asyncio.CancelledError:
-            if placing.done() and placing.exception() is None:
-                # The place was found in the very moment of the cancellation: nobody else knows of it.
-                place = await placing
-                with shield_from_anyio():
-                    await self._undo(Target(runtime.peer, place.peer, place.actor, label, self))
-            raise
-        target = Target(runtime.peer, place.peer, place.actor, label, self)
-        agent = Target(runtime.peer, place.peer, ActorId(0), f"agent of {place.peer}", None)
+        label = label or self._runtime.new_label(cls)
+        target = await self._place(cls, constraints, label)
+        agent = Target(target.peer, target.remote, AGENT, f"agent of {target.remote}", None)
         try:
             self.check_open(what)
-            making = agent.call(host_spec(cls), (place.actor, label, cls, *args), kwargs)
+            making = agent.call(host_spec(cls), (target.actor, label, cls, *args), kwargs)
             self._making[making] = target
             try:
                 await making
@@ -263,8 +249,29 @@ class Scope(Spawner):
             if isinstance(error, SerializationError) and isinstance(error.__cause__, ImportError):
                 raise SpawnFailed(f"{label} cannot be made: its process cannot load what it needs: {error}") from error
             raise
-        self._owned[place.peer, place.actor] = target
+        self._owned[target.remote, target.actor] = target
         return Handle(target, cls)
+
+    async def _place(self, cls: type, constraints: Constraints, label: str) -> Target:
+        """Find room for an actor, and a process."""
+        runtime = self._runtime
+        if constraints.node not in (None, runtime.node_name):
+            raise ValueError(
+                f"{cls.__name__} cannot be spawned: there is no node {constraints.node!r}; "
+                f"this runtime has {runtime.node_name!r}"
+            )
+        beside = None if constraints.beside is None else self._process_of(constraints.beside)
+        placing: Ref[Place] = runtime.node.place(label, constraints.demand(cls), beside)
+        try:
+            place = await placing
+        except asyncio.CancelledError:
+            if placing.done() and placing.exception() is None:
+                # The place was found in the very moment of the cancellation: nobody else knows of it.
+                place = await placing
+                with shield_from_anyio():
+                    await self._undo(Target(runtime.peer, place.peer, place.actor, label, self))
+            raise
+        return Target(runtime.peer, place.peer, place.actor, label, self)
 
     async def _undo(self, target: Target) -> None:
         undoing = self._runtime.start_task(self._vacate(target), f"take back {target.label}")

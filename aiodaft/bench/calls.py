@@ -13,7 +13,7 @@ from aiodaft.runtime import Runtime
 from .actors import Echo
 from .floors import Echo as BareEcho
 from .floors import apart, open_echo
-from .results import Result, in_turns, timed
+from .results import Result, in_turns, seconds_of_one
 
 _IN_FLIGHT: Final = 1000
 _MICRO: Final = 1e6
@@ -38,11 +38,7 @@ async def _round_trip(
     repeats = 200
 
     async def ours() -> float:
-        async def work() -> None:
-            for _ in range(repeats):
-                await method()
-
-        return await timed(work()) / repeats
+        return await seconds_of_one(method, repeats)
 
     await ours()
     mine, theirs, ratio = await in_turns(ours, lambda: bare.round_trip(repeats), turns)
@@ -73,18 +69,10 @@ async def _fan_out(width: int, turns: int) -> Result:
         bare = [await stack.enter_async_context(open_echo()) for _ in range(width)]
 
         async def ours() -> float:
-            async def work() -> None:
-                for _ in range(repeats):
-                    await group.all(Echo.on_loop)
-
-            return await timed(work()) / repeats
+            return await seconds_of_one(lambda: group.all(Echo.on_loop), repeats)
 
         async def floor() -> float:
-            async def work() -> None:
-                for _ in range(repeats):
-                    await asyncio.gather(*(echo.call() for echo in bare))
-
-            return await timed(work()) / repeats
+            return await seconds_of_one(lambda: asyncio.gather(*(echo.call() for echo in bare)), repeats)
 
         await ours()
         mine, theirs, ratio = await in_turns(ours, floor, turns)
@@ -97,11 +85,7 @@ async def _chain(turns: int) -> Result:
         a, b, c = [await rt.spawn(Echo) for _ in range(3)]
 
         async def ours() -> float:
-            async def work() -> None:
-                for _ in range(repeats):
-                    await c.on_loop(b.on_loop(a.on_loop(1)))
-
-            return await timed(work()) / repeats
+            return await seconds_of_one(lambda: c.on_loop(b.on_loop(a.on_loop(1))), repeats)
 
         async def floor() -> float:
             return 3 * await bare.round_trip(repeats)

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 
 import msgpack
 
-from .results import timed
+from .results import seconds_of_one, timed
 
 _ECHO: Final = """
 import asyncio, socket, sys
@@ -78,12 +78,7 @@ class Echo:
 
     async def round_trip(self, count: int, value: object = None) -> float:
         """Seconds that a round trip takes."""
-
-        async def work() -> None:
-            for _ in range(count):
-                await self.call(value)
-
-        return await timed(work()) / count
+        return await seconds_of_one(lambda: self.call(value), count)
 
     async def pipelined(self, count: int, in_flight: int) -> float:
         """Round trips per second with so many under way, each awaited by whoever asked."""

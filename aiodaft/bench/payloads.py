@@ -10,7 +10,7 @@ from aiodaft.runtime import Runtime
 
 from .actors import Holder, payload
 from .floors import Copy, open_echo
-from .results import Result, Sample, in_turns, timed
+from .results import Result, Sample, in_turns, seconds_of_one, timed
 from .stalls import Watch
 
 _KIB: Final = 1 << 10
@@ -40,18 +40,10 @@ async def _small(rt: Runtime, turns: int) -> list[Result]:
     content = b"\x01" * _KIB
 
     async def between() -> float:
-        async def work() -> None:
-            for _ in range(repeats):
-                await b.take(a.give(_KIB))
-
-        return await timed(work()) / repeats
+        return await seconds_of_one(lambda: b.take(a.give(_KIB)), repeats)
 
     async def from_here() -> float:
-        async def work() -> None:
-            for _ in range(repeats):
-                await a.take(value)
-
-        return await timed(work()) / repeats
+        return await seconds_of_one(lambda: a.take(value), repeats)
 
     results: list[Result] = []
     async with open_echo() as bare:

@@ -62,6 +62,16 @@ async def timed(work: Awaitable[object]) -> float:
     return time.perf_counter() - start
 
 
+async def seconds_of_one(call: Callable[[], Awaitable[object]], repeats: int) -> float:
+    """Seconds that a call takes, of so many made one after the other."""
+
+    async def work() -> None:
+        for _ in range(repeats):
+            await call()
+
+    return await timed(work()) / repeats
+
+
 def table(results: Iterable[Result]) -> str:
     """Results for people."""
     lines = [f"{'':44}{'aiodaft':>12}{'floor':>12}{'ratio':>9}  budget"]

@@ -19,6 +19,7 @@ from typing import ClassVar, Final, cast
 from .abc import Block, Control, Grant, Host
 from .arena import DEFAULT_KEEP, Arena, ArenaBlock, Segment
 from .exceptions import GrantError, TransportError
+from .grants import segment_of
 from .memory import exposed_view
 
 _SEGMENT: Final = 1  # id, size: a segment to map; the descriptor comes along
@@ -110,11 +111,7 @@ class ShmTransport:
 
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
         segment_id, offset, nbytes, grant_id = cast(tuple[int, int, int, int], grant)
-        segment = self._segments.get(control.peer, {}).get(segment_id)
-        if segment is None or not 0 <= offset < offset + nbytes <= segment.size:
-            raise GrantError(
-                f"{control.peer} granted bytes {offset}..{offset + nbytes} of unknown segment {segment_id}"
-            )
+        segment = segment_of(grant, control, self._segments.get(control.peer, {}))
         try:
             mapping = segment.mapping_for(offset)
         except OSError as error:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from .arena import DEFAULT_KEEP, Arena, ArenaBlock
 from .exceptions import GrantError, PeerGone, TransportError, Unreachable
+from .grants import segment_of
 from .memory import exposed_view
 from .ucp import Library
 from .ucx_memory import WORD, Pool, Stamp
@@ -262,16 +263,13 @@ class UcxTransport:
             GrantError: Nowhere.
             PeerGone: Out of reach.
         """
-        segment_id, offset, nbytes, _ = cast(tuple[int, int, int, int], grant)
         remote = self._remotes.get(control.peer)
         if remote is not None and remote.lost is not None:
             self.decline(grant, control)
             raise PeerGone(remote.lost)
-        segment = None if remote is None else remote.segments.get(segment_id)
-        if remote is None or segment is None or not 0 <= offset < offset + nbytes <= segment.size:
-            raise GrantError(
-                f"{control.peer} granted bytes {offset}..{offset + nbytes} of unknown segment {segment_id}"
-            )
+        segment = segment_of(grant, control, {} if remote is None else remote.segments)
+        # Without it there is no segment.
+        assert remote is not None
         return remote, segment
 
     def landing_memory(self, landing: ArenaBlock) -> int:

@@ -34,7 +34,7 @@ class MethodSpec:
     """What both sides know of a method."""
 
     __slots__ = (
-        "_hidden", "_signature", "fn", "high", "is_async", "is_stream", "label", "low", "name", "rules", "transport",
+        "_hidden", "_signature", "fn", "high", "is_stream", "label", "low", "name", "rules", "transport",
     )  # fmt: skip
 
     def __init__(
@@ -48,7 +48,6 @@ class MethodSpec:
         # Leading arguments that are the runtime's own, not the user's.
         self._hidden = hidden
         self.is_stream = inspect.isasyncgenfunction(fn)
-        self.is_async = inspect.iscoroutinefunction(fn)
         # With a transport of its own, every call is looked at: the choice may be impossible.
         fewest, most = _arity(fn) if transport is None else (1.0, 0.0)
         self.low, self.high = fewest, most

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM
+from aiodaft._protocol.messages import WANT_STREAM
 
 from .store import Arrived, Kept
 
@@ -118,16 +118,6 @@ class IncomingCall:
     def label(self) -> str:
         """What was called, such as "Model.execute"."""
         return self.spec.label
-
-    @property
-    def wants_nothing(self) -> bool:
-        """Whether it is a `tell`."""
-        return self.mode == WANT_NOTHING
-
-    @property
-    def wants_reply(self) -> bool:
-        """Whether one result is expected."""
-        return self.mode == WANT_REPLY
 
     @property
     def wants_stream(self) -> bool:

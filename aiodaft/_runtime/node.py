@@ -13,7 +13,7 @@ from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId
 from aiodaft._protocol.ledger import Demand, Ledger
 from aiodaft._protocol.messages import BYE
 from aiodaft.actor import Actor
-from aiodaft.exceptions import ActorDied, DaftError, InsufficientResources, PeerLost, SpawnFailed
+from aiodaft.exceptions import ActorDied, DaftError, InsufficientResources, PeerLost
 from aiodaft.methods import method
 
 from .failures import decode_error
@@ -296,6 +296,3 @@ def gpus_of_this_machine() -> int:
         return len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
         return 0
-
-
-__all__ = ["Node", "Place", "SpawnFailed", "gpus_of_this_machine"]

@@ -17,7 +17,6 @@ from .store import Arrived
 if TYPE_CHECKING:
     from .link import Link
     from .peer import Peer
-    from .sinks import ErrorSink
 
 # Items that the producer may be ahead of the consumer.
 CREDIT_WINDOW: Final = 16
@@ -31,7 +30,6 @@ class StreamState:
         self.number = number
         self.label = label
         self.link: Link | None = None
-        self.sink: ErrorSink | None = None
         self.inputs: list[RefState] | None = None
         # Encoded items, items on their way, and (in a tuple) objects of this process.
         self._items: deque[Arrived | asyncio.Task[Arrived] | tuple[Any]] = deque()

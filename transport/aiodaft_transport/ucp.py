@@ -21,7 +21,6 @@ from .exceptions import TransportError
 OLDEST: Final = (1, 21)
 
 _OK: Final = 0
-_INPROGRESS: Final = 1
 _ERR_BUSY: Final = -15
 
 _FEATURE_RMA: Final = 1 << 1

@@ -101,9 +101,7 @@ class Nursery:
         output.name = name
         child = self._children[self._last_number] = Child(self._last_number, output, self._loop)
         ours, theirs = socket.socketpair()
-        loaded = [name for name in _PRELOADED if name in sys.modules]
-        modules = loaded if self._preload is None else list(self._preload)
-        message = pack([order.SPAWN, child.number, environment, modules, settings])
+        message = pack([order.SPAWN, child.number, environment, self._modules(), settings])
         try:
             with theirs:
                 await self._configure()
@@ -211,12 +209,19 @@ class Nursery:
         self._loop.add_reader(ours.fileno(), self._readable)
         await self._configure()
 
+    def _modules(self) -> list[str]:
+        """What the fork server imports before it forks."""
+        if self._preload is not None:
+            return list(self._preload)
+        return [name for name in _PRELOADED if name in sys.modules]
+
     async def _configure(self) -> None:
         """Tell the fork server where modules are, if that has changed: notebooks add to sys.path."""
         path = _importable_path()
         if path != self._path:
-            self._path = path
             await self._send(pack([order.CONFIGURE, path, self._fork]), [])
+            # Not before: sending can be cancelled, and then the next spawn is who tells it.
+            self._path = path
 
     async def _send(self, message: bytes, fds: list[int]) -> None:
         # One at a time: the loop tells only one waiter that there is room.

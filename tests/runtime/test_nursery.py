@@ -1,0 +1,74 @@
+"""What the fork server is told, whatever becomes of those who wanted it told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from aiodaft._protocol.codec import unpack
+from aiodaft._runtime import forkserver as order
+from aiodaft._runtime.nursery import Nursery
+
+
+@asynccontextmanager
+async def nursery_and_server() -> AsyncGenerator[tuple[Nursery, socket.socket], None]:
+    """A nursery, and what would be its fork server's end of the socket."""
+    loop = asyncio.get_running_loop()
+    nursery: Any = Nursery(loop, fork=True, preload=())
+    nursery._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    nursery._socket.setblocking(False)
+    server.setblocking(False)
+    nursery._starting = loop.create_future()
+    nursery._starting.set_result(None)
+    with server:
+        try:
+            yield nursery, server
+        finally:
+            await nursery.aclose()
+
+
+def received(server: socket.socket) -> list[int]:
+    """The kinds of the orders that have come."""
+    kinds: list[int] = []
+    with suppress(BlockingIOError):
+        while True:
+            data, fds, _, _ = socket.recv_fds(server, 1 << 20, 3)
+            for fd in fds:
+                os.close(fd)
+            kinds.append(unpack(data, lambda code, content: None)[0])
+    return kinds
+
+
+async def test_the_paths_are_told_before_the_first_spawn_and_not_again() -> None:
+    async with nursery_and_server() as (nursery, server):
+        for expected in ([order.CONFIGURE, order.SPAWN], [order.SPAWN]):
+            _, connection = await nursery.spawn(b"", {}, "actor")
+            connection.close()
+            assert received(server) == expected
+
+
+async def test_what_a_cancelled_spawn_could_not_tell_is_told_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with nursery_and_server() as (nursery, server):
+        _, connection = await nursery.spawn(b"", {}, "actor")
+        connection.close()
+        monkeypatch.syspath_prepend("/notebook")
+        assert nursery._socket is not None
+        with suppress(BlockingIOError):
+            while True:
+                nursery._socket.send(b"\x91\x09")
+        spawning = asyncio.get_running_loop().create_task(nursery.spawn(b"", {}, "cancelled"))
+        while not nursery._sending.locked():
+            await asyncio.sleep(0)
+        spawning.cancel()
+        await asyncio.wait([spawning])
+        assert spawning.cancelled()
+        received(server)
+        _, connection = await nursery.spawn(b"", {}, "actor")
+        connection.close()
+        assert received(server) == [order.CONFIGURE, order.SPAWN]

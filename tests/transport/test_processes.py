@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from far_end import FarError, digest, open_far_end, pattern
+from far_end import FarEnd, FarError, digest, open_far_end, pattern
 from leaks import is_alive
 from transport_probes import descriptors_of_segments, mappings, memfds, segments_mapped
 from transports import TRANSPORTS
 
-from aiodaft_transport import TransportError
-from aiodaft_transport.conformance import SIZES
+from aiodaft_transport import Grant, TransportError
+from aiodaft_transport.conformance import POISON, SIZES
 
 pytestmark = pytest.mark.parametrize("name", TRANSPORTS)
 
@@ -31,6 +31,10 @@ def started(script: Path, *args: str) -> subprocess.Popen[bytes]:
     ])
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.Popen([sys.executable, script, *args], env=environment, stdout=subprocess.PIPE)
+
+
+async def fetch_into(far: FarEnd, grant: Grant, target: bytearray) -> None:
+    await far.transport.fetch_into(grant, far.link, memoryview(target))
 
 
 def descriptors_of_a_child() -> str:
@@ -134,6 +138,28 @@ async def test_a_killed_producer_leaves_views_readable_and_fails_what_comes_late
         del view
         gc.collect()
     assert (mappings(), descriptors_of_segments()) == (0, before)
+
+
+async def test_a_producer_killed_in_the_middle_writes_to_the_callers_memory_no_more(name: str) -> None:
+    async with open_far_end(name) as far:
+        warm = bytearray(1000)
+        await far.transport.fetch_into(await far.ask("produce", "warm", 1000, 2), far.link, memoryview(warm))
+        assert warm == pattern(1000, 2)
+        poison = POISON * (48 << 20)
+        target = bytearray(len(poison))
+        grant = await far.ask("produce", "doomed", len(poison), 1)
+        task = asyncio.get_running_loop().create_task(fetch_into(far, grant, target))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not task.done()
+        await far.kill()
+        (result,) = await asyncio.gather(task, return_exceptions=True)
+        # What is mapped, or was sent, is whole; anything else is an error.
+        assert isinstance(result, TransportError) or digest(target) == digest(pattern(len(poison), 1))
+        target[:] = poison
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert target == poison
 
 
 async def test_a_fetch_from_a_producer_that_is_stopped_ends_once_it_is_declared_lost(name: str) -> None:

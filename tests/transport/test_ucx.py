@@ -14,7 +14,8 @@ from far_end import digest, open_far_end, pattern
 from transports import needs_ucx
 
 from aiodaft_transport import PeerGone, TransportError, open_transport, ucx
-from aiodaft_transport.conformance import LoopbackControl, fetched, granted
+from aiodaft_transport.conformance import CHECKS, LoopbackControl, fetched, fill, granted
+from aiodaft_transport.memory import address_of
 from aiodaft_transport.ucx import INTERFACE_VARIABLE, UcxTransport
 
 pytestmark = needs_ucx
@@ -85,6 +86,31 @@ async def test_memory_is_registered_once_per_segment_however_often_it_is_used() 
             await pair.settle()
         # One for blocks, one for what arrives, one for the stamps of each.
         assert [end.registrations for end in ends] == [2, 2]
+
+
+async def test_memory_of_users_is_registered_each_time_or_once_and_needs_no_other_memory() -> None:
+    async with open_pair("ucx") as pair:
+        producer, consumer = opened(pair.producer.transport), opened(pair.consumer.transport)
+        source, target = bytearray(MIB), memoryview(bytearray(MIB))
+        producer.register(address_of(source), MIB)
+        counts: list[tuple[int, int]] = []
+        for seed in range(40):
+            if seed == 20:
+                consumer.register(address_of(target), MIB)
+            block = producer.block_at(memoryview(source))
+            assert block is not None
+            content = fill(block, seed)
+            grant = producer.grant(block, pair.producer.control)
+            await pair.settle()
+            await consumer.fetch_into(grant, pair.consumer.control, target)
+            assert target == content
+            counts.append((producer.registrations, consumer.registrations))
+            await pair.settle()
+        # The stamps and the source; the stamps and the target, time after time until it was registered.
+        assert counts == [(2, 2 + min(seed, 20)) for seed in range(40)]
+        for arena in (producer.arena, producer.landing, consumer.arena, consumer.landing):
+            assert (arena.live_blocks(), arena.idle_bytes()) == (0, 0)
+        del block
 
 
 async def test_hundreds_at_once_keep_few_operations_in_flight() -> None:
@@ -166,6 +192,13 @@ async def test_the_same_over_a_network() -> None:
     async with open_pair("ucx") as pair:
         interrupted = [await _cancelled_after(pair, ticks) for ticks in (1, 2, 3, 5, 8, 13, 21)]
         assert all(interrupted)
+
+
+@pytest.mark.usefixtures("over_tcp")
+@pytest.mark.parametrize("end", ["a_fetch_into_it_is_cancelled", "the_producer_is_lost"])
+async def test_memory_of_the_caller_over_a_network(end: str) -> None:
+    async with open_pair("ucx") as pair:
+        await CHECKS[f"memory_is_its_owners_again_once_{end}"](pair)
 
 
 async def test_a_cancelled_fetch_frees_its_memory_only_after_the_last_piece() -> None:

@@ -95,8 +95,39 @@ class Transport(Protocol):
         """
         ...
 
+    def fetch_into(self, grant: Grant, control: Control, target: memoryview) -> Awaitable[None]:
+        """Bring the granted bytes into memory of the caller's, which is as large as the granted block.
+
+        Whether it succeeds, fails or is cancelled: once it is over, the grant goes back and nothing writes to the
+        memory any more, so a cancelled one may take as long as what cannot be stopped. What is in the memory is then
+        the block, or, unless it succeeded, any mixture of the block and what was there before.
+
+        Raises:
+            ValueError: The memory is of another size, or cannot be written to. Nothing was.
+        """
+        ...
+
     def decline(self, grant: Grant, control: Control) -> None:
         """Give a grant back without having fetched it."""
+        ...
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Prepare memory of the caller's for any number of transfers. Idempotent, safe in any thread.
+
+        It stays where it is until it is unregistered and no block of it, nor a fetch into it, is left.
+        """
+        ...
+
+    def unregister(self, address: int) -> None:
+        """The opposite, for new transfers; those that are left end as they would have. Safe in any thread."""
+        ...
+
+    def block_at(self, memory: memoryview) -> Block | None:
+        """Registered memory, or part of it, as a block that peers pull from where it lies. Safe in any thread.
+
+        It keeps the memory alive as long as it is referred to or granted. None if the memory is not registered, or
+        if this transport can lend nothing but blocks that it allocated.
+        """
         ...
 
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:

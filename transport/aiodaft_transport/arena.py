@@ -7,6 +7,7 @@ memory beyond `keep` bytes goes back to the kernel, oldest first.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -61,19 +62,47 @@ class Segment:
             return
 
 
-class ArenaBlock:
+class Readable:
+    """What may be granted: counts the peers that may read it."""
+
+    __slots__ = ("_unread", "grants")
+
+    def __init__(self) -> None:
+        self.grants = 0
+        self._unread: list[Callable[[], object]] = []
+
+    def take_grant(self) -> None:
+        """One more peer may read it."""
+        self.grants += 1
+
+    def return_grant(self) -> None:
+        """One peer is done with it."""
+        self.grants -= 1
+        self._tell_if_unread()
+
+    def on_unread(self, callback: Callable[[], object]) -> None:
+        """Call back once the last grant that is out now, or given until then, is back."""
+        self._unread.append(callback)
+
+    def _tell_if_unread(self) -> None:
+        if not self.grants:
+            unread, self._unread = self._unread, []
+            for callback in unread:
+                callback()
+
+
+class ArenaBlock(Readable):
     """Part of a segment. `address` and `view` stay valid until it is released and no grant is out."""
 
-    __slots__ = ("_arena", "_unread", "grants", "nbytes", "offset", "released", "segment")
+    __slots__ = ("_arena", "nbytes", "offset", "released", "segment")
 
     def __init__(self, arena: Arena, segment: Segment, offset: int, nbytes: int) -> None:
+        super().__init__()
         self._arena = arena
         self.segment = segment
         self.offset = offset
         self.nbytes = nbytes
-        self.grants = 0
         self.released = False
-        self._unread: list[Callable[[], object]] = []
 
     @property
     def address(self) -> int:
@@ -87,20 +116,11 @@ class ArenaBlock:
         self._arena.release(self)
 
     def take_grant(self) -> None:
-        """One more peer may read the block."""
         self._arena.take_grant(self)
 
     def return_grant(self) -> None:
-        """One peer is done with the block."""
         self._arena.return_grant(self)
-        if not self.grants:
-            unread, self._unread = self._unread, []
-            for callback in unread:
-                callback()
-
-    def on_unread(self, callback: Callable[[], object]) -> None:
-        """Call back once the last grant that is out now, or given until then, is back."""
-        self._unread.append(callback)
+        self._tell_if_unread()
 
 
 class Arena:
@@ -116,7 +136,8 @@ class Arena:
         self._lock = threading.RLock()
         self._classes: dict[int, list[Segment]] = {}
         self._own: list[Segment] = []
-        self._last_segment = 0
+        # Names a segment, or something else that must not be taken for one.
+        self.next_number: Callable[[], int] = itertools.count(1).__next__
         # Garbage collected meanwhile must not trim the segment that is about to be handed out.
         self._allocating = False
         self._closed = False
@@ -196,8 +217,7 @@ class Arena:
         return self._own[-1]
 
     def _new_segment(self, size: int, capacity: int) -> Segment:
-        self._last_segment += 1
-        return Segment(self._last_segment, size, capacity, shared=self._shared)
+        return Segment(self.next_number(), size, capacity, shared=self._shared)
 
     def _reuse_if_idle(self, block: ArenaBlock) -> None:
         if not block.released or block.grants or self._closed:

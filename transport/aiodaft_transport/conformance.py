@@ -14,7 +14,9 @@ from typing import Final, Protocol
 
 from .abc import Block, Control, Grant, Transport
 from .exceptions import TransportError
+from .memory import address_of
 
+POISON: Final = b"\xee"
 SIZES: Final = (1, 63, 64, 4096, 65_537, (1 << 20) + 1, 8 << 20, (17 << 20) + 5)
 
 
@@ -101,8 +103,6 @@ async def fetched(pair: Pair, grant: Grant) -> memoryview:
 
 
 async def check_every_size_arrives_unchanged_and_aligned(pair: Pair) -> None:
-    from .memory import address_of  # noqa: PLC0415 - kept out of the public names of this module
-
     for nbytes in SIZES:
         block, grant, content = await granted(pair, nbytes)
         view = await fetched(pair, grant)
@@ -212,6 +212,102 @@ async def check_an_unknown_grant_is_an_error_and_harms_nothing(pair: Pair) -> No
         block.release()
         return
     raise AssertionError("an unknown grant was honoured")
+
+
+async def check_every_size_arrives_in_given_memory_and_nowhere_else(pair: Pair) -> None:
+    for nbytes in SIZES:
+        block, grant, content = await granted(pair, nbytes)
+        # At an odd address.
+        around = bytearray(POISON * (nbytes + 14))
+        await pair.consumer.transport.fetch_into(grant, pair.consumer.control, memoryview(around)[7:-7])
+        assert around == POISON * 7 + content + POISON * 7
+        block.release()
+    await _returned(pair)
+    assert pair.producer.live_blocks() == 0
+
+
+async def check_given_memory_that_does_not_fit_is_refused_untouched(pair: Pair) -> None:
+    for target in (bytearray(69_999), bytearray(70_001), bytes(70_000), memoryview(bytearray(140_000))[::2]):
+        block, grant, _ = await granted(pair, 70_000)
+        try:
+            await pair.consumer.transport.fetch_into(grant, pair.consumer.control, memoryview(target))
+        except ValueError:
+            assert not any(target)
+        else:
+            raise AssertionError(f"70,000 bytes were fetched into {len(target)}")
+        block.release()
+        await _returned(pair)
+        assert pair.producer.live_blocks() == 0
+
+
+async def check_memory_is_its_owners_again_once_a_fetch_into_it_is_cancelled(pair: Pair) -> None:
+    poison = POISON * (12 << 20)
+    for ticks in (0, 1, 2, 3, 5, 8, 13):
+        block, grant, _ = await granted(pair, len(poison))
+        target = bytearray(len(poison))
+        task = asyncio.get_running_loop().create_task(_fetch_into(pair, grant, target))
+        for _ in range(1 + ticks):
+            await asyncio.sleep(0)
+        # A second one must not end it early.
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        target[:] = poison
+        await _returned(pair)
+        assert target == poison
+        block.release()
+        await pair.settle()
+        assert pair.producer.live_blocks() == 0
+    block, grant, content = await granted(pair, 6 << 20, seed=77)
+    target = bytearray(6 << 20)
+    await _fetch_into(pair, grant, target)
+    assert target == content
+
+
+async def check_memory_is_its_owners_again_once_the_producer_is_lost(pair: Pair) -> None:
+    poison = POISON * (24 << 20)
+    block, grant, content = await granted(pair, len(poison))
+    target = bytearray(len(poison))
+    task = asyncio.get_running_loop().create_task(_fetch_into(pair, grant, target))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    pair.producer.transport.peer_lost(pair.producer.control.peer)
+    pair.consumer.transport.peer_lost(pair.consumer.control.peer)
+    (result,) = await asyncio.gather(task, return_exceptions=True)
+    # What is mapped stays readable.
+    assert isinstance(result, TransportError) or target == content
+    target[:] = poison
+    await pair.settle()
+    assert target == poison
+    block.release()
+
+
+async def check_registered_memory_is_sent_from_where_it_lies(pair: Pair) -> None:
+    transport = pair.producer.transport
+    memory = memoryview(bytearray(1 << 20))
+    transport.register(address_of(memory), len(memory))
+    transport.register(address_of(memory), len(memory))
+    parts = [transport.block_at(memory[start:]) for start in (0, 1000, 70_001)]
+    if None in parts:
+        # Shared memory: only what was allocated there can be mapped.
+        return
+    transport.unregister(address_of(memory))
+    # What is known already can still be read.
+    assert transport.block_at(memory) is None
+    for seed, block in enumerate(filter(None, parts)):
+        content = fill(block, seed)
+        assert memory[-block.nbytes :] == content
+        grant = transport.grant(block, pair.producer.control)
+        await pair.settle()
+        assert await fetched(pair, grant) == content
+        await _returned(pair)
+        assert block.grants == 0
+    assert pair.producer.live_blocks() == 0
+
+
+async def _fetch_into(pair: Pair, grant: Grant, target: bytearray) -> None:
+    await pair.consumer.transport.fetch_into(grant, pair.consumer.control, memoryview(target))
 
 
 async def _returned(pair: Pair) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from mmap import PAGESIZE, mmap
 from typing import Any, Final
 
-__all__ = ["ALIGNMENT", "PAGESIZE", "address_of", "aligned", "copy_memory", "exposed_view"]
+__all__ = ["ALIGNMENT", "PAGESIZE", "address_of", "aligned", "check_target", "copy_memory", "exposed_view", "view_at"]
 
 # torch and numpy read fastest, and every dtype is aligned, on cache line boundaries.
 ALIGNMENT: Final = 64
@@ -55,6 +55,20 @@ def address_of(buffer: Any) -> int:
         return int(info.buf or 0)
     finally:
         _release_buffer(ctypes.byref(info))
+
+
+def view_at(address: int, nbytes: int, owner: object) -> memoryview:
+    """A writable view of memory that belongs to `owner`, and keeps it alive."""
+    exporter = (ctypes.c_char * nbytes).from_address(address)
+    exporter.owner = owner  # type: ignore[attr-defined]  # an attribute of its own
+    return memoryview(exporter).cast("B")
+
+
+def check_target(target: memoryview, nbytes: int) -> None:
+    """Raise ValueError unless `target` is writable memory of exactly that many bytes."""
+    if target.readonly or not target.c_contiguous or target.nbytes != nbytes:
+        kind = "read-only" if target.readonly else "contiguous" if target.c_contiguous else "scattered"
+        raise ValueError(f"{nbytes} bytes cannot be fetched into {target.nbytes} bytes of {kind} memory")
 
 
 def copy_memory(target: int, source: int, nbytes: int) -> None:

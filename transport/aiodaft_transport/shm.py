@@ -9,6 +9,7 @@ producer reuses the block. So before a grant goes back, pages that became privat
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import struct
@@ -20,12 +21,14 @@ from .abc import Block, Control, Grant, Host
 from .arena import DEFAULT_KEEP, Arena, ArenaBlock, Segment
 from .exceptions import GrantError, TransportError
 from .grants import segment_of
-from .memory import exposed_view
+from .memory import check_target, exposed_view
 
 _SEGMENT: Final = 1  # id, size: a segment to map; the descriptor comes along
 _RETURN: Final = 2  # id: a grant comes back
 _GONE: Final = 3  # id: a segment that the producer unmapped
 _NOTE: Final = struct.Struct("<BQQ")
+# Copied in one step; about 0.1 ms.
+_SLICE: Final = 1 << 20
 
 # In the top byte of a pagemap entry: bit 7 present, bit 6 swapped, bit 5 page of a file.
 _IS_PRIVATE: Final = bytes(1 if byte & 0b1100_0000 and not byte & 0b0010_0000 else 0 for byte in range(256))
@@ -129,8 +132,29 @@ class ShmTransport:
 
         return exposed_view(mapping.region, offset, nbytes, dropped)
 
+    async def fetch_into(self, grant: Grant, control: Control, target: memoryview) -> None:
+        try:
+            check_target(target, cast(int, grant[2]))
+        except ValueError:
+            self.decline(grant, control)
+            raise
+        with await self.fetch(grant, control) as source:
+            for start in range(0, len(target), _SLICE):
+                target[start : start + _SLICE] = source[start : start + _SLICE]
+                # The loop gets its turn, and a cancellation is seen, while nothing is being written.
+                await asyncio.sleep(0)
+
     def decline(self, grant: Grant, control: Control) -> None:
         self._return_grant(cast(int, grant[3]), control)
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Nothing to prepare: peers map blocks of this process, and cannot map anything else of it."""
+
+    def unregister(self, address: int) -> None:
+        """Nothing was registered."""
+
+    def block_at(self, memory: memoryview) -> Block | None:
+        return None
 
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
         kind, number, size = _NOTE.unpack(note) if len(note) == _NOTE.size else (0, 0, 0)

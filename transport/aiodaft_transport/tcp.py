@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, ClassVar, Final, cast
 
-from .arena import DEFAULT_KEEP, Arena, ArenaBlock
+from .arena import DEFAULT_KEEP, Arena
 from .exceptions import GrantError, HandshakeError, PeerGone
 from .handshake import ACCEPT_SIZE, CHALLENGE_SIZE, HELLO_SIZE, NONCE_SIZE, ClientHandshake, Key, ServerHandshake
-from .memory import exposed_view
+from .lent import AnyBlock, Regions
+from .memory import check_target, exposed_view
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -56,10 +57,12 @@ class TcpTransport:
         self._interface = interface
         self._blocks = Arena(shared=False, keep=keep)
         self._landing = Arena(shared=False, keep=keep)
+        # A socket sends from any memory: there is nothing to undo.
+        self._regions = Regions(self._blocks.next_number, lambda number: None)
         self._listener: socket.socket | None = None
         self._accepting = False
         self._strangers = 0
-        self._granted: dict[str, dict[int, ArenaBlock]] = {}
+        self._granted: dict[str, dict[int, AnyBlock]] = {}
         self._last_grant = 0
         self._idle: dict[str, list[socket.socket]] = {}
         self._open: dict[str, set[socket.socket]] = {}
@@ -70,11 +73,16 @@ class TcpTransport:
         """The pool that blocks come from."""
         return self._blocks
 
+    @property
+    def landing(self) -> Arena:
+        """The pool that values arrive in."""
+        return self._landing
+
     def allocate(self, nbytes: int) -> Block:
         return self._blocks.allocate(nbytes)
 
     def grant(self, block: Block, control: Control) -> Grant:
-        block = cast(ArenaBlock, block)
+        block = cast("AnyBlock", block)
         port = self._listening().getsockname()[1]
         self._last_grant += 1
         self._granted.setdefault(control.peer, {})[self._last_grant] = block
@@ -82,20 +90,36 @@ class TcpTransport:
         return (self._interface, port, block.nbytes, self._last_grant)
 
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
-        address, port, nbytes, grant_id = cast(tuple[str, int, int, int], grant)
-        landing = self._landing.allocate(nbytes)
+        landing = self._landing.allocate(cast(int, grant[2]))
         try:
-            async with self._connection(control.peer, address, port) as connection:
-                await self._pull(connection, grant_id, landing.view)
+            await self.fetch_into(grant, control, landing.view)
         except BaseException:
             landing.release()
+            raise
+        return exposed_view(landing.segment.region, landing.offset, landing.nbytes, landing.release)
+
+    async def fetch_into(self, grant: Grant, control: Control, target: memoryview) -> None:
+        address, port, nbytes, grant_id = cast(tuple[str, int, int, int], grant)
+        try:
+            check_target(target, nbytes)
+            async with self._connection(control.peer, address, port) as connection:
+                await self._pull(connection, grant_id, target)
+        except BaseException:
             # The request may not have been sent; where it was, giving back twice does no harm.
             self.decline(grant, control)
             raise
-        return exposed_view(landing.segment.region, landing.offset, nbytes, landing.release)
 
     def decline(self, grant: Grant, control: Control) -> None:
         control.send_note(self.name, _RETURN.pack(cast(int, grant[3])))
+
+    def register(self, address: int, nbytes: int) -> None:
+        self._regions.add(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        self._regions.remove(address)
+
+    def block_at(self, memory: memoryview) -> Block | None:
+        return self._regions.find(memory)
 
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
         if len(note) != _RETURN.size:

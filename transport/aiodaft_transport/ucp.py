@@ -177,7 +177,8 @@ class Worker:
         self.completed: deque[tuple[int, int]] = deque()
         self.failed: deque[tuple[int, int]] = deque()
         self._memories: set[int] = set()
-        self._memories_lock = threading.Lock()
+        # Reentrant: garbage that is collected meanwhile may unregister some.
+        self._memories_lock = threading.RLock()
         self._context = _init(library, options)
         self._worker = c_void_p()
         try:

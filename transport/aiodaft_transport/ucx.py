@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, ClassVar, Final, cast
 from .arena import DEFAULT_KEEP, Arena, ArenaBlock
 from .exceptions import GrantError, PeerGone, TransportError, Unreachable
 from .grants import segment_of
-from .memory import exposed_view
+from .lent import Regions
+from .memory import check_target, exposed_view
 from .ucp import Library
 from .ucx_memory import WORD, Pool, Stamp
 from .ucx_pull import Pull, Remote, RemoteSegment
@@ -27,6 +28,7 @@ from .ucx_worker import Driver
 
 if TYPE_CHECKING:
     from .abc import Block, Control, Grant, Host
+    from .lent import AnyBlock
 
 _ADDRESS: Final = 1  # where the peer's stamp is, what it is, bytes of its key; the key, and the worker's address
 _SEGMENT: Final = 2  # id, first byte, size, key: memory that grants are about
@@ -86,6 +88,8 @@ class UcxTransport:
         self._options = options_for(interface or os.environ.get(INTERFACE_VARIABLE) or None)
         self._blocks = Pool(keep=keep, on_segment_closed=self._block_segment_closed)
         self._landing = Pool(keep=keep)
+        # Users' memory, numbered like the segments of blocks, because peers are told of both.
+        self._regions = Regions(self._blocks.arena.next_number, self._blocks.closed)
         self._stamps = Pool(keep=keep)
         self._driver: Driver | None = None
         self._remotes: dict[str, Remote] = {}
@@ -104,7 +108,7 @@ class UcxTransport:
 
     @property
     def registrations(self) -> int:
-        """How many segments were registered so far."""
+        """How often memory was registered so far: segments of the pools, and memory of users."""
         return sum(pool.registrations for pool in (self._blocks, self._landing, self._stamps))
 
     @property
@@ -120,7 +124,7 @@ class UcxTransport:
         return self._blocks.arena.allocate(nbytes)
 
     def grant(self, block: Block, control: Control) -> Grant:
-        block = cast(ArenaBlock, block)
+        block = cast("AnyBlock", block)
         segment = block.segment
         block.take_grant()
         try:
@@ -138,19 +142,45 @@ class UcxTransport:
         return (segment.id, block.offset, block.nbytes, self._last_grant)
 
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
-        pull = self._pull(grant, control)
+        pull = self._pull(grant, control, None)
         try:
             await pull.done
         except BaseException:
             pull.detach()
             raise
-        landing = pull.landing
+        landing = cast(ArenaBlock, pull.landing)
         return exposed_view(landing.segment.region, landing.offset, landing.nbytes, landing.release)
+
+    async def fetch_into(self, grant: Grant, control: Control, target: memoryview) -> None:
+        try:
+            check_target(target, cast(int, grant[2]))
+        except ValueError:
+            self.decline(grant, control)
+            raise
+        pull = self._pull(grant, control, target)
+        try:
+            await pull.done
+        except BaseException:
+            pull.detach()
+            await pull.wait_quiet()
+            raise
+        finally:
+            # The error's frames lead here; they must not keep the memory registered.
+            del pull
 
     def decline(self, grant: Grant, control: Control) -> None:
         remote = self._remotes.get(control.peer)
         if remote is not None:
             self._send(remote, _RETURN, _NUMBER.pack(cast(int, grant[3])))
+
+    def register(self, address: int, nbytes: int) -> None:
+        self._regions.add(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        self._regions.remove(address)
+
+    def block_at(self, memory: memoryview) -> Block | None:
+        return self._regions.find(memory)
 
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
         for fd in fds:
@@ -239,15 +269,20 @@ class UcxTransport:
         if not remote.pulls:
             self._forget_keys(remote)
 
-    def _pull(self, grant: Grant, control: Control) -> Pull:
-        """Begin to fetch; what is small is here when this returns."""
+    def _pull(self, grant: Grant, control: Control, target: memoryview | None) -> Pull:
+        """Begin to fetch, into the pool if there is no target; what is small is here when this returns."""
         _, offset, nbytes, grant_id = cast(tuple[int, int, int, int], grant)
         remote, segment = self.source_of(grant, control)
         driver = self.driver
         try:
-            landing = self._landing.arena.allocate(nbytes)
+            landing: AnyBlock
+            if target is None:
+                landing = self._landing.arena.allocate(nbytes)
+                memory = self.landing_memory(landing)
+            else:
+                landing = self._regions.find_or_make(target)
+                memory = self._blocks.memory_of(landing.segment, driver.worker)
             pull = Pull(remote, driver, landing, lambda: self._pulled(remote, grant_id))
-            memory = self.landing_memory(landing)
             stamp_memory = self._stamps.memory_of(remote.stamp.block.segment, driver.worker)
         except BaseException:
             self.decline(grant, control)

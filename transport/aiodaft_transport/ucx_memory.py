@@ -9,6 +9,7 @@ from itertools import count
 from typing import Final
 
 from .arena import Arena, ArenaBlock, Segment
+from .lent import Region
 from .ucp import Worker
 
 WORD: Final = 8
@@ -19,25 +20,26 @@ class Pool:
     """An arena whose segments are registered when they are first used, and never again."""
 
     def __init__(self, *, keep: int, on_segment_closed: Callable[[int], None] | None = None) -> None:
-        self.arena = Arena(shared=False, keep=keep, on_segment_closed=self._segment_closed)
+        self.arena = Arena(shared=False, keep=keep, on_segment_closed=self.closed)
         self._on_segment_closed = on_segment_closed
         self._registered: dict[int, tuple[Worker, int]] = {}
         # How many segments were registered so far.
         self.registrations = 0
 
-    def memory_of(self, segment: Segment, worker: Worker) -> int:
-        """The handle of a segment."""
+    def memory_of(self, segment: Segment | Region, worker: Worker) -> int:
+        """The handle of a segment, or of a region that is told of by `closed`."""
         known = self._registered.get(segment.id)
         if known is None:
             known = self._registered[segment.id] = worker, worker.register(segment.address, segment.size)
             self.registrations += 1
         return known[1]
 
-    def key_of(self, segment: Segment, worker: Worker) -> bytes:
+    def key_of(self, segment: Segment | Region, worker: Worker) -> bytes:
         """What a peer must know to read a segment."""
         return worker.pack(self.memory_of(segment, worker))
 
-    def _segment_closed(self, segment_id: int) -> None:
+    def closed(self, segment_id: int) -> None:
+        """A segment or region is no more. In any thread, while its memory is still there."""
         known = self._registered.pop(segment_id, None)
         if known is not None:
             worker, memory = known

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from .arena import ArenaBlock
 from .exceptions import PeerGone
 from .ucp import UcxError
 from .ucx_memory import WORD, Stamp, read_word
 
 if TYPE_CHECKING:
     from .abc import Control
+    from .lent import AnyBlock
     from .ucx_worker import Driver, Endpoint
 
 PIECE: Final = 8 << 20
@@ -51,7 +52,7 @@ class Remote:
         self.stamped = RemoteSegment(0, 0, b"")
         self.expected_stamp = 0
         self.segments: dict[int, RemoteSegment] = {}
-        self.granted: dict[int, ArenaBlock] = {}
+        self.granted: dict[int, AnyBlock] = {}
         # Which of our own segments it knows, and whether it knows our address.
         self.told: set[int] = set()
         self.introduced = False
@@ -62,7 +63,7 @@ class Remote:
 class Pull:
     """One transfer: owns the landing block until nothing can write to it any more."""
 
-    def __init__(self, remote: Remote, driver: Driver, landing: ArenaBlock, on_finished: Callable[[], object]) -> None:
+    def __init__(self, remote: Remote, driver: Driver, landing: AnyBlock, on_finished: Callable[[], object]) -> None:
         self.landing = landing
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._remote = remote
@@ -73,6 +74,7 @@ class Pull:
         self._word = 0
         self._stopped = False
         self._finished = False
+        self._quiet: asyncio.Future[None] | None = None
 
     def begin(self, segment: RemoteSegment, offset: int, memory: int, stamp_memory: int) -> None:
         """Begin the first pieces. What is small may be here when this returns."""
@@ -99,6 +101,18 @@ class Pull:
         if self._finished:
             # It may have been complete, but was never taken.
             self.landing.release()
+
+    async def wait_quiet(self) -> None:
+        """After `fail` or `detach`: wait until nothing can write to the memory any more.
+
+        Cancellation: does not end it, because UCX cannot be stopped either. Whoever calls this because of a
+        cancellation passes that one on.
+        """
+        while not self._finished:
+            if self._quiet is None:
+                self._quiet = asyncio.get_running_loop().create_future()
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([self._quiet])
 
     def _stop(self) -> None:
         self._stopped = True
@@ -162,4 +176,6 @@ class Pull:
             self.landing.release()
         else:
             self.done.set_result(None)
+        if self._quiet is not None:
+            self._quiet.set_result(None)
         self._on_finished()

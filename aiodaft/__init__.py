@@ -25,7 +25,7 @@ from aiodaft.exceptions import (
 )
 from aiodaft.graph import Graph, compile
 from aiodaft.group import Group
-from aiodaft.memory import empty
+from aiodaft.memory import Registration, empty, register
 from aiodaft.methods import method
 from aiodaft.placement import Placement, Spawned
 from aiodaft.ref import Ref, Refs, Stream, borrow, lazy
@@ -57,6 +57,7 @@ __all__ = [
     "Placement",
     "Ref",
     "Refs",
+    "Registration",
     "RemoteError",
     "Runtime",
     "RuntimeClosed",
@@ -75,6 +76,7 @@ __all__ = [
     "exceptions",
     "lazy",
     "method",
+    "register",
     "run",
     "start",
     "stop",

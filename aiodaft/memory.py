@@ -1,17 +1,18 @@
-"""Tensors in shared memory: what is produced there is shared already, and is never copied."""
+"""Tensors whose memory transports can use as it is: made in shared memory, or registered."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiodaft._runtime.current import current_peer
+from aiodaft._runtime.tensors import fills_its_span, is_dense_tensor
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["empty"]
+__all__ = ["Registration", "empty", "register"]
 
 
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -41,3 +42,64 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     peer.store.share(block.address, block)
     weakref.finalize(storage, peer.store.unshare, block.address).atexit = False
     return flat.view(dtype).view(shape)
+
+
+class Registration:
+    """What `register` returns: leave its `with` block, or close it, to end the registration."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        self._end = end
+
+    def close(self) -> None:
+        """End the registration; transfers that are under way go on. Idempotent."""
+        self._end()
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def register(tensor: torch.Tensor) -> Registration:
+    """Register the memory of a tensor once, to send it, or receive into it by `ref.into(tensor)`, any number of times.
+
+    What is sent of it, all or part, is read by the consumer where it lies, as with `empty()`, and the same holds: do
+    not write to it while others may read it (`await ref.released()` tells when nobody does; for an argument, when the
+    call has ended). Over `ucx` that saves the copy and the preparation of memory for each transfer; over `tcp` the
+    copy. Over `shm` it changes nothing: processes can map only what was made there, so what is sent is copied as ever;
+    use `empty()` where that matters.
+
+    It ends with `close()`, or with the tensor's storage, which must not be resized meanwhile. Dropping the result does
+    not end it.
+
+    Args:
+        tensor: A CPU tensor without gaps: contiguous, or transposed, or channels last.
+
+    Raises:
+        TypeError: It is no plain tensor: sparse, a subclass of Tensor, or nothing of torch's.
+        ValueError: It is not on the CPU, has gaps, or part of its memory is registered already.
+        RuntimeClosed: No runtime surrounds the caller.
+    """
+    if not is_dense_tensor(tensor):
+        layout = getattr(tensor, "layout", None)
+        kind = type(tensor).__name__ if layout is None else f"a {type(tensor).__name__} of layout {layout}"
+        raise TypeError(f"register() takes a plain tensor, not {kind}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"register() takes a tensor in the memory of the CPU, not one on {tensor.device}")
+    if not fills_its_span(tensor):
+        raise ValueError("register() takes a tensor without gaps: register its base, or a contiguous copy")
+    store = current_peer().store
+    if not tensor.nbytes:
+        return Registration(_nothing)
+    address = tensor.data_ptr()
+    store.register(address, tensor.nbytes)
+    end = weakref.finalize(tensor.untyped_storage(), store.unregister, address)
+    end.atexit = False
+    return Registration(end)
+
+
+def _nothing() -> None:
+    return

@@ -110,11 +110,17 @@ class Ref(Generic[T_co]):
     async def into(self, target: T) -> T:
         """Write the value, a tensor, into a tensor of the same shape and dtype, and return that.
 
-        Raises:
-            TypeError: The value or the target is no tensor.
-            ValueError: Shape or dtype differ.
+        Into a CPU tensor that has its elements in the same order in memory as the value, and no gaps, the bytes go
+        straight from where they come from; `register(target)` prepares its memory for that once. Anything else is
+        brought here first, and copied. `into` counts as one write in place, as `target.copy_()` does.
 
-        Cancellation: the target may be partly written.
+        Raises:
+            TypeError: The value or the target is no tensor; nothing was written.
+            ValueError: Shape or dtype differ, or the target is expanded; nothing was written.
+            DaftError: As for awaiting the ref. The target may hold any mixture of old and new.
+
+        Cancellation: the same mixture. Nothing writes to the target any more once this returns or raises, so that a
+        cancellation waits for what cannot be stopped: a copy, or, over `ucx`, two pieces of 8 MiB.
         """
         await self._state.copy_into(target)
         return target

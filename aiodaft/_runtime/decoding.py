@@ -6,13 +6,13 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from aiodaft._protocol.codec import unpack, unpack_stream
+from aiodaft._protocol.codec import Ext, pack, pack_exts, unpack, unpack_stream
 from aiodaft.exceptions import SerializationError
 from aiodaft_transport.memory import address_of, copy_memory
 
 from . import serialization as wire
 from .pickling import breathe, unpickle
-from .tensors import TensorMaker
+from .tensors import Spec, TensorMaker
 
 _new_bytes: Final = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.restype = ctypes.py_object
@@ -22,9 +22,20 @@ _new_bytearray.restype = ctypes.py_object
 _new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
 
 
+_SOLE_TENSOR: Final = pack(pack_exts(wire.TENSOR, 0))
+
+
 def is_heavy(payload: bytes) -> bool:
     """Whether decoding takes long, so that it belongs in a helper thread."""
     return bool(payload[0] & wire.HEAVY)
+
+
+def sole_tensor(payload: bytes) -> Spec | None:
+    """How the tensor is laid out in the only buffer, if the value is one tensor and nothing else."""
+    if payload[0] != wire.TABLE:
+        return None
+    table, specs, skeleton = unpack(memoryview(payload)[1:], Ext)
+    return specs[0] if len(table) == len(specs) == 1 and skeleton == _SOLE_TENSOR else None
 
 
 class Decoder:

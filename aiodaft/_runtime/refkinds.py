@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
 
     from .calls import Target
+    from .landing import Landing
     from .link import Link
     from .peer import Peer
     from .sinks import ErrorSink
@@ -198,7 +199,7 @@ class GatheredState(RefState):
         else:
             self._settle(HERE)
 
-    async def bring(self) -> list[Any]:
+    async def bring(self, landing: Landing | None = None) -> list[Any]:
         return [await part for part in self._parts]
 
     def cancel(self, why: str) -> bool:

@@ -18,6 +18,7 @@ from aiodaft.exceptions import DaftError
 from aiodaft.ref import Ref
 
 from .decoding import is_heavy
+from .landing import Landing
 from .store import Arrived, Kept
 from .tasks import wait_shielded
 
@@ -346,19 +347,22 @@ class RefState(Tenure):
             self._settle(HERE if self.error is None else FAILED)
         self._serve_waiters()
 
-    async def bring(self) -> Any:
-        """Get the value from wherever it is."""
-        arrived = self.arrived or await self.peer.transfer.pull(self.owner, self.number, self.producer)
+    async def bring(self, landing: Landing | None = None) -> Any:
+        """Get the value from wherever it is; the landing's target, if it went straight into that."""
+        arrived = self.arrived or await self.peer.transfer.pull(self.owner, self.number, self.producer, landing)
+        if landing is not None and landing.filled:
+            return landing.target
         return await self.peer.store.decode(arrived, refs=arrived.refs)
 
     async def copy_into(self, target: Any) -> None:
         """Write the value, a tensor, into another tensor."""
+        landing = Landing(target, self.label)
         here: Ref[Any] = Ref(self.hold())
         if self.own:
             await here.ready()
         yet_to_come = self.value is ABSENT and self.error is None
-        value = await self.bring() if yet_to_come else await here
-        await self.peer.store.copy_into(target, value)
+        value = await self.bring(landing) if yet_to_come else await here
+        await landing.copy(value, self.peer.offload)
 
     def cancel(self, why: str) -> bool:
         """Ask for the call to be cancelled; False if it is over already."""

@@ -69,7 +69,7 @@ class Names(NamedTuple):
 class Encoder(PicklerHooks):
     """Encodes one value."""
 
-    def __init__(self, *, find_block: Callable[[int], Block | None], resolve: bool, patient: bool) -> None:
+    def __init__(self, *, find_block: Callable[[Source], Block | None], resolve: bool, patient: bool) -> None:
         self.resolve = resolve
         self.patient = patient
         self.heavy = False
@@ -305,7 +305,7 @@ def _field_names(value: Any) -> list[str]:
     return [*fields, *(name for name in getattr(value, "__dict__", ()) if name not in fields)]
 
 
-def no_block(address: int) -> None:
+def no_block(source: Source) -> None:
     """Finds no shared block anywhere."""
 
 
@@ -313,7 +313,7 @@ def encode(
     value: Any,
     *,
     names: Names,
-    find_block: Callable[[int], Block | None] = no_block,
+    find_block: Callable[[Source], Block | None] = no_block,
     resolve: bool = False,
     patient: bool = False,
 ) -> Encoded:
@@ -322,7 +322,7 @@ def encode(
     Args:
         value: The value.
         names: What to call it and its parts in errors.
-        find_block: Finds the shared block that starts at an address.
+        find_block: Finds the block that a tensor's memory is, if peers can reach it where it lies.
         resolve: Whether refs in plain containers stand for their values.
         patient: Whether this is a helper thread, where time does not matter.
 

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INLINE_LIMIT
 from aiodaft.ref import Borrowed, Ref
 from aiodaft_transport import Block, Grant, Transport
+from aiodaft_transport.memory import view_at
 
 from .decoding import decode, is_heavy
-from .offload import Offload
+from .offload import SYNC_COPY, Offload
 from .pickling import TooLong
-from .serialization import Names, encode, no_block
-from .tensors import tensor_copy
-from .values import Encoded
+from .serialization import Names, encode
+from .values import Encoded, Source
 
 if TYPE_CHECKING:
     from .link import Neighbour
 
 Key: TypeAlias = tuple[PeerId, CallId]
-
-# A warm copy of this size takes about 50 us; more goes to the helper thread.
-SYNC_COPY: Final = 1 << 20
 
 
 class Arrived:  # noqa: B903 - on the path of every call: a dataclass costs more
@@ -158,7 +155,7 @@ class Kept:
             return self.inline
         traffic = link.traffic
         traffic.payloads_sent += len(self.all_blocks)
-        traffic.payload_sent += self.encoded.nbytes
+        traffic.payload_sent += sum(block.nbytes for block in self.all_blocks)
         return tuple((transport.name, transport.grant(block, link)) for block in self.all_blocks)
 
     def origin(self, index: int) -> Any:
@@ -194,7 +191,9 @@ class Store:
         self._open_transport = open_transport
         self._transports: dict[str, Transport] = {}
         self._preferred = transport
+        # Memory of tensors by its address: made by `empty()`; and bytes of what the user registered.
         self._shared: dict[int, Block] = {}
+        self._registered: dict[int, int] = {}
         self.entries: dict[Key, Kept] = {}
 
     @property
@@ -205,7 +204,9 @@ class Store:
     def transport_named(self, name: str) -> Transport:
         """The transport with this name, opened when first needed."""
         if name not in self._transports:
-            self._transports[name] = self._open_transport(name)
+            transport = self._transports[name] = self._open_transport(name)
+            for address, nbytes in list(self._registered.items()):
+                transport.register(address, nbytes)
         return self._transports[name]
 
     def keep(
@@ -219,10 +220,20 @@ class Store:
         patient: bool = False,
     ) -> Kept:
         """Encode a value; see `serialization.encode`. Safe in any thread."""
-        # What is in shared memory already need not be copied, unless it is to travel in another way.
-        find_block = self._shared.get if via in (None, self._preferred) else no_block
+
+        def find_block(source: Source) -> Block | None:
+            return self._find_block(source, via or self._preferred)
+
         encoded = encode(value, names=names, find_block=find_block, resolve=resolve, patient=patient)
         return Kept(encoded, lender, via)
+
+    def _find_block(self, source: Source, name: str) -> Block | None:
+        """The block that a tensor's memory is, if the transport reads it where it lies."""
+        shared = self._shared.get(source.address) if name == self._preferred else None
+        if shared is not None or not self._registered or source.nbytes <= INLINE_LIMIT:
+            # Small ones travel better together.
+            return shared
+        return self.transport_named(name).block_at(view_at(source.address, source.nbytes, source.keep))
 
     async def keep_anywhere(
         self,
@@ -288,19 +299,6 @@ class Store:
             home=self._home,
         )
 
-    async def copy_into(self, target: Any, value: Any) -> None:
-        """Write a tensor into another of the same shape and dtype, in the helper thread if it is large.
-
-        Raises:
-            TypeError: One of them is no tensor.
-            ValueError: Shape or dtype differ.
-        """
-        copy = tensor_copy(target, value)
-        if target.numel() * target.element_size() > SYNC_COPY:
-            await self._offload.run(copy)
-        else:
-            copy()
-
     def drop(self, key: Key) -> None:
         """Free a value that its owner does not need any more."""
         kept = self.entries.pop(key, None)
@@ -323,6 +321,24 @@ class Store:
     def unshare(self, address: int) -> None:
         """The tensor is gone: its block is reused once nobody reads it."""
         self._shared.pop(address).release()
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Prepare every transport, also those that are opened later, for memory of the user's. Safe in any thread.
+
+        Raises:
+            ValueError: Part of it is registered.
+        """
+        if any(start < address + nbytes and address < start + size for start, size in list(self._registered.items())):
+            raise ValueError("the memory, or part of it, is registered already")
+        self._registered[address] = nbytes
+        for transport in list(self._transports.values()):
+            transport.register(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        """The opposite. Safe in any thread, also while garbage is collected."""
+        del self._registered[address]
+        for transport in list(self._transports.values()):
+            transport.unregister(address)
 
     def peer_lost(self, peer: PeerId) -> None:
         """Forget a peer's grants and mappings."""

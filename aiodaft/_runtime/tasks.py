@@ -57,6 +57,20 @@ def shield_from_anyio() -> AbstractContextManager[object]:
     return nullcontext() if anyio is None else anyio.CancelScope(shield=True)
 
 
+async def see_through(future: asyncio.Future[T]) -> T:
+    """Wait for something that nobody can stop; a cancellation is raised once it is over."""
+    cancelled: asyncio.CancelledError | None = None
+    with shield_from_anyio():
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return future.result()
+
+
 def wait_shielded(future: asyncio.Future[Any]) -> Generator[Any, None, None]:
     """Wait for a future after a cancellation; another cancellation ends the waiting."""
     with shield_from_anyio():

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiodaft_transport import Block
+from aiodaft_transport.memory import view_at
 
 from .values import Source
 
@@ -45,7 +46,7 @@ def is_dense_tensor(value: Any) -> bool:
 class TensorTable:
     """The tensors of one value while it is encoded."""
 
-    def __init__(self, find_block: Callable[[int], Block | None]) -> None:
+    def __init__(self, find_block: Callable[[Source], Block | None]) -> None:
         self._find_block = find_block
         self._indices: dict[int, int] = {}
         self._tensors: list[torch.Tensor] = []
@@ -93,7 +94,7 @@ class TensorTable:
             source = _strided_source(first)
         else:
             source = Source(high - low, first.untyped_storage().data_ptr() + low if high > low else 0, first)
-            source.block = self._find_block(source.address) if source.nbytes else None
+            source.block = self._find_block(source) if source.nbytes else None
             source.lent = source.block is not None
         original = self._originals[first_index]
         source.version = _version_counter(original)
@@ -159,22 +160,25 @@ class TensorMaker:
         return tensor.requires_grad_() if flags & _REQUIRES_GRAD else tensor
 
 
-def tensor_copy(target: Any, value: Any) -> Callable[[], object]:
-    """A function that writes one tensor into another.
+def fills_its_span(tensor: torch.Tensor) -> bool:
+    """Whether the elements are all of the memory from the first to the last, each once, in whatever order."""
+    step = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1:
+            if stride != step and tensor.numel():
+                return False
+            step *= length
+    return True
 
-    Raises:
-        TypeError: One of them is no tensor.
-        ValueError: Shape or dtype differ.
-    """
-    for name, tensor in (("the value", value), ("the target", target)):
-        if not is_dense_tensor(tensor):
-            raise TypeError(f"`into` writes a tensor into a tensor, but {name} is {type(tensor).__name__}")
-    if (target.shape, target.dtype) != (value.shape, value.dtype):
-        raise ValueError(
-            f"`into` needs a tensor of shape {tuple(value.shape)} and {value.dtype}, "
-            f"not of shape {tuple(target.shape)} and {target.dtype}"
-        )
-    return lambda: target.detach().copy_(value.detach())
+
+def same_strides(size: Any, first: Any, second: Any) -> bool:
+    """Whether two tensors of that size have their elements in the same order in memory."""
+    return all(length == 1 or one == two for length, one, two in zip(size, first, second, strict=True))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a CPU tensor that fills its span; it keeps the tensor alive."""
+    return view_at(tensor.data_ptr(), tensor.nbytes, tensor)
 
 
 def _storage_key(tensor: torch.Tensor, index: int) -> tuple[str, int]:

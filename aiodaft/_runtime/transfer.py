@@ -14,18 +14,21 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import BROKEN, MOVED, PULL, VALUE, Message
 from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost, RemoteProtocolError
-from aiodaft_transport import TransportError
+from aiodaft_transport import Grant, TransportError, size_of
 
 from .failures import copy_error, decode_error, encode_error
 from .refs import THERE, RefState
 from .store import Arrived, Kept
 
 if TYPE_CHECKING:
+    from .landing import Landing
     from .link import Link, Neighbour
     from .peer import Peer
 
 # Where a value is: kept here, at another process, or nowhere because making it failed.
 Place: TypeAlias = Kept | PeerId | BaseException
+# Name of a transport, and what it granted.
+Blob: TypeAlias = tuple[str, Grant]
 
 # owner -> producer -> owner is the longest honest chain; more means that somebody lies.
 _MAX_HOPS: Final = 8
@@ -40,11 +43,12 @@ class Transfer:
 
     # Wanting a value.
 
-    async def pull(self, owner: PeerId, number: CallId, producer: PeerId) -> Arrived:
-        """Get a value.
+    async def pull(self, owner: PeerId, number: CallId, producer: PeerId, landing: Landing | None = None) -> Arrived:
+        """Get a value, straight into the landing if there is one that fits it.
 
         Raises:
             OwnerDied: Its owner is gone.
+            ValueError: It is a tensor that the landing has no place for.
             BaseException: What making it raised.
         """
         asked = producer
@@ -52,9 +56,9 @@ class Transfer:
             if asked == self._peer.id:
                 place = await self._locate_here(owner, number)
                 if isinstance(place, Kept):
-                    return await self._take_own(place)
+                    return await self._take_own(place, landing)
             else:
-                answer = await self._ask(asked, owner, number)
+                answer = await self._ask(asked, owner, number, landing)
                 if isinstance(answer, Arrived):
                     return answer
                 place = answer
@@ -63,7 +67,9 @@ class Transfer:
             asked = place
         raise RemoteProtocolError(f"nobody has the value of ref {number} of {owner}")
 
-    async def _ask(self, asked: PeerId, owner: PeerId, number: CallId) -> Arrived | PeerId | BaseException:
+    async def _ask(
+        self, asked: PeerId, owner: PeerId, number: CallId, landing: Landing | None
+    ) -> Arrived | PeerId | BaseException:
         link = self._peer.link_to(asked)
         try:
             message = await self._question(link, owner, number)
@@ -80,7 +86,7 @@ class Transfer:
             return decode_error(message[3])
         _, _, _, payload, blobs, refs = message
         try:
-            return await self.receive(link, payload, blobs, refs)
+            return await self.receive(link, payload, blobs, refs, landing)
         except TransportError as error:
             # Control links and payloads fail together only if the process is gone; then the owner decides.
             lost = PeerLost(f"the value of ref {number} of {owner} could not be fetched from {asked}: {error}")
@@ -117,22 +123,35 @@ class Transfer:
                 if not answer.done():
                     answer.set_exception(copy_error(error))
 
-    async def receive(self, link: Neighbour, payload: bytes, blobs: Any, refs: tuple[Any, ...]) -> Arrived:
-        """Bring in a value that was granted."""
+    async def receive(
+        self, link: Neighbour, payload: bytes, blobs: Any, refs: tuple[Any, ...], landing: Landing | None = None
+    ) -> Arrived:
+        """Bring in a value that was granted. What went straight into the landing is not in the result."""
         states = await self._peer.refs.adopt(refs, link)
         if not isinstance(blobs, tuple):
             return Arrived(payload, blobs, [], states)
         views: list[memoryview] = []
         for index, (name, grant) in enumerate(blobs):
+            transport = self._peer.store.transport_named(name)
             try:
-                view = await self._peer.store.transport_named(name).fetch(grant, link)
+                memory = None if landing is None else self._memory_in(landing, link, payload, (name, grant))
+                if landing is None or memory is None:
+                    views.append(await transport.fetch(grant, link))
+                else:
+                    await landing.fill(transport.fetch_into(grant, link, memory))
             except BaseException:
                 self.decline(link, blobs[index + 1 :])
                 raise
-            views.append(view)
             link.traffic.payloads_received += 1
-            link.traffic.payload_received += view.nbytes
+            link.traffic.payload_received += size_of(grant)
         return Arrived(payload, None, views, states)
+
+    def _memory_in(self, landing: Landing, link: Neighbour, payload: bytes, blob: Blob) -> memoryview | None:
+        try:
+            return landing.memory_for(payload, size_of(blob[1]))
+        except ValueError:
+            self.decline(link, (blob,))
+            raise
 
     def decline(self, link: Neighbour, blobs: Any) -> None:
         """Give back grants that nobody wants any more."""
@@ -149,11 +168,11 @@ class Transfer:
         self.locate(owner, number, settle)
         return await found
 
-    async def _take_own(self, kept: Kept) -> Arrived:
+    async def _take_own(self, kept: Kept, landing: Landing | None) -> Arrived:
         """A value kept in this very process: the objects themselves where they still are what they were."""
         await self._peer.store.pack(kept)
         link = self._peer.loopback
-        arrived = await self.receive(link, kept.payload, kept.blobs_for(link), ())
+        arrived = await self.receive(link, kept.payload, kept.blobs_for(link), (), landing)
         arrived.refs = kept.refs
         arrived.origin = kept.origin
         return arrived

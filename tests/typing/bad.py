@@ -68,4 +68,5 @@ async def dataflows(rt: Runtime, channel: Channel[Tensor], a: Model) -> None:
     async with aiodaft.compile(pipeline) as fast:
         fast(3)  # E35 an input of the wrong type
     number: int = rt.put(3)  # E36 forgot await
+    count: int = await rt.put(Tensor()).into(Tensor())  # E38 `into` returns its target
     lent: Ref[Tensor] = aiodaft.borrow(Tensor())  # E37 what is lent has the type of the value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any, assert_type
 
 import aiodaft
@@ -155,6 +156,15 @@ async def refs(rt: Runtime) -> None:
     assert_type(weights, Ref[Tensor])
     assert_type(a.execute(weights), Ref[Tensor])
     assert_type(await weights.released(), None)
+    with suppress(TypeError):  # it is none of torch's
+        assert_type(await weights.into(Tensor()), Tensor)
+
+
+def registered(registration: aiodaft.Registration) -> None:
+    """What `aiodaft.register` returns."""
+    with registration as entered:
+        assert_type(entered, aiodaft.Registration)
+    assert_type(registration.close(), None)
 
 
 async def owners(rt: Runtime) -> None:
@@ -272,6 +282,7 @@ async def main() -> str:
     """Run all of it."""
     async with Runtime(gpus=8) as rt:
         assert_type(rt, Runtime)
+        registered(aiodaft.Registration(list))
         for part in (calls, refs, owners, groups, services, dataflows, pipelines):
             await part(rt)
     started = await aiodaft.start()

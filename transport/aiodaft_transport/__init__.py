@@ -1,6 +1,6 @@
 """Bytes and buffers between the processes of a cluster. Knows nothing of actors."""
 
-from .abc import Block, Control, Grant, Host, Transport
+from .abc import Block, Control, Grant, Host, Transport, size_of
 from .exceptions import GrantError, HandshakeError, PeerGone, TransportError, Unreachable
 from .handshake import Key
 from .registry import NAMES, check_name, default_name, open_transport
@@ -21,4 +21,5 @@ __all__ = [
     "check_name",
     "default_name",
     "open_transport",
+    "size_of",
 ]

@@ -9,9 +9,14 @@ order of messages, so nothing here can deadlock, and no size is ever declared in
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, cast
 
 Grant: TypeAlias = tuple[int | str | bytes, ...]
+
+
+def size_of(grant: Grant) -> int:
+    """How many bytes a grant is about: its third item, whatever the transport."""
+    return cast(int, grant[2])
 
 
 class Control(Protocol):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from mmap import MADV_DONTNEED, MAP_PRIVATE, PAGESIZE, PROT_READ, PROT_WRITE, mmap
 from typing import ClassVar, Final, cast
 
-from .abc import Block, Control, Grant, Host
+from .abc import Block, Control, Grant, Host, size_of
 from .arena import DEFAULT_KEEP, Arena, ArenaBlock, Segment
 from .exceptions import GrantError, TransportError
 from .grants import segment_of
@@ -134,7 +134,7 @@ class ShmTransport:
 
     async def fetch_into(self, grant: Grant, control: Control, target: memoryview) -> None:
         try:
-            check_target(target, cast(int, grant[2]))
+            check_target(target, size_of(grant))
         except ValueError:
             self.decline(grant, control)
             raise

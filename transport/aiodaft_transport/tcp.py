@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, ClassVar, Final, cast
 
+from .abc import size_of
 from .arena import DEFAULT_KEEP, Arena
 from .exceptions import GrantError, HandshakeError, PeerGone
 from .handshake import ACCEPT_SIZE, CHALLENGE_SIZE, HELLO_SIZE, NONCE_SIZE, ClientHandshake, Key, ServerHandshake
@@ -90,7 +91,7 @@ class TcpTransport:
         return (self._interface, port, block.nbytes, self._last_grant)
 
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
-        landing = self._landing.allocate(cast(int, grant[2]))
+        landing = self._landing.allocate(size_of(grant))
         try:
             await self.fetch_into(grant, control, landing.view)
         except BaseException:

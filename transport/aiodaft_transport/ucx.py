@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, cast
 
+from .abc import size_of
 from .arena import DEFAULT_KEEP, Arena, ArenaBlock
 from .exceptions import GrantError, PeerGone, TransportError, Unreachable
 from .grants import segment_of
@@ -153,7 +154,7 @@ class UcxTransport:
 
     async def fetch_into(self, grant: Grant, control: Control, target: memoryview) -> None:
         try:
-            check_target(target, cast(int, grant[2]))
+            check_target(target, size_of(grant))
         except ValueError:
             self.decline(grant, control)
             raise

@@ -189,7 +189,7 @@ class RemoteError(DaftError):
 
 
 class BorrowError(DaftError):
-    """A buffer that was lent by `borrow()` or `empty()` was written to while others may read it."""
+    """A buffer that was lent by `borrow()`, `empty()` or `register()` was written to while others may read it."""
 
 
 class ProtocolError(DaftError):

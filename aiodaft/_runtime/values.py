@@ -1,7 +1,7 @@
 """Encoded values: a small skeleton, and the big buffers beside it, not copied until somebody says where to.
 
 Buffers of one value are packed into one *blob* (64-byte aligned), so that 200 tensors are one payload; a buffer that
-already lies in memory others can map (`aiodaft.empty`) is a blob of its own and is never copied.
+already lies where others can read it (`aiodaft.empty`, `aiodaft.register`) is a blob of its own and is never copied.
 """
 
 from __future__ import annotations

@@ -214,19 +214,6 @@ async def test_released_at_the_caller_waits_for_readers(rt: aiodaft.Runtime) -> 
     await a.overwrite(2.0)
 
 
-async def test_into_writes_in_place(rt: aiodaft.Runtime) -> None:
-    a = await rt.spawn(Keeper)
-    target = torch.zeros(MIB)
-    address = target.data_ptr()
-    assert await a.make(MIB, 6.0).into(target) is target
-    assert target.data_ptr() == address
-    assert target.min() == target.max() == 6.0
-    with pytest.raises(ValueError, match="shape"):
-        await a.make(5, 1.0).into(target)
-    with pytest.raises(TypeError, match="is list"):
-        await a.echo([1]).into(target)
-
-
 async def test_modules_compose_across_processes(rt: aiodaft.Runtime) -> None:
     first, second = await rt.spawn(Layer, 64, 128, seed=1), await rt.spawn(Layer, 128, 8, seed=2)
     torch.manual_seed(1)

@@ -13,22 +13,22 @@ from aiodaft import Actor, method
 
 
 def counted(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """1, 2, 3, and so on; each is above 64 KiB, so that it is a payload of its own."""
+    """1, 2, 3, and so on. Most are above 64 KiB, to be payloads, and too small for torch to use threads."""
     return torch.arange(1, 1 + torch.Size(size).numel()).remainder(100).to(dtype).view(size)
 
 
 VALUES: dict[str, Callable[[], Tensor]] = {
-    "plain": lambda: counted(300, 400),
+    "plain": lambda: counted(130, 240),
     "bytes": lambda: counted(70_001, dtype=torch.uint8),
-    "bfloat16": lambda: counted(300, 400, dtype=torch.bfloat16),
+    "bfloat16": lambda: counted(300, 200, dtype=torch.bfloat16),
     "bool": lambda: counted(100_000).gt(50),
-    "complex": lambda: counted(300, 400, dtype=torch.complex64),
-    "transposed": lambda: counted(300, 400).t(),
+    "complex": lambda: counted(130, 240, dtype=torch.complex64),
+    "transposed": lambda: counted(130, 240).t(),
     "channels last": lambda: counted(2, 3, 100, 100).to(memory_format=torch.channels_last),
-    "one long": lambda: counted(1, 300, 1, 400).as_strided((1, 300, 1, 400), (7, 400, 5, 1)),
-    "with gaps": lambda: counted(300, 400)[:, ::2],
-    "expanded": lambda: counted(300, 1).expand(300, 400),
-    "parameter": lambda: torch.nn.Parameter(counted(300, 400)),
+    "one long": lambda: counted(1, 130, 1, 240).as_strided((1, 130, 1, 240), (7, 240, 5, 1)),
+    "with gaps": lambda: counted(130, 240)[:, ::2],
+    "expanded": lambda: counted(300, 1).expand(300, 100),
+    "parameter": lambda: torch.nn.Parameter(counted(130, 240)),
     "small": lambda: counted(10),
     "nothing": lambda: counted(3, 0),
 }
@@ -44,8 +44,8 @@ class Giver(Actor):
     async def by_tcp(self, name: str) -> Tensor:
         return VALUES[name]()
 
-    @method
-    async def usual(self, name: str) -> Tensor:
+    @method(transport="shm")
+    async def by_shm(self, name: str) -> Tensor:
         return VALUES[name]()
 
     @method

@@ -92,9 +92,10 @@ class CallState(RefState):
         if self.settled or self._cancelling:
             return not self.settled
         self._cancelling = True
-        if self.link is None:
+        if self.target.remote == self.peer.id:
             self.peer.cancel_local(self.number)
-        elif self.link.session.withdraw(self.number):
+        elif self.link is None or self.link.session.withdraw(self.number):
+            # Without a link, the callee was gone already.
             self.on_error(CallCancelled(f"{self.label} was cancelled before it was sent: {why}", executed=False))
             return True
         else:

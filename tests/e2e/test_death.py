@@ -91,6 +91,16 @@ async def test_a_ref_whose_owner_died_says_so(rt: aiodaft.Runtime) -> None:
         await asyncio.sleep(0)
 
 
+async def test_a_call_to_a_dead_actor_is_cancelled_at_once(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    await rt.kill(echo)
+    ref = echo.echo(1)
+    assert ref.cancel()
+    assert ref.done()
+    with pytest.raises(aiodaft.CallCancelled, match="before it was sent"):
+        await ref
+
+
 async def test_death_in_the_middle_of_a_chain_reaches_its_end(rt: aiodaft.Runtime) -> None:
     a, b = await rt.spawn(Sleeper), await rt.spawn(Echo)
     last = b.echo(b.echo(a.sleep(60)))

@@ -46,8 +46,10 @@ NOTE: Final = 16
 INTRODUCE: Final = 17
 BYE: Final = 18
 BORROW: Final = 19
+JOIN: Final = 20
+LEAVE: Final = 21
 
-KINDS: Final = 20
+KINDS: Final = 22
 
 # How the callee treats a SEND.
 WANT_REPLY: Final = 0
@@ -105,6 +107,10 @@ _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     BYE: (_STR,),
     # number of a ref of the receiver that the sender holds from now on
     BORROW: (_INT,),
+    # owner, number, whether to keep a copy: the value, on its way to the receiver, may be asked for there by others
+    JOIN: (_STR, _INT, (bool,)),
+    # owner, number, process that has, or needs, no copy of the value for others
+    LEAVE: (_STR, _INT, _STR),
 }
 
 _SHAPES: Final = {kind: frozenset((int, *types) for types in product(*fields)) for kind, fields in _LAYOUT.items()}

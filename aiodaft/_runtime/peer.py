@@ -144,6 +144,8 @@ class Peer:
             m.INTRODUCE: self._introduction_came,
             m.BYE: self._bye_came,
             m.BORROW: self._borrow_came,
+            m.JOIN: self.transfer.relays.join_came,
+            m.LEAVE: self.transfer.relays.leave_came,
         }
         return [table.get(kind, _unexpected) for kind in range(m.KINDS)]
 
@@ -220,8 +222,9 @@ class Peer:
             del self.links[forgotten.remote]
         self.hosted.link_lost(link)
         self.store.peer_lost(link.remote)
-        self.store.owner_lost(link.remote)
+        self.store.process_lost(link.remote)
         self.refs.peer_lost(link.remote)
+        self.transfer.relays.link_lost(link.remote)
         if self.closed is None:
             link.explanation = self.tasks.start(self._explain_loss(link, reason), name=f"explain {link.remote}")
         else:

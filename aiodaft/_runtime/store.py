@@ -51,7 +51,9 @@ class Kept:
         "encoded",
         "inline",
         "lent",
+        "on_release",
         "origins",
+        "root",
         "via",
     )
 
@@ -69,6 +71,9 @@ class Kept:
         self._lender = lender
         # Name of the transport that was asked for.
         self.via = via
+        # For a copy that is kept for others: the process that made the value.
+        self.root: PeerId | None = None
+        self.on_release: Callable[[], object] | None = None
         self._transport: Transport | None = None
         self._packed = False
         self._released = False
@@ -79,6 +84,16 @@ class Kept:
         kept = cls(Encoded(arrived.payload, refs=arrived.refs))
         kept.inline = arrived.inline
         kept._packed = True
+        return kept
+
+    @classmethod
+    def copy_of(cls, arrived: Arrived, via: str, root: PeerId) -> Kept:
+        """A large value that came, to be copied for others before anybody here changes it."""
+        (blob,) = arrived.blobs
+        kept = cls(Encoded(arrived.payload, [Source.of(blob)], [0], blob.nbytes, refs=arrived.refs), via=via)
+        kept.root = root
+        # What others make of it did not come from objects of this process.
+        kept.origins = []
         return kept
 
     @property
@@ -105,6 +120,13 @@ class Kept:
     def ready(self) -> bool:
         """Whether it may be granted without copying anything first."""
         return self._packed
+
+    def can_be_relayed(self, smallest: int) -> bool:
+        """Whether it may go from consumer to consumer: one blob of some size, whose bytes are really sent."""
+        if self.root is not None or self._transport is None or self._transport.shared:
+            return False
+        blocks = self.all_blocks
+        return len(blocks) == 1 and blocks[0].nbytes >= smallest
 
     def pack(self, transport: Transport) -> None:
         """Copy the buffers to where peers can reach them. May take long.
@@ -153,14 +175,14 @@ class Kept:
         transport = self._transport
         if transport is None or not self.all_blocks:
             return self.inline
-        traffic = link.traffic
-        traffic.payloads_sent += len(self.all_blocks)
-        traffic.payload_sent += sum(block.nbytes for block in self.all_blocks)
-        return tuple((transport.name, transport.grant(block, link)) for block in self.all_blocks)
+        blocks = self.all_blocks
+        link.traffic.payloads_sent += len(blocks)
+        link.traffic.payload_sent += sum(block.nbytes for block in blocks)
+        return tuple((transport.name, transport.grant(block, link)) for block in blocks)
 
     def origin(self, index: int) -> Any:
         """The object that buffer `index` came from, if it still is what it was."""
-        find = self.origins[index]
+        find = self.origins[index] if self.origins else None
         return None if find is None else find()
 
     def release(self) -> None:
@@ -170,6 +192,8 @@ class Kept:
         self._released = True
         if self.block is not None:
             self.block.release()
+        if self.on_release is not None:
+            self.on_release()
         if self._lender is not None:
             self.when_unread(self._lender.mark_released)
 
@@ -309,9 +333,19 @@ class Store:
         """Bytes of values kept for their owners."""
         return sum(kept.encoded.size for kept in self.entries.values())
 
-    def owner_lost(self, owner: PeerId) -> None:
-        """Free every value of an owner that is gone."""
-        for key in [key for key in self.entries if key[0] == owner]:
+    def relayed_bytes(self) -> int:
+        """Bytes of copies that are kept for other consumers."""
+        return sum(kept.encoded.size for kept in self.entries.values() if kept.root is not None)
+
+    def drop_relayed(self, key: Key, root: PeerId) -> None:
+        """Free the copy of a value that its producer has freed."""
+        kept = self.entries.get(key)
+        if kept is not None and kept.root == root:
+            self.drop(key)
+
+    def process_lost(self, remote: PeerId) -> None:
+        """Free every value of an owner that is gone, and every copy of a value that was made there."""
+        for key in [key for key, kept in self.entries.items() if remote in (key[0], kept.root)]:
             self.drop(key)
 
     def share(self, address: int, block: Block) -> None:

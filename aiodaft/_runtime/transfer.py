@@ -18,6 +18,7 @@ from aiodaft_transport import Grant, TransportError, size_of
 
 from .failures import copy_error, decode_error, encode_error
 from .refs import THERE, RefState
+from .relays import Fetching, Relays
 from .store import Arrived, Kept
 
 if TYPE_CHECKING:
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
     from .peer import Peer
 
 # Where a value is: kept here, at another process, or nowhere because making it failed.
-Place: TypeAlias = Kept | PeerId | BaseException
+Elsewhere: TypeAlias = PeerId | BaseException
+Place: TypeAlias = Kept | Elsewhere
 # Name of a transport, and what it granted.
 Blob: TypeAlias = tuple[str, Grant]
 
-# owner -> producer -> owner is the longest honest chain; more means that somebody lies.
+# owner -> producer -> owner is the longest honest chain, and two processes on the way may have had nothing to pass on;
+# more means that somebody lies.
 _MAX_HOPS: Final = 8
 
 
@@ -39,6 +42,7 @@ class Transfer:
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
+        self.relays = Relays(peer)
         self._pulls: dict[tuple[PeerId, PeerId, CallId], deque[asyncio.Future[Message]]] = {}
 
     # Wanting a value.
@@ -51,25 +55,45 @@ class Transfer:
             ValueError: It is a tensor that the landing has no place for.
             BaseException: What making it raised.
         """
-        asked = producer
+        asked = self._peer.id if (owner, number) in self._peer.store.entries else producer
         for _ in range(_MAX_HOPS):
+            place: Arrived | Place
             if asked == self._peer.id:
                 place = await self._locate_here(owner, number)
-                if isinstance(place, Kept):
-                    return await self._take_own(place, landing)
             else:
-                answer = await self._ask(asked, owner, number, landing)
-                if isinstance(answer, Arrived):
-                    return answer
-                place = answer
+                with self.relays.fetching((owner, number)) as fetching:
+                    place = await self._follow(fetching, asked, owner, number, landing)
+            if isinstance(place, Arrived):
+                return place
+            if isinstance(place, Kept):
+                return await self._take_own(place, landing)
             if isinstance(place, BaseException):
                 raise place
             asked = place
-        raise RemoteProtocolError(f"nobody has the value of ref {number} of {owner}")
+        raise _nobody_has(owner, number)
+
+    async def _follow(
+        self, fetching: Fetching, asked: PeerId, owner: PeerId, number: CallId, landing: Landing | None
+    ) -> Arrived | Elsewhere:
+        """Ask one process after the other, until one has the value or the way leads back here."""
+        sender: PeerId | None = None
+        for _ in range(_MAX_HOPS):
+            answer = await self._ask(fetching, asked, owner, number, landing)
+            if isinstance(answer, Arrived):
+                return answer
+            if sender is not None and sender == fetching.root:
+                # It was to pass the value on, and died, or had none: whoever said so knows others.
+                self.relays.let_down(sender, (owner, number), asked)
+                asked, sender = sender, None
+            elif isinstance(answer, BaseException) or answer == self._peer.id:
+                return answer
+            else:
+                sender, asked = asked, answer
+        raise _nobody_has(owner, number)
 
     async def _ask(
-        self, asked: PeerId, owner: PeerId, number: CallId, landing: Landing | None
-    ) -> Arrived | PeerId | BaseException:
+        self, fetching: Fetching, asked: PeerId, owner: PeerId, number: CallId, landing: Landing | None
+    ) -> Arrived | Elsewhere:
         link = self._peer.link_to(asked)
         try:
             message = await self._question(link, owner, number)
@@ -85,13 +109,17 @@ class Transfer:
         if message[0] == BROKEN:
             return decode_error(message[3])
         _, _, _, payload, blobs, refs = message
+        self.relays.answered(fetching, (owner, number))
         try:
-            return await self.receive(link, payload, blobs, refs, landing)
+            arrived = await self.receive(link, payload, blobs, refs, landing)
         except TransportError as error:
             # Control links and payloads fail together only if the process is gone; then the owner decides.
             lost = PeerLost(f"the value of ref {number} of {owner} could not be fetched from {asked}: {error}")
             lost.__cause__ = error
             return owner if asked != owner and link.lost is not None else lost
+        if isinstance(blobs, tuple):
+            await self.relays.keep(fetching, (owner, number), arrived, blobs[0][0])
+        return arrived
 
     async def _question(self, link: Link, owner: PeerId, number: CallId) -> Message:
         if link.lost is not None:
@@ -126,7 +154,7 @@ class Transfer:
     async def receive(
         self, link: Neighbour, payload: bytes, blobs: Any, refs: tuple[Any, ...], landing: Landing | None = None
     ) -> Arrived:
-        """Bring in a value that was granted. What went straight into the landing is not in the result."""
+        """Bring in a value that was granted. What went straight into the landing is memory of its target."""
         states = await self._peer.refs.adopt(refs, link)
         if not isinstance(blobs, tuple):
             return Arrived(payload, blobs, [], states)
@@ -139,6 +167,7 @@ class Transfer:
                     views.append(await transport.fetch(grant, link))
                 else:
                     await landing.fill(transport.fetch_into(grant, link, memory))
+                    views.append(memory)
             except BaseException:
                 self.decline(link, blobs[index + 1 :])
                 raise
@@ -184,7 +213,12 @@ class Transfer:
         kept = self._peer.store.entries.get((owner, number))
         if kept is not None:
             found(kept)
-        elif owner == self._peer.id:
+        elif not self.relays.wait((owner, number), found):
+            self.locate_elsewhere(owner, number, found)
+
+    def locate_elsewhere(self, owner: PeerId, number: CallId, found: Callable[[Place], object]) -> None:
+        """Say where a value is that this process does not keep, and is not getting either."""
+        if owner == self._peer.id:
             self._locate_own(number, found)
         else:
             call = self._peer.running_call(owner, number)
@@ -247,6 +281,10 @@ class Transfer:
             self._give(link, owner, number, kept)
 
     def _give(self, link: Link, owner: PeerId, number: CallId, kept: Kept) -> None:
+        source = self.relays.source_for(link, (owner, number), kept)
+        if source is not None:
+            link.send((MOVED, owner, number, source))
+            return
         try:
             blobs = kept.blobs_for(link)
         except (DaftError, TransportError) as error:
@@ -254,3 +292,7 @@ class Transfer:
             return
         refs = tuple(self._peer.refs.describe(ref) for ref in kept.refs)
         link.send((VALUE, owner, number, kept.payload, blobs, refs))
+
+
+def _nobody_has(owner: PeerId, number: CallId) -> RemoteProtocolError:
+    return RemoteProtocolError(f"nobody has the value of ref {number} of {owner}")

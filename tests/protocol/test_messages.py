@@ -40,6 +40,8 @@ _EXAMPLES: dict[int, Message] = {
     m.INTRODUCE: (m.INTRODUCE, "peer-d"),
     m.BYE: (m.BYE, "the scope ended"),
     m.BORROW: (m.BORROW, 7),
+    m.JOIN: (m.JOIN, "peer-a", 7, True),
+    m.LEAVE: (m.LEAVE, "peer-a", 7, "peer-c"),
 }
 
 # Fields that may be of several types: (kind, position, what else may stand there).

@@ -72,6 +72,8 @@ _WORKER_1: Final[list[tuple[str, Message]]] = [
     ("940caa636f6e74726f6c6c657208a8776f726b65722d32", (12, "controller", 8, "worker-2")),
     ("940daa636f6e74726f6c6c657208c40195", (13, "controller", 8, b"\x95")),
     ("921307", (19, 7)),
+    ("9414aa636f6e74726f6c6c657208c3", (20, "controller", 8, True)),
+    ("9415aa636f6e74726f6c6c657208a8776f726b65722d32", (21, "controller", 8, "worker-2")),
 ]
 
 # What stands inside payloads, in the codec's own terms.

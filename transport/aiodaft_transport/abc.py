@@ -83,6 +83,8 @@ class Transport(Protocol):
     """One way to move payload between two processes."""
 
     name: ClassVar[str]
+    # Whether consumers read the producer's own memory, so that one more costs no bytes.
+    shared: ClassVar[bool]
 
     def allocate(self, nbytes: int) -> Block:
         """Return a block of at least `nbytes` bytes (more than zero). Safe in any thread."""

@@ -78,6 +78,7 @@ class ShmTransport:
     """Zero-copy transfers between processes of one host."""
 
     name: ClassVar[str] = "shm"
+    shared: ClassVar[bool] = True
 
     def __init__(self, host: Host, *, keep: int = DEFAULT_KEEP) -> None:
         self._host = host

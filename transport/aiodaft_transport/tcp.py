@@ -46,6 +46,7 @@ class TcpTransport:
     """Transfers over TCP sockets."""
 
     name: ClassVar[str] = "tcp"
+    shared: ClassVar[bool] = False
 
     def __init__(
         self, host: Host, key: Key, *, name: str, interface: str = "127.0.0.1", keep: int = DEFAULT_KEEP

@@ -79,6 +79,7 @@ class UcxTransport:
     """Transfers by remote memory access."""
 
     name: ClassVar[str] = "ucx"
+    shared: ClassVar[bool] = False
 
     def __init__(
         self, host: Host, library: Library, *, local: str, interface: str | None = None, keep: int = DEFAULT_KEEP

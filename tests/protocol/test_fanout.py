@@ -1,0 +1,112 @@
+"""Who gets a value from whom: the producer sends it twice, nobody waits in a circle."""
+
+from __future__ import annotations
+
+import random
+
+from aiodaft._protocol.fanout import PATIENCE, SENDS, Fanout
+from aiodaft._protocol.ids import PeerId
+
+
+def peers(count: int) -> list[PeerId]:
+    return [PeerId(f"p{number}") for number in range(count)]
+
+
+def test_of_those_who_ask_together_two_are_served_and_the_others_sent_on_evenly() -> None:
+    fanout = Fanout()
+    names = peers(32)
+    sources = {name: fanout.join(name) for name in names}
+    assert [name for name, source in sources.items() if source is None] == names[:SENDS]
+    passed_on = [sum(source == name for source in sources.values()) for name in names]
+    assert max(passed_on) <= SENDS
+
+    def depth(name: PeerId) -> int:
+        source = sources[name]
+        return 0 if source is None else 1 + depth(source)
+
+    assert max(map(depth, names)) <= 5
+
+
+def test_whoever_comes_late_finds_the_copy_of_the_second() -> None:
+    fanout = Fanout()
+    first, second, *late = peers(6)
+    assert fanout.join(first) is None
+    assert not fanout.keeps(first)
+    fanout.leave(first)
+    assert fanout.join(second) is None
+    assert fanout.keeps(second)
+    for name in late:
+        assert fanout.join(name) == second
+        assert not fanout.keeps(name)
+        fanout.leave(name)
+    assert fanout.members == [second]
+
+
+def test_once_the_copy_is_gone_the_next_one_makes_another() -> None:
+    fanout = Fanout()
+    first, second, third, fourth = peers(4)
+    for name in (first, second):
+        fanout.join(name)
+        fanout.leave(name)
+    assert fanout.join(third) is None
+    assert fanout.keeps(third)
+    assert fanout.join(fourth) == third
+    assert fanout.sent == 3
+
+
+def test_a_process_that_asks_twice_is_told_that_it_is_getting_it() -> None:
+    fanout = Fanout()
+    (name,) = peers(1)
+    assert [fanout.join(name), fanout.join(name)] == [None, name]
+    fanout.leave(name)
+    assert fanout.join(name) is None
+
+
+def test_who_was_let_down_gets_it_elsewhere_and_in_the_end_from_the_producer() -> None:
+    fanout = Fanout()
+    first, second, third = peers(3)
+    fanout.join(first)
+    fanout.join(second)
+    sources: list[PeerId | None] = []
+    for _ in range(PATIENCE + 1):
+        source = fanout.join(third)
+        sources.append(source)
+        if source is not None:
+            fanout.fail(third, source)
+    assert sources == [first, second, None]
+
+
+def waits_in_a_circle(sources: dict[PeerId, PeerId | None], name: PeerId | None) -> bool:
+    seen: set[PeerId] = set()
+    while name is not None:
+        if name in seen:
+            return True
+        seen.add(name)
+        name = sources.get(name)
+    return False
+
+
+def test_whatever_dies_and_leaves_nobody_waits_in_a_circle_and_everybody_is_served_soon() -> None:
+    for seed in range(200):
+        chance = random.Random(seed)
+        fanout = Fanout()
+        waiting: dict[PeerId, PeerId | None] = {}
+        for _ in range(60):
+            name = PeerId(f"p{chance.randrange(10)}")
+            if name not in waiting:
+                waiting[name] = fanout.join(name)
+                assert waiting[name] != name
+            elif chance.random() < 0.5:
+                # It has the value, and passed it on to all who waited here; or it died, and they learn of it.
+                orphans = [other for other, source in waiting.items() if source == name]
+                died = chance.random() < 0.5
+                fanout.leave(name)
+                del waiting[name]
+                for other in orphans:
+                    fanout.fail(other, name)
+                    if died:
+                        waiting[other] = fanout.join(other)
+                    else:
+                        fanout.leave(other)
+                        del waiting[other]
+            assert not any(waits_in_a_circle(waiting, other) for other in waiting)

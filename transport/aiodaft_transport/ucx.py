@@ -191,9 +191,9 @@ class UcxTransport:
             return
         kind, body = _opened(control.peer, note)
         remote = self._remote(control)
-        if kind == _ADDRESS and remote.endpoint is None and len(body) > _HEAD.size:
+        if kind == _ADDRESS and not remote.address and len(body) > _HEAD.size:
             self._connect(remote, body)
-        elif kind == _SEGMENT and remote.endpoint is not None and len(body) > _HEAD.size:
+        elif kind == _SEGMENT and remote.address and len(body) > _HEAD.size:
             number, address, size = _HEAD.unpack_from(body)
             if number in remote.segments:
                 raise GrantError(f"{control.peer} announced segment {number} twice")
@@ -213,7 +213,9 @@ class UcxTransport:
             return
         # Before any block of it is used for something else.
         remote.stamp.expire()
-        self._end(remote, f"{peer} is gone")
+        remote.lost = f"{peer} is gone"
+        remote.cut(remote.lost)
+        self._free_keys(remote)
         granted, remote.granted = remote.granted, {}
         for block in granted.values():
             block.return_grant()
@@ -253,23 +255,20 @@ class UcxTransport:
         address, remote.expected_stamp, size = _HEAD.unpack_from(body)
         end = _HEAD.size + size
         remote.stamped = RemoteSegment(address, WORD, body[_HEAD.size : end])
+        remote.address = body[end:]
         # Both sides do, so that both can end it; UCX makes one connection of the two.
-        remote.endpoint = self.driver.connect(body[end:], lambda status: self._broke(remote, status))
+        self._reach(remote)
         self._introduce(remote)
 
-    def _broke(self, remote: Remote, status: int) -> None:
-        if remote.lost is None:
-            self._end(remote, f"UCX lost {remote.control.peer}: {self._library.text(status)}")
+    def _reach(self, remote: Remote) -> None:
+        """Have an endpoint to a peer: the first one, or the next after one that UCX broke."""
+        if remote.endpoint is None:
+            remote.endpoint = self.driver.connect(remote.address, lambda status: self._broke(remote, status))
 
-    def _end(self, remote: Remote, reason: str) -> None:
-        """Fail the transfers from a peer and cut the connection; the peer's keys go once nothing uses them."""
-        remote.lost = reason
-        for pull in list(remote.pulls):
-            pull.fail(PeerGone(reason))
-        if remote.endpoint is not None:
-            remote.endpoint.close()
-        if not remote.pulls:
-            self._forget_keys(remote)
+    def _broke(self, remote: Remote, status: int) -> None:
+        """UCX gave a connection up. Whether the peer lives, its control link says: the next transfer connects again."""
+        remote.cut(f"UCX lost {remote.control.peer}: {self._library.text(status)}")
+        self._free_keys(remote)
 
     def _pull(self, grant: Grant, control: Control, target: memoryview | None) -> Pull:
         """Begin to fetch, into the pool if there is no target; what is small is here when this returns."""
@@ -277,6 +276,7 @@ class UcxTransport:
         remote, segment = self.source_of(grant, control)
         driver = self.driver
         try:
+            self._reach(remote)
             landing: AnyBlock
             if target is None:
                 landing = self._landing.arena.allocate(nbytes)
@@ -317,26 +317,25 @@ class UcxTransport:
         """A transfer touches nothing any more, neither here nor there."""
         if self._remotes.get(remote.control.peer) is remote:
             self._send(remote, _RETURN, _NUMBER.pack(grant_id))
-        if remote.lost is not None and not remote.pulls:
-            self._forget_keys(remote)
+        self._free_keys(remote)
 
     def _forget(self, remote: Remote, number: int) -> None:
         segment = remote.segments.get(number)
         if segment is None or segment.users:
             raise GrantError(f"{remote.control.peer} gave up segment {number}, which it does not have or still lends")
         del remote.segments[number]
-        self._forget_key(segment)
-
-    def _forget_keys(self, remote: Remote) -> None:
-        segments, remote.segments = remote.segments, {}
-        for segment in (*segments.values(), remote.stamped):
-            self._forget_key(segment)
-        remote.stamp.block.release()
-
-    def _forget_key(self, segment: RemoteSegment) -> None:
         if segment.rkey is not None:
             self.driver.worker.forget(segment.rkey)
-            segment.rkey = None
+
+    def _free_keys(self, remote: Remote) -> None:
+        """Free what belonged to a connection that is no more, once no transfer uses it."""
+        if remote.pulls:
+            return
+        retired, remote.retired = remote.retired, []
+        for rkey in retired:
+            self.driver.worker.forget(rkey)
+        if remote.lost is not None:
+            remote.stamp.block.release()
 
     def _block_segment_closed(self, segment_id: int) -> None:
         # The arena calls this in any thread; links belong to the loop.

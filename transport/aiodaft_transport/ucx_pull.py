@@ -47,7 +47,11 @@ class Remote:
     def __init__(self, control: Control, stamp: Stamp) -> None:
         self.control = control
         self.stamp = stamp
+        # Of its worker, once that is known. The endpoint is made with it, and made anew after UCX broke one.
+        self.address = b""
         self.endpoint: Endpoint | None = None
+        # Keys of endpoints that are no more; transfers that are ending may still use them.
+        self.retired: list[int] = []
         # The segment that has nothing but its stamp.
         self.stamped = RemoteSegment(0, 0, b"")
         self.expected_stamp = 0
@@ -58,6 +62,18 @@ class Remote:
         self.introduced = False
         self.pulls: set[Pull] = set()
         self.lost: str | None = None
+
+    def cut(self, reason: str) -> None:
+        """Fail the transfers from it, and close the connection."""
+        endpoint, self.endpoint = self.endpoint, None
+        for segment in (*self.segments.values(), self.stamped):
+            if segment.rkey is not None:
+                self.retired.append(segment.rkey)
+                segment.rkey = None
+        for pull in list(self.pulls):
+            pull.fail(PeerGone(reason))
+        if endpoint is not None:
+            endpoint.close()
 
 
 class Pull:

@@ -69,7 +69,8 @@ class Driver:
         number = next(self._numbers)
         endpoint = Endpoint(self, self.worker.connect(address, number), number)
         self._endpoints[number] = endpoint, on_failed
-        self.turn()
+        # Not now: whoever connects must have the endpoint before it hears that it broke.
+        self._turn_soon()
         return endpoint
 
     def disconnect(self, endpoint: Endpoint) -> None:
@@ -122,9 +123,13 @@ class Driver:
             elif not busy and worker.arm():
                 return
             if time.perf_counter() >= until:
-                self._scheduled = True
-                self._loop.call_soon(self._scheduled_turn)
+                self._turn_soon()
                 return
+
+    def _turn_soon(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._scheduled_turn)
 
     def _scheduled_turn(self) -> None:
         self._scheduled = False

@@ -16,6 +16,7 @@ from typing import Any, Final
 from aiodaft_transport import Grant, Key, Transport, Unreachable, check_name, open_transport
 from aiodaft_transport.memory import address_of
 
+from . import footprint
 from .floors import Copy
 from .results import Result, Sample, in_turns
 
@@ -51,11 +52,13 @@ class _Host:
         task.add_done_callback(self._tasks.discard)
 
 
-class _Link:
+class Link:
     """A control link over a socket that keeps the borders of messages."""
 
     def __init__(self, name: str, peer: str, connection: socket.socket) -> None:
         self.peer = peer
+        # The process at the other end, where that is known.
+        self.pid = 0
         self.transport: Transport = open_transport(name, _Host(), _KEY, local="near" if peer == "far" else "far")
         self.lost = asyncio.get_running_loop().create_future()
         self.on_ask: Callable[[list[Any]], object] = lambda content: None
@@ -98,7 +101,7 @@ class _Link:
 
 async def serve(name: str, connection: socket.socket) -> None:
     """The other process: grant a block, or be the other end of a floor, as it is asked."""
-    link = _Link(name, "near", connection)
+    link = Link(name, "near", connection)
     blocks: dict[int, Any] = {}
 
     def asked(content: list[Any]) -> None:
@@ -106,6 +109,9 @@ async def serve(name: str, connection: socket.socket) -> None:
         if order == "prepare":
             blocks[size] = link.transport.allocate(size)
             ctypes.memset(blocks[size].address, 1, size)
+            link.send(_ANSWER, None)
+        elif order == "release":
+            blocks.pop(size).release()
             link.send(_ANSWER, None)
         elif order == "grant":
             link.send(_ANSWER, [link.transport.grant(blocks[size], link) for _ in range(rest[0])])
@@ -127,12 +133,13 @@ def _send_bare(port: int, size: int, count: int) -> None:
 
 
 @asynccontextmanager
-async def _open_far(name: str) -> AsyncGenerator[_Link, None]:
+async def open_far(name: str) -> AsyncGenerator[Link, None]:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = [sys.executable, "-c", _FAR, name, str(theirs.fileno())]
         process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
-    link = _Link(name, "far", mine)
+    link = Link(name, "far", mine)
+    link.pid = process.pid
     try:
         yield link
     finally:
@@ -149,12 +156,47 @@ async def run(turns: int) -> list[Result]:
         except Unreachable as error:
             print(f"not measured: {error}", file=sys.stderr)
             continue
-        async with _open_far(name) as link:
+        async with open_far(name) as link:
             results += [await _measure(link, name, size, turns) for size in _SIZES]
+            if name == "shm":
+                results.append(await _second_consumer(link, turns))
+            if name == "ucx":
+                results.append(await footprint.idle(link))
+        async with open_far(name) as link:
+            # In processes that have done nothing else.
+            results += await footprint.memory(link, name)
     return results
 
 
-async def _measure(link: _Link, name: str, size: int, turns: int) -> Result:
+async def _second_consumer(link: Link, turns: int) -> Result:
+    """What the first one read already: mapped again, and a byte of each page read."""
+    size = 64 * _MIB
+
+    async def ours() -> float:
+        (grant,) = await link.ask("grant", size, 1)
+        start = time.perf_counter()
+        view = await link.transport.fetch(tuple(grant), link)
+        bytes(view[::4096])
+        seconds = time.perf_counter() - start
+        del view
+        return seconds
+
+    floor = Copy(size).seconds
+    await ours()
+    await floor()
+    mine, theirs, ratio = await in_turns(ours, floor, turns)
+    return Result(
+        "shm, 64 MiB, second consumer",
+        size / mine / 1e9,
+        "GB/s",
+        size / theirs / 1e9,
+        "one memcpy",
+        1 / ratio,
+        ">= 5.0",
+    )
+
+
+async def _measure(link: Link, name: str, size: int, turns: int) -> Result:
     repeats = max(1, min(50, 32 * _MIB // size))
     await link.ask("prepare", size)
 
@@ -185,7 +227,7 @@ async def _measure(link: _Link, name: str, size: int, turns: int) -> Result:
     return Result(what, size / mine / 1e9, "GB/s", size / theirs / 1e9, _FLOORS[name], 1 / ratio, budget)
 
 
-async def _floor_of(link: _Link, name: str, size: int, repeats: int) -> Sample:
+async def _floor_of(link: Link, name: str, size: int, repeats: int) -> Sample:
     if name == "shm":
         return Copy(size).seconds
     if name == "tcp":
@@ -194,7 +236,7 @@ async def _floor_of(link: _Link, name: str, size: int, repeats: int) -> Sample:
     return _bare_gets(link, tuple(grant), repeats)
 
 
-async def _bare_sockets(link: _Link, size: int, repeats: int) -> float:
+async def _bare_sockets(link: Link, size: int, repeats: int) -> float:
     """Ask for the bytes with one byte, and receive them into the same buffer again and again."""
     target = _buffer(size)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -224,7 +266,7 @@ def _configure(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, option, 4 * _MIB)
 
 
-def _bare_gets(link: _Link, grant: Grant, repeats: int) -> Sample:
+def _bare_gets(link: Link, grant: Grant, repeats: int) -> Sample:
     """One GET after the other over the same connection, into the same registered memory, spinning meanwhile."""
     from aiodaft_transport.ucx import UcxTransport  # noqa: PLC0415 - loads libucp's binding
 

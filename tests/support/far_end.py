@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import ctypes
 import gc
 import hashlib
 import json
@@ -35,6 +36,11 @@ def pattern(nbytes: int, seed: int) -> bytes:
     """Bytes that differ with the seed; the same in every process."""
     block = hashlib.shake_128(seed.to_bytes(8, "big")).digest(min(nbytes, 8191))
     return (block * (nbytes // 8191 + 1))[:nbytes]
+
+
+def numbers_in(view: memoryview) -> list[int]:
+    """The numbers of the MiBs of a block that `Served.fill` filled."""
+    return [int.from_bytes(view[start : start + 8], "little") for start in range(0, len(view), 1 << 20)]
 
 
 def digest(content: bytes | memoryview) -> str:
@@ -206,6 +212,14 @@ class Served:
     async def produce(self, name: str, nbytes: int, seed: int) -> Grant:
         block = self._blocks[name] = self._transport.allocate(nbytes)
         block.view[:] = pattern(nbytes, seed)
+        return self._transport.grant(block, self._link)
+
+    async def fill(self, name: str, nbytes: int) -> Grant:
+        """Touches every page, takes no memory beside the block, and numbers each MiB."""
+        block = self._blocks[name] = self._transport.allocate(nbytes)
+        ctypes.memset(block.address, 1, nbytes)
+        for start in range(0, nbytes, 1 << 20):
+            block.view[start : start + 8] = (start >> 20).to_bytes(8, "little")
         return self._transport.grant(block, self._link)
 
     async def grant_again(self, name: str) -> Grant:

@@ -56,6 +56,8 @@ class Snapshot:
     threads: frozenset[str]
     files: tuple[str, ...]
     shared_memory: frozenset[str]
+    # Bytes that may not leave the memory: by mlock, or pinned for a device.
+    locked: int
 
     @classmethod
     def take(cls) -> Snapshot:
@@ -68,6 +70,7 @@ class Snapshot:
             frozenset(f"{thread.name} {thread.ident}" for thread in threading.enumerate()),
             tuple(sorted(_kind(target) for target in open_files().values())),
             frozenset(os.listdir("/dev/shm")),
+            status_bytes("VmLck") + status_bytes("VmPin"),
         )
 
     def new_since(self, earlier: Snapshot) -> dict[str, object]:
@@ -77,6 +80,7 @@ class Snapshot:
             "threads": self.threads - earlier.threads,
             "shared_memory": {name for name in self.shared_memory - earlier.shared_memory if _is_ours(name)},
             "files": _added(self.files, earlier.files),
+            "locked": max(0, self.locked - earlier.locked),
         }
         return {name: found for name, found in more.items() if found}
 
@@ -113,4 +117,15 @@ def _added(now: tuple[str, ...], before: tuple[str, ...]) -> list[str]:
 
 def resident(pid: int) -> int:
     """Bytes of a process in memory."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+    return status_bytes("VmRSS", pid)
+
+
+def status_bytes(field: str, pid: int | str = "self") -> int:
+    """What the kernel says of a process's memory, such as VmRSS or its highest value so far, VmHWM."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+
+
+def forget_peak(pid: int | str = "self") -> None:
+    """Have VmHWM of a process begin anew from what it has now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from far_end import FarEnd, FarError, digest, open_far_end, pattern
+from far_end import FarEnd, FarError, digest, numbers_in, open_far_end, pattern
 from leaks import is_alive
 from transport_probes import descriptors_of_segments, mappings, memfds, segments_mapped
 from transports import TRANSPORTS
@@ -160,6 +160,38 @@ async def test_a_producer_killed_in_the_middle_writes_to_the_callers_memory_no_m
         for _ in range(20):
             await asyncio.sleep(0)
         assert target == poison
+
+
+async def test_a_kill_in_the_middle_of_a_transfer_leaves_nothing_on_either_side(name: str) -> None:
+    """First the consumer, then the producer; what is left is checked as for every test: files, memory, locks."""
+    async with open_far_end(name) as near_by:
+        async with open_far_end(name, peer="consumer", transport=near_by.transport) as consumer:
+            block = near_by.transport.allocate(96 << 20)
+            grant = near_by.transport.grant(block, consumer.link)
+            asked = asyncio.get_running_loop().create_task(consumer.ask("fetch", "doomed", grant))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            await consumer.kill()
+            asked.cancel()
+            await asyncio.wait([asked])
+            while block.grants:
+                await asyncio.sleep(0)
+        async with open_far_end(name, peer="producer", transport=near_by.transport) as producer:
+            grant = await producer.ask("fill", "doomed", 96 << 20)
+            fetching = asyncio.get_running_loop().create_task(producer.fetch(grant))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            await producer.kill()
+            await asyncio.wait([fetching])
+            if fetching.exception() is None:
+                # Shared memory is there at once, and stays; nothing is ever there in part.
+                assert numbers_in(fetching.result()) == list(range(96))
+            else:
+                assert isinstance(fetching.exception(), TransportError)
+        _, grant = near_by.give(100_000, 3)
+        assert await near_by.ask("fetch", "next", grant) == digest(pattern(100_000, 3))
+        block.release()
+        del asked, fetching, block
 
 
 async def test_a_fetch_from_a_producer_that_is_stopped_ends_once_it_is_declared_lost(name: str) -> None:

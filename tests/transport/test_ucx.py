@@ -10,7 +10,7 @@ import signal
 
 import pytest
 from ends import KEY, LocalHost, LocalPair, open_pair
-from far_end import digest, open_far_end, pattern
+from far_end import digest, numbers_in, open_far_end, pattern
 from transports import needs_ucx
 
 from aiodaft_transport import PeerGone, TransportError, open_transport, ucx
@@ -61,11 +61,8 @@ async def test_any_size_arrives_also_at_the_borders_of_pieces(nbytes: int) -> No
 
 async def test_a_gibibyte_arrives_from_another_process() -> None:
     async with open_far_end("ucx") as far:
-        nbytes = 1 << 30
-        view = await far.fetch(await far.ask("produce", "all", nbytes, 3))
-        expected = pattern(8191, 3)
-        for start in (0, 8191 * 1024, 8191 * 100_000, nbytes // 8191 * 8191 - 8191):
-            assert view[start : start + 8191] == expected
+        view = await far.fetch(await far.ask("fill", "all", 1 << 30))
+        assert numbers_in(view) == list(range(1024))
 
 
 @pytest.mark.usefixtures("over_tcp")
@@ -151,10 +148,11 @@ async def test_a_process_may_fetch_from_itself() -> None:
 
 
 async def _cancelled_after(pair: LocalPair, ticks: int) -> bool:
-    """Cancel a fetch after so many turns; whether it was still under way."""
+    """Cancel a fetch of three pieces after so many turns; whether it was still under way."""
     consumer = opened(pair.consumer.transport)
-    block = pair.producer.transport.allocate(LARGE)
-    ctypes.memset(block.address, ticks % 200 + 1, LARGE)
+    nbytes = 24 * MIB
+    block = pair.producer.transport.allocate(nbytes)
+    ctypes.memset(block.address, ticks % 200 + 1, nbytes)
     grant = pair.producer.transport.grant(block, pair.producer.control)
     await pair.settle()
     task = asyncio.get_running_loop().create_task(fetched(pair, grant))
@@ -164,11 +162,11 @@ async def _cancelled_after(pair: LocalPair, ticks: int) -> bool:
     task.cancel()
     await asyncio.wait([task])
     # Whoever gets memory now must be the only one who writes to it.
-    poisoned = [consumer.landing.allocate(LARGE) for _ in range(2)]
+    poisoned = [consumer.landing.allocate(nbytes) for _ in range(2)]
     for one in poisoned:
-        ctypes.memset(one.address, POISON[0], LARGE)
+        ctypes.memset(one.address, POISON[0], nbytes)
     await drained(consumer)
-    assert all(one.view == POISON * LARGE for one in poisoned)
+    assert all(one.view == POISON * nbytes for one in poisoned)
     for one in poisoned:
         one.release()
     block.release()
@@ -179,19 +177,25 @@ async def _cancelled_after(pair: LocalPair, ticks: int) -> bool:
     return interrupted
 
 
-@pytest.mark.timeout(120)
+async def _cancelled_everywhere(pair: LocalPair) -> int:
+    """Cancel fetches later and later, until one was complete before that; how many were not."""
+    # One that was not begun has nothing to give back.
+    interrupted, ticks = 0, 1
+    while await _cancelled_after(pair, ticks):
+        interrupted += 1
+        ticks += 1 + ticks // 8
+    return interrupted
+
+
 async def test_memory_of_a_cancelled_fetch_is_not_reused_before_ucx_is_done_with_it() -> None:
     async with open_pair("ucx") as pair:
-        interrupted = [await _cancelled_after(pair, ticks) for ticks in (*range(1, 8), 12)]
-        assert any(interrupted)
+        assert await _cancelled_everywhere(pair) > 2
 
 
 @pytest.mark.usefixtures("over_tcp")
-@pytest.mark.timeout(120)
 async def test_the_same_over_a_network() -> None:
     async with open_pair("ucx") as pair:
-        interrupted = [await _cancelled_after(pair, ticks) for ticks in (1, 2, 3, 5, 8, 13, 21)]
-        assert all(interrupted)
+        assert await _cancelled_everywhere(pair) > 5
 
 
 @pytest.mark.usefixtures("over_tcp")

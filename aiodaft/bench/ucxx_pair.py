@@ -1,0 +1,83 @@
+"""Two processes that use ucxx as its users would: a listener that sends, an endpoint that receives into one buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Final
+
+_SERVE: Final = """
+import asyncio, sys, ucxx
+async def main():
+    content, count, over = bytearray(int(sys.argv[1])), int(sys.argv[2]), asyncio.Event()
+    endpoints = []
+    async def serve(endpoint):
+        # One that nobody holds is closed, also under what was sent last.
+        endpoints.append(endpoint)
+        for _ in range(count):
+            await endpoint.send(content)
+        over.set()
+    listener = ucxx.create_listener(serve, 0)
+    print("port", listener.port, flush=True)
+    await over.wait()
+    sys.stdin.read()
+asyncio.run(main())
+"""
+_FETCH: Final = """
+import asyncio, sys, time, ucxx
+async def main():
+    target, count = bytearray(int(sys.argv[1])), int(sys.argv[2])
+    endpoint = await ucxx.create_endpoint("127.0.0.1", int(sys.argv[3]))
+    # The first one connects and touches the buffer.
+    await endpoint.recv(target)
+    start = time.perf_counter()
+    for _ in range(count - 1):
+        await endpoint.recv(target)
+    print("seconds", (time.perf_counter() - start) / (count - 1), flush=True)
+    sys.stdin.read()
+asyncio.run(main())
+"""
+
+
+def installed() -> bool:
+    """Whether there is a ucxx to compare with."""
+    return find_spec("ucxx") is not None
+
+
+async def seconds(size: int, count: int) -> float:
+    """Seconds that it takes to bring `size` bytes from one process to another: the mean of `count` in a row."""
+    server = await _started(_SERVE, size, count + 1)
+    try:
+        fetcher = await _started(_FETCH, size, count + 1, int(await _said(server, "port")))
+        try:
+            return float(await _said(fetcher, "seconds"))
+        finally:
+            await _end(fetcher)
+    finally:
+        await _end(server)
+
+
+async def _started(code: str, *arguments: int) -> asyncio.subprocess.Process:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return await asyncio.create_subprocess_exec(
+        *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+
+
+async def _said(process: asyncio.subprocess.Process, what: str) -> str:
+    """The value in a line that it prints; UCX prints warnings as well."""
+    assert process.stdout is not None
+    async for line in process.stdout:
+        name, _, value = line.decode().partition(" ")
+        if name == what:
+            return value
+    raise RuntimeError(f"a process that uses ucxx ended without saying its {what}")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    # Its own way of ending takes seconds, and what it has is nobody's but its own.
+    if process.returncode is None:
+        process.kill()
+    await process.wait()

@@ -19,6 +19,7 @@ DaftError
 │   ├── PeerLost             the connection to a process ended
 │   └── OwnerDied            the process that owned a ref ended, and the value with it
 ├── DeadlineExceeded         the time given to a call is over; also a TimeoutError
+├── DeadlockDetected         calls wait for each other; names every one of them
 ├── CallCancelled            somebody else cancelled the call; deliberately not asyncio.CancelledError
 ├── RemoteError              a remote exception that cannot be rebuilt here; carries its text
 ├── BorrowError              a lent buffer was written to while others were reading it
@@ -29,7 +30,7 @@ DaftError
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 __all__ = [
     "ActorDied",
@@ -39,6 +40,7 @@ __all__ = [
     "Closed",
     "DaftError",
     "DeadlineExceeded",
+    "DeadlockDetected",
     "InsufficientResources",
     "LocalProtocolError",
     "NameNotFound",
@@ -54,6 +56,7 @@ __all__ = [
     "RuntimeClosed",
     "SerializationError",
     "SpawnFailed",
+    "WaitingCall",
 ]
 
 
@@ -166,6 +169,30 @@ class OwnerDied(OutcomeUnknown):
 
 class DeadlineExceeded(DaftError, TimeoutError):
     """The time given to a call is over."""
+
+
+class WaitingCall(NamedTuple):
+    """One call of a deadlock.
+
+    Attributes:
+        actor: Name of the actor.
+        method: What was called, such as "Model.step".
+        line: Where it waits, as "file:line in function"; empty if it has not begun.
+    """
+
+    actor: str
+    method: str
+    line: str
+
+
+class DeadlockDetected(DaftError):
+    """Calls wait for each other, so that none of them can go on. One of them, the youngest, fails with this.
+
+    Attributes:
+        cycle: The calls: each waits for the next, the last one (which failed) for the first.
+    """
+
+    cycle: tuple[WaitingCall, ...] = ()
 
 
 class CallCancelled(DaftError):

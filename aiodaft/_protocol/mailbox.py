@@ -10,6 +10,7 @@ order. Where a caller's calls change from one to the other, the later one waits 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -56,6 +57,11 @@ class Mailbox(Generic[EntryT]):
         self.watching = False
 
     @property
+    def holds_some(self) -> bool:
+        """Whether calls wait for their turn."""
+        return bool(self._lanes or self._unordered)
+
+    @property
     def queued(self) -> int:
         """Calls that wait for their turn."""
         waiting = [*self._unordered, *(entry for lane in self._lanes.values() for entry in lane)]
@@ -83,7 +89,7 @@ class Mailbox(Generic[EntryT]):
             del self._last[entry.caller]
         if rules.concurrency is not None:
             self._running[rules.name] -= 1
-        return bool(self._lanes or self._unordered)
+        return self.holds_some
 
     def hold(self) -> None:
         """Start nothing until `unhold`: a result is being captured, and no call may change it meanwhile."""
@@ -117,6 +123,43 @@ class Mailbox(Generic[EntryT]):
             elif not entry.withdrawn:
                 self._unordered.append(entry)
         return started
+
+    def ahead_of(self, entry: EntryT, running: Callable[[], Sequence[EntryT]]) -> list[EntryT]:
+        """The calls of which one has to move on before a call that waits here may start.
+
+        Args:
+            entry: The call.
+            running: Gives the calls that have started and not ended.
+
+        Returns:
+            Them; nothing if it waits for something else, or for a call that is not among `running`.
+        """
+        rules = entry.rules
+        lane = self._lanes.get(entry.caller) if rules.ordered else None
+        if lane and lane[0] is not entry:
+            return [lane[0]]
+        if not entry.ready or entry.withdrawn or self._held:
+            return []
+        if rules.concurrency is not None and self._running[rules.name] >= rules.concurrency:
+            same = [other for other in running() if other.rules.name == rules.name]
+            return same if len(same) >= rules.concurrency else []
+        last = self._last.get(entry.caller) if rules.ordered else None
+        return [last] if last is not None and not last.begun and last.rules.on_thread is not rules.on_thread else []
+
+    def in_the_way(self, running: Callable[[], Sequence[EntryT]]) -> list[EntryT]:
+        """The calls for which others here wait directly."""
+        found: list[EntryT] = []
+        names: set[str] = set()
+        for lane in self._lanes.values():
+            if len(lane) > 1 and not lane[0].ready:
+                found.append(lane[0])
+            found += self.ahead_of(lane[0], running)
+        for entry in self._unordered:
+            # What one waits for, all of that method wait for.
+            if entry.ready and entry.rules.name not in names:
+                names.add(entry.rules.name)
+                found += self.ahead_of(entry, running)
+        return found
 
     def drain(self) -> list[EntryT]:
         """Take out everything that waits: it will never start."""

@@ -19,6 +19,16 @@ class ActorThread:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    @property
+    def ident(self) -> int | None:
+        """The thread, once it has begun."""
+        return None if self._thread is None else self._thread.ident
+
+    @property
+    def backlog(self) -> int:
+        """Jobs that wait for the one under way."""
+        return self._jobs.qsize()
+
     def submit(self, job: Callable[[], object]) -> None:
         """Run `job` after those submitted before; it must not raise."""
         if self._thread is None:

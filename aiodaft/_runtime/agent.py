@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from aiodaft._protocol.deadlock import CallAt, Waiting
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
 from aiodaft.actor import Actor
-from aiodaft.exceptions import ActorDied
+from aiodaft.exceptions import ActorDied, WaitingCall
 from aiodaft.methods import MethodSpec, method, plain_spec, specs_of
 
 from .failures import add_note
@@ -65,6 +66,23 @@ class Agent(Actor):
             "done": cell.done,
             "stored_bytes": self._peer.store.stored_bytes(),
         }
+
+    # Deadlocks. Nothing that is asked here may wait for anything itself, so no call keeps its place in line.
+
+    @method(ordered=False)
+    async def investigate(self, roots: list[CallAt]) -> None:
+        """To the home process: these calls have been in the way of others for a while."""
+        self._peer.deadlocks.investigate(roots)
+
+    @method(ordered=False)
+    async def waits_of(self, calls: list[CallAt]) -> list[Waiting | None]:
+        """What calls here wait for."""
+        return [self._peer.deadlocks.waits.look(call) for call in calls]
+
+    @method(ordered=False)
+    async def give_up(self, at: CallAt, waiting: Waiting, story: str, cycle: tuple[WaitingCall, ...]) -> None:
+        """End a deadlock by an error in a call that waits here, if it still does."""
+        self._peer.deadlocks.give_up(at, waiting, story, cycle)
 
     # Refs that this process owns or keeps.
 

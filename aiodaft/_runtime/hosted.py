@@ -61,7 +61,7 @@ class Hosted:
             call.ready = False
             call.cell.deliver(call)
             # Arguments are fetched from now on, while the actor works on earlier calls.
-            self._peer.tasks.create_task(
+            call.bringing = self._peer.tasks.create_task(
                 self._bring(link, call, payload, blobs, refs, slots), name=f"bring {call.label}"
             )
         else:
@@ -99,7 +99,9 @@ class Hosted:
         if _contains_ref((call.args, call.kwargs)):
             call.ready = False
             cell.deliver(call)
-            self._peer.tasks.create_task(self._resolve_local(call), name=f"resolve the arguments of {call.label}")
+            call.bringing = self._peer.tasks.create_task(
+                self._resolve_local(call), name=f"resolve the arguments of {call.label}"
+            )
         else:
             cell.deliver(call)
 
@@ -141,8 +143,7 @@ class Hosted:
             await asyncio.gather(*values, return_exceptions=True)
             self._not_ready(call, error)
         else:
-            call.ready = True
-            call.cell.look_again()
+            self._brought(call)
 
     async def _decode_heavy(self, call: IncomingCall) -> None:
         """What takes long to decode is decoded by the helper thread; light arguments are when the call starts."""
@@ -172,11 +173,16 @@ class Hosted:
             add_note(error, f"needed by {call.label}, which did not run")
             self._not_ready(call, error)
         else:
-            call.ready = True
-            call.cell.look_again()
+            self._brought(call)
+
+    def _brought(self, call: IncomingCall) -> None:
+        call.bringing = None
+        call.ready = True
+        call.cell.look_again()
 
     def _not_ready(self, call: IncomingCall, error: BaseException) -> None:
         """Its arguments will never be there."""
+        call.bringing = None
         if call.over:
             return
         call.withdrawn = True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId
 from aiodaft._protocol.mailbox import Mailbox
-from aiodaft.exceptions import ActorDied, CallCancelled, DeadlineExceeded
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExceeded
 
 from .actor_thread import ActorThread
 from .callers import is_plain
@@ -45,6 +45,11 @@ class Cell:
         self._idle: asyncio.Event | None = None
 
     @property
+    def holds_some_up(self) -> bool:
+        """Whether calls wait for their turn, in the mailbox or for the thread."""
+        return self.mailbox.holds_some or self.thread.backlog > 0
+
+    @property
     def where(self) -> str:
         """Says which actor this is, in errors."""
         return f"{self.name} (pid {self.peer.pid}, {self.peer.node})"
@@ -60,6 +65,8 @@ class Cell:
             call.timer = self.peer.loop.call_at(call.deadline, self._expire, call)
         if self.mailbox.arrive(call):
             self._start(call)
+        else:
+            self.peer.deadlocks.suspect(self)
 
     def look_again(self) -> None:
         """Something that calls were waiting for has happened."""
@@ -73,6 +80,8 @@ class Cell:
             call.task = self.peer.loop.create_task(self._run_stream(call))
         elif call.rules.on_thread:
             self.thread.submit(lambda: self._run_on_thread(call))
+            if self.active > 1:
+                self.peer.deadlocks.suspect(self)
         else:
             call.task = self.peer.loop.create_task(self._run(call))
 
@@ -197,8 +206,11 @@ class Cell:
 
     def cancel(self, call: IncomingCall) -> None:
         """The caller does not want the call any more."""
+        self.give_up(call, CallCancelled(f"{call.label} was cancelled before it started", executed=False))
+
+    def give_up(self, call: IncomingCall, why: DaftError) -> None:
+        """End a call; one that has not begun fails at once, with this error."""
         if not call.over and not self._interrupt(call):
-            why = CallCancelled(f"{call.label} was cancelled before it started", executed=False)
             call.caller_link.fail(call, why, executed=False)
 
     def _expire(self, call: IncomingCall) -> None:

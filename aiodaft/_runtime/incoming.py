@@ -74,6 +74,10 @@ class IncomingCall:
     # It is answered, or nobody waits for the answer.
     over = False
     task: asyncio.Task[None] | None = None
+    # Fetches its arguments, until they are here.
+    bringing: asyncio.Task[None] | None = None
+    # Nobody waits for it any more, and it runs on all the same.
+    given_up = False
     # Items that the consumer of a stream takes.
     credit = 0
     _credit_wanted: asyncio.Event | None = None

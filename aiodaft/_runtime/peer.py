@@ -32,6 +32,7 @@ from .agent import Agent
 from .callers import LocalCaller
 from .calls import CallSink, Outgoing, Target
 from .channels import Channels
+from .deadlocks import Deadlocks
 from .env import Env
 from .hosted import Hosted
 from .hosting import Cell
@@ -102,6 +103,7 @@ class Peer:
         self.hosted = Hosted(self)
         self.local_caller = LocalCaller(self)
         self.loopback = Loopback(self)
+        self.deadlocks = Deadlocks(self)
         # Why nothing works any more, once it does not.
         self.closed: str | None = None
         # Calls that were given up while they still ran.
@@ -286,6 +288,8 @@ class Peer:
 
     def running_call(self, owner: PeerId, number: CallId) -> IncomingCall | None:
         """A call of `owner` that is queued or runs here."""
+        if owner == self.id:
+            return self.local_caller.calls.get(number)
         link = self.links.get(owner)
         return None if link is None else link.incoming.get(number)
 

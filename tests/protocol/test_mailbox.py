@@ -269,3 +269,44 @@ def test_draining_takes_out_what_waits_and_was_not_withdrawn() -> None:
     assert mailbox.queued == 0
     assert mailbox.drain() == mailbox.startable() == []
     assert not mailbox.finished(running)
+
+
+# Who waits for whom.
+
+
+def test_a_call_waits_for_the_first_of_its_line_and_that_for_what_fills_its_places() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    running = [call(concurrency=2), call(concurrency=2)]
+    other_method = call(name="other")
+    started(mailbox, *running, other_method)
+    first, second, unordered = call(concurrency=2), call(name="free"), call("b", concurrency=2, ordered=False)
+    kept(mailbox, first, second, unordered)
+    assert mailbox.ahead_of(second, list) == [first]
+    for waiting in (first, unordered):
+        assert mailbox.ahead_of(waiting, lambda: [*running, other_method]) == running
+        # One of them is out of sight: nobody can say whether it goes on.
+        assert mailbox.ahead_of(waiting, lambda: running[:1]) == []
+    assert mailbox.in_the_way(lambda: running) == [*running, *running]
+
+
+def test_a_call_that_waits_for_its_arguments_waits_for_nobody_here_and_others_wait_for_it() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    first, second = call(ready=False), call()
+    kept(mailbox, first)
+    assert mailbox.in_the_way(list) == []
+    kept(mailbox, second)
+    assert mailbox.ahead_of(first, list) == []
+    assert mailbox.in_the_way(list) == [first]
+
+
+def test_a_call_waits_for_the_one_before_it_that_the_thread_has_not_taken_up() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    queued, behind = call(on_thread=True), call()
+    started(mailbox, queued)
+    kept(mailbox, behind)
+    assert mailbox.ahead_of(behind, list) == mailbox.in_the_way(list) == [queued]
+    mailbox.hold()
+    assert mailbox.ahead_of(behind, list) == []
+    mailbox.unhold()
+    queued.begun = True
+    assert mailbox.ahead_of(behind, list) == []

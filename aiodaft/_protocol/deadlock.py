@@ -1,0 +1,195 @@
+"""Deadlocks: calls that wait for each other and for nobody else. Pure.
+
+The rule is that of the communication model of Chandy, Misra and Haas ("Distributed deadlock detection", 1983): a call
+that waits for others goes on as soon as *one* of them does, so a call is deadlocked only if everything it waits for,
+directly or not, waits too. For a call that needs all of several others that is too strict by a little, never too lax.
+
+A search asks for every call what it waits for, and once it knows them all, asks again. A call that gives the same
+answer twice (the stamp says that it did not wake in between) waited at the moment between the two rounds, and so did
+all the others: what it finds was true at one moment, and a deadlock stays one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, NamedTuple
+
+from aiodaft.exceptions import LocalProtocolError
+
+from .ids import CallId, PeerId
+
+# More calls than this in one search are given up: they are no deadlock that anybody could read.
+_MOST_CALLS: Final = 1_000
+
+
+class CallAt(NamedTuple):
+    """A call, by whose it is and its number there, and the process that it went to."""
+
+    host: PeerId
+    owner: PeerId
+    number: CallId
+
+
+class Reason(Enum):
+    """Why a call waits; what to say of it."""
+
+    AWAITS = "awaits"
+    NEEDS = "needs the result of"
+    QUEUED = "is queued behind"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What its process knows of a call that waits.
+
+    Attributes:
+        actor: Name of the actor that was called.
+        method: What was called, such as "Model.step".
+        line: Where in the source it waits, if it has begun.
+        begun: Whether its first line has run.
+        reason: How it waits.
+        stamp: Changes whenever it wakes, also if it then waits for the same.
+        on: The calls of which one has to move on before it can.
+    """
+
+    actor: str
+    method: str
+    line: str
+    begun: bool
+    reason: Reason
+    stamp: tuple[int, ...]
+    on: tuple[CallAt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlock:
+    """A cycle of waiting. Each call of it waits for the next, the last one for the first.
+
+    The last one is the one to give up: among the calls that have not begun (giving them up is safe) the youngest. Who
+    is younger is decided by the calls' numbers, so that all who find the deadlock choose the same.
+    """
+
+    calls: tuple[CallAt, ...]
+    waiting: tuple[Waiting, ...]
+
+    @property
+    def victim(self) -> CallAt:
+        """The call to give up."""
+        return self.calls[-1]
+
+    def __str__(self) -> str:
+        names = [f"{one.method} of {one.actor}" for one in self.waiting]
+        steps = [f"{name} ({one.line})" if one.line else name for name, one in zip(names, self.waiting, strict=True)]
+        reasons = [one.reason.value for one in self.waiting]
+        links = [f"{reason} {step}" for reason, step in zip(reasons, [*steps[1:], names[0]], strict=True)]
+        return f"{steps[0]} {', which '.join(links)}"
+
+
+class Phase(Enum):
+    """How far a search is."""
+
+    EXPLORING = "exploring"
+    CONFIRMING = "confirming"
+    OVER = "over"
+
+
+class Search:
+    """Looks for deadlocks among the calls that some calls wait for."""
+
+    def __init__(self, roots: Iterable[CallAt]) -> None:
+        self.phase = Phase.EXPLORING
+        self.deadlocks: list[Deadlock] = []
+        self._asked: set[CallAt] = set(roots)
+        self._known: dict[CallAt, Waiting | None] = {}
+        # Everything that was waiting in the first round; what waits unchanged in the second.
+        self._stuck: dict[CallAt, Waiting] = {}
+        self._still: dict[CallAt, Waiting] = {}
+
+    @property
+    def questions(self) -> frozenset[CallAt]:
+        """The calls to be asked about now; none once the search is over."""
+        return frozenset(self._asked)
+
+    def handle_answers(self, answers: Mapping[CallAt, Waiting | None]) -> None:
+        """What calls wait for; None of one that does not wait, is over, or waits for what nobody can see."""
+        if not answers.keys() <= self._asked:
+            raise LocalProtocolError(f"nobody asked about {answers.keys() - self._asked}")
+        self._asked -= answers.keys()
+        if self.phase is Phase.EXPLORING:
+            self._known.update(answers)
+            found = {other for waiting in answers.values() if waiting is not None for other in waiting.on}
+            self._asked |= found - self._known.keys()
+        else:
+            self._still.update((call, self._stuck[call]) for call, now in answers.items() if now == self._stuck[call])
+        if not self._asked or len(self._known) > _MOST_CALLS:
+            self._next_phase()
+
+    def _next_phase(self) -> None:
+        if self.phase is Phase.EXPLORING and len(self._known) <= _MOST_CALLS:
+            self._stuck = reduced({call: waiting for call, waiting in self._known.items() if waiting is not None})
+            self._asked = set(self._stuck)
+            self.phase = Phase.CONFIRMING if self._stuck else Phase.OVER
+        else:
+            self._asked = set()
+            self.deadlocks = [_cycle_of(knot, self._still) for knot in knots(reduced(self._still))]
+            self.phase = Phase.OVER
+
+
+def reduced(waiting: dict[CallAt, Waiting]) -> dict[CallAt, Waiting]:
+    """Of some calls that wait, those that wait for nobody but each other."""
+    stuck = {call: one for call, one in waiting.items() if one.on}
+    # Whoever waits for a call has to be looked at again when that turns out to be alive.
+    behind: dict[CallAt, list[CallAt]] = {}
+    for call, one in stuck.items():
+        for other in one.on:
+            behind.setdefault(other, []).append(call)
+    alive = [call for call in behind if call not in stuck]
+    while alive:
+        alive += [call for call in behind.get(alive.pop(), ()) if stuck.pop(call, None) is not None]
+    return stuck
+
+
+def knots(stuck: dict[CallAt, Waiting]) -> list[set[CallAt]]:
+    """The sets of calls that all wait for each other and for nobody outside."""
+    found: list[set[CallAt]] = []
+    left = set(stuck)
+    while left:
+        knot = _reach(min(left), stuck)
+        # A call that does not lead back waits for a smaller set; the smallest is a knot.
+        while (out := next((call for call in sorted(knot) if len(_reach(call, stuck)) < len(knot)), None)) is not None:
+            knot = _reach(out, stuck)
+        found.append(knot)
+        left -= {call for call in left if _reach(call, stuck) & knot}
+    return found
+
+
+def _reach(start: CallAt, stuck: dict[CallAt, Waiting]) -> set[CallAt]:
+    """Everything that a call waits for, directly or not."""
+    found: set[CallAt] = set()
+    ahead = [start]
+    while ahead:
+        for call in stuck[ahead.pop()].on:
+            if call not in found:
+                found.add(call)
+                ahead.append(call)
+    return found
+
+
+def _cycle_of(knot: set[CallAt], stuck: dict[CallAt, Waiting]) -> Deadlock:
+    """The shortest cycle through the call of a knot that is to be given up."""
+    victim = max(knot, key=lambda call: (not stuck[call].begun, call.number, call.owner))
+    came_from: dict[CallAt, CallAt] = {}
+    ahead = [victim]
+    while victim not in came_from:
+        call = ahead.pop(0)
+        for other in stuck[call].on:
+            if other not in came_from:
+                came_from[other] = call
+                ahead.append(other)
+    path = [victim]
+    while (before := came_from[path[-1]]) != victim:
+        path.append(before)
+    calls = tuple(reversed(path))
+    return Deadlock(calls, tuple(stuck[call] for call in calls))

@@ -1,0 +1,256 @@
+"""What tasks and threads are in the middle of: their suspended frames, and the calls whose results they await.
+
+Nothing is recorded for this while the program runs; it is read from the coroutines themselves when somebody asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from aiodaft._protocol.deadlock import CallAt
+from aiodaft.ref import Ref
+
+from .refs import RefState
+from .streams import StreamState
+from .transfer import Transfer
+
+_ASYNC_GENERATOR_STEPS: Final = frozenset({"async_generator_asend", "async_generator_athrow", "coroutine_wrapper"})
+_OURS: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PYTHONS: Final = os.path.dirname(os.__file__) + os.sep
+
+Frames: TypeAlias = list[types.FrameType]
+
+
+@dataclass(slots=True)
+class Wait:
+    """What a task waits for, if all of it are results of calls.
+
+    Attributes:
+        calls: The calls, of which one has to end.
+        futures: What it would be woken by: the same futures later mean that it did not wake in between.
+        line: Where in the user's source it waits.
+    """
+
+    calls: list[CallAt] = field(default_factory=list)
+    futures: list[asyncio.Future[Any]] = field(default_factory=list)
+    line: str = ""
+
+
+class _UnknownError(Exception):
+    """It waits for something of which nobody can see who will end it."""
+
+
+def frames_of(awaitable: object) -> Frames:
+    """The suspended frames of a coroutine or generator, outermost first."""
+    frames: Frames = []
+    while awaitable is not None:
+        frame, awaitable = _look_into(awaitable)
+        if frame is not None:
+            frames.append(frame)
+    return frames
+
+
+def _look_into(awaitable: object) -> tuple[types.FrameType | None, object]:
+    if isinstance(awaitable, types.CoroutineType):
+        return awaitable.cr_frame, awaitable.cr_await
+    if isinstance(awaitable, types.GeneratorType):
+        return awaitable.gi_frame, awaitable.gi_yieldfrom
+    if isinstance(awaitable, types.AsyncGeneratorType):
+        return awaitable.ag_frame, awaitable.ag_await
+    if type(awaitable).__name__ in _ASYNC_GENERATOR_STEPS:
+        # They tell nobody what they step through, but the garbage collector.
+        inside = gc.get_referents(awaitable)
+        return None, next(
+            (one for one in inside if isinstance(one, types.CoroutineType | types.AsyncGeneratorType)), None
+        )
+    return None, None
+
+
+def stack_of(frame: types.FrameType | None) -> Frames:
+    """The frames of a running thread, outermost first."""
+    frames: Frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def thread_stack(ident: int | None) -> Frames:
+    """The frames of another thread, outermost first; none if it does not run."""
+    return stack_of(sys._current_frames().get(ident or 0))
+
+
+def is_users(frame: types.FrameType) -> bool:
+    """Whether a frame is neither ours nor of Python's own library."""
+    name = frame.f_code.co_filename
+    return not name.startswith((_OURS, _PYTHONS, "<frozen")) or ("site-packages" in name and not name.startswith(_OURS))
+
+
+def users_line(frames: Frames) -> str:
+    """The innermost line that is the user's, as "file:line in function"."""
+    for frame in reversed(frames):
+        if is_users(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return ""
+
+
+def wait_of_task(task: asyncio.Task[Any]) -> Wait | None:
+    """What a task waits for; None if it does not wait, or not only for calls."""
+    wait = Wait(line=users_line(frames_of(task.get_coro())))
+    try:
+        _Collector(wait).task(task)
+    except _UnknownError:
+        return None
+    return wait if wait.calls else None
+
+
+def wait_of_thread(frames: Frames) -> Wait | None:
+    """What a thread waits for by `asyncio.run_coroutine_threadsafe(...).result()`; None if it does not do that."""
+    blocked = next((frame for frame in frames if frame.f_code is concurrent.futures.Future.result.__code__), None)
+    if blocked is None or blocked.f_locals["timeout"] is not None:
+        # Whoever comes back after a while to do something else is not stuck.
+        return None
+    future = blocked.f_locals["self"]
+    tasks = [_enclosed(callback, "_call_check_cancel", "source") for callback in future._done_callbacks]
+    task = next((task for task in tasks if isinstance(task, asyncio.Task)), None)
+    wait = None if task is None else wait_of_task(task)
+    if wait is not None:
+        wait.line = users_line(frames)
+    return wait
+
+
+class _Collector:
+    """Gathers what a task waits for, and the tasks that it waits for."""
+
+    def __init__(self, wait: Wait) -> None:
+        self._wait = wait
+        self._visited: set[object] = set()
+
+    def task(self, task: asyncio.Task[Any]) -> None:
+        if task in self._visited:
+            return
+        self._visited.add(task)
+        waker: asyncio.Future[Any] | None = getattr(task, "_fut_waiter", None)
+        if waker is None or waker.done():
+            raise _UnknownError
+        frames = frames_of(task.get_coro())
+        known = _KNOWN.get(frames[-1].f_code) if frames else None
+        if known is None:
+            self.future(waker)
+            return
+        self._wait.futures.append(waker)
+        for found in known(frames):
+            if isinstance(found, CallAt):
+                self._wait.calls.append(found)
+            else:
+                self.future(found)
+
+    def future(self, future: Any) -> None:
+        if isinstance(future, Ref):
+            self._wait.calls += _calls_behind(future._state)
+        elif isinstance(future, asyncio.Task):
+            self.task(future)
+        elif isinstance(future, asyncio.tasks._GatheringFuture):  # type: ignore[attr-defined]  # private
+            self._wait.futures.append(future)
+            self.all(child for child in future._children if not child.done())
+        elif isinstance(future, asyncio.Future) and (inner := _shielded(future)) is not None:
+            self._wait.futures.append(future)
+            self.future(inner)
+        else:
+            raise _UnknownError
+
+    def all(self, futures: Iterable[object]) -> None:
+        for future in futures:
+            self.future(future)
+
+
+Found: TypeAlias = Iterable["CallAt | asyncio.Future[Any]"]
+
+
+def _calls_behind(state: Any) -> list[CallAt]:
+    """The calls whose end a ref waits for."""
+    if not isinstance(state, RefState) or state.settled:
+        # What is on its way comes by itself.
+        raise _UnknownError
+    parts = state.parts()
+    if parts is None:
+        return [CallAt(state.producer, state.owner, state.number)]
+    return [call for part in parts if not part.done() for call in _calls_behind(part._state)]
+
+
+def _at_ref(frames: Frames) -> Found:
+    return _calls_behind(frames[-1].f_locals["self"])
+
+
+def _at_question(frames: Frames) -> Found:
+    pulls = [frame.f_locals for frame in frames if frame.f_code is Transfer.pull.__code__]
+    return [CallAt(pull["producer"], pull["owner"], pull["number"]) for pull in pulls]
+
+
+def _at_stream(frames: Frames) -> Found:
+    if len(frames) < 2 or frames[-2].f_code is not StreamState.next_item.__code__:
+        # It waits for the end of a cancelled one, which has its time.
+        raise _UnknownError
+    stream: StreamState = frames[-1].f_locals["self"]
+    return [CallAt(stream.peer.id if stream.link is None else stream.link.remote, stream.peer.id, stream.number)]
+
+
+def _at_task_group(frames: Frames) -> Found:
+    return [task for task in frames[-1].f_locals["self"]._tasks if not task.done()]
+
+
+def _at_wait(frames: Frames) -> Found:
+    if frames[-1].f_locals["timeout"] is not None:
+        # Whoever comes back after a while to do something else is not stuck.
+        raise _UnknownError
+    return [future for future in frames[-1].f_locals["fs"] if not future.done()]
+
+
+def _at_wait_for(frames: Frames) -> Found:
+    return [frames[-1].f_locals["fut"]]
+
+
+def _code(function: Any) -> types.CodeType:
+    code: types.CodeType = function.__code__
+    return code
+
+
+# What is known of a task by the innermost of its frames.
+_KNOWN: Final[dict[types.CodeType, Callable[[Frames], Found]]] = {
+    _code(RefState._wait_for_value): _at_ref,
+    _code(RefState.wait_settled): _at_ref,
+    _code(Transfer._question): _at_question,
+    _code(Transfer._locate_here): _at_question,
+    _code(StreamState._wait_change): _at_stream,
+    # Python 3.13 moved the body of `__aexit__`; 3.12 rewrote `wait_for` so that it waits as any coroutine does.
+    _code(getattr(asyncio.TaskGroup, "_aexit", asyncio.TaskGroup.__aexit__)): _at_task_group,
+    _code(asyncio.tasks._wait): _at_wait,  # type: ignore[attr-defined]  # private
+    **({_code(asyncio.wait_for): _at_wait_for} if sys.version_info < (3, 12) else {}),
+}
+
+
+def _shielded(future: asyncio.Future[Any]) -> asyncio.Future[Any] | None:
+    """What `asyncio.shield` shields, behind the future that it gave."""
+    callbacks = [callback for callback, _ in getattr(future, "_callbacks", None) or ()]
+    found = [_enclosed(callback, "_outer_done_callback", "inner") for callback in callbacks]
+    return next((one for one in found if isinstance(one, asyncio.Future)), None)
+
+
+def _enclosed(callback: Any, name: str, variable: str) -> object:
+    """A variable of the function around one of asyncio's own callbacks."""
+    code = getattr(callback, "__code__", None)
+    if code is None or code.co_name != name or not code.co_filename.startswith(_PYTHONS):
+        return None
+    cells = dict(zip(code.co_freevars, callback.__closure__ or (), strict=True))
+    try:
+        return cells[variable].cell_contents
+    except (KeyError, ValueError):
+        return None

@@ -1,0 +1,97 @@
+"""What the calls in this process wait for, as one looks at them from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from aiodaft._protocol.deadlock import CallAt, Reason, Waiting
+
+from .awaits import Frames, Wait, thread_stack, wait_of_task, wait_of_thread
+from .hosting import Cell
+
+if TYPE_CHECKING:
+    from .incoming import IncomingCall
+    from .peer import Peer
+
+
+def on_thread(cell: Cell) -> tuple[IncomingCall | None, Frames]:
+    """The call that an actor's thread is busy with, and the frames from its first line on."""
+    frames = thread_stack(cell.thread.ident)
+    for index, frame in enumerate(frames):
+        if frame.f_code is Cell._execute.__code__:
+            call: IncomingCall = frame.f_locals["call"]
+            return call, frames[index + 1 :]
+    return None, []
+
+
+class Waits:
+    """Looks at the calls of one process."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._stamps: WeakKeyDictionary[asyncio.Future[Any], int] = WeakKeyDictionary()
+        self._numbers = itertools.count(1)
+
+    def place(self, call: IncomingCall) -> CallAt:
+        """What other processes call a call of this one."""
+        return CallAt(self._peer.id, call.caller, call.number)
+
+    def look(self, at: CallAt) -> Waiting | None:
+        """What a call waits for; None if it does not, is not here, or waits for what nobody can see."""
+        call = self._peer.running_call(at.owner, at.number)
+        if call is None or call.over:
+            return None
+        if not call.begun:
+            return self._look_at_queued(call)
+        return self._awaiting(call, Reason.AWAITS, self.wait_of(call))
+
+    def wait_of(self, call: IncomingCall) -> Wait | None:
+        """What a call waits for that has begun, or brings in its arguments."""
+        task = call.task or call.bringing
+        if task is not None:
+            return wait_of_task(task)
+        if call.rules.on_thread and call.begun:
+            occupant, frames = on_thread(call.cell)
+            return wait_of_thread(frames) if occupant is call else None
+        return None
+
+    def in_the_way(self, cell: Cell) -> list[IncomingCall]:
+        """The calls of an actor for which its other calls wait."""
+        found = cell.mailbox.in_the_way(functools.cache(cell.running)) if cell.mailbox.holds_some else []
+        if cell.thread.backlog:
+            occupant, _ = on_thread(cell)
+            found += [] if occupant is None else [occupant]
+        return found
+
+    def _look_at_queued(self, call: IncomingCall) -> Waiting | None:
+        if call.bringing is not None:
+            return self._awaiting(call, Reason.NEEDS, self.wait_of(call))
+        if call.started:
+            occupant = on_thread(call.cell)[0] if call.rules.on_thread else None
+            ahead = [] if occupant is None else [occupant]
+        else:
+            ahead = call.cell.mailbox.ahead_of(call, call.cell.running)
+        if not ahead:
+            return None
+        return self._waiting(call, Reason.QUEUED, [self.place(other) for other in ahead])
+
+    def _awaiting(self, call: IncomingCall, reason: Reason, wait: Wait | None) -> Waiting | None:
+        if wait is None:
+            return None
+        stamp = tuple(self._stamp(future) for future in wait.futures)
+        return self._waiting(call, reason, wait.calls, wait.line if reason is Reason.AWAITS else "", stamp)
+
+    def _waiting(
+        self, call: IncomingCall, reason: Reason, on: list[CallAt], line: str = "", stamp: tuple[int, ...] = ()
+    ) -> Waiting:
+        calls = tuple(sorted(set(on)))
+        return Waiting(call.cell.name, call.label, line, call.begun, reason, tuple(sorted(stamp)), calls)
+
+    def _stamp(self, future: asyncio.Future[Any]) -> int:
+        if future not in self._stamps:
+            self._stamps[future] = next(self._numbers)
+        return self._stamps[future]

@@ -1,0 +1,118 @@
+"""Calls that wait for each other fail with the whole story; calls that only take long do not (tests A19 and A20)."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+from actors import Box
+from deadlocked import Waiter
+
+import aiodaft
+from aiodaft.exceptions import WaitingCall
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def error_of(ref: aiodaft.Ref[Any]) -> aiodaft.DeadlockDetected:
+    with pytest.raises((aiodaft.DeadlockDetected, ExceptionGroup)) as caught:
+        await ref
+    error = caught.value
+    while isinstance(error, ExceptionGroup):
+        (error,) = error.exceptions
+    assert isinstance(error, aiodaft.DeadlockDetected)
+    return error
+
+
+def story(error: aiodaft.DeadlockDetected) -> list[tuple[str, str]]:
+    """Class names do not differ, so a cycle is told by its actors and methods; each line must be the right one."""
+    for one in error.cycle:
+        assert isinstance(one, WaitingCall)
+        name = one.method.partition(".")[2]
+        # What has not begun is nowhere yet.
+        assert re.fullmatch(rf".*deadlocked\.py:\d+ in ({name}|<listcomp>)|", one.line)
+        assert f"{one.method} of {one.actor}" in str(error)
+    return [(one.actor, one.method.partition(".")[2]) for one in error.cycle]
+
+
+async def test_every_kind_of_cycle_is_found_and_names_its_calls(module_rt: aiodaft.Runtime) -> None:
+    made = iter(await asyncio.gather(*(module_rt.spawn(Waiter) for _ in range(19))))
+    names: dict[Any, str] = {}
+
+    async def waiters(count: int) -> list[Any]:
+        found = [next(made) for _ in range(count)]
+        names.update([(one, (await module_rt.info(one)).name) for one in found])
+        return found
+
+    expected: dict[aiodaft.Ref[Any], list[tuple[Any, str]]] = {}
+    a, b = await waiters(2)
+    expected[a.alone(b, a)] = [(a, "alone"), (b, "alone"), (a, "alone")]
+    a, b, c = await waiters(3)
+    expected[a.alone(b, c, a)] = [(a, "alone"), (b, "alone"), (c, "alone"), (a, "alone")]
+    (a,) = await waiters(1)
+    expected[a.alone(a)] = [(a, "alone"), (a, "alone")]
+    for how in ("task group", "gather", "wait", "shield", "wait_for"):
+        (a,) = await waiters(1)
+        expected[a.fan_out(how, a)] = [(a, "fan_out"), (a, "fan_out")]
+    a, b = await waiters(2)
+    expected[a.consume(b, a)] = [(a, "consume"), (b, "items"), (a, "consume")]
+    a, b = await waiters(2)
+    await a.remember_loop()
+    await b.remember_loop()
+    expected[a.on_thread(b, a)] = [(a, "on_thread"), (b, "on_thread"), (a, "nothing")]
+    (a,) = await waiters(1)
+    await a.remember_loop()
+    expected[a.on_thread(a)] = [(a, "on_thread"), (a, "nothing")]
+    a, b = await waiters(2)
+    helper = await module_rt.on(with_=a).spawn(Waiter)
+    names[helper] = (await module_rt.info(helper)).name
+    expected[a.consume_before_making(helper, b)] = [(b, "free"), (helper, "ask_late"), (b, "free")]
+
+    for ref, cycle in expected.items():
+        error = await error_of(ref)
+        assert story(error) == [(names[actor], name) for actor, name in cycle]
+        # The one that failed had not begun.
+        assert error.cycle[-1].line == ""
+
+
+async def test_who_gets_the_error_may_go_on_and_so_may_the_others(module_rt: aiodaft.Runtime) -> None:
+    a = await module_rt.spawn(Waiter)
+    first, behind = a.catching(a), a.catching()
+    assert await first == "went on"
+    assert await behind == "done"
+    text, cycle, executed = await a.what_was_caught()
+    assert "which is queued behind" in text
+    assert len(cycle) == 2
+    assert executed is False
+
+
+async def test_a_call_that_may_still_get_a_place_is_left_alone(module_rt: aiodaft.Runtime) -> None:
+    a = await module_rt.spawn(Waiter)
+    holder = a.two_at_a_time(wait=True)
+    back = a.two_at_a_time(a)
+    # Their process looks at both while it finds this one.
+    neighbour = await module_rt.on(with_=a).spawn(Waiter)
+    assert await neighbour.catching(neighbour) == "went on"
+    assert not back.done()
+    await a.open_gate()
+    assert await holder == "done"
+    assert await back == "done"
+
+
+async def test_refs_of_each_other_in_running_calls(module_rt: aiodaft.Runtime) -> None:
+    a, b = await module_rt.spawn(Waiter), await module_rt.spawn(Waiter)
+    ones, others = a.when_told(), b.when_told()
+    await a.keep(Box(others))
+    await b.keep(Box(ones))
+    # Somebody waits for them, or nobody would look.
+    behind = a.when_told()
+    await asyncio.gather(a.open_gate(), b.open_gate())
+    error = await error_of(others)
+    assert [(name, bool(one.line)) for one, (_, name) in zip(error.cycle, story(error), strict=True)] == [
+        ("when_told", True),
+        ("when_told", True),
+    ]
+    await error_of(ones)
+    await error_of(behind)

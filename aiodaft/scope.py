@@ -41,6 +41,8 @@ class ActorInfo:
         running: The methods that run now, oldest first.
         queued: Calls that wait in its mailbox.
         done: Calls that have ended.
+        abandoned: Calls that run on although nobody waits for them: cancelled, past their deadline, or of a caller
+            that is gone.
         stored_bytes: Bytes of results that its process keeps for others.
     """
 
@@ -54,6 +56,7 @@ class ActorInfo:
     running: tuple[str, ...] = ()
     queued: int = 0
     done: int = 0
+    abandoned: int = 0
     stored_bytes: int = 0
 
 

@@ -64,6 +64,7 @@ class Agent(Actor):
             # Calls of def methods wait for the actor's thread.
             "queued": cell.mailbox.queued + len(calls) - len(begun),
             "done": cell.done,
+            "abandoned": cell.abandoned,
             "stored_bytes": self._peer.store.stored_bytes(),
         }
 

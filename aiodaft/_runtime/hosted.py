@@ -137,10 +137,13 @@ class Hosted:
             call.slots = [await value for value in values]
             if not call.rules.on_thread:
                 await self._decode_heavy(call)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the call fails of it
+        except BaseException as error:
             for value in values:
                 value.cancel()
             await asyncio.gather(*values, return_exceptions=True)
+            if not isinstance(error, Exception):
+                # The call was cancelled: nobody needs them any more.
+                raise
             self._not_ready(call, error)
         else:
             self._brought(call)

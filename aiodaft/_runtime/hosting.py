@@ -41,6 +41,8 @@ class Cell:
         # Calls that have started and not ended; and how many have ended.
         self.active = 0
         self.done = 0
+        # Of those that have started: their callers have given them up.
+        self.abandoned = 0
         self.stopping: str | None = None
         self._idle: asyncio.Event | None = None
 
@@ -221,14 +223,17 @@ class Cell:
 
     def _interrupt(self, call: IncomingCall) -> bool:
         """Stop a call; False if it has not begun, and never will."""
-        if call.begun:
+        if call.begun or not call.take():
             if call.task is not None:
                 call.task.cancel()
             # A method on the thread cannot be interrupted; its result is dropped.
-            return True
-        if not call.take():
+            if not call.given_up:
+                call.given_up = True
+                self.abandoned += 1
             return True
         call.withdrawn = True
+        if call.bringing is not None:
+            call.bringing.cancel()
         if call.task is not None:
             # A task that is cancelled before its first line runs none of them.
             call.task.cancel()
@@ -258,6 +263,8 @@ class Cell:
     def _end(self, call: IncomingCall) -> None:
         self.active -= 1
         self.done += 1
+        if call.given_up:
+            self.abandoned -= 1
         # The task's context knows the call: without this they would keep each other, and the arguments, alive.
         call.task = None
         if call.timer is not None:

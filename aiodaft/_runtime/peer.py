@@ -106,8 +106,6 @@ class Peer:
         self.deadlocks = Deadlocks(self)
         # Why nothing works any more, once it does not.
         self.closed: str | None = None
-        # Calls that were given up while they still ran.
-        self.abandoned = 0
         # Told of errors that nobody holds and no scope owns, of processes that ended, and of a wish to exit.
         self.on_unheld: Callable[[BaseException, str], object] = _log_unheld
         self.on_exit: Callable[[BaseException], object] = _ignore_exit

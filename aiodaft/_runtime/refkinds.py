@@ -111,7 +111,6 @@ class CallState(RefState):
 
     def _give_up(self, why: str) -> None:
         if not self.settled:
-            self.peer.abandoned += 1
             self.on_error(CallCancelled(f"{self.label} was cancelled ({why}) and did not end within its grace time"))
 
 

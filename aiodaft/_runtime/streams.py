@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._protocol.ids import CallId
@@ -13,6 +14,7 @@ from aiodaft.exceptions import DaftError
 
 from .refs import RefState, release_inputs
 from .store import Arrived
+from .tasks import shield_from_anyio
 
 if TYPE_CHECKING:
     from .link import Link
@@ -149,14 +151,11 @@ class StreamState:
         self._items.clear()
         if not self._closing:
             self._cancel()
-        deadline = self.peer.loop.time() + self.peer.grace
-        while not self._over:
-            try:
-                async with asyncio.timeout_at(deadline):
+        with shield_from_anyio(), suppress(TimeoutError):
+            async with asyncio.timeout(self.peer.grace):
+                while not self._over:
                     await self._wait_change()
-            except TimeoutError:
-                self.peer.abandoned += 1
-                self._end(None)
+        self._end(None)
 
     def handle_dropped(self) -> None:
         """The `Stream` object is gone: nobody will take another item. Safe in any thread."""

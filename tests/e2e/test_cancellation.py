@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
 import pytest
 from actors import Box, Echo, Log, Relay, Sleeper
+from cancelled import Clinging, Subject
+from leaks import is_alive
 
 import aiodaft
 
@@ -151,36 +154,92 @@ async def test_a_call_that_waits_for_its_argument_is_dropped(rt: aiodaft.Runtime
     assert await log.all() == ["later"]
 
 
-async def test_a_thread_cannot_be_interrupted_but_its_result_is_dropped() -> None:
-    async with aiodaft.Runtime(preload=(), cancel_grace=0.1) as rt:
-        sleeper = await rt.spawn(Sleeper)
-        ref = sleeper.block(20)
-        await sleeper.history()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await ref
-        with pytest.raises(aiodaft.CallCancelled, match="did not end within its grace time") as caught:
-            await ref
-        assert caught.value.executed is None
-        assert rt.peer.abandoned == 1
-        await sleeper.unblock()
-        next_one = sleeper.block(20)
-        await sleeper.history()
-        await sleeper.unblock()
-        assert await next_one == "unblocked"
-        assert (await rt.info(sleeper)).stored_bytes == 0
-
-
-async def test_a_method_that_refuses_to_be_cancelled_is_given_up_after_the_grace_time() -> None:
+@pytest.fixture
+async def hasty_rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
+    """A runtime that gives cancelled calls hardly any time."""
     async with aiodaft.Runtime(preload=(), cancel_grace=0.1, stop_grace=0.1) as rt:
-        sleeper = await rt.spawn(Sleeper)
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        yield rt
+
+
+async def abandoned(rt: aiodaft.Runtime, actor: object, count: int) -> aiodaft.ActorInfo:
+    """Wait until an actor has so many calls that nobody waits for."""
+    while (info := await rt.info(actor)).abandoned != count:
+        pass
+    return info
+
+
+async def test_a_thread_cannot_be_interrupted_but_its_result_is_dropped(hasty_rt: aiodaft.Runtime) -> None:
+    rt, sleeper = hasty_rt, await hasty_rt.spawn(Sleeper)
+    ref = sleeper.block(20)
+    await sleeper.history()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await ref
+    with pytest.raises(aiodaft.CallCancelled, match="did not end within its grace time") as caught:
+        await ref
+    assert caught.value.executed is None
+    assert (await abandoned(rt, sleeper, 1)).running == ("Sleeper.block",)
+    await sleeper.unblock()
+    await abandoned(rt, sleeper, 0)
+    next_one = sleeper.block(20)
+    await sleeper.history()
+    await sleeper.unblock()
+    assert await next_one == "unblocked"
+    assert (await rt.info(sleeper)).stored_bytes == 0
+
+
+@pytest.mark.parametrize("how", ["asyncio", "anyio"])
+async def test_a_method_that_refuses_to_be_cancelled_is_given_up_after_the_grace_time(
+    hasty_rt: aiodaft.Runtime, how: str
+) -> None:
+    rt, stubborn, other = hasty_rt, await hasty_rt.spawn(Subject), await hasty_rt.spawn(Subject)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    if how == "asyncio":
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await sleeper.stubborn(5)
-        assert 0.1 <= loop.time() - began < 3
-        assert await sleeper.history() == ["refused to be cancelled"]
+                await stubborn.stubborn(other)
+    else:
+        with anyio.move_on_after(0.05):
+            await stubborn.stubborn(other)
+    assert loop.time() - began >= 0.1
+    assert await stubborn.history() == ["began", "refused"]
+    assert (await abandoned(rt, stubborn, 1)).running == ("Subject.stubborn",)
+    # What it gives in the end nobody wants: neither the bytes nor what the ref in it stands for.
+    await stubborn.let_go()
+    await abandoned(rt, stubborn, 0)
+    for actor in (stubborn, other):
+        while (await rt.info(actor)).stored_bytes:
+            pass
+
+
+async def test_cleanup_that_takes_a_minute_is_given_the_grace_time(
+    hasty_rt: aiodaft.Runtime, capfd: pytest.CaptureFixture[str]
+) -> None:
+    actor = await hasty_rt.spawn(Clinging)
+    pid = await actor.pid()
+    async with asyncio.timeout(10):
+        await hasty_rt.stop(actor)
+    assert not is_alive(pid)
+    # Its process said so before it ended.
+    assert "leaving Clinging-1 failed" in capfd.readouterr().err
+
+
+async def test_calls_that_outlive_their_deadline_or_their_caller_are_counted(rt: aiodaft.Runtime) -> None:
+    stubborn, caller = await rt.spawn(Subject), await rt.spawn(Relay)
+    ref = caller.call_stubborn(stubborn)
+    await stubborn.has_begun()
+    await rt.kill(caller)
+    with pytest.raises(aiodaft.ActorDied):
+        await ref
+    await abandoned(rt, stubborn, 1)
+    with pytest.raises(aiodaft.DeadlineExceeded):
+        async with aiodaft.deadline(0.05):
+            await stubborn.stubborn(None)
+    # Both are over for whoever called; the actor still has them.
+    assert (await abandoned(rt, stubborn, 2)).running == ()
+    await stubborn.let_go()
+    await abandoned(rt, stubborn, 0)
 
 
 async def test_a_second_cancellation_does_not_wait_for_the_cleanup(rt: aiodaft.Runtime) -> None:

@@ -202,6 +202,10 @@ class Relay(Actor):
         return await other.echo(value)
 
     @method
+    async def call_stubborn(self, other: Any) -> Any:
+        return await other.stubborn(None)
+
+    @method
     async def ref_of_other(self, other: Echo, value: Any) -> Any:
         """A ref inside a result: the caller awaits it."""
         return Box(other.echo(value))

@@ -1,0 +1,238 @@
+"""Whoever cancels, by whatever means, and wherever the call is: the same happens (group B of the fault tests)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+import anyio
+import pytest
+from cancelled import Subject
+
+import aiodaft
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+Wait: TypeAlias = Callable[[], Awaitable[object]]
+# Cancels when the call is where it should be, by calling what it is given.
+Drive: TypeAlias = Callable[[Callable[[], object]], Awaitable[None]]
+
+
+# Who cancels. Each waits until its own `async with` or `await` is over: what is true then is true on return.
+
+
+async def by_task(wait: Wait, drive: Drive) -> None:
+    async def waiting() -> None:
+        await wait()
+
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(waiting())
+        driving = tasks.create_task(drive(task.cancel))
+        await asyncio.wait([task])
+        assert task.cancelled()
+        await driving
+
+
+async def by_timeout(wait: Wait, drive: Drive) -> None:
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as tasks:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(None) as scope:
+                tasks.create_task(drive(lambda: scope.reschedule(loop.time())))
+                await wait()
+        current = asyncio.current_task()
+        assert current is not None
+        assert current.cancelling() == 0
+
+
+async def by_sibling(wait: Wait, drive: Drive) -> None:
+    fail = asyncio.Event()
+
+    async def failing() -> None:
+        await fail.wait()
+        raise ZeroDivisionError
+
+    async def waiting() -> None:
+        await wait()
+
+    async with asyncio.TaskGroup() as outer:
+        outer.create_task(drive(fail.set))
+        with pytest.raises(ExceptionGroup) as caught:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(waiting())
+                tasks.create_task(failing())
+        assert caught.group_contains(ZeroDivisionError, depth=1)
+        assert len(caught.value.exceptions) == 1
+
+
+async def by_anyio_scope(wait: Wait, drive: Drive) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        with anyio.move_on_after(3600) as scope:
+            tasks.create_task(drive(scope.cancel))
+            await wait()
+        assert scope.cancelled_caught
+
+
+async def by_anyio_deadline(wait: Wait, drive: Drive) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        with pytest.raises(TimeoutError):
+            with anyio.fail_after(3600) as scope:
+                tasks.create_task(drive(lambda: setattr(scope, "deadline", anyio.current_time())))
+                await wait()
+
+
+async def by_anyio_group(wait: Wait, drive: Drive) -> None:
+    async with asyncio.TaskGroup() as tasks, anyio.create_task_group() as group:
+        group.start_soon(wait)
+        tasks.create_task(drive(group.cancel_scope.cancel))
+
+
+CALLERS = [by_task, by_timeout, by_sibling, by_anyio_scope, by_anyio_deadline, by_anyio_group]
+
+
+# Where the call is. Each gives what waits, what comes before the cancellation and after it, and what must be true then.
+
+
+class Case:
+    """One call, cancelled while it is in some state."""
+
+    def __init__(self, rt: aiodaft.Runtime, subject: Subject) -> None:
+        self.rt = rt
+        self.subject = subject
+
+    async def prepare(self) -> None:
+        """What is there before the call."""
+
+    async def wait(self) -> None:
+        raise NotImplementedError
+
+    async def before(self) -> None:
+        await self.subject.has_begun()
+
+    async def after(self) -> None:
+        """What happens once the cancellation was asked for."""
+
+    async def check(self) -> None:
+        """Called when the wait is over: nothing may be left to happen."""
+        assert await self.subject.history() == ["began", "cleaned up"]
+
+
+class OnLoop(Case):
+    async def wait(self) -> None:
+        await self.subject.run()
+
+
+class InStream(Case):
+    async def wait(self) -> None:
+        async with self.subject.stream() as items:
+            async for _ in items:
+                pass
+
+
+class OnThread(Case):
+    async def prepare(self) -> None:
+        await self.subject.remember_loop()
+
+    async def wait(self) -> None:
+        await self.subject.block()
+
+    async def after(self) -> None:
+        # It runs on, and everybody can see it; the wait ends when it does.
+        while not (await self.rt.info(self.subject)).abandoned:
+            assert "ended" not in await self.subject.history()
+        await self.subject.let_go()
+
+    async def check(self) -> None:
+        assert await self.subject.history() == ["began", "ended"]
+        info = await self.rt.info(self.subject)
+        assert (info.abandoned, info.running) == (0, ())
+
+
+class Queued(OnThread):
+    async def prepare(self) -> None:
+        await super().prepare()
+        self.ahead = self.subject.block()
+
+    async def after(self) -> None:
+        """Nothing is needed: it ends at once."""
+
+    async def check(self) -> None:
+        assert await self.subject.history() == ["began"]
+        assert (await self.rt.info(self.subject)).queued == 0
+        await self.subject.let_go()
+        await self.ahead
+        del self.ahead
+        assert await self.subject.history() == ["began", "ended"]
+
+
+class WithoutArgument(Case):
+    async def prepare(self) -> None:
+        self.other = await self.rt.spawn(Subject)
+        self.tasks = await self.subject.tasks()
+        self.argument = self.other.opened()
+
+    async def wait(self) -> None:
+        await self.subject.use(self.argument)
+
+    async def before(self) -> None:
+        while not (await self.rt.info(self.subject)).queued:
+            pass
+
+    async def check(self) -> None:
+        # Nobody waits for the argument there any more, and the ref of it is still good here.
+        while await self.subject.tasks() > self.tasks:
+            pass
+        await self.other.let_go()
+        assert await self.argument == "a value"
+        assert await self.subject.history() == []
+
+
+class Nested(Case):
+    async def prepare(self) -> None:
+        self.outer, self.middle = await self.rt.spawn(Subject), await self.rt.spawn(Subject)
+        self.chain = [self.outer, self.middle, self.subject]
+        self.tasks = [await one.tasks() for one in self.chain]
+
+    async def wait(self) -> None:
+        await self.outer.call(self.middle, self.subject)
+
+    async def check(self) -> None:
+        await super().check()
+        assert [await one.history() for one in self.chain[:2]] == [["cleaned up"]] * 2
+        assert [await one.tasks() for one in self.chain] == self.tasks
+
+
+CASES = [OnLoop, InStream, OnThread, Queued, WithoutArgument, Nested]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("caller", CALLERS)
+async def test_the_wait_is_over_when_the_call_is(
+    module_rt: aiodaft.Runtime, case: type[Case], caller: Callable[[Wait, Drive], Awaitable[None]]
+) -> None:
+    it = case(module_rt, await module_rt.spawn(Subject))
+    await it.prepare()
+    checked = False
+
+    async def wait() -> None:
+        nonlocal checked
+        try:
+            await it.wait()
+        finally:
+            # At the very moment at which the cancelled task goes on.
+            with anyio.CancelScope(shield=True):
+                await it.check()
+                checked = True
+
+    async def drive(cancel: Callable[[], object]) -> None:
+        await it.before()
+        cancel()
+        await it.after()
+
+    await caller(wait, drive)
+    assert checked
+    # Results that came too late go with the refs of them.
+    while (await module_rt.info(it.subject)).stored_bytes:
+        pass
+    assert not any(link.session.calls for link in module_rt.peer.links.values())

@@ -1,0 +1,131 @@
+"""Actors whose calls are cancelled, in every state that a call can be in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+from actors import Box
+
+from aiodaft import Actor, method
+
+
+class Subject(Actor):
+    """Notes what becomes of its calls."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.began = asyncio.Event()
+        self.gate = asyncio.Event()
+        self.release = threading.Event()
+
+    def note(self, event: str) -> None:
+        self.events.append(event)
+
+    async def clean_up(self) -> None:
+        """Takes several turns of the loop, as real cleanup does."""
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.note("cleaned up")
+
+    @method
+    async def run(self) -> None:
+        self.note("began")
+        self.began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.clean_up()
+
+    @method
+    async def call(self, *others: Subject) -> None:
+        """Waits for the first of the others, which waits for the next, and so on."""
+        try:
+            await (others[0].call(*others[1:]) if len(others) > 1 else others[0].run())
+        finally:
+            await self.clean_up()
+
+    @method
+    async def stream(self) -> AsyncIterator[int]:
+        self.note("began")
+        try:
+            yield 1
+            self.began.set()
+            await asyncio.Event().wait()
+        finally:
+            await self.clean_up()
+
+    @method
+    def block(self) -> bytes:
+        """Cannot be interrupted; ends when it is released."""
+        self.note("began")
+        self._loop.call_soon_threadsafe(self.began.set)
+        self.release.wait(20)
+        self.note("ended")
+        return bytes(1 << 20)
+
+    @method
+    async def stubborn(self, other: Any) -> Any:
+        """Lets nobody cancel it; gives something large and a ref."""
+        self.note("began")
+        self.began.set()
+        while not self.gate.is_set():
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.note("refused")
+        return bytes(1 << 20), Box(other.make())
+
+    @method
+    async def make(self) -> bytes:
+        return bytes(1 << 20)
+
+    @method
+    async def use(self, value: Any) -> None:
+        self.note("used")
+
+    @method
+    async def opened(self) -> str:
+        await self.gate.wait()
+        return "a value"
+
+    # What the test asks, whatever else is going on.
+
+    @method(ordered=False)
+    async def has_begun(self) -> None:
+        await self.began.wait()
+
+    @method(ordered=False)
+    async def remember_loop(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    @method(ordered=False)
+    async def let_go(self) -> None:
+        self.release.set()
+        self.gate.set()
+
+    @method(ordered=False)
+    async def history(self) -> list[str]:
+        return self.events
+
+    @method(ordered=False)
+    async def tasks(self) -> int:
+        """How many tasks there are besides this one."""
+        return len(asyncio.all_tasks()) - 1
+
+
+class Clinging(Actor):
+    """Takes a minute to leave."""
+
+    async def __aenter__(self) -> Clinging:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await asyncio.sleep(60)
+
+    @method
+    async def pid(self) -> int:
+        return os.getpid()

@@ -22,17 +22,20 @@ from aiodaft._protocol.naming import check_name as check_actor_name
 from aiodaft._runtime.calls import Target
 from aiodaft._runtime.coordinator import Coordinator
 from aiodaft._runtime.current import remove_process_peer, set_process_peer
+from aiodaft._runtime.door import answer
 from aiodaft._runtime.env import Env
 from aiodaft._runtime.link import Link
 from aiodaft._runtime.node import Node, gpus_of_this_machine
 from aiodaft._runtime.nursery import Nursery
 from aiodaft._runtime.peer import Peer, PeerOptions
+from aiodaft._runtime.stacking import stack_of_all
 from aiodaft._runtime.tasks import shield_from_anyio
 from aiodaft._runtime.traffic import Traffic
 from aiodaft.actor import Actor, Handle, class_of
 from aiodaft.exceptions import ActorDied, DaftError, ProtocolError, RuntimeClosed
 from aiodaft.ref import Ref
 from aiodaft.scope import Scope, handle_of
+from aiodaft.stack import RuntimeStack
 from aiodaft_transport import Key, check_name, default_name
 
 __all__ = ["Runtime", "run", "start", "stop"]
@@ -154,6 +157,7 @@ class Runtime(Scope):
             return reason if isinstance(reason, ProtocolError) else ending
 
         peer.explain = explain
+        self._nursery.on_rung = self._answer_door
         self.node = peer.node_agent()
         self.coordinator = cast("Coordinator", peer.handle(peer_id, COORDINATOR, "coordinator", Coordinator))
         set_process_peer(peer)
@@ -280,6 +284,27 @@ class Runtime(Scope):
         Payloads that actors hand to each other do not come here, and are not counted.
         """
         return self.peer.traffic()
+
+    async def stack(self, *, patience: float = 1.0) -> RuntimeStack:
+        """What every process is in the middle of: calls, await chains, threads, and which calls each waits for.
+
+        `print(await rt.stack())` shows it; so does `aiodaft stack` in another terminal.
+
+        Args:
+            patience: Seconds that a process gets to answer. Of one that does not, because a method keeps its loop or
+                its interpreter busy, the threads are shown all the same, unless it is stopped.
+
+        Cancellation: nothing is lost.
+        """
+        self.check_running("there are no stacks")
+        return await stack_of_all(self.peer, self.node, patience)
+
+    def _answer_door(self, fork_server: int) -> None:
+        async def text() -> str:
+            return str(await self.stack())
+
+        if self._peer is not None and self._ended is None:
+            self._peer.tasks.create_task(answer(fork_server, text), name="show the stacks")
 
     async def resources(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """What this machine has, and how much of each is free."""

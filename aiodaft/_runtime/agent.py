@@ -10,10 +10,12 @@ from aiodaft._protocol.ids import ActorId, CallId, PeerId
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, WaitingCall
 from aiodaft.methods import MethodSpec, method, plain_spec, specs_of
+from aiodaft.stack import ProcessStack
 
 from .failures import add_note
 from .hosting import Cell
 from .incoming import current_call
+from .stacking import stack_here
 
 if TYPE_CHECKING:
     from .peer import Peer
@@ -68,7 +70,7 @@ class Agent(Actor):
             "stored_bytes": self._peer.store.stored_bytes(),
         }
 
-    # Deadlocks. Nothing that is asked here may wait for anything itself, so no call keeps its place in line.
+    # Who waits for whom. No question waits for anything, so none of them stands in line.
 
     @method(ordered=False)
     async def investigate(self, roots: list[CallAt]) -> None:
@@ -84,6 +86,11 @@ class Agent(Actor):
     async def give_up(self, at: CallAt, waiting: Waiting, story: str, cycle: tuple[WaitingCall, ...]) -> None:
         """End a deadlock by an error in a call that waits here, if it still does."""
         self._peer.deadlocks.give_up(at, waiting, story, cycle)
+
+    @method(ordered=False)
+    async def stack(self) -> ProcessStack:
+        """What this process is in the middle of."""
+        return stack_here(self._peer)
 
     # Refs that this process owns or keeps.
 

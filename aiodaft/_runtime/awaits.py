@@ -31,14 +31,16 @@ Frames: TypeAlias = list[types.FrameType]
 
 @dataclass(slots=True)
 class Wait:
-    """What a task waits for, if all of it are results of calls.
+    """What a task waits for.
 
     Attributes:
+        known: Whether it waits, and for calls only.
         calls: The calls, of which one has to end.
         futures: What it would be woken by: the same futures later mean that it did not wake in between.
         line: Where in the user's source it waits.
     """
 
+    known: bool = True
     calls: list[CallAt] = field(default_factory=list)
     futures: list[asyncio.Future[Any]] = field(default_factory=list)
     line: str = ""
@@ -88,42 +90,42 @@ def thread_stack(ident: int | None) -> Frames:
     return stack_of(sys._current_frames().get(ident or 0))
 
 
-def is_users(frame: types.FrameType) -> bool:
-    """Whether a frame is neither ours nor of Python's own library."""
+def is_ours(frame: types.FrameType) -> bool:
+    """Whether a frame is the runtime's."""
+    return frame.f_code.co_filename.startswith(_OURS)
+
+
+def _is_pythons(frame: types.FrameType) -> bool:
     name = frame.f_code.co_filename
-    return not name.startswith((_OURS, _PYTHONS, "<frozen")) or ("site-packages" in name and not name.startswith(_OURS))
+    return name.startswith((_PYTHONS, "<frozen")) and "site-packages" not in name
 
 
 def users_line(frames: Frames) -> str:
-    """The innermost line that is the user's, as "file:line in function"."""
+    """The innermost line that is neither ours nor of Python's own library, as "file:line in function"."""
     for frame in reversed(frames):
-        if is_users(frame):
+        if not (is_ours(frame) or _is_pythons(frame)):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
     return ""
 
 
-def wait_of_task(task: asyncio.Task[Any]) -> Wait | None:
-    """What a task waits for; None if it does not wait, or not only for calls."""
+def wait_of_task(task: asyncio.Task[Any]) -> Wait:
+    """What a task waits for."""
     wait = Wait(line=users_line(frames_of(task.get_coro())))
-    try:
-        _Collector(wait).task(task)
-    except _UnknownError:
-        return None
-    return wait if wait.calls else None
+    _Collector(wait).task(task)
+    return wait
 
 
-def wait_of_thread(frames: Frames) -> Wait | None:
-    """What a thread waits for by `asyncio.run_coroutine_threadsafe(...).result()`; None if it does not do that."""
+def wait_of_thread(frames: Frames) -> Wait:
+    """What a thread waits for by `asyncio.run_coroutine_threadsafe(...).result()`."""
     blocked = next((frame for frame in frames if frame.f_code is concurrent.futures.Future.result.__code__), None)
     if blocked is None or blocked.f_locals["timeout"] is not None:
         # Whoever comes back after a while to do something else is not stuck.
-        return None
+        return Wait(known=False)
     future = blocked.f_locals["self"]
     tasks = [_enclosed(callback, "_call_check_cancel", "source") for callback in future._done_callbacks]
     task = next((task for task in tasks if isinstance(task, asyncio.Task)), None)
-    wait = None if task is None else wait_of_task(task)
-    if wait is not None:
-        wait.line = users_line(frames)
+    wait = Wait(known=False) if task is None else wait_of_task(task)
+    wait.line = users_line(frames)
     return wait
 
 
@@ -140,22 +142,25 @@ class _Collector:
         self._visited.add(task)
         waker: asyncio.Future[Any] | None = getattr(task, "_fut_waiter", None)
         if waker is None or waker.done():
-            raise _UnknownError
+            self._wait.known = False
+            return
         frames = frames_of(task.get_coro())
         known = _KNOWN.get(frames[-1].f_code) if frames else None
         if known is None:
             self.future(waker)
             return
         self._wait.futures.append(waker)
-        for found in known(frames):
-            if isinstance(found, CallAt):
-                self._wait.calls.append(found)
-            else:
+        try:
+            for found in known(frames):
                 self.future(found)
+        except _UnknownError:
+            self._wait.known = False
 
     def future(self, future: Any) -> None:
-        if isinstance(future, Ref):
-            self._wait.calls += _calls_behind(future._state)
+        if isinstance(future, CallAt):
+            self._wait.calls.append(future)
+        elif isinstance(future, Ref):
+            self.all(_calls_behind(future._state))
         elif isinstance(future, asyncio.Task):
             self.task(future)
         elif isinstance(future, asyncio.tasks._GatheringFuture):  # type: ignore[attr-defined]  # private
@@ -165,7 +170,7 @@ class _Collector:
             self._wait.futures.append(future)
             self.future(inner)
         else:
-            raise _UnknownError
+            self._wait.known = False
 
     def all(self, futures: Iterable[object]) -> None:
         for future in futures:

@@ -128,7 +128,5 @@ class Deadlocks:
         if not call.begun:
             call.cell.give_up(call, error)
             return
-        wait = self.waits.wait_of(call)
-        assert wait is not None
         # The last one is what no other of them waits for.
-        wait.futures[-1].set_exception(error)
+        self.waits.wait_of(call).futures[-1].set_exception(error)

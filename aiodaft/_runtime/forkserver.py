@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from aiodaft._protocol.codec import pack, unpack
 
+from .door import DOORBELL
 from .processes import adopt_orphans, children, describe_status, die_with_parent, kill, reap, session_of
 
 CONFIGURE: Final = 0  # sys.path, whether to fork
@@ -31,6 +32,7 @@ KILL: Final = 2  # number, signal
 SPAWNED: Final = 3  # number, pid
 EXITED: Final = 4  # number, pid, exit code, signal
 FAILED: Final = 5  # number, text
+RUNG: Final = 6  # no number (0), pid of the fork server as others see it
 
 _MAX_MESSAGE: Final = 1 << 20
 _MAX_FDS: Final = 3
@@ -60,7 +62,8 @@ class ForkServer:
         adopt_orphans()
         self._wakeup.setblocking(False)
         self._wakeup_end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGCHLD, DOORBELL):
+            signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._node, selectors.EVENT_READ)
@@ -74,8 +77,11 @@ class ForkServer:
     def _serve(self) -> bool:
         ready = {key.fileobj for key, _ in self._selector.select()}
         if self._wakeup in ready:
+            numbers = b""
             with suppress(BlockingIOError):
-                self._wakeup.recv(4096)
+                numbers = self._wakeup.recv(4096)
+            if DOORBELL in numbers:
+                self._send([RUNG, 0, int(os.readlink("/proc/self"))])
             self._report_ended()
         return self._node not in ready or self._take_order()
 
@@ -127,7 +133,8 @@ class ForkServer:
         status = 1
         try:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, DOORBELL):
+                signal.signal(number, signal.SIG_DFL)
             self._selector.close()
             for end in (self._node, self._wakeup, self._wakeup_end):
                 end.close()

@@ -134,6 +134,7 @@ class Cell:
 
     def _enter(self, call: IncomingCall) -> None:
         """In the call's own context: it has begun, and nested calls inherit from it."""
+        call.since = self.peer.env.monotonic()
         call.begun = True
         if self.mailbox.watching:
             self.peer.call_soon(self.look_again)

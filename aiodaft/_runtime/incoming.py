@@ -78,6 +78,8 @@ class IncomingCall:
     bringing: asyncio.Task[None] | None = None
     # Nobody waits for it any more, and it runs on all the same.
     given_up = False
+    # When it began, on the clock of `Env`.
+    since = 0.0
     # Items that the consumer of a stream takes.
     credit = 0
     _credit_wanted: asyncio.Event | None = None

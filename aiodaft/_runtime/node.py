@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId
@@ -16,6 +17,7 @@ from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, DaftError, InsufficientResources, PeerLost
 from aiodaft.methods import method
 
+from .dumps import take_dump
 from .failures import decode_error
 from .incoming import current_call
 from .nursery import Child, Ending, Nursery
@@ -39,6 +41,15 @@ class Place:
     peer: PeerId
     actor: ActorId
     gpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A worker process, as others may know it."""
+
+    id: PeerId
+    pid: int
+    actors: tuple[str, ...]
 
 
 @dataclass(eq=False)
@@ -220,6 +231,19 @@ class Node(Actor):
         """Pid and GPUs of a worker; pid 0 if it is gone."""
         worker = self._workers.get(PeerId(peer))
         return (0, ()) if worker is None else (worker.pid, worker.gpus)
+
+    @method
+    async def processes(self) -> tuple[Process, ...]:
+        """The worker processes, oldest first."""
+        return tuple(Process(one.id, one.pid, tuple(one.actors.values())) for one in self._workers.values())
+
+    @method
+    async def dump(self, peer: str) -> str:
+        """The stacks of a worker that does not answer; see `take_dump`."""
+        worker = self._workers.get(PeerId(peer))
+        if worker is None:
+            return ""
+        return await take_dump(worker.pid, partial(self._nursery.kill, worker.child))
 
     async def explain(self, peer: PeerId, in_flight: int) -> DaftError:
         """See `obituary`."""

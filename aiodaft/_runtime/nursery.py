@@ -78,6 +78,8 @@ class Nursery:
         self._path: list[str] = []
         self._writable = asyncio.Event()
         self.on_ended: Callable[[Child, Ending], object] = lambda child, ending: None
+        # Told that somebody rings at the door, and the fork server's pid as they see it.
+        self.on_rung: Callable[[int], object] = lambda pid: None
 
     @property
     def pid(self) -> int | None:
@@ -269,6 +271,8 @@ class Nursery:
             self._server_lost("its connection ended")
             return
         kind, number, *rest = unpack(data, _no_extensions)
+        if kind == order.RUNG:
+            self.on_rung(rest[0])
         child = self._children.get(number)
         if child is None:
             return

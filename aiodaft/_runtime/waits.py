@@ -12,6 +12,7 @@ from aiodaft._protocol.deadlock import CallAt, Reason, Waiting
 
 from .awaits import Frames, Wait, thread_stack, wait_of_task, wait_of_thread
 from .hosting import Cell
+from .refkinds import CallState
 
 if TYPE_CHECKING:
     from .incoming import IncomingCall
@@ -26,6 +27,12 @@ def on_thread(cell: Cell) -> tuple[IncomingCall | None, Frames]:
             call: IncomingCall = frame.f_locals["call"]
             return call, frames[index + 1 :]
     return None, []
+
+
+def frames_on_thread(call: IncomingCall) -> Frames:
+    """Where the actor's thread is in a call; nothing if it is not busy with this one."""
+    busy_with, frames = on_thread(call.cell)
+    return frames if busy_with is call else []
 
 
 class Waits:
@@ -49,15 +56,29 @@ class Waits:
             return self._look_at_queued(call)
         return self._awaiting(call, Reason.AWAITS, self.wait_of(call))
 
-    def wait_of(self, call: IncomingCall) -> Wait | None:
+    def wait_of(self, call: IncomingCall) -> Wait:
         """What a call waits for that has begun, or brings in its arguments."""
         task = call.task or call.bringing
         if task is not None:
             return wait_of_task(task)
         if call.rules.on_thread and call.begun:
-            occupant, frames = on_thread(call.cell)
-            return wait_of_thread(frames) if occupant is call else None
-        return None
+            return wait_of_thread(frames_on_thread(call))
+        return Wait(known=False)
+
+    def calls_before(self, call: IncomingCall) -> list[CallAt]:
+        """The calls that a call waits for, as far as that can be seen."""
+        return self.wait_of(call).calls if call.begun or call.bringing is not None else self._ahead_of(call)
+
+    def name_of(self, at: CallAt) -> str:
+        """What to call a call that this process waits for."""
+        running = self._peer.running_call(at.owner, at.number) if at.host == self._peer.id else None
+        if running is not None:
+            return f"{running.label} of {running.cell.name}"
+        link = self._peer.links.get(at.host)
+        state = link.session.calls.get(at.number) if link is not None and at.owner == self._peer.id else None
+        if isinstance(state, CallState):
+            return f"{state.label} of {state.target.label}"
+        return f"{'a call' if state is None else state.label} in {at.host}"
 
     def in_the_way(self, cell: Cell) -> list[IncomingCall]:
         """The calls of an actor for which its other calls wait."""
@@ -70,17 +91,17 @@ class Waits:
     def _look_at_queued(self, call: IncomingCall) -> Waiting | None:
         if call.bringing is not None:
             return self._awaiting(call, Reason.NEEDS, self.wait_of(call))
-        if call.started:
-            occupant = on_thread(call.cell)[0] if call.rules.on_thread else None
-            ahead = [] if occupant is None else [occupant]
-        else:
-            ahead = call.cell.mailbox.ahead_of(call, call.cell.running)
-        if not ahead:
-            return None
-        return self._waiting(call, Reason.QUEUED, [self.place(other) for other in ahead])
+        ahead = self._ahead_of(call)
+        return self._waiting(call, Reason.QUEUED, ahead) if ahead else None
 
-    def _awaiting(self, call: IncomingCall, reason: Reason, wait: Wait | None) -> Waiting | None:
-        if wait is None:
+    def _ahead_of(self, call: IncomingCall) -> list[CallAt]:
+        if not call.started:
+            return [self.place(other) for other in call.cell.mailbox.ahead_of(call, call.cell.running)]
+        occupant = on_thread(call.cell)[0] if call.rules.on_thread else None
+        return [] if occupant is None else [self.place(occupant)]
+
+    def _awaiting(self, call: IncomingCall, reason: Reason, wait: Wait) -> Waiting | None:
+        if not (wait.known and wait.calls):
             return None
         stamp = tuple(self._stamp(future) for future in wait.futures)
         return self._waiting(call, reason, wait.calls, wait.line if reason is Reason.AWAITS else "", stamp)

@@ -17,6 +17,7 @@ from aiodaft.exceptions import DaftError, ProtocolError
 from aiodaft_transport import Key
 
 from .current import set_process_peer
+from .dumps import offer_dump
 from .env import Env
 from .failures import encode_error
 from .link import Link
@@ -73,6 +74,7 @@ class Worker:
             grace=settings.grace,
             max_pending=settings.max_pending,
         )
+        offer_dump()
         peer = Peer(options, Key(settings.key), Env())
         peer.explain = self._explain
         peer.on_exit = self._exit_requested

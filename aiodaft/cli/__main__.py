@@ -8,6 +8,7 @@ from aiodaft import __version__
 from aiodaft.runtime import run
 
 from .doctor import examine
+from .stack import show_stacks
 
 
 def main() -> int:
@@ -16,8 +17,10 @@ def main() -> int:
     parser.add_argument("--version", action="version", version=f"aiodaft {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="say what works on this machine, what does not, and why")
-    parser.parse_args()
-    return run(examine())
+    stack = commands.add_parser("stack", help="show what every process of a running controller is in the middle of")
+    stack.add_argument("--pid", type=int, help="the controller's process; all of this user's, unless said")
+    arguments = parser.parse_args()
+    return show_stacks(arguments.pid) if arguments.command == "stack" else run(examine())
 
 
 if __name__ == "__main__":

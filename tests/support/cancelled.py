@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -115,6 +116,19 @@ class Subject(Actor):
     async def tasks(self) -> int:
         """How many tasks there are besides this one."""
         return len(asyncio.all_tasks()) - 1
+
+
+class Stuck(Actor):
+    """Keeps its loop from turning, until somebody writes to a fifo."""
+
+    @method
+    async def keep_loop(self, path: str) -> None:
+        os.close(os.open(path, os.O_RDONLY))
+
+    @method
+    async def keep_interpreter(self, path: str) -> None:
+        library = ctypes.PyDLL(None)
+        library.close(library.open(path.encode(), os.O_RDONLY))
 
 
 class Clinging(Actor):

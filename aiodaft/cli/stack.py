@@ -1,0 +1,79 @@
+"""`aiodaft stack`: what every process of a running controller is in the middle of."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from contextlib import suppress
+from typing import Final
+
+from aiodaft._runtime.door import DOORBELL, address, is_trusted
+
+# Seconds for a controller to connect, and between parts of its answer.
+_PATIENCE: Final = 10.0
+_FORK_SERVER: Final = b"aiodaft._runtime.forkserver"
+
+
+def show_stacks(pid: int | None) -> int:
+    """Print the stacks of one controller, or of all of this user; returns the exit status."""
+    servers = [server for server in _fork_servers() if pid is None or pid in _ancestors(server)[:2]]
+    if not servers:
+        where = "on this machine" if pid is None else f"in process {pid}"
+        print(f"there is no aiodaft runtime with actors {where}", file=sys.stderr)
+        return 1
+    failed = 0
+    for server in servers:
+        try:
+            print(_ask(server))
+        except OSError as error:
+            failed = 1
+            print(f"the controller with fork server {server} does not answer: {error or 'timed out'}", file=sys.stderr)
+    return failed
+
+
+def _ask(server: int) -> str:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(address(server))
+        listener.listen(1)
+        listener.settimeout(_PATIENCE)
+        os.kill(server, DOORBELL)
+        connection, _ = listener.accept()
+        with connection:
+            if not is_trusted(connection):
+                raise PermissionError("a process of another user has answered")
+            connection.settimeout(_PATIENCE)
+            parts: list[bytes] = []
+            while part := connection.recv(1 << 16):
+                parts.append(part)
+    return b"".join(parts).decode("utf-8", "replace")
+
+
+def _fork_servers() -> list[int]:
+    """The fork servers that this user may ring at."""
+    found: list[int] = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        with suppress(OSError):
+            status = _status(int(name))
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                command = file.read()
+            # Workers have the same command line, as they are forked. What does not catch the signal would die of it.
+            if _FORK_SERVER in command and int(status["SigCgt"], 16) >> (DOORBELL - 1) & 1:
+                found.append(int(name))
+    return sorted(found)
+
+
+def _ancestors(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError, KeyError):
+        while pid:
+            pid = int(_status(pid)["PPid"])
+            found.append(pid)
+    return found
+
+
+def _status(pid: int) -> dict[str, str]:
+    with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+        return {key: value.strip() for key, _, value in (line.partition(":") for line in file)}

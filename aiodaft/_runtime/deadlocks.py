@@ -56,11 +56,12 @@ class Deadlocks:
     def _look(self) -> None:
         self._cells = {cell for cell in self._cells if cell.stopping is None and cell.holds_some_up}
         self._looking = bool(self._cells) and self._peer.closed is None
-        seen = {call for cell in self._cells for call in self.waits.in_the_way(cell)}
-        lasting, self._seen = seen & self._seen, seen
         if not self._looking:
+            self._seen.clear()
             return
         self._look_later()
+        seen = {call for cell in self._cells for call in self.waits.in_the_way(cell)}
+        lasting, self._seen = seen & self._seen, seen
         # Most wait for nothing that is not in this process, and are alive: that costs no message.
         roots = [root for root in map(self.waits.place, lasting) if self._may_be_stuck(root)]
         home = self._peer.options.home

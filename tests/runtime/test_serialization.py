@@ -64,7 +64,7 @@ Point = namedtuple("Point", "x y")
 PLAIN = [
     None, True, False, 0, -1, 2**63 - 1, 2**64 - 1, 2**64, -(2**63), -(2**200), 0.0, -0.0, 1e308, float("inf"),
     "", "ä€🙂", "\ud800", b"", b"\x00\xff", bytearray(b"mutable"), (), (1,), ((1, 2), [3]), [], [[[]]], {}, {1: 2},
-    {(1, "a"): [None]}, {None: 1, True: 2.5}, set(), {1, "a"}, frozenset({(1, 2)}), complex(1, -2), range(3, 9, 2),
+    {(1, "a"): [None]}, {None: 1, True: 2.5}, set(), {1, 2}, frozenset({(1, 2)}), complex(1, -2), range(3, 9, 2),
     slice(1, None, 2), Ellipsis, int, Color.RED, Level.LOW, Config("a", (1, 2), {"k": [1]}), Point(1, (2,)), Text("s"),
     decimal.Decimal("1.10"), fractions.Fraction(1, 3), datetime(2026, 1, 2, tzinfo=UTC), pathlib.PurePosixPath("/a/b"),
     OrderedDict([(2, 1), (1, 2)]), defaultdict(list, {1: [2]}), deque([1, 2], maxlen=3), types.SimpleNamespace(a=1),

@@ -1,6 +1,7 @@
 """Distributed actors, futures and tasks for asyncio: one plain async program drives many processes and GPUs."""
 
 from aiodaft import exceptions
+from aiodaft._protocol.liveness import Patience
 from aiodaft._runtime.traffic import Traffic
 from aiodaft.actor import Actor
 from aiodaft.channel import Channel
@@ -55,6 +56,7 @@ __all__ = [
     "NameTaken",
     "Overloaded",
     "OwnerDied",
+    "Patience",
     "PeerLost",
     "Placement",
     "Ref",

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar, cast
 
 from aiodaft._protocol.ids import COORDINATOR, NODE, ActorId, PeerId
 from aiodaft._protocol.ledger import Ledger
+from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.naming import check_name as check_actor_name
 from aiodaft._runtime.calls import Target
 from aiodaft._runtime.coordinator import Coordinator
@@ -32,7 +33,7 @@ from aiodaft._runtime.stacking import stack_of_all
 from aiodaft._runtime.tasks import shield_from_anyio
 from aiodaft._runtime.traffic import Traffic
 from aiodaft.actor import Actor, Handle, class_of
-from aiodaft.exceptions import ActorDied, DaftError, ProtocolError, RuntimeClosed
+from aiodaft.exceptions import DaftError, OutcomeUnknown, ProtocolError, RuntimeClosed
 from aiodaft.ref import Ref
 from aiodaft.scope import Scope, handle_of
 from aiodaft.stack import RuntimeStack
@@ -59,6 +60,8 @@ class Runtime(Scope):
         stop_grace: Seconds that calls under way get when their actor is stopped.
         cancel_grace: Seconds that cancelled calls get for their cleanup.
         max_pending: Calls that may wait to be sent to one process before `Overloaded` is raised.
+        patience: How long an actor that does not answer is waited for: reported after 5 s, lost after 30 s, unless
+            said here, in the class line or by `rt.on(patience=...)`.
         env: Clock, randomness and ids, for simulations.
 
     Raises:
@@ -78,6 +81,7 @@ class Runtime(Scope):
         stop_grace: float = 5.0,
         cancel_grace: float = 2.0,
         max_pending: int = 1_000_000,
+        patience: Patience | None = None,
         env: Env | None = None,
     ) -> None:
         super().__init__(self)
@@ -89,6 +93,7 @@ class Runtime(Scope):
         self.cancel_grace = cancel_grace
         self._transport = check_name(transport or os.environ.get("AIODAFT_TRANSPORT") or default_name())
         self._max_pending = max_pending
+        self._patience = patience or Patience()
         self._preload = preload
         self._fork = sys.platform == "linux" if fork is None else fork
         self._uvloop = _has_uvloop() if uvloop is None else uvloop
@@ -143,7 +148,7 @@ class Runtime(Scope):
         )
         peer = self._peer = Peer(options, Key(self._env.token(32)), self._env)
         self._nursery = Nursery(loop, fork=self._fork, preload=self._preload)
-        agent = Node(peer, self._nursery, self._ledger, uvloop=self._uvloop)
+        agent = Node(peer, self._nursery, self._ledger, uvloop=self._uvloop, patience=self._patience)
         agent.on_died = self._actor_died
         agent.on_unheld = self.fail
         agent.on_ended = self._process_ended
@@ -229,7 +234,7 @@ class Runtime(Scope):
         if self._ended is None:
             self.coordinator.release.tell(remote, None)
 
-    def _actor_died(self, remote: PeerId, actor: ActorId, error: ActorDied) -> None:
+    def _actor_died(self, remote: PeerId, actor: ActorId, error: OutcomeUnknown) -> None:
         scope = self._owner_of(remote, actor)
         if scope is not None:
             scope.fail(error)

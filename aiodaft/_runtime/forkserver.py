@@ -35,14 +35,14 @@ FAILED: Final = 5  # number, text
 RUNG: Final = 6  # no number (0), pid of the fork server as others see it
 
 _MAX_MESSAGE: Final = 1 << 20
-_MAX_FDS: Final = 3
+_MAX_FDS: Final = 4
 # What workers get between SIGTERM and SIGKILL when the node is gone.
 _LAST_GRACE: Final = 0.3
 
 # The child of `fork=False`: told where its modules are, then runs like a forked one.
 _BOOTSTRAP: Final = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from aiodaft._runtime.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from aiodaft._runtime.worker import main; main(*map(int, sys.argv[2:]))"
 )
 
 
@@ -200,11 +200,11 @@ def _exec_worker(environment: dict[str, str], settings: bytes, fds: list[int]) -
     reading, writing = os.pipe()
     with open(writing, "wb") as pipe:
         pipe.write(settings)
-    link, out, err = fds
+    link, out, err, pulse = fds
     process = subprocess.Popen(
-        [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(link), str(reading)],
+        [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *map(str, (link, reading, pulse))],
         env={**os.environ, **environment},
-        pass_fds=(link, reading),
+        pass_fds=(link, reading, pulse),
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=err,

@@ -19,6 +19,7 @@ from aiodaft.exceptions import SpawnFailed
 
 from . import forkserver as order
 from .logs import LogPump, WorkerOutput
+from .pulse import PulseWatch
 from .tasks import TaskOwner
 
 # Imported once by the fork server, if this process has them: slow to import, and safe to fork with.
@@ -45,14 +46,16 @@ class Ending:
 class Child:
     """One worker process."""
 
-    def __init__(self, number: int, output: WorkerOutput, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, number: int, output: WorkerOutput, pulse: PulseWatch, loop: asyncio.AbstractEventLoop) -> None:
         self.number = number
         self.output = output
+        self.pulse = pulse
         self.started: asyncio.Future[int] = loop.create_future()
         self.ended: asyncio.Future[Ending] = loop.create_future()
 
     def fail(self, error: SpawnFailed) -> None:
         """It did not start."""
+        self.pulse.close()
         if not self.started.done():
             self.started.set_exception(error)
             # Perhaps nobody waits any more.
@@ -101,15 +104,18 @@ class Nursery:
         self._last_number += 1
         output, out, err = self._logs.open()
         output.name = name
-        child = self._children[self._last_number] = Child(self._last_number, output, self._loop)
         ours, theirs = socket.socketpair()
+        watched, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pulse = PulseWatch(watched, self._loop)
+        child = self._children[self._last_number] = Child(self._last_number, output, pulse, self._loop)
         message = pack([order.SPAWN, child.number, environment, self._modules(), settings])
         try:
-            with theirs:
+            with theirs, answering:
                 await self._configure()
-                await self._send(message, [theirs.fileno(), out, err])
+                await self._send(message, [theirs.fileno(), out, err, answering.fileno()])
         except BaseException as error:
             self._children.pop(child.number, None)
+            pulse.close()
             ours.close()
             if isinstance(error, OSError):
                 raise SpawnFailed(f"the fork server is gone: {error}") from error
@@ -153,6 +159,7 @@ class Nursery:
             # It ends by itself when its socket does; waiting takes as long as the last worker's end.
             await self._wait_end(process)
         for child in self._children.values():
+            child.pulse.close()
             child.ended.cancel()
             child.started.cancel()
         self._logs.close()
@@ -184,6 +191,8 @@ class Nursery:
         if self._process is not None:
             _end(self._process)
             self._process = None
+        for child in self._children.values():
+            child.pulse.close(loop_runs=False)
         self._logs.close()
 
     async def _ensure_started(self) -> None:
@@ -287,6 +296,7 @@ class Nursery:
             self._ended(child, Ending(*rest))
 
     def _ended(self, child: Child, ending: Ending) -> None:
+        child.pulse.close()
         if not child.ended.done():
             child.ended.set_result(ending)
         self.on_ended(child, ending)

@@ -192,7 +192,7 @@ class Nursery:
             _end(self._process)
             self._process = None
         for child in self._children.values():
-            child.pulse.close(loop_runs=False)
+            child.pulse.close()
         self._logs.close()
 
     async def _ensure_started(self) -> None:

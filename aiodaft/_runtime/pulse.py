@@ -109,7 +109,6 @@ class PulseWatch:
     def begin(self, patience: Patience) -> None:
         """The process runs: watch it."""
         self._liveness = Liveness(patience, self._loop.time())
-        self._loop.add_reader(self._connection.fileno(), self._answered)
         self._look()
 
     def widen(self, patience: Patience) -> None:
@@ -131,21 +130,18 @@ class PulseWatch:
             last_method_for=now - self._method_since if self._method else 0.0,
         )
 
-    def close(self, *, loop_runs: bool = True) -> None:
-        """Watch no longer. Idempotent."""
+    def close(self) -> None:
+        """Watch no longer. Idempotent; also where the loop does not run any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if loop_runs and self._liveness is not None and self._connection.fileno() >= 0:
-            self._loop.remove_reader(self._connection.fileno())
         self._connection.close()
 
     def _look(self) -> None:
-        # What came while this loop was busy with other things has to be known before anybody is accused.
-        self._answered()
         assert self._liveness is not None
-        if self._connection.fileno() < 0:
-            return
+        # Answers are read only now: they wake nobody, and what came while this loop was busy is known before anybody
+        # is accused.
+        self._read_answer()
         order = self._liveness.handle_timer(self._loop.time())
         if order is Order.ASK:
             # Of a process that is gone, its link tells.
@@ -160,20 +156,17 @@ class PulseWatch:
         if self._timer is not None:
             self._timer.cancel()
         due = self._liveness.get_timer()
-        open_ = self._connection.fileno() >= 0
-        self._timer = self._loop.call_at(due, self._look) if due is not None and open_ else None
+        if due is not None and self._connection.fileno() >= 0:
+            self._timer = self._loop.call_at(due, self._look)
 
-    def _answered(self) -> None:
+    def _read_answer(self) -> None:
         assert self._liveness is not None
         try:
             answer = self._connection.recv(_MAX_ANSWER)
-        except BlockingIOError:
-            return
         except OSError:
-            answer = b""
+            return
         if len(answer) < _ANSWER.size:
-            # It is ending; or it talks nonsense, and its silence from now on is what counts.
-            self._loop.remove_reader(self._connection.fileno())
+            # It is ending; or it talks nonsense, and its silence is what counts.
             return
         now = self._loop.time()
         self._lag, age = _ANSWER.unpack_from(answer)

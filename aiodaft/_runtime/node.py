@@ -114,6 +114,8 @@ class Node(Actor):
         self._oom_kills = OomKills()
         self._workers: dict[PeerId, Worker] = {}
         self._endings: dict[PeerId, OutcomeUnknown] = {}
+        # Ended by accident, and perhaps somebody's calls still fail of it.
+        self._unreported: dict[PeerId, Worker] = {}
         self._introduced: set[frozenset[PeerId]] = set()
         self._actor_numbers = itertools.count(FIRST_USER_ACTOR)
         # Told of an actor that died with nobody waiting for it, and of errors nobody holds.
@@ -284,7 +286,7 @@ class Node(Actor):
 
     async def explain(self, peer: PeerId, in_flight: int) -> DaftError:
         """See `obituary`."""
-        worker = self._workers.get(peer)
+        worker = self._workers.get(peer) or self._unreported.get(peer)
         if worker is not None:
             worker.blamed = worker.blamed or in_flight > 0
             try:
@@ -311,6 +313,7 @@ class Node(Actor):
             self._ledger.give_back((worker.id, actor))
         self.on_ended(worker.id)
         if worker.wanted is None:
+            self._unreported[worker.id] = worker
             self._peer.loop.call_later(_BLAME_DELAY, self._report, worker, error)
 
     def _post_mortem(self, worker: Worker, ending: Ending) -> ActorDied:
@@ -336,6 +339,7 @@ class Node(Actor):
             link.close(worker.lost)
 
     def _report(self, worker: Worker, error: OutcomeUnknown) -> None:
+        del self._unreported[worker.id]
         if not worker.blamed:
             for actor in worker.actors:
                 self.on_died(worker.id, actor, error)

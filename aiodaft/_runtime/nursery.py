@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ _PATIENCE: Final = 5.0
 
 _BOOTSTRAP: Final = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from aiodaft._runtime.forkserver import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from aiodaft._runtime.forkserver import main; main(*map(int, sys.argv[2:]))"
 )
 
 
@@ -207,7 +208,7 @@ class Nursery:
             try:
                 # From the loop's own thread, which takes a millisecond or two: it is to end when that thread does.
                 self._process = subprocess.Popen(  # noqa: ASYNC220 - see above
-                    [*command, str(os.getpid())],
+                    [*command, str(os.getpid()), str(threading.get_native_id())],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,

@@ -20,13 +20,12 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def die_with_parent(parent: int) -> None:
-    """Be killed when the parent ends, whatever this process is doing.
+def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Be sent a signal when the parent ends, whatever this process is doing.
 
-    The parent must have started this process from a thread that lives as long as itself: the signal comes when that
-    *thread* ends.
+    The signal comes when the *thread* of the parent ends that has started this process.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
         # It ended before we asked.
         os._exit(1)

@@ -10,7 +10,9 @@ import asyncio
 import importlib.util
 import os
 import platform
+import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 from types import TracebackType
@@ -25,6 +27,7 @@ from aiodaft._runtime.coordinator import Coordinator
 from aiodaft._runtime.current import remove_process_peer, set_process_peer
 from aiodaft._runtime.door import answer
 from aiodaft._runtime.env import Env
+from aiodaft._runtime.isolation import prefix_of
 from aiodaft._runtime.link import Link
 from aiodaft._runtime.node import Node, gpus_of_this_machine
 from aiodaft._runtime.nursery import Nursery
@@ -57,6 +60,8 @@ class Runtime(Scope):
             loaded here.
         fork: False starts every worker by exec, for code that cannot live in a forked process.
         uvloop: Whether workers run on uvloop; yes where it is installed, unless said.
+        isolation: "pidns" puts the actors into a PID namespace: whatever they start ends with their fork server,
+            however that ends. Their own `os.getpid()` is then not what others see.
         stop_grace: Seconds that calls under way get when their actor is stopped.
         cancel_grace: Seconds that cancelled calls get for their cleanup.
         max_pending: Calls that may wait to be sent to one process before `Overloaded` is raised.
@@ -66,6 +71,7 @@ class Runtime(Scope):
 
     Raises:
         Unreachable: The transport cannot work on this machine.
+        SpawnFailed: The isolation cannot be had on it.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class Runtime(Scope):
         preload: tuple[str, ...] | None = None,
         fork: bool | None = None,
         uvloop: bool | None = None,
+        isolation: str | None = None,
         stop_grace: float = 5.0,
         cancel_grace: float = 2.0,
         max_pending: int = 1_000_000,
@@ -93,6 +100,7 @@ class Runtime(Scope):
         self.cancel_grace = cancel_grace
         self._transport = check_name(transport or os.environ.get("AIODAFT_TRANSPORT") or default_name())
         self._max_pending = max_pending
+        self._isolation = prefix_of(isolation)
         self._patience = patience or Patience()
         self._preload = preload
         self._fork = sys.platform == "linux" if fork is None else fork
@@ -147,7 +155,7 @@ class Runtime(Scope):
             max_pending=self._max_pending,
         )
         peer = self._peer = Peer(options, Key(self._env.token(32)), self._env)
-        self._nursery = Nursery(loop, fork=self._fork, preload=self._preload)
+        self._nursery = Nursery(loop, fork=self._fork, preload=self._preload, prefix=self._isolation)
         agent = Node(peer, self._nursery, self._ledger, uvloop=self._uvloop, patience=self._patience)
         agent.on_died = self._actor_died
         agent.on_unheld = self.fail
@@ -363,7 +371,8 @@ async def stop() -> None:
 def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     """Run a coroutine on uvloop where it is installed, as `asyncio.run` does.
 
-    The first Ctrl-C cancels `main`, so that scopes close; a second one ends at once. Neither leaves a process.
+    The first Ctrl-C cancels `main`, so that scopes close; a second one ends at once. So do the first SIGTERM (with exit
+    code 143) and a second one, unless the program handles them. None of them leaves a process.
     """
     factory = None
     if _has_uvloop():
@@ -371,7 +380,30 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(debug=debug, loop_factory=factory) as runner:
-        return runner.run(main)
+        return runner.run(_until_terminated(main))
+
+
+async def _until_terminated(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine; SIGTERM cancels it, as SIGINT does."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    terminated = False
+
+    def terminate() -> None:
+        nonlocal terminated
+        terminated = True
+        # The second one ends the process.
+        loop.remove_signal_handler(signal.SIGTERM)
+        task.cancel()
+
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        loop.add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        return await main
+    except asyncio.CancelledError:
+        if terminated:
+            raise SystemExit(128 + signal.SIGTERM) from None
+        raise
 
 
 def _has_uvloop() -> bool:

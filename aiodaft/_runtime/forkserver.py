@@ -25,7 +25,17 @@ from typing import Any, Final
 from aiodaft._protocol.codec import pack, unpack
 
 from .door import DOORBELL
-from .processes import IS_LINUX, adopt_orphans, children, describe_status, die_with_parent, kill, reap, session_of
+from .processes import (
+    adopt_orphans,
+    children,
+    describe_status,
+    die_with_parent,
+    is_thread,
+    kill,
+    reap,
+    session_of,
+    visible_pid,
+)
 
 CONFIGURE: Final = 0  # sys.path, whether to fork
 SPAWN: Final = 1  # number, environment, modules to import before forking, settings of the worker; with descriptors
@@ -89,7 +99,7 @@ class ForkServer:
         """
         deadline = time.monotonic() + _LAST_BREATH
         while os.getpid() == self._pid and time.monotonic() < deadline:
-            if os.getppid() != self._parent or not _is_thread(self._parent, self._thread):
+            if os.getppid() != self._parent or not is_thread(self._parent, self._thread):
                 self._sweep()
                 os._exit(1)
             select.select([], [], [], _LAST_BREATH / 20)
@@ -135,7 +145,7 @@ class ForkServer:
             self._send([FAILED, number, traceback.format_exc()])
         else:
             self._numbers[pid], self._pids[number] = number, pid
-            self._send([SPAWNED, number, pid])
+            self._send([SPAWNED, number, visible_pid(pid)])
         finally:
             for fd in fds:
                 os.close(fd)
@@ -240,14 +250,14 @@ def _no_extensions(code: int, content: bytes) -> Any:
     raise ValueError(f"unexpected extension {code}")
 
 
-def _is_thread(process: int, thread: int) -> bool:
-    return not IS_LINUX or os.path.exists(f"/proc/{process}/task/{thread}")
-
-
 def main(fd: int, parent: int, thread: int) -> None:
-    """Entry point of the process; `thread` is that of the parent which has started it."""
+    """Entry point of the process; `thread` is that of the parent which has started it.
+
+    In a PID namespace of its own it cannot see its parent (0), and ends with it by other means.
+    """
     server = ForkServer(socket.socket(fileno=fd), parent, thread)
-    die_with_parent(parent, signal.SIGCONT)
+    if parent:
+        die_with_parent(parent, signal.SIGCONT)
     # Everything that a worker of any kind uses; the import alone has no effects.
     from . import worker  # noqa: F401, PLC0415 - children find it loaded
 

@@ -66,8 +66,17 @@ class Child:
 class Nursery:
     """Workers of this node."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, fork: bool, preload: tuple[str, ...] | None) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        fork: bool,
+        preload: tuple[str, ...] | None,
+        prefix: tuple[str, ...] = (),
+    ) -> None:
         self._loop = loop
+        # What the fork server is started by, if not directly: see isolation.py.
+        self._prefix = prefix
         self._fork = fork
         self._preload = preload
         self._logs = LogPump()
@@ -204,11 +213,13 @@ class Nursery:
     async def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(_importable_path()), str(theirs.fileno())]
+            # One that is isolated cannot see this process.
+            parent = (0, 0) if self._prefix else (os.getpid(), threading.get_native_id())
+            arguments = map(str, (theirs.fileno(), *parent))
             try:
                 # From the loop's own thread, which takes a millisecond or two: it is to end when that thread does.
                 self._process = subprocess.Popen(  # noqa: ASYNC220 - see above
-                    [*command, str(os.getpid()), str(threading.get_native_id())],
+                    [*self._prefix, sys.executable, "-c", _BOOTSTRAP, json.dumps(_importable_path()), *arguments],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,

@@ -17,7 +17,8 @@ from stuck import Stuck, Unhurried
 import aiodaft
 from aiodaft import Patience, info
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# What is tested uses timers of the loop and nothing else of it.
+pytestmark = pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])
 
 QUICK = Patience(suspect_after=0.3, lost_after=1)
 

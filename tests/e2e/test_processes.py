@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +14,6 @@ from odd_actors import Parent
 
 import aiodaft
 from aiodaft._runtime import nursery
-
-SUPPORT = str(Path(__file__).parent.parent / "support")
 
 
 async def waited_for(spawned: aiodaft.Spawned[Echo]) -> Echo:
@@ -102,29 +98,4 @@ async def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end(monkeypatc
             assert rt._nursery is not None
             assert rt._nursery.pid is not None
             os.kill(rt._nursery.pid, signal.SIGSTOP)
-    await gone(pid)
-
-
-_STOPPED = """
-import asyncio, os, signal, sys
-import aiodaft
-from actors import Echo
-async def main():
-    async with aiodaft.Runtime(preload=()) as rt:
-        await rt.spawn(Echo)
-        os.kill(rt._nursery.pid, signal.SIGSTOP)
-        print(rt._nursery.pid, flush=True)
-        await asyncio.sleep(60)
-asyncio.run(main())
-"""
-
-
-async def test_a_fork_server_that_is_stopped_ends_with_a_killed_controller() -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _STOPPED, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": SUPPORT}
-    )
-    assert process.stdout is not None
-    pid = int(await process.stdout.readline())
-    process.kill()
-    await process.wait()
     await gone(pid)

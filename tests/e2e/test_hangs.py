@@ -16,6 +16,7 @@ from stuck import Stuck, Unhurried
 
 import aiodaft
 from aiodaft import Patience, info
+from aiodaft._runtime import node, nursery
 
 # What is tested uses timers of the loop and nothing else of it.
 pytestmark = pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])
@@ -110,8 +111,27 @@ async def test_a_controller_that_is_blocked_accuses_nobody(
     echo = await rt.on(patience=Patience(None, 0.8)).spawn(Echo)
     # A notebook cell that computes, for longer than any actor may be silent.
     threading.Event().wait(1.2)
+    while (seen := await rt.info(echo)).silent_for > 0.4:
+        assert seen.alive
     assert await echo.echo("still here") == "still here"
     assert "not answered" not in caplog.text
+
+
+async def test_one_that_is_given_up_goes_also_if_the_fork_server_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "_REPORT_TIMEOUT", 0.1)
+    monkeypatch.setattr(nursery, "_PATIENCE", 0.1)
+    async with aiodaft.Runtime(preload=(), patience=Patience(None, 0.5)) as rt:
+        stuck = await rt.spawn(Stuck)
+        pid = (await rt.info(stuck)).pid
+        assert rt._nursery is not None
+        assert rt._nursery.pid is not None
+        os.kill(rt._nursery.pid, signal.SIGSTOP)
+        with pytest.raises(aiodaft.PeerLost):
+            await stuck.stop_itself()
+        while is_alive(pid):
+            pass
+        os.kill(rt._nursery.pid, signal.SIGCONT)
+        assert await (await rt.spawn(Echo)).echo("goes on") == "goes on"
 
 
 async def test_who_shares_a_process_with_a_patient_actor_is_waited_for_as_long(rt: aiodaft.Runtime) -> None:

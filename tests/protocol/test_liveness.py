@@ -100,6 +100,17 @@ def test_d69_pauses_shorter_than_the_suspicion_are_not_even_reported(seeds: rang
 
 
 @many_seeds
+def test_d69_a_machine_that_sleeps_is_no_death(seeds: range) -> None:
+    for seed in seeds:
+        world = World(seed)
+        world.watcher_away = pauses(world.rng, 300, 1000)
+        # The process goes on a little later than the watcher.
+        world.process_away = [(begin, end + world.rng.uniform(0, 2)) for begin, end in world.watcher_away]
+        world.run(1000)
+        assert world.orders == [], f"seed {seed} of {world.watcher_away}"
+
+
+@many_seeds
 def test_d69_what_never_answers_again_is_always_found_and_in_time(seeds: range) -> None:
     for seed in seeds:
         rng = random.Random(seed)

@@ -104,8 +104,9 @@ def test_d69_a_machine_that_sleeps_is_no_death(seeds: range) -> None:
     for seed in seeds:
         world = World(seed)
         world.watcher_away = pauses(world.rng, 300, 1000)
-        # The process goes on a little later than the watcher.
-        world.process_away = [(begin, end + world.rng.uniform(0, 2)) for begin, end in world.watcher_away]
+        # The process falls asleep a little earlier than its watcher, and goes on a little later.
+        drift = world.rng.uniform
+        world.process_away = [(begin - drift(0, 1.5), end + drift(0, 1.5)) for begin, end in world.watcher_away]
         world.run(1000)
         assert world.orders == [], f"seed {seed} of {world.watcher_away}"
 

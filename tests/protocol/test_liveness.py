@@ -106,7 +106,7 @@ def test_d69_a_machine_that_sleeps_is_no_death(seeds: range) -> None:
         world.watcher_away = pauses(world.rng, 300, 1000)
         # The process falls asleep a little earlier than its watcher, and goes on a little later.
         drift = world.rng.uniform
-        world.process_away = [(begin - drift(0, 1.5), end + drift(0, 1.5)) for begin, end in world.watcher_away]
+        world.process_away = [(begin - drift(0, 1), end + drift(0, 1)) for begin, end in world.watcher_away]
         world.run(1000)
         assert world.orders == [], f"seed {seed} of {world.watcher_away}"
 

@@ -8,7 +8,7 @@ import signal
 
 import numpy as np
 import pytest
-from actors import Echo
+from actors import Echo, Sleeper
 from leaks import descendants, is_alive
 from odd_actors import Parent
 
@@ -60,14 +60,17 @@ async def test_more_spawns_than_the_fork_server_has_room_for(rt: aiodaft.Runtime
     assert {type(task.exception()) for task in done} == {aiodaft.SpawnFailed}
 
 
-async def test_an_actor_dies_with_its_family_and_its_callers_hear(rt: aiodaft.Runtime) -> None:
+async def test_c41_an_actor_dies_with_its_family_and_its_callers_hear(rt: aiodaft.Runtime) -> None:
     parent = await rt.spawn(Parent)
-    family = await parent.fork_a_family()
+    family = [*await parent.fork_a_family(), await parent.start_a_daemon()]
     pid = await parent.pid()
+    ref = parent.hold_interpreter()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(aiodaft.ActorDied):
-        await parent.pid()
+        await ref
     await gone(pid, *family)
+    # The family held the link: the end of the process was reported before that of the link. One of them is news.
+    assert await (await rt.spawn(Sleeper)).sleep(0.2) == "sleep"
 
 
 async def test_what_an_actor_put_into_the_background_ends_with_it_and_not_before(rt: aiodaft.Runtime) -> None:

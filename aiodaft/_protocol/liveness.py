@@ -84,7 +84,7 @@ class Liveness:
         self.health = Health.ALIVE
         self.last_heard = now
         self._patience = patience
-        self._due = now
+        self._due = now if patience.period is None else math.ceil(now / patience.period) * patience.period
         # Periods since a question that is not answered yet.
         self._missed: int | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
     from .replies import State
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-# What a letter in /proc/<pid>/stat means for somebody who waits for an answer.
+# What the state of a thread in /proc means for somebody who waits for its process. What says most comes first.
 _STATES: Final = {
     "T": "it is stopped (SIGSTOP)",
     "t": "a debugger holds it",
     "R": "it computes, in C code that keeps the interpreter to itself",
-    "S": "it waits, in C code that keeps the interpreter to itself",
     "D": "it waits for a device or a disk",
+    "S": "it waits, in C code that keeps the interpreter to itself",
 }
 
 
@@ -101,12 +102,12 @@ def _add_evidence(error: OutcomeUnknown, worker: Worker, doing: Activity) -> Non
 
 def condition(pid: int) -> str:
     """Why a process may not answer, as the kernel sees it."""
-    try:
-        # The name in brackets may contain anything.
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return "nothing is known of it"
-    return _STATES.get(state, f"its state is {state}")
+    states: set[str] = set()
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        # The name in brackets may contain anything; a thread may end meanwhile.
+        with suppress(OSError):
+            states.add(thread.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0])
+    return next((meaning for state, meaning in _STATES.items() if state in states), "nothing is known of it")
 
 
 class OomKills:

@@ -56,6 +56,8 @@ async def test_d60_one_that_stays_stopped_is_given_up_and_everybody_hears(rt: ai
     pid, remote = (await rt.info(stuck)).pid, rt._target(stuck).remote
     assert await relay.call_other(stuck, 1) == 1
     ref = stuck.stop_itself()
+    while not (await rt.info(stuck)).suspect:
+        pass
     through = relay.call_other(stuck, 2)
     with pytest.raises(aiodaft.PeerLost, match=r"Stuck-\d+ \(pid \d+\) has not answered for .* and was killed") as lost:
         await ref

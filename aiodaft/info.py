@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from aiodaft._runtime.refs import state_of
 from aiodaft._runtime.tasks import logger
 from aiodaft.exceptions import DaftError
 
@@ -91,7 +92,8 @@ async def _report(target: Target) -> dict[str, Any] | None:
     report: Ref[dict[str, Any]] = target.peer.agent_of(target.remote).report(target.actor)
     await asyncio.wait([cast("asyncio.Future[Any]", report)], timeout=_REPORT_PATIENCE)
     if not report.done():
-        # Not awaited: that would wait for the cancellation to arrive.
+        # Not awaited: that would wait for the cancellation to arrive. However it ends is no news either.
+        state_of(report).mark_seen()
         report.cancel()
         return {}
     try:

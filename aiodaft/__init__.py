@@ -30,8 +30,9 @@ from aiodaft.group import Group
 from aiodaft.memory import Registration, empty, register
 from aiodaft.methods import method
 from aiodaft.placement import Placement, Spawned
+from aiodaft.program import run, start, stop
 from aiodaft.ref import Ref, Refs, Stream, borrow, lazy
-from aiodaft.runtime import Runtime, run, start, stop
+from aiodaft.runtime import Runtime
 from aiodaft.scope import ActorInfo, Scope
 from aiodaft.service import Service
 from aiodaft.web import cancel_on_disconnect

@@ -10,9 +10,7 @@ import asyncio
 import importlib.util
 import os
 import platform
-import signal
 import sys
-import threading
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 from types import TracebackType
@@ -42,7 +40,7 @@ from aiodaft.scope import Scope, handle_of
 from aiodaft.stack import RuntimeStack
 from aiodaft_transport import Key, check_name, default_name
 
-__all__ = ["Runtime", "run", "start", "stop"]
+__all__ = ["Runtime", "has_uvloop"]
 
 T = TypeVar("T")
 ActorT = TypeVar("ActorT", bound=Actor)
@@ -104,7 +102,7 @@ class Runtime(Scope):
         self._patience = patience or Patience()
         self._preload = preload
         self._fork = sys.platform == "linux" if fork is None else fork
-        self._uvloop = _has_uvloop() if uvloop is None else uvloop
+        self._uvloop = has_uvloop() if uvloop is None else uvloop
         self._env = env or Env()
         self._ledger: Ledger[tuple[PeerId, ActorId]] = Ledger(
             cpus=len(os.sched_getaffinity(0)) if cpus is None else cpus,
@@ -328,85 +326,8 @@ class Runtime(Scope):
         return f"<Runtime {state}, {len(self._owned)} actors>"
 
 
-_started: Runtime | None = None
-
-
-async def start(**options: Any) -> Runtime:
-    """Open a runtime that stays open between notebook cells; one that was open is closed first.
-
-    Takes the arguments of `Runtime`. An error of a ref that nobody holds is logged when it happens, and raised by
-    `stop`, because there is no block that it could end.
-    """
-    global _started  # noqa: PLW0603 - a notebook has no better place
-    await stop()
-    runtime = Runtime(**options)
-    await runtime.__aenter__()
-    # The task is a cell's, which ends; there is nothing to cancel when something fails later.
-    runtime.detach()
-    _started = runtime
-    return runtime
-
-
-async def stop() -> None:
-    """Close the runtime that `start` opened; nothing if there is none.
-
-    Raises:
-        RuntimeError: It was opened on a loop that runs in another thread.
-        BaseExceptionGroup: Errors that nobody looked at.
-    """
-    global _started  # noqa: PLW0603 - as above
-    runtime = _started
-    if runtime is None:
-        return
-    if runtime.is_stranded:
-        # A kernel, or `asyncio.run`, replaced the loop under it.
-        _started = None
-        runtime.abandon()
-        return
-    runtime.check_loop("the started runtime cannot be stopped")
-    _started = None
-    await runtime.aclose()
-
-
-def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
-    """Run a coroutine on uvloop where it is installed, as `asyncio.run` does.
-
-    The first Ctrl-C cancels `main`, so that scopes close; a second one ends at once. So do the first SIGTERM (with exit
-    code 143) and a second one, unless the program handles them. None of them leaves a process.
-    """
-    factory = None
-    if _has_uvloop():
-        import uvloop  # noqa: PLC0415 - optional
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(debug=debug, loop_factory=factory) as runner:
-        return runner.run(_until_terminated(main))
-
-
-async def _until_terminated(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine; SIGTERM cancels it, as SIGINT does."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    terminated = False
-
-    def terminate() -> None:
-        nonlocal terminated
-        terminated = True
-        # The second one ends the process.
-        loop.remove_signal_handler(signal.SIGTERM)
-        task.cancel()
-
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        loop.add_signal_handler(signal.SIGTERM, terminate)
-    try:
-        return await main
-    except asyncio.CancelledError:
-        if terminated:
-            raise SystemExit(128 + signal.SIGTERM) from None
-        raise
-
-
-def _has_uvloop() -> bool:
+def has_uvloop() -> bool:
+    """Whether uvloop is installed."""
     return importlib.util.find_spec("uvloop") is not None
 
 

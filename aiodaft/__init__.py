@@ -1,6 +1,7 @@
 """Distributed actors, futures and tasks for asyncio: one plain async program drives many processes and GPUs."""
 
 from aiodaft import exceptions
+from aiodaft._protocol.liveness import Patience
 from aiodaft._runtime.traffic import Traffic
 from aiodaft.actor import Actor
 from aiodaft.channel import Channel
@@ -29,8 +30,9 @@ from aiodaft.group import Group
 from aiodaft.memory import Registration, empty, register
 from aiodaft.methods import method
 from aiodaft.placement import Placement, Spawned
+from aiodaft.program import run, start, stop
 from aiodaft.ref import Ref, Refs, Stream, borrow, lazy
-from aiodaft.runtime import Runtime, run, start, stop
+from aiodaft.runtime import Runtime
 from aiodaft.scope import ActorInfo, Scope
 from aiodaft.service import Service
 from aiodaft.web import cancel_on_disconnect
@@ -55,6 +57,7 @@ __all__ = [
     "NameTaken",
     "Overloaded",
     "OwnerDied",
+    "Patience",
     "PeerLost",
     "Placement",
     "Ref",

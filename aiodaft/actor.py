@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from aiodaft._protocol.ledger import Demand
+from aiodaft._protocol.liveness import Patience
 from aiodaft.methods import MethodSpec, specs_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class Actor:
     """
 
     __aiodaft_demand__: ClassVar[Demand] = Demand()
+    __aiodaft_patience__: ClassVar[Patience | None] = None
 
     def __init_subclass__(
         cls,
@@ -31,6 +33,7 @@ class Actor:
         cpus: float | None = None,
         gpus: float | None = None,
         resources: Mapping[str, float] | None = None,
+        patience: Patience | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
@@ -40,6 +43,7 @@ class Actor:
             gpus=base.gpus if gpus is None else gpus,
             custom=base.custom if resources is None else dict(resources),
         )
+        cls.__aiodaft_patience__ = patience or cls.__aiodaft_patience__
 
 
 class CallTarget(Protocol):

@@ -16,7 +16,7 @@ DaftError
 │   └── NameNotFound         nobody has the name
 ├── OutcomeUnknown           the world broke while the call was under way
 │   ├── ActorDied            the actor's process ended, or the actor was stopped
-│   ├── PeerLost             the connection to a process ended
+│   ├── PeerLost             the connection to a process ended, or it did not answer and was killed
 │   └── OwnerDied            the process that owned a ref ended, and the value with it
 ├── DeadlineExceeded         the time given to a call is over; also a TimeoutError
 ├── DeadlockDetected         calls wait for each other; names every one of them
@@ -138,29 +138,40 @@ class NameNotFound(NotDelivered, LookupError):
 
 
 class OutcomeUnknown(DaftError):
-    """Something broke while the call was under way: it may or may not have run."""
+    """Something broke while the call was under way: it may or may not have run.
+
+    Attributes:
+        actor: Name of the actor, or of all actors of its process.
+        last_method: The oldest call that was under way there, such as "Model.step"; "" if none is known.
+        last_method_for: Seconds for which that was seen to be under way; None if it was only just made.
+        last_lines: The last lines that the process wrote to standard error.
+    """
+
+    actor: str = ""
+    last_method: str = ""
+    last_method_for: float | None = None
+    last_lines: tuple[str, ...] = ()
 
 
 class ActorDied(OutcomeUnknown):
     """The actor is gone: its process ended, or it was stopped.
 
     Attributes:
-        actor: Name of the actor.
         exit_code: What the process returned, if it ended by itself.
         signal: Name of the signal that ended it, such as "SIGKILL".
         oom: Whether the kernel killed it for want of memory.
-        last_lines: The last lines it wrote to standard error.
     """
 
-    actor: str = ""
     exit_code: int | None = None
     signal: str | None = None
     oom: bool = False
-    last_lines: tuple[str, ...] = ()
 
 
 class PeerLost(OutcomeUnknown):
-    """The connection to another process ended."""
+    """The connection to another process ended, or the process did not answer for longer than its `Patience`.
+
+    In the second case it was killed: it was stopped, or C code kept its interpreter.
+    """
 
 
 class OwnerDied(OutcomeUnknown):

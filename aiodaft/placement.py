@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, cast
 
 from aiodaft._protocol.ledger import Demand
+from aiodaft._protocol.liveness import Patience
 from aiodaft.actor import Actor
 from aiodaft.service import Service
 
@@ -79,6 +80,7 @@ class Constraints:
     resources: Mapping[str, float] | None = None
     node: str | None = None
     beside: Any = None
+    patience: Patience | None = None
 
     def demand(self, cls: type) -> Demand:
         """What an actor of this class needs here."""
@@ -91,6 +93,10 @@ class Constraints:
             gpus=base.gpus if self.gpus is None else self.gpus,
             custom=base.custom if self.resources is None else dict(self.resources),
         )
+
+    def patience_with(self, cls: type) -> Patience | None:
+        """How long an actor of this class is waited for here; None where nothing was said."""
+        return self.patience or getattr(cls, "__aiodaft_patience__", None)
 
 
 class Spawner(ABC):
@@ -108,6 +114,7 @@ class Spawner(ABC):
         resources: Mapping[str, float] | None = None,
         node: str | None = None,
         with_: object = None,
+        patience: Patience | None = None,
     ) -> Placement:
         """Say where the next actors go.
 
@@ -117,12 +124,14 @@ class Spawner(ABC):
             resources: Other things each needs, as declared by `Runtime(resources=...)`.
             node: Name of the machine.
             with_: An actor in whose process they live: refs between them cost nothing.
+            patience: How long one that does not answer is waited for; of those that share a process, the most
+                patient one counts. Overrides the class line.
 
         Raises:
             ValueError: An amount is no number, or negative.
         """
         scope, _ = self._spawning()
-        constraints = Constraints(cpus, gpus, resources, node, with_)
+        constraints = Constraints(cpus, gpus, resources, node, with_, patience)
         # Odd numbers are found out here, at the line that says them.
         constraints.demand(Actor)
         return Placement(scope, constraints)

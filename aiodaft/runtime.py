@@ -18,12 +18,14 @@ from typing import Any, Self, TypeVar, cast
 
 from aiodaft._protocol.ids import COORDINATOR, NODE, ActorId, PeerId
 from aiodaft._protocol.ledger import Ledger
+from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.naming import check_name as check_actor_name
 from aiodaft._runtime.calls import Target
 from aiodaft._runtime.coordinator import Coordinator
 from aiodaft._runtime.current import remove_process_peer, set_process_peer
 from aiodaft._runtime.door import answer
 from aiodaft._runtime.env import Env
+from aiodaft._runtime.isolation import prefix_of
 from aiodaft._runtime.link import Link
 from aiodaft._runtime.node import Node, gpus_of_this_machine
 from aiodaft._runtime.nursery import Nursery
@@ -32,13 +34,13 @@ from aiodaft._runtime.stacking import stack_of_all
 from aiodaft._runtime.tasks import shield_from_anyio
 from aiodaft._runtime.traffic import Traffic
 from aiodaft.actor import Actor, Handle, class_of
-from aiodaft.exceptions import ActorDied, DaftError, ProtocolError, RuntimeClosed
+from aiodaft.exceptions import DaftError, OutcomeUnknown, ProtocolError, RuntimeClosed
 from aiodaft.ref import Ref
 from aiodaft.scope import Scope, handle_of
 from aiodaft.stack import RuntimeStack
 from aiodaft_transport import Key, check_name, default_name
 
-__all__ = ["Runtime", "run", "start", "stop"]
+__all__ = ["Runtime", "has_uvloop"]
 
 T = TypeVar("T")
 ActorT = TypeVar("ActorT", bound=Actor)
@@ -56,13 +58,18 @@ class Runtime(Scope):
             loaded here.
         fork: False starts every worker by exec, for code that cannot live in a forked process.
         uvloop: Whether workers run on uvloop; yes where it is installed, unless said.
+        isolation: "pidns" puts the actors into a PID namespace: whatever they start ends with their fork server,
+            however that ends. Their own `os.getpid()` is then not what others see.
         stop_grace: Seconds that calls under way get when their actor is stopped.
         cancel_grace: Seconds that cancelled calls get for their cleanup.
         max_pending: Calls that may wait to be sent to one process before `Overloaded` is raised.
+        patience: How long an actor that does not answer is waited for: reported after 5 s, lost after 30 s, unless
+            said here, in the class line or by `rt.on(patience=...)`.
         env: Clock, randomness and ids, for simulations.
 
     Raises:
         Unreachable: The transport cannot work on this machine.
+        SpawnFailed: The isolation cannot be had on it.
     """
 
     def __init__(
@@ -75,9 +82,11 @@ class Runtime(Scope):
         preload: tuple[str, ...] | None = None,
         fork: bool | None = None,
         uvloop: bool | None = None,
+        isolation: str | None = None,
         stop_grace: float = 5.0,
         cancel_grace: float = 2.0,
         max_pending: int = 1_000_000,
+        patience: Patience | None = None,
         env: Env | None = None,
     ) -> None:
         super().__init__(self)
@@ -89,9 +98,11 @@ class Runtime(Scope):
         self.cancel_grace = cancel_grace
         self._transport = check_name(transport or os.environ.get("AIODAFT_TRANSPORT") or default_name())
         self._max_pending = max_pending
+        self._isolation = prefix_of(isolation)
+        self._patience = patience or Patience()
         self._preload = preload
         self._fork = sys.platform == "linux" if fork is None else fork
-        self._uvloop = _has_uvloop() if uvloop is None else uvloop
+        self._uvloop = has_uvloop() if uvloop is None else uvloop
         self._env = env or Env()
         self._ledger: Ledger[tuple[PeerId, ActorId]] = Ledger(
             cpus=len(os.sched_getaffinity(0)) if cpus is None else cpus,
@@ -142,8 +153,8 @@ class Runtime(Scope):
             max_pending=self._max_pending,
         )
         peer = self._peer = Peer(options, Key(self._env.token(32)), self._env)
-        self._nursery = Nursery(loop, fork=self._fork, preload=self._preload)
-        agent = Node(peer, self._nursery, self._ledger, uvloop=self._uvloop)
+        self._nursery = Nursery(loop, fork=self._fork, preload=self._preload, prefix=self._isolation)
+        agent = Node(peer, self._nursery, self._ledger, uvloop=self._uvloop, patience=self._patience)
         agent.on_died = self._actor_died
         agent.on_unheld = self.fail
         agent.on_ended = self._process_ended
@@ -229,7 +240,7 @@ class Runtime(Scope):
         if self._ended is None:
             self.coordinator.release.tell(remote, None)
 
-    def _actor_died(self, remote: PeerId, actor: ActorId, error: ActorDied) -> None:
+    def _actor_died(self, remote: PeerId, actor: ActorId, error: OutcomeUnknown) -> None:
         scope = self._owner_of(remote, actor)
         if scope is not None:
             scope.fail(error)
@@ -315,61 +326,8 @@ class Runtime(Scope):
         return f"<Runtime {state}, {len(self._owned)} actors>"
 
 
-_started: Runtime | None = None
-
-
-async def start(**options: Any) -> Runtime:
-    """Open a runtime that stays open between notebook cells; one that was open is closed first.
-
-    Takes the arguments of `Runtime`. An error of a ref that nobody holds is logged when it happens, and raised by
-    `stop`, because there is no block that it could end.
-    """
-    global _started  # noqa: PLW0603 - a notebook has no better place
-    await stop()
-    runtime = Runtime(**options)
-    await runtime.__aenter__()
-    # The task is a cell's, which ends; there is nothing to cancel when something fails later.
-    runtime.detach()
-    _started = runtime
-    return runtime
-
-
-async def stop() -> None:
-    """Close the runtime that `start` opened; nothing if there is none.
-
-    Raises:
-        RuntimeError: It was opened on a loop that runs in another thread.
-        BaseExceptionGroup: Errors that nobody looked at.
-    """
-    global _started  # noqa: PLW0603 - as above
-    runtime = _started
-    if runtime is None:
-        return
-    if runtime.is_stranded:
-        # A kernel, or `asyncio.run`, replaced the loop under it.
-        _started = None
-        runtime.abandon()
-        return
-    runtime.check_loop("the started runtime cannot be stopped")
-    _started = None
-    await runtime.aclose()
-
-
-def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
-    """Run a coroutine on uvloop where it is installed, as `asyncio.run` does.
-
-    The first Ctrl-C cancels `main`, so that scopes close; a second one ends at once. Neither leaves a process.
-    """
-    factory = None
-    if _has_uvloop():
-        import uvloop  # noqa: PLC0415 - optional
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(debug=debug, loop_factory=factory) as runner:
-        return runner.run(main)
-
-
-def _has_uvloop() -> bool:
+def has_uvloop() -> bool:
+    """Whether uvloop is installed."""
     return importlib.util.find_spec("uvloop") is not None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
@@ -12,8 +11,9 @@ from aiodaft._runtime.agent import Agent, host_spec
 from aiodaft._runtime.calls import Target
 from aiodaft._runtime.tasks import logger, shield_from_anyio
 from aiodaft.actor import Handle, class_of, target_of
-from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, RuntimeClosed, SerializationError, SpawnFailed
+from aiodaft.exceptions import CallCancelled, DaftError, OutcomeUnknown, RuntimeClosed, SerializationError, SpawnFailed
 from aiodaft.group import Group
+from aiodaft.info import ActorInfo, look_at
 from aiodaft.placement import Constraints, Spawner
 from aiodaft.ref import Ref
 from aiodaft.service import Service
@@ -24,40 +24,6 @@ if TYPE_CHECKING:
     from aiodaft.runtime import Runtime
 
 __all__ = ["ActorInfo", "Scope"]
-
-
-@dataclass(frozen=True, slots=True)
-class ActorInfo:
-    """How an actor is doing.
-
-    Attributes:
-        name: What it is called in errors.
-        class_name: Its class.
-        names: Names it was given by `rt.name`.
-        pid: Its process; 0 if that is gone.
-        node: Its machine.
-        gpus: Numbers of the GPUs of its process.
-        alive: Whether it takes calls.
-        running: The methods that run now, oldest first.
-        queued: Calls that wait in its mailbox.
-        done: Calls that have ended.
-        abandoned: Calls that run on although nobody waits for them: cancelled, past their deadline, or of a caller
-            that is gone.
-        stored_bytes: Bytes of results that its process keeps for others.
-    """
-
-    name: str
-    class_name: str
-    names: tuple[str, ...]
-    pid: int
-    node: str
-    gpus: tuple[int, ...]
-    alive: bool
-    running: tuple[str, ...] = ()
-    queued: int = 0
-    done: int = 0
-    abandoned: int = 0
-    stored_bytes: int = 0
 
 
 class Scope(Spawner):
@@ -177,7 +143,7 @@ class Scope(Spawner):
 
     def fail(self, error: BaseException) -> None:
         """An error that nobody holds: end the body, and raise it from there."""
-        if self._closing and isinstance(error, ActorDied | RuntimeClosed | CallCancelled):
+        if self._closing and isinstance(error, OutcomeUnknown | RuntimeClosed | CallCancelled):
             # What the closing itself does to calls under way is no news.
             return
         if any(error is other for other in self._errors):
@@ -191,7 +157,7 @@ class Scope(Spawner):
 
     def hold(self, state: RefState) -> None:
         """An error that waits in a ref."""
-        if not (self._closing and isinstance(state.error, ActorDied | RuntimeClosed | CallCancelled)):
+        if not (self._closing and isinstance(state.error, OutcomeUnknown | RuntimeClosed | CallCancelled)):
             self._held[state] = None
 
     def settle(self, state: RefState) -> None:
@@ -264,7 +230,7 @@ class Scope(Spawner):
                 f"this runtime has {runtime.node_name!r}"
             )
         beside = None if constraints.beside is None else self._process_of(constraints.beside)
-        placing: Ref[Place] = runtime.node.place(label, constraints.demand(cls), beside)
+        placing: Ref[Place] = runtime.node.place(label, constraints.demand(cls), beside, constraints.patience_with(cls))
         try:
             place = await placing
         except asyncio.CancelledError:
@@ -351,26 +317,10 @@ class Scope(Spawner):
     # Looking.
 
     async def info(self, actor: object) -> ActorInfo:
-        """How an actor is doing."""
+        """How an actor is doing; also of one that does not answer, from what its node knows."""
         target, runtime = self._target(actor), self._runtime
-        pid, gpus = await runtime.node.process_of(target.remote)
         names = await runtime.coordinator.names_of(target.remote, target.actor)
-        report: dict[str, Any] = {}
-        if pid:
-            try:
-                report = await self._agent(target.remote).report(target.actor)
-            except DaftError as error:
-                logger.debug("%s is gone: %s", target.label, error)
-        return ActorInfo(
-            name=target.label,
-            class_name=class_of(handle_of(actor)).__name__,
-            names=names,
-            pid=pid,
-            node=runtime.node_name,
-            gpus=gpus,
-            alive=bool(report),
-            **report,
-        )
+        return await look_at(target, class_of(handle_of(actor)), names, runtime.node_name)
 
     def _agent(self, remote: PeerId) -> Agent:
         return self._runtime.peer.agent_of(remote)

@@ -9,7 +9,7 @@ a gate), so a window that brings no answer for a while is opened further.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Generic, TypeVar
 
 from aiodaft.exceptions import LocalProtocolError, Overloaded, RemoteProtocolError
@@ -60,6 +60,10 @@ class Session(Generic[CallT]):
     def is_waiting(self, call_id: CallId) -> bool:
         """Whether a call is not sent yet."""
         return call_id in self._waiting
+
+    def under_way(self) -> Iterator[CallT]:
+        """Calls that are sent and not answered, the oldest first."""
+        return (call for call_id, call in self.calls.items() if call_id not in self._waiting)
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> list[Message]:
         """Return the messages that `data` completes, without the greeting.

@@ -2,8 +2,8 @@
 
 Started once per runtime, by exec. It has one thread and never touches a loop, a GPU or a socket of anybody else, so
 forking it is safe; it imports what all actors need, so a worker starts in milliseconds and shares that memory
-copy-on-write. It outlives nobody: when its connection to the node ends, for whatever reason, it kills every worker
-and everything the workers have started, and ends.
+copy-on-write. It outlives nobody: when its connection to the node ends, or the thread that has started it, for
+whatever reason, it kills every worker and everything the workers have started, and ends.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import select
 import selectors
 import signal
 import socket
@@ -24,7 +25,17 @@ from typing import Any, Final
 from aiodaft._protocol.codec import pack, unpack
 
 from .door import DOORBELL
-from .processes import adopt_orphans, children, describe_status, die_with_parent, kill, reap, session_of
+from .processes import (
+    adopt_orphans,
+    children,
+    describe_status,
+    die_with_parent,
+    is_thread,
+    kill,
+    reap,
+    session_of,
+    visible_pid,
+)
 
 CONFIGURE: Final = 0  # sys.path, whether to fork
 SPAWN: Final = 1  # number, environment, modules to import before forking, settings of the worker; with descriptors
@@ -35,22 +46,27 @@ FAILED: Final = 5  # number, text
 RUNG: Final = 6  # no number (0), pid of the fork server as others see it
 
 _MAX_MESSAGE: Final = 1 << 20
-_MAX_FDS: Final = 3
+_MAX_FDS: Final = 4
 # What workers get between SIGTERM and SIGKILL when the node is gone.
 _LAST_GRACE: Final = 0.3
+# How long a thread may take from the signal of its end to its end.
+_LAST_BREATH: Final = 0.2
 
 # The child of `fork=False`: told where its modules are, then runs like a forked one.
 _BOOTSTRAP: Final = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from aiodaft._runtime.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from aiodaft._runtime.worker import main; main(*map(int, sys.argv[2:]))"
 )
 
 
 class ForkServer:
     """Starts workers when told to, reports their ends, and clears up."""
 
-    def __init__(self, node: socket.socket) -> None:
+    def __init__(self, node: socket.socket, parent: int, thread: int) -> None:
         self._node = node
+        self._pid = os.getpid()
+        self._parent = parent
+        self._thread = thread
         self._numbers: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self._fork = True
@@ -64,6 +80,7 @@ class ForkServer:
         self._wakeup_end.setblocking(False)
         for number in (signal.SIGCHLD, DOORBELL):
             signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGCONT, lambda *_: self._continued())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._node, selectors.EVENT_READ)
@@ -73,6 +90,19 @@ class ForkServer:
                 pass
         finally:
             self._sweep()
+
+    def _continued(self) -> None:
+        """The parent is gone, or this process was stopped and is not any more.
+
+        The one signal that also wakes a stopped process. A handler, because an import may take long. Being killed
+        together with the parent would be simpler, and would leave what the workers have started.
+        """
+        deadline = time.monotonic() + _LAST_BREATH
+        while os.getpid() == self._pid and time.monotonic() < deadline:
+            if os.getppid() != self._parent or not is_thread(self._parent, self._thread):
+                self._sweep()
+                os._exit(1)
+            select.select([], [], [], _LAST_BREATH / 20)
 
     def _serve(self) -> bool:
         ready = {key.fileobj for key, _ in self._selector.select()}
@@ -115,7 +145,7 @@ class ForkServer:
             self._send([FAILED, number, traceback.format_exc()])
         else:
             self._numbers[pid], self._pids[number] = number, pid
-            self._send([SPAWNED, number, pid])
+            self._send([SPAWNED, number, visible_pid(pid)])
         finally:
             for fd in fds:
                 os.close(fd)
@@ -133,7 +163,7 @@ class ForkServer:
         status = 1
         try:
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, DOORBELL):
+            for number in (signal.SIGCHLD, signal.SIGCONT, DOORBELL):
                 signal.signal(number, signal.SIG_DFL)
             self._selector.close()
             for end in (self._node, self._wakeup, self._wakeup_end):
@@ -200,11 +230,11 @@ def _exec_worker(environment: dict[str, str], settings: bytes, fds: list[int]) -
     reading, writing = os.pipe()
     with open(writing, "wb") as pipe:
         pipe.write(settings)
-    link, out, err = fds
+    link, out, err, pulse = fds
     process = subprocess.Popen(
-        [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(link), str(reading)],
+        [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *map(str, (link, reading, pulse))],
         env={**os.environ, **environment},
-        pass_fds=(link, reading),
+        pass_fds=(link, reading, pulse),
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=err,
@@ -220,13 +250,18 @@ def _no_extensions(code: int, content: bytes) -> Any:
     raise ValueError(f"unexpected extension {code}")
 
 
-def main(fd: int, parent: int) -> None:
-    """Entry point of the process."""
-    die_with_parent(parent)
+def main(fd: int, parent: int, thread: int) -> None:
+    """Entry point of the process; `thread` is that of the parent which has started it.
+
+    In a PID namespace of its own it cannot see its parent (0), and ends with it by other means.
+    """
+    server = ForkServer(socket.socket(fileno=fd), parent, thread)
+    if parent:
+        die_with_parent(parent, signal.SIGCONT)
     # Everything that a worker of any kind uses; the import alone has no effects.
     from . import worker  # noqa: F401, PLC0415 - children find it loaded
 
     for name in ("uvloop", "cloudpickle", "tblib.pickling_support"):
         with suppress(ImportError):
             importlib.import_module(name)
-    ForkServer(socket.socket(fileno=fd)).run()
+    server.run()

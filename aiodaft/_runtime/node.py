@@ -8,19 +8,24 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId
 from aiodaft._protocol.ledger import Demand, Ledger
+from aiodaft._protocol.liveness import Order, Patience
 from aiodaft._protocol.messages import BYE
 from aiodaft.actor import Actor
-from aiodaft.exceptions import ActorDied, DaftError, InsufficientResources, PeerLost
+from aiodaft.exceptions import ActorDied, DaftError, InsufficientResources, OutcomeUnknown, PeerLost
 from aiodaft.methods import method
 
 from .dumps import take_dump
 from .failures import decode_error
 from .incoming import current_call
 from .nursery import Child, Ending, Nursery
+from .postmortem import OomKills, activity, condition, died, given_up
+from .pulse import Vitals
+from .tasks import logger
 from .worker import WorkerSettings
 
 if TYPE_CHECKING:
@@ -45,11 +50,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A worker process, as others may know it."""
+    """A worker process, as others may know it; how it was when it was last heard of."""
 
     id: PeerId
     pid: int
     actors: tuple[str, ...]
+    gpus: tuple[int, ...]
+    vitals: Vitals
 
 
 @dataclass(eq=False)
@@ -67,11 +74,19 @@ class Worker:
     wanted: str | None = None
     # Somebody's calls failed of its end, so that somebody has been told.
     blamed: bool = False
+    # It did not answer, and is being killed for that.
+    lost: PeerLost | None = None
+    # Where the kernel counts processes that it kills for want of memory.
+    oom_counter: Path | None = None
 
     @property
     def names(self) -> str:
         """What it is called in errors."""
         return " and ".join(self.placed.values())
+
+    def process(self) -> Process:
+        """What others may know of it."""
+        return Process(self.id, self.pid, tuple(self.actors.values()), self.gpus, self.child.pulse.vitals())
 
     def add(self, actor: ActorId, label: str) -> None:
         """An actor moves in."""
@@ -82,25 +97,43 @@ class Worker:
 class Node(Actor):
     """One machine."""
 
-    def __init__(self, peer: Peer, nursery: Nursery, ledger: Ledger[tuple[PeerId, ActorId]], *, uvloop: bool) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        nursery: Nursery,
+        ledger: Ledger[tuple[PeerId, ActorId]],
+        *,
+        uvloop: bool,
+        patience: Patience,
+    ) -> None:
         self._peer = peer
         self._nursery = nursery
         self._ledger = ledger
         self._uvloop = uvloop
+        self._patience = patience
+        self._oom_kills = OomKills()
         self._workers: dict[PeerId, Worker] = {}
-        self._endings: dict[PeerId, ActorDied] = {}
+        self._endings: dict[PeerId, OutcomeUnknown] = {}
+        # Ended by accident, and perhaps somebody's calls still fail of it.
+        self._unreported: dict[PeerId, Worker] = {}
         self._introduced: set[frozenset[PeerId]] = set()
         self._actor_numbers = itertools.count(FIRST_USER_ACTOR)
         # Told of an actor that died with nobody waiting for it, and of errors nobody holds.
-        self.on_died: Callable[[PeerId, ActorId, ActorDied], object] = lambda peer, actor, error: None
+        self.on_died: Callable[[PeerId, ActorId, OutcomeUnknown], object] = lambda peer, actor, error: None
         self.on_unheld: Callable[[BaseException], object] = lambda error: None
         # Told of every process that ended.
         self.on_ended: Callable[[PeerId], object] = lambda peer: None
         nursery.on_ended = self._child_ended
 
     @method
-    async def place(self, label: str, demand: Demand, beside: str | None) -> Place:
+    async def place(self, label: str, demand: Demand, beside: str | None, patience: Patience | None) -> Place:
         """Find room for an actor, and a process: a new one, or the one of an actor that it is to live with.
+
+        Args:
+            label: What the actor is called.
+            demand: What it needs.
+            beside: The process it is to live in.
+            patience: How long that is waited for when it does not answer; the runtime's, unless said.
 
         Raises:
             InsufficientResources: There is not enough; nothing was reserved.
@@ -108,7 +141,10 @@ class Node(Actor):
         """
         actor = ActorId(next(self._actor_numbers))
         if beside is not None:
-            return self._place_beside(label, demand, actor, PeerId(beside))
+            worker = self._place_beside(label, demand, actor, PeerId(beside))
+            if patience is not None:
+                worker.child.pulse.widen(patience)
+            return Place(worker.id, actor, worker.gpus)
         worker_id = self._peer.env.new_peer_id("worker")
         gpus = self._ledger.take((worker_id, actor), label, demand)
         try:
@@ -116,10 +152,11 @@ class Node(Actor):
         except BaseException:
             self._ledger.give_back((worker_id, actor))
             raise
+        worker.child.pulse.begin(patience or self._patience)
         worker.add(actor, label)
         return Place(worker_id, actor, gpus)
 
-    def _place_beside(self, label: str, demand: Demand, actor: ActorId, beside: PeerId) -> Place:
+    def _place_beside(self, label: str, demand: Demand, actor: ActorId, beside: PeerId) -> Worker:
         worker = self._workers.get(beside)
         if worker is None or worker.wanted is not None:
             raise ActorDied(f"{label} was to live with an actor that is gone", executed=False)
@@ -129,7 +166,7 @@ class Node(Actor):
             )
         self._ledger.take((beside, actor), label, demand)
         worker.add(actor, label)
-        return Place(beside, actor, worker.gpus)
+        return worker
 
     async def _start_worker(self, worker_id: PeerId, label: str, gpus: tuple[int, ...]) -> Worker:
         options = self._peer.options
@@ -149,6 +186,8 @@ class Node(Actor):
         self._peer.attach(worker_id, connection)
         try:
             worker.pid = await asyncio.shield(child.started)
+            worker.oom_counter = self._oom_kills.watch(worker.pid)
+            child.pulse.on_order = partial(self._pulse_changed, worker)
         except BaseException:
             # Nobody wants it any more. Once it has ended it is forgotten: by `_child_ended`, or here if it never began.
             worker.wanted = "it was not wanted any more"
@@ -227,15 +266,15 @@ class Node(Actor):
         return {**self._ledger.totals, "gpus": float(self._ledger.gpus)}, self._ledger.free()
 
     @method
-    async def process_of(self, peer: str) -> tuple[int, tuple[int, ...]]:
-        """Pid and GPUs of a worker; pid 0 if it is gone."""
+    async def process_of(self, peer: str) -> Process | None:
+        """What is known of a worker without asking it; None if it is gone."""
         worker = self._workers.get(PeerId(peer))
-        return (0, ()) if worker is None else (worker.pid, worker.gpus)
+        return None if worker is None or worker.lost is not None else worker.process()
 
     @method
     async def processes(self) -> tuple[Process, ...]:
         """The worker processes, oldest first."""
-        return tuple(Process(one.id, one.pid, tuple(one.actors.values())) for one in self._workers.values())
+        return tuple(worker.process() for worker in self._workers.values())
 
     @method
     async def dump(self, peer: str) -> str:
@@ -247,7 +286,7 @@ class Node(Actor):
 
     async def explain(self, peer: PeerId, in_flight: int) -> DaftError:
         """See `obituary`."""
-        worker = self._workers.get(peer)
+        worker = self._workers.get(peer) or self._unreported.get(peer)
         if worker is not None:
             worker.blamed = worker.blamed or in_flight > 0
             try:
@@ -267,38 +306,43 @@ class Node(Actor):
             return
         del self._workers[worker.id]
         self._introduced = {pair for pair in self._introduced if worker.id not in pair}
-        error = self._endings[worker.id] = _died(worker, ending)
+        error = self._endings[worker.id] = worker.lost or self._post_mortem(worker, ending)
         while len(self._endings) > _REMEMBERED:
             del self._endings[next(iter(self._endings))]
         for actor in worker.placed:
             self._ledger.give_back((worker.id, actor))
         self.on_ended(worker.id)
         if worker.wanted is None:
+            self._unreported[worker.id] = worker
             self._peer.loop.call_later(_BLAME_DELAY, self._report, worker, error)
 
-    def _report(self, worker: Worker, error: ActorDied) -> None:
+    def _post_mortem(self, worker: Worker, ending: Ending) -> ActorDied:
+        killed = worker.wanted is None and ending.signal == "SIGKILL"
+        oom = killed and self._oom_kills.take(worker.oom_counter)
+        return died(worker, ending, activity(worker, self._peer.link_to(worker.id)), oom=oom)
+
+    def _pulse_changed(self, worker: Worker, order: Order) -> None:
+        """A worker does not answer, or does again."""
+        link = self._peer.link_to(worker.id)
+        vitals = worker.child.pulse.vitals()
+        who = f"{worker.names} (pid {worker.pid})"
+        if order is Order.CLEAR:
+            logger.warning("%s answers again", who)
+        elif order is Order.SUSPECT:
+            why, doing = condition(worker.pid), activity(worker, link)
+            logger.warning("%s has not answered for %.1f s: %s; %s", who, vitals.silent_for, why, doing)
+        elif order is Order.GIVE_UP and worker.wanted is None:
+            worker.lost = given_up(worker, activity(worker, link))
+            logger.error("%s", worker.lost)
+            # What it may still say is not listened to.
+            self._nursery.kill(worker.child)
+            link.close(worker.lost)
+
+    def _report(self, worker: Worker, error: OutcomeUnknown) -> None:
+        del self._unreported[worker.id]
         if not worker.blamed:
             for actor in worker.actors:
                 self.on_died(worker.id, actor, error)
-
-
-def _died(worker: Worker, ending: Ending) -> ActorDied:
-    names = worker.names
-    if worker.wanted is not None:
-        how = f"was stopped: {worker.wanted}"
-    elif ending.signal is not None:
-        how = f"was killed by {ending.signal}"
-    else:
-        how = f"ended with exit code {ending.exit_code}"
-    error = ActorDied(f"{names} (pid {worker.pid}) {how}")
-    error.actor = names
-    if worker.wanted is None:
-        error.exit_code = ending.exit_code
-        error.signal = ending.signal
-        error.last_lines = worker.child.output.last_lines
-        if error.last_lines:
-            error.add_note("its last lines on standard error:\n" + "\n".join(f"  {line}" for line in error.last_lines))
-    return error
 
 
 def _visible_gpus() -> list[str]:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from aiodaft.exceptions import SpawnFailed
 
 from . import forkserver as order
 from .logs import LogPump, WorkerOutput
+from .pulse import PulseWatch
 from .tasks import TaskOwner
 
 # Imported once by the fork server, if this process has them: slow to import, and safe to fork with.
@@ -29,7 +31,7 @@ _PATIENCE: Final = 5.0
 
 _BOOTSTRAP: Final = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from aiodaft._runtime.forkserver import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from aiodaft._runtime.forkserver import main; main(*map(int, sys.argv[2:]))"
 )
 
 
@@ -45,14 +47,16 @@ class Ending:
 class Child:
     """One worker process."""
 
-    def __init__(self, number: int, output: WorkerOutput, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, number: int, output: WorkerOutput, pulse: PulseWatch, loop: asyncio.AbstractEventLoop) -> None:
         self.number = number
         self.output = output
+        self.pulse = pulse
         self.started: asyncio.Future[int] = loop.create_future()
         self.ended: asyncio.Future[Ending] = loop.create_future()
 
     def fail(self, error: SpawnFailed) -> None:
         """It did not start."""
+        self.pulse.close()
         if not self.started.done():
             self.started.set_exception(error)
             # Perhaps nobody waits any more.
@@ -62,8 +66,17 @@ class Child:
 class Nursery:
     """Workers of this node."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, fork: bool, preload: tuple[str, ...] | None) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        fork: bool,
+        preload: tuple[str, ...] | None,
+        prefix: tuple[str, ...] = (),
+    ) -> None:
         self._loop = loop
+        # What the fork server is started by, if not directly: see isolation.py.
+        self._prefix = prefix
         self._fork = fork
         self._preload = preload
         self._logs = LogPump()
@@ -101,15 +114,18 @@ class Nursery:
         self._last_number += 1
         output, out, err = self._logs.open()
         output.name = name
-        child = self._children[self._last_number] = Child(self._last_number, output, self._loop)
         ours, theirs = socket.socketpair()
+        watched, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pulse = PulseWatch(watched, self._loop)
+        child = self._children[self._last_number] = Child(self._last_number, output, pulse, self._loop)
         message = pack([order.SPAWN, child.number, environment, self._modules(), settings])
         try:
-            with theirs:
+            with theirs, answering:
                 await self._configure()
-                await self._send(message, [theirs.fileno(), out, err])
+                await self._send(message, [theirs.fileno(), out, err, answering.fileno()])
         except BaseException as error:
             self._children.pop(child.number, None)
+            pulse.close()
             ours.close()
             if isinstance(error, OSError):
                 raise SpawnFailed(f"the fork server is gone: {error}") from error
@@ -153,6 +169,7 @@ class Nursery:
             # It ends by itself when its socket does; waiting takes as long as the last worker's end.
             await self._wait_end(process)
         for child in self._children.values():
+            child.pulse.close()
             child.ended.cancel()
             child.started.cancel()
         self._logs.close()
@@ -184,6 +201,8 @@ class Nursery:
         if self._process is not None:
             _end(self._process)
             self._process = None
+        for child in self._children.values():
+            child.pulse.close()
         self._logs.close()
 
     async def _ensure_started(self) -> None:
@@ -194,11 +213,13 @@ class Nursery:
     async def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(_importable_path()), str(theirs.fileno())]
+            # One that is isolated cannot see this process.
+            parent = (0, 0) if self._prefix else (os.getpid(), threading.get_native_id())
+            arguments = map(str, (theirs.fileno(), *parent))
             try:
                 # From the loop's own thread, which takes a millisecond or two: it is to end when that thread does.
                 self._process = subprocess.Popen(  # noqa: ASYNC220 - see above
-                    [*command, str(os.getpid())],
+                    [*self._prefix, sys.executable, "-c", _BOOTSTRAP, json.dumps(_importable_path()), *arguments],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
@@ -287,6 +308,7 @@ class Nursery:
             self._ended(child, Ending(*rest))
 
     def _ended(self, child: Child, ending: Ending) -> None:
+        child.pulse.close()
         if not child.ended.done():
             child.ended.set_result(ending)
         self.on_ended(child, ending)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import socket
 import threading
 from collections import deque
@@ -40,6 +39,7 @@ from .incoming import IncomingCall, current_deadline
 from .link import Link
 from .loopback import Loopback
 from .offload import Offload
+from .processes import visible_pid
 from .refs import RefState
 from .reftable import RefTable
 from .replies import Replies, State
@@ -88,7 +88,7 @@ class Peer:
         self.node = options.node
         self.grace = options.grace
         self.env = env
-        self.pid = os.getpid()
+        self.pid = visible_pid()
         self.loop = asyncio.get_running_loop()
         self.tasks = TaskOwner(f"aiodaft {options.id}")
         self.offload = Offload(self.loop, f"aiodaft {options.id} copies")

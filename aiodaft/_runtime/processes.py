@@ -20,16 +20,20 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def die_with_parent(parent: int) -> None:
-    """Be killed when the parent ends, whatever this process is doing.
+def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Be sent a signal when the parent ends, whatever this process is doing.
 
-    The parent must have started this process from a thread that lives as long as itself: the signal comes when that
-    *thread* ends.
+    The signal comes when the *thread* of the parent ends that has started this process.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
         # It ended before we asked.
         os._exit(1)
+
+
+def is_thread(process: int, thread: int) -> bool:
+    """Whether a process, if it can be seen from here (0 if not), still has a thread."""
+    return not IS_LINUX or not process or os.path.exists(f"/proc/{process}/task/{thread}")
 
 
 def adopt_orphans() -> None:
@@ -38,12 +42,37 @@ def adopt_orphans() -> None:
 
 
 def children() -> list[int]:
-    """The processes whose parent this single-threaded process is."""
+    """The processes whose parent this single-threaded process is, by the pids that they have for it."""
+    visible = _visible_children()
+    return visible if visible_pid() == os.getpid() else [_pid_inside(pid) for pid in visible]
+
+
+def visible_pid(child: int | None = None) -> int:
+    """What everybody else calls this process, or a child of it: in a PID namespace, that is not its own pid."""
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+        own = int(os.readlink("/proc/self"))
+    except OSError:
+        return child or os.getpid()
+    if child is None or own == os.getpid():
+        return child or own
+    return next((pid for pid in _visible_children() if _pid_inside(pid) == child), child)
+
+
+def _visible_children() -> list[int]:
+    try:
+        with open("/proc/thread-self/children", encoding="ascii") as file:
             return [int(pid) for pid in file.read().split()]
     except OSError:
         return []
+
+
+def _pid_inside(visible: int) -> int:
+    try:
+        with open(f"/proc/{visible}/status", encoding="utf-8", errors="replace") as file:
+            return next(int(line.split()[-1]) for line in file if line.startswith("NSpid:"))
+    except (OSError, StopIteration):
+        # Gone; no process has this pid.
+        return 0
 
 
 def session_of(pid: int) -> int:
@@ -56,8 +85,9 @@ def session_of(pid: int) -> int:
 
 def kill(pid: int, number: int) -> None:
     """Send a signal to a child; nothing if it is gone."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+    if pid:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def reap() -> list[tuple[int, int]]:

@@ -23,6 +23,7 @@ from .failures import encode_error
 from .link import Link
 from .peer import Peer, PeerOptions
 from .processes import die_with_parent
+from .pulse import Pulse
 from .tasks import logger
 
 # How long the end of a worker may take once it is decided.
@@ -55,9 +56,10 @@ class WorkerSettings:
 class Worker:
     """Runs one peer until it is told to end."""
 
-    def __init__(self, settings: WorkerSettings, connection: socket.socket) -> None:
+    def __init__(self, settings: WorkerSettings, connection: socket.socket, pulse: socket.socket) -> None:
         self._settings = settings
         self._connection = connection
+        self._pulse = pulse
         self._status = 0
         self._over = asyncio.Event()
 
@@ -81,6 +83,7 @@ class Worker:
         peer.on_unheld = self._report_unheld
         self._peer = peer
         set_process_peer(peer)
+        Pulse(self._pulse, peer).start()
         peer.attach(options.home, self._connection)
         await self._over.wait()
         # Whatever does not end in time is ended by the process itself.
@@ -118,7 +121,7 @@ class Worker:
         self._peer.node_agent().unheld.tell(encode_error(error))
 
 
-def run_forked(parent: int, packed: bytes, link: int, out: int, err: int) -> int:
+def run_forked(parent: int, packed: bytes, link: int, out: int, err: int, pulse: int) -> int:
     """In a forked child: take the descriptors given, forget the parent's, and serve."""
     os.setsid()
     die_with_parent(parent)
@@ -128,7 +131,7 @@ def run_forked(parent: int, packed: bytes, link: int, out: int, err: int) -> int
         os.close(source)
     sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
     _reseed()
-    return _serve(packed, link)
+    return _serve(packed, link, pulse)
 
 
 def _stream(fd: int, mode: str) -> TextIO:
@@ -137,21 +140,21 @@ def _stream(fd: int, mode: str) -> TextIO:
     return cast("TextIO", stream)
 
 
-def main(link: int, settings: int) -> None:
+def main(link: int, settings: int, pulse: int) -> None:
     """Entry point of a worker that was started by exec."""
     die_with_parent(os.getppid())
     with open(settings, "rb") as pipe:
         packed = pipe.read()
-    sys.exit(_serve(packed, link))
+    sys.exit(_serve(packed, link, pulse))
 
 
-def _serve(packed: bytes, link: int) -> int:
+def _serve(packed: bytes, link: int, pulse: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = WorkerSettings.unpacked(packed)
-    connection = socket.socket(fileno=link)
+    sockets = socket.socket(fileno=link), socket.socket(fileno=pulse)
 
     async def serve() -> int:
-        return await Worker(settings, connection).run()
+        return await Worker(settings, *sockets).run()
 
     factory = None
     if settings.uvloop:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from aiodaft.runtime import run
+from aiodaft.program import run
 
 from . import calls, payloads, processes, transports
 from .chaos.command import main as chaos

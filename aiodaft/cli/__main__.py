@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from aiodaft import __version__
-from aiodaft.runtime import run
+from aiodaft.program import run
 
 from .doctor import examine
 from .stack import show_stacks

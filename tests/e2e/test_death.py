@@ -1,19 +1,21 @@
-"""A dead actor: what its callers hear (groups A and C of the fault tests)."""
+"""A dead actor: what its callers hear (C33, C35-C37 and C42 of the fault tests)."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from actors import Box, Echo, Relay, Sleeper
+from cgroups import little_memory, move
 from failing import Failing
 
 import aiodaft
 
 
-async def test_a_killed_actor_fails_its_calls_with_the_evidence(rt: aiodaft.Runtime) -> None:
+async def test_c33_a_killed_actor_fails_its_calls_with_the_evidence(rt: aiodaft.Runtime) -> None:
     failing, other = await rt.spawn(Failing), await rt.spawn(Echo)
     waiting = failing.wait()
     with pytest.raises(aiodaft.ActorDied, match="was killed by SIGKILL") as caught:
@@ -22,6 +24,8 @@ async def test_a_killed_actor_fails_its_calls_with_the_evidence(rt: aiodaft.Runt
     assert caught.value.executed is None
     assert caught.value.actor == "Failing-1"
     assert caught.value.last_lines == ("last words",)
+    assert caught.value.last_method == "Failing.wait"
+    assert "; under way: Failing.wait" in str(caught.value)
     assert "last words" in caught.value.__notes__[0]
     with pytest.raises(aiodaft.ActorDied):
         await waiting
@@ -29,7 +33,7 @@ async def test_a_killed_actor_fails_its_calls_with_the_evidence(rt: aiodaft.Runt
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM])
-async def test_the_signal_is_named(rt: aiodaft.Runtime, number: signal.Signals) -> None:
+async def test_c35_the_signal_is_named(rt: aiodaft.Runtime, number: signal.Signals) -> None:
     failing = await rt.spawn(Failing)
     with pytest.raises(aiodaft.ActorDied) as caught:
         await failing.kill_itself(number)
@@ -39,14 +43,54 @@ async def test_the_signal_is_named(rt: aiodaft.Runtime, number: signal.Signals) 
         assert caught.value.signal == number.name
 
 
-async def test_an_exit_is_not_an_error_of_the_controller(rt: aiodaft.Runtime) -> None:
+async def test_c35_an_exit_is_not_an_error_of_the_controller(rt: aiodaft.Runtime) -> None:
     failing = await rt.spawn(Failing)
     with pytest.raises(aiodaft.ActorDied, match="ended with exit code 3") as caught:
         await failing.exit(3)
     assert caught.value.exit_code == 3
 
 
-async def test_a_call_to_a_dead_actor_fails_at_once_and_says_it_did_not_run(rt: aiodaft.Runtime) -> None:
+async def test_c36_the_kernel_that_kills_for_want_of_memory_is_named_and_others_live() -> None:
+    with little_memory(256 << 20) as group:
+        async with aiodaft.Runtime(preload=(), stop_grace=1) as rt:
+            await kill_one_of_four(rt, group)
+
+
+async def kill_one_of_four(rt: aiodaft.Runtime, group: Path) -> None:
+    other = await rt.spawn(Echo)
+    assert rt._nursery is not None
+    # What is forked from here on belongs to it.
+    move(rt._nursery.pid, group)
+    victims = [await rt.spawn(Failing) for _ in range(3)]
+    waiting = victims[0].wait()
+    os.kill((await rt.info(victims[0])).pid, signal.SIGKILL)
+    with pytest.raises(aiodaft.ActorDied, match="was killed by SIGKILL") as killed:
+        await waiting
+    assert not killed.value.oom
+    with pytest.raises(aiodaft.ActorDied, match=r"was killed by the kernel \(SIGKILL\): out of memory") as caught:
+        await victims[1].eat_memory()
+    assert (caught.value.oom, caught.value.signal) == (True, "SIGKILL")
+    waiting = victims[2].wait()
+    os.kill((await rt.info(victims[2])).pid, signal.SIGKILL)
+    with pytest.raises(aiodaft.ActorDied) as killed:
+        await waiting
+    assert not killed.value.oom
+    assert await other.echo("untouched") == "untouched"
+
+
+async def test_the_last_method_is_known_whoever_called_it(rt: aiodaft.Runtime) -> None:
+    b, a = await rt.on(patience=aiodaft.Patience(0.1, None)).spawn(Sleeper), await rt.spawn(Sleeper)
+    ref = a.call(b, 60)
+    while (await rt.node.process_of(rt._target(b).remote)).vitals.last_method != "Sleeper.sleep":
+        pass
+    os.kill((await rt.info(b)).pid, signal.SIGKILL)
+    with pytest.raises(aiodaft.ActorDied, match=r"under way: Sleeper.sleep, for [\d.]+ s or more") as caught:
+        await ref
+    assert caught.value.last_method == "Sleeper.sleep"
+    assert caught.value.last_method_for is not None
+
+
+async def test_c37_a_call_to_a_dead_actor_fails_at_once_and_says_it_did_not_run(rt: aiodaft.Runtime) -> None:
     failing = await rt.spawn(Failing)
     with pytest.raises(aiodaft.ActorDied):
         await failing.kill_itself()
@@ -111,7 +155,7 @@ async def test_death_in_the_middle_of_a_chain_reaches_its_end(rt: aiodaft.Runtim
     assert await b.echo("goes on") == "goes on"
 
 
-async def test_killing_the_fork_server_ends_actors_and_says_so(rt: aiodaft.Runtime) -> None:
+async def test_c42_killing_the_fork_server_ends_actors_and_says_so(rt: aiodaft.Runtime) -> None:
     echo = await rt.spawn(Sleeper)
     ref = echo.sleep(60)
     await echo.history()

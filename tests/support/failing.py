@@ -97,6 +97,12 @@ class Failing(Actor):
         await asyncio.sleep(60)
 
     @method
+    def eat_memory(self) -> None:
+        eaten = []
+        while True:
+            eaten.append(b"x" * (8 << 20))
+
+    @method
     async def wait(self, seconds: float = 60) -> str:
         await asyncio.sleep(seconds)
         return "waited"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -37,6 +38,16 @@ class Parent(Actor):
         """A process whose parent, a shell, ends at once."""
         command = "sleep 60 >/dev/null & echo $!"
         return int(subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, check=True).stdout)
+
+    @method
+    def start_a_daemon(self) -> int:
+        """A process with a session of its own, as daemons have."""
+        return subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, start_new_session=True).pid
+
+    @method
+    def hold_interpreter(self) -> None:
+        """In C, without letting any other thread of this process run."""
+        ctypes.PyDLL(None).sleep(60)
 
 
 class Unreadable:

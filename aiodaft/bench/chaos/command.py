@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from aiodaft.runtime import run
+from aiodaft.program import run
 
 from .orphans import kill_a_controller
 from .run import Report, torment

@@ -1,0 +1,142 @@
+"""Whether a process that says nothing is still there, judged by what its watcher could have heard. No clock, no I/O.
+
+The watcher asks once a period and then counts the periods that pass without an answer. A look that comes late, because
+the watcher itself was held up, counts as one period all the same: the silence counted is never longer than the real one
+(but for a tenth of a period), so a watcher that slept for minutes accuses nobody. This is a failure detector in the
+sense of Chandra and Toueg (1996), perfect where no process that lives is silent for longer than its patience.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Final
+
+# How often a process is asked, at least: also what keeps the lag of its loop up to date.
+_LONGEST_PERIOD: Final = 1.0
+# Questions that fit into the shorter patience.
+_ASKED_WITHIN: Final = 5
+_SHORTEST: Final = 0.1
+# The part of a period that may count as one.
+_AT_LEAST: Final = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a process that gives no sign of life is waited for: it is stopped, or C code keeps its interpreter.
+
+    Busy loops and methods, slow imports and waiting do not count: a thread of the process answers meanwhile.
+
+    Args:
+        suspect_after: Seconds until it is reported, by a warning and in `rt.info`; None for never.
+        lost_after: Seconds until it is given up: its process is killed and its calls fail with `PeerLost`; None for
+            never.
+
+    Raises:
+        ValueError: Less than 0.1 seconds, or no number.
+    """
+
+    suspect_after: float | None = 5.0
+    lost_after: float | None = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("suspect_after", "lost_after"):
+            value: object = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and _SHORTEST <= value < math.inf):
+                raise ValueError(f"{name}={value!r}: at least {_SHORTEST} seconds are needed, or None for never")
+
+    def widened(self, other: Patience) -> Patience:
+        """What satisfies both: the longer of each."""
+        return Patience(
+            _longer(self.suspect_after, other.suspect_after),
+            _longer(self.lost_after, other.lost_after),
+        )
+
+    @property
+    def period(self) -> float | None:
+        """Seconds between two questions; None if nothing is ever to be found out."""
+        shortest = min((after for after in (self.suspect_after, self.lost_after) if after is not None), default=None)
+        return None if shortest is None else min(_LONGEST_PERIOD, shortest / _ASKED_WITHIN)
+
+
+class Health(enum.Enum):
+    """What is believed of a process."""
+
+    ALIVE = enum.auto()
+    SUSPECT = enum.auto()
+    LOST = enum.auto()
+
+
+class Order(enum.Enum):
+    """What the watcher has to do."""
+
+    ASK = enum.auto()
+    SUSPECT = enum.auto()
+    CLEAR = enum.auto()
+    GIVE_UP = enum.auto()
+
+
+class Liveness:
+    """What is known of one process. LOST is final: what comes later comes from a process that was given up."""
+
+    def __init__(self, patience: Patience, now: float) -> None:
+        self.health = Health.ALIVE
+        self.last_heard = now
+        self._patience = patience
+        self._due = now if patience.period is None else math.ceil(now / patience.period) * patience.period
+        # Periods since a question that is not answered yet.
+        self._missed: int | None = None
+
+    @property
+    def patience(self) -> Patience:
+        """How long it is waited for."""
+        return self._patience
+
+    def relax(self, patience: Patience) -> None:
+        """Wait as long as this from now on, whatever was missed before."""
+        self._patience = patience
+        if self._missed is not None:
+            self._missed = 0
+
+    def get_timer(self) -> float | None:
+        """When `handle_timer` has to be called; None for never."""
+        return None if self.health is Health.LOST or self._patience.period is None else self._due
+
+    def heard(self, now: float) -> Order | None:
+        """It answered."""
+        if self.health is Health.LOST:
+            return None
+        suspected = self.health is Health.SUSPECT
+        self.health = Health.ALIVE
+        self.last_heard = now
+        self._missed = None
+        return Order.CLEAR if suspected else None
+
+    def handle_timer(self, now: float) -> Order | None:
+        """A period is over. Whatever came in meanwhile must have been handed to `heard` before."""
+        period = self._patience.period
+        if self.health is Health.LOST or period is None or now < self._due:
+            return None
+        # All processes are looked at in the same moments, and so cost one wakeup. Never much sooner than in a period.
+        self._due = math.ceil(now / period + _AT_LEAST) * period
+        if self._missed is None:
+            self._missed = 0
+            return Order.ASK
+        self._missed += 1
+        if self._is_over(self._patience.lost_after, period):
+            self.health = Health.LOST
+            return Order.GIVE_UP
+        if self.health is Health.ALIVE and self._is_over(self._patience.suspect_after, period):
+            self.health = Health.SUSPECT
+            return Order.SUSPECT
+        return None
+
+    def _is_over(self, after: float | None, period: float) -> bool:
+        assert self._missed is not None
+        # In whole periods: 5 times a fifth may be less than the whole.
+        return after is not None and self._missed >= math.ceil(round(after / period, 6))
+
+
+def _longer(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else max(first, second)

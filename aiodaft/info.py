@@ -1,0 +1,103 @@
+"""How an actor is doing, as far as that can be known without waiting for it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from aiodaft._runtime.refs import state_of
+from aiodaft._runtime.tasks import logger
+from aiodaft.exceptions import DaftError
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.calls import Target
+    from aiodaft._runtime.node import Process
+    from aiodaft.ref import Ref
+
+__all__ = ["ActorInfo", "look_at"]
+
+# How long a process whose loop is busy is waited for.
+_REPORT_PATIENCE: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ActorInfo:
+    """How an actor is doing.
+
+    Attributes:
+        name: What it is called in errors.
+        class_name: Its class.
+        names: Names it was given by `rt.name`.
+        pid: Its process; 0 if that is gone.
+        node: Its machine.
+        gpus: Numbers of the GPUs of its process.
+        alive: Whether it takes calls.
+        suspect: Whether it has not answered for longer than its `Patience`: its process is stopped, or C code keeps
+            the interpreter.
+        silent_for: Seconds since its process was last heard of; about a second is usual.
+        loop_lag: Seconds for which the event loop of its process had not turned when that was last looked at.
+        running: The methods that run now, oldest first.
+        queued: Calls that wait in its mailbox.
+        done: Calls that have ended.
+        abandoned: Calls that run on although nobody waits for them: cancelled, past their deadline, or of a caller
+            that is gone.
+        stored_bytes: Bytes of results that its process keeps for others.
+    """
+
+    name: str
+    class_name: str
+    names: tuple[str, ...]
+    pid: int
+    node: str
+    gpus: tuple[int, ...]
+    alive: bool
+    suspect: bool = False
+    silent_for: float = 0.0
+    loop_lag: float = 0.0
+    running: tuple[str, ...] = ()
+    queued: int = 0
+    done: int = 0
+    abandoned: int = 0
+    stored_bytes: int = 0
+
+
+async def look_at(target: Target, cls: type, names: tuple[str, ...], node: str) -> ActorInfo:
+    """What its process says, or else what the node knows: of one that does not answer within a second, that is all."""
+    node_agent = target.peer.node_agent()
+    before: Process | None = await node_agent.process_of(target.remote)
+    report = None if before is None else {} if before.vitals.suspect else await _report(target)
+    process = await node_agent.process_of(target.remote)
+    if process is None:
+        return ActorInfo(target.label, cls.__name__, names, 0, node, (), alive=False)
+    vitals = process.vitals
+    known: dict[str, Any] = {"running": (vitals.last_method,)} if report == {} and vitals.last_method else {}
+    return ActorInfo(
+        name=target.label,
+        class_name=cls.__name__,
+        names=names,
+        pid=process.pid,
+        node=node,
+        gpus=process.gpus,
+        alive=report is not None,
+        suspect=vitals.suspect,
+        silent_for=vitals.silent_for,
+        loop_lag=vitals.loop_lag,
+        **(report or known),
+    )
+
+
+async def _report(target: Target) -> dict[str, Any] | None:
+    """None if the actor is gone; nothing in it if the process has no time to answer."""
+    report: Ref[dict[str, Any]] = target.peer.agent_of(target.remote).report(target.actor)
+    await asyncio.wait([cast("asyncio.Future[Any]", report)], timeout=_REPORT_PATIENCE)
+    if not report.done():
+        # Not awaited: that would wait for the cancellation to arrive. However it ends is no news either.
+        state_of(report).mark_seen()
+        report.cancel()
+        return {}
+    try:
+        return await report
+    except DaftError as error:
+        logger.debug("%s is gone: %s", target.label, error)
+        return None

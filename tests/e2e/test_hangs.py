@@ -1,0 +1,155 @@
+"""Actors that are stopped or stuck, and those that only seem to be (D60-D62 of the fault tests)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from actors import Echo, Relay
+from leaks import is_alive
+from stuck import Stuck, Unhurried
+
+import aiodaft
+from aiodaft import Patience, info
+from aiodaft._runtime import node, nursery
+
+# What is tested uses timers of the loop and nothing else of it.
+pytestmark = pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])
+
+QUICK = Patience(suspect_after=0.3, lost_after=1)
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch) -> aiodaft.Runtime:
+    monkeypatch.setattr(info, "_REPORT_PATIENCE", 0.1)
+    return module_rt
+
+
+async def test_d60_a_stopped_actor_is_suspected_and_cleared_when_it_goes_on(
+    rt: aiodaft.Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck = await rt.on(patience=Patience(0.3, None)).spawn(Stuck)
+    assert not (await rt.info(stuck)).suspect
+    ref = stuck.stop_itself()
+    while not (seen := await rt.info(stuck)).suspect:
+        pass
+    assert seen.alive
+    assert seen.silent_for > 0.2
+    assert f"{seen.name} (pid {seen.pid}) has not answered for" in caplog.text
+    assert "it is stopped (SIGSTOP); under way: Stuck.stop_itself" in caplog.text
+    assert not ref.done()
+    os.kill(seen.pid, signal.SIGCONT)
+    assert await ref == "continued"
+    while (await rt.info(stuck)).suspect:
+        pass
+    assert f"{seen.name} (pid {seen.pid}) answers again" in caplog.text
+    assert "lost" not in caplog.text
+
+
+async def test_d60_one_that_stays_stopped_is_given_up_and_everybody_hears(rt: aiodaft.Runtime) -> None:
+    stuck, relay = await rt.on(patience=QUICK).spawn(Stuck), await rt.spawn(Relay)
+    pid, remote = (await rt.info(stuck)).pid, rt._target(stuck).remote
+    assert await relay.call_other(stuck, 1) == 1
+    ref = stuck.stop_itself()
+    while not (await rt.info(stuck)).suspect:
+        pass
+    through = relay.call_other(stuck, 2)
+    with pytest.raises(aiodaft.PeerLost, match=r"Stuck-\d+ \(pid \d+\) has not answered for .* and was killed") as lost:
+        await ref
+    assert lost.value.executed is None
+    assert lost.value.last_method == "Stuck.stop_itself"
+    with pytest.raises(aiodaft.PeerLost, match="has not answered"):
+        await through
+    with pytest.raises(aiodaft.PeerLost, match="has not answered") as later:
+        await stuck.echo("anybody there?")
+    assert later.value.executed is False
+    seen = await rt.info(stuck)
+    assert (seen.alive, seen.pid) == (False, 0)
+    # It cannot come back, and nobody else in its name.
+    assert not is_alive(pid)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        rt.peer.attach(remote, ours)
+        assert theirs.recv(1 << 10) == b""
+
+
+async def test_d61_c_code_that_keeps_the_interpreter_is_given_up_unless_the_actor_is_excused(
+    rt: aiodaft.Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    stuck, excused = await rt.on(patience=QUICK).spawn(Stuck), await rt.spawn(Unhurried)
+    excused_call = excused.hold_interpreter(60)
+    with pytest.raises(aiodaft.PeerLost, match=r"C code that keeps the interpreter.*under way: Stuck.hold_interpreter"):
+        await stuck.hold_interpreter(60)
+    assert not excused_call.done()
+    assert "Unhurried" not in caplog.text
+    await rt.kill(excused)
+    with pytest.raises(aiodaft.ActorDied, match="killed by its owner"):
+        await excused_call
+
+
+async def test_d62_a_blocked_loop_is_no_death_and_its_lag_is_seen(rt: aiodaft.Runtime, tmp_path: Path) -> None:
+    stuck = await rt.on(patience=Patience(None, 0.8)).spawn(Stuck)
+    gate = tmp_path / "gate"
+    ref = stuck.block_loop(str(gate))
+    # Longer than it would take to give it up.
+    while (seen := await rt.info(stuck)).loop_lag < 1:
+        assert seen.alive
+        assert seen.running in ((), ("Stuck.block_loop",))
+    assert seen.running == ("Stuck.block_loop",)
+    assert not seen.suspect
+    gate.touch()
+    assert await ref == "free again"
+
+
+async def test_a_controller_that_is_blocked_accuses_nobody(
+    rt: aiodaft.Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    echo = await rt.on(patience=Patience(None, 0.8)).spawn(Echo)
+    # A notebook cell that computes, for longer than any actor may be silent.
+    threading.Event().wait(1.2)
+    while (seen := await rt.info(echo)).silent_for > 0.4:
+        assert seen.alive
+    assert await echo.echo("still here") == "still here"
+    assert "not answered" not in caplog.text
+
+
+async def test_one_that_is_given_up_goes_also_if_the_fork_server_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "_REPORT_TIMEOUT", 0.1)
+    monkeypatch.setattr(nursery, "_PATIENCE", 0.1)
+    async with aiodaft.Runtime(preload=(), patience=Patience(None, 0.5)) as rt:
+        stuck = await rt.spawn(Stuck)
+        pid = (await rt.info(stuck)).pid
+        assert rt._nursery is not None
+        assert rt._nursery.pid is not None
+        os.kill(rt._nursery.pid, signal.SIGSTOP)
+        with pytest.raises(aiodaft.PeerLost):
+            await stuck.stop_itself()
+        while is_alive(pid):
+            pass
+        os.kill(rt._nursery.pid, signal.SIGCONT)
+        assert await (await rt.spawn(Echo)).echo("goes on") == "goes on"
+
+
+async def test_who_shares_a_process_with_a_patient_actor_is_waited_for_as_long(rt: aiodaft.Runtime) -> None:
+    hasty = await rt.on(patience=Patience(None, 0.5)).spawn(Stuck)
+    guest = await rt.on(with_=hasty, patience=Patience(None, None)).spawn(Stuck)
+    other = await rt.on(patience=Patience(None, 0.5)).spawn(Stuck)
+    ref = guest.stop_itself()
+    with pytest.raises(aiodaft.PeerLost):
+        await other.stop_itself()
+    seen = await rt.info(guest)
+    assert seen.alive
+    os.kill(seen.pid, signal.SIGCONT)
+    assert await ref == "continued"
+
+
+async def test_a_runtime_has_a_patience_that_actors_override() -> None:
+    async with aiodaft.Runtime(preload=(), patience=Patience(None, 0.5)) as rt:
+        with pytest.raises(aiodaft.PeerLost):
+            await (await rt.spawn(Stuck)).stop_itself()

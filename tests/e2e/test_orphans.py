@@ -1,0 +1,181 @@
+"""However a controller ends, nothing is left of it (C39-C44, C52 and C53 of the fault tests)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from actors import Echo
+from leaks import descendants, is_alive
+from odd_actors import Parent
+
+import aiodaft
+from aiodaft._runtime import isolation, processes
+
+CONTROLLERS = Path(__file__).parents[1] / "support" / "controllers.py"
+
+# Some in the suite, twenty by `pytest -m soak`.
+kill_points = pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 20))]
+)
+
+
+@contextmanager
+def controller(how: str, home: Path) -> Generator[tuple[subprocess.Popen[str], list[int]]]:
+    """A controller program, and the pids of its fork server, its actor and that one's descendants."""
+    environment = {**os.environ, "TMPDIR": str(home), "XDG_RUNTIME_DIR": str(home)}
+    command = [sys.executable, str(CONTROLLERS), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            yield process, [int(pid) for pid in process.stdout.readline().split()]
+        finally:
+            process.kill()
+
+
+def only_child(pid: int) -> int:
+    """The one process that another has started."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+
+def wait_gone(pids: set[int] | list[int]) -> None:
+    """Ends when all of them have; the test's own time limit is the bound."""
+    while any(map(is_alive, pids)):
+        os.sched_yield()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("its actor holds the interpreter", id="C40"),
+        pytest.param("its fork server is stopped", id="its fork server is stopped"),
+        pytest.param("waits", id="C39", marks=pytest.mark.soak),
+    ],
+)
+def test_a_killed_controller_leaves_no_actor_and_nothing_that_one_has_started(how: str, tmp_path: Path) -> None:
+    with controller(how, tmp_path) as (process, pids):
+        assert len(pids) == 6
+        process.kill()
+        wait_gone(pids)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["leaves the runtime open", "ends the thread of its loop"])
+def test_c43_a_controller_that_goes_without_closing_leaves_nothing(how: str, tmp_path: Path) -> None:
+    with controller(how, tmp_path) as (process, pids):
+        assert len(pids) == 6
+        wait_gone(pids)
+        # What remains of it is the process whose thread has ended.
+        assert (process.poll() is None) == (how == "ends the thread of its loop")
+
+
+def test_c53_a_terminated_controller_closes_its_scopes(tmp_path: Path) -> None:
+    with controller("is terminated", tmp_path) as (process, pids):
+        process.terminate()
+        assert process.wait() == 128 + signal.SIGTERM
+        assert process.stdout is not None
+        assert process.stdout.read() == "sleep began, sleep cleaned up\n"
+        wait_gone(pids)
+
+
+@kill_points
+def test_c52_killed_while_payloads_move_nothing_stays(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    with controller("moves payloads", tmp_path) as (process, pids):
+        assert process.stdout is not None
+        for _ in range(rng.randrange(40)):
+            assert process.stdout.readline() in {"passing\n", "passed\n"}
+        everybody = descendants(process.pid) | set(pids)
+        # Every second time all of them, in any order.
+        victims = [process.pid, *everybody] if seed % 2 else [process.pid]
+        rng.shuffle(victims)
+        for pid in victims:
+            processes.kill(pid, signal.SIGKILL)
+        wait_gone(everybody)
+    # At /dev/shm every test looks.
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_c41_and_c42_in_a_pid_namespace_nothing_survives_its_actor_or_the_fork_server() -> None:
+    try:
+        rt = aiodaft.Runtime(preload=(), isolation="pidns")
+    except aiodaft.SpawnFailed as error:
+        pytest.skip(str(error))
+    async with rt:
+        mine = descendants()
+        parent, other = await rt.spawn(Parent), await rt.spawn(Parent)
+        served = descendants() - mine
+        for actor in (parent, other):
+            await asyncio.gather(actor.fork_a_family(), actor.start_a_daemon(), actor.start_in_background())
+        pid = (await rt.info(parent)).pid
+        assert pid in served
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(aiodaft.ActorDied, match=rf"\(pid {pid}\) was killed by SIGKILL"):
+            await parent.pid()
+        # `setpriv` has become `unshare`; below it are the fork server, and the other actor with four of its own.
+        while len(descendants() - mine) > 3 + 4:
+            await asyncio.sleep(0)
+        left = descendants() - mine
+        # The fork server itself, not `unshare`, which waits for it.
+        assert rt._nursery is not None
+        assert rt._nursery.pid is not None
+        ref = other.hold_interpreter()
+        os.kill(only_child(rt._nursery.pid), signal.SIGKILL)
+        with pytest.raises(aiodaft.ActorDied):
+            await ref
+        with pytest.raises(aiodaft.SpawnFailed, match="the fork server is gone"):
+            await rt.spawn(Echo)
+        while any(map(is_alive, left)):
+            await asyncio.sleep(0)
+
+
+def test_an_isolation_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="isolation='jail': there is None"):
+        aiodaft.Runtime(isolation="jail")
+    monkeypatch.setattr(isolation, "_PID_NAMESPACE", ("unshare", "--no-such-option"))
+    with pytest.raises(aiodaft.SpawnFailed, match='isolation="pidns" cannot be had here: unshare: unrecognized option'):
+        aiodaft.Runtime(isolation="pidns")
+    monkeypatch.setattr(isolation, "_PID_NAMESPACE", ("no-such-program",))
+    with pytest.raises(aiodaft.SpawnFailed, match="No such file or directory: 'no-such-program'"):
+        aiodaft.Runtime(isolation="pidns")
+
+
+async def test_without_privileges_a_pid_namespace_works_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation.os, "geteuid", lambda: 1000)
+    try:
+        rt = aiodaft.Runtime(preload=(), isolation="pidns")
+    except aiodaft.SpawnFailed as error:
+        pytest.skip(str(error))
+    assert "--user" in rt._isolation
+    async with rt:
+        echo = await rt.spawn(Echo)
+        assert len(await echo.echo(bytes(1_000_000))) == 1_000_000
+        assert (await rt.info(echo)).pid != await echo.pid()
+
+
+@kill_points
+async def test_c44_a_worker_killed_while_it_starts_is_reported_at_any_moment(rt: aiodaft.Runtime, seed: int) -> None:
+    rng = random.Random(seed)
+    await rt.spawn(Echo)
+    for _ in range(3):
+        before = descendants()
+        spawning = asyncio.get_running_loop().create_task(rt.spawn(Echo)._begin())
+        while not (new := descendants() - before):
+            await asyncio.sleep(0)
+        for _ in range(rng.randrange(60)):
+            await asyncio.sleep(0)
+        processes.kill(min(new), signal.SIGKILL)
+        async with asyncio.timeout(10):
+            with pytest.raises((aiodaft.SpawnFailed, aiodaft.ActorDied)):
+                await (await spawning).echo(1)
+        while any(map(is_alive, new)):
+            await asyncio.sleep(0)
+    assert await (await rt.spawn(Echo)).echo("goes on") == "goes on"

@@ -1,0 +1,188 @@
+"""When a silent process is suspected, and when it is given up (D60, D61, D69 of the fault tests), in virtual time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from aiodaft._protocol.liveness import Health, Liveness, Order, Patience
+
+PATIENCE = Patience()
+FOREVER = float("inf")
+
+# A few in the suite; thousands by `pytest -m soak`.
+many_seeds = pytest.mark.parametrize(
+    "seeds", [pytest.param(range(100), id="100"), pytest.param(range(100, 3000), id="3000", marks=pytest.mark.soak)]
+)
+
+
+class World:
+    """A watcher and a process, either of which may be held up for a while; messages take their time."""
+
+    def __init__(self, seed: int, patience: Patience = PATIENCE) -> None:
+        self.rng = random.Random(seed)
+        self.liveness = Liveness(patience, 0.0)
+        self.orders: list[tuple[float, Order]] = []
+        # During these the watcher, or the process, does nothing.
+        self.watcher_away: list[tuple[float, float]] = []
+        self.process_away: list[tuple[float, float]] = []
+
+    def latency(self) -> float:
+        return self.rng.expovariate(1000)
+
+    def run(self, until: float) -> None:
+        liveness, answer = self.liveness, FOREVER
+        while (due := liveness.get_timer()) is not None:
+            now = later(self.watcher_away, min(due + self.latency(), answer))
+            if now > until:
+                return
+            # What arrived while it was away is read first.
+            if answer <= now:
+                answer = FOREVER
+                self.note(now, liveness.heard(now))
+            order = liveness.handle_timer(now)
+            if order is Order.ASK:
+                answer = later(self.process_away, now + self.latency()) + self.latency()
+            else:
+                self.note(now, order)
+
+    def note(self, now: float, order: Order | None) -> None:
+        if order is not None:
+            self.orders.append((now, order))
+
+    def names(self) -> list[str]:
+        return [order.name for _, order in self.orders]
+
+
+def later(pauses: list[tuple[float, float]], when: float) -> float:
+    """The first moment from `when` on that is in no pause."""
+    for begin, end in pauses:
+        if begin <= when < end:
+            when = end
+    return when
+
+
+def pauses(rng: random.Random, longest: float, until: float) -> list[tuple[float, float]]:
+    """Pauses with time in between to answer, each shorter than `longest`."""
+    found: list[tuple[float, float]] = []
+    begin = rng.uniform(0, 10)
+    while begin < until:
+        end = begin + rng.uniform(0, longest)
+        found.append((begin, end))
+        begin = end + rng.uniform(2, 20)
+    return found
+
+
+@many_seeds
+@pytest.mark.parametrize("watcher", [0.0, 2.0, 120.0], ids=["awake", "often away", "away for minutes"])
+def test_d69_pauses_shorter_than_the_patience_never_count_as_death(seeds: range, watcher: float) -> None:
+    for seed in seeds:
+        world = World(seed)
+        rng = world.rng
+        world.process_away = pauses(rng, 29.9, 500)
+        world.watcher_away = pauses(rng, watcher, 500) if watcher else []
+        world.run(500)
+        assert world.liveness.health is not Health.LOST, f"seed {seed}: {world.orders} of {world.process_away}"
+        assert "GIVE_UP" not in world.names()
+
+
+@many_seeds
+@pytest.mark.parametrize("watcher", [0.0, 120.0], ids=["awake", "away for minutes"])
+def test_d69_pauses_shorter_than_the_suspicion_are_not_even_reported(seeds: range, watcher: float) -> None:
+    for seed in seeds:
+        world = World(seed)
+        rng = world.rng
+        world.process_away = pauses(rng, 4.9, 500)
+        world.watcher_away = pauses(rng, watcher, 500) if watcher else []
+        world.run(500)
+        assert world.orders == [], f"seed {seed} of {world.process_away}"
+
+
+@many_seeds
+def test_d69_a_machine_that_sleeps_is_no_death(seeds: range) -> None:
+    for seed in seeds:
+        world = World(seed)
+        world.watcher_away = pauses(world.rng, 300, 1000)
+        # The process falls asleep a little earlier than its watcher, and goes on a little later.
+        drift = world.rng.uniform
+        world.process_away = [(begin - drift(0, 1), end + drift(0, 1)) for begin, end in world.watcher_away]
+        world.run(1000)
+        assert world.orders == [], f"seed {seed} of {world.watcher_away}"
+
+
+@many_seeds
+def test_d69_what_never_answers_again_is_always_found_and_in_time(seeds: range) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        stopped = rng.uniform(0, 100)
+        patience = Patience(rng.choice([None, 0.3, 2, 5]), rng.choice([1.0, 7.3, 30, 100]))
+        world = World(seed, patience)
+        world.process_away = [(stopped, FOREVER)]
+        world.run(1000)
+        suspect, lost = patience.suspect_after, patience.lost_after
+        assert lost is not None
+        times = {order: when - stopped for when, order in world.orders}
+        assert lost - 0.1 <= times[Order.GIVE_UP] <= lost * 1.1 + 3, f"seed {seed}: {times} of {patience}"
+        if suspect is not None and suspect < lost:
+            assert suspect - 0.1 <= times[Order.SUSPECT] <= suspect * 1.2 + 2, f"seed {seed}: {times} of {patience}"
+
+
+@many_seeds
+def test_d69_a_watcher_that_is_often_away_finds_it_later_and_finds_it(seeds: range) -> None:
+    for seed in seeds:
+        world = World(seed)
+        rng = world.rng
+        world.process_away = [(rng.uniform(0, 100), FOREVER)]
+        world.watcher_away = pauses(rng, 10.0, 5000)
+        world.run(5000)
+        assert world.names() == ["SUSPECT", "GIVE_UP"], f"seed {seed}"
+
+
+def test_d60_a_process_that_goes_on_in_time_is_cleared_once() -> None:
+    world = World(0)
+    world.process_away = [(10.0, 20.0), (40.0, 60.0)]
+    world.run(100)
+    assert world.names() == ["SUSPECT", "CLEAR"] * 2
+
+
+def test_what_was_given_up_stays_given_up() -> None:
+    liveness = Liveness(Patience(None, 1), 0.0)
+    orders = [liveness.handle_timer(step * 0.25) for step in range(10)]
+    assert orders.count(Order.GIVE_UP) == 1
+    assert (liveness.heard(3.0), liveness.health, liveness.get_timer()) == (None, Health.LOST, None)
+    assert liveness.handle_timer(4.0) is None
+    assert liveness.last_heard == 0.0
+
+
+def test_none_switches_it_off() -> None:
+    assert Liveness(Patience(None, None), 0.0).get_timer() is None
+    only_suspected = Liveness(Patience(1, None), 0.0)
+    orders = {only_suspected.handle_timer(float(second)) for second in range(1000)}
+    assert orders == {Order.ASK, Order.SUSPECT, None}
+    assert only_suspected.get_timer() is not None
+
+
+def test_a_look_that_comes_early_counts_for_nothing() -> None:
+    liveness = Liveness(PATIENCE, 0.0)
+    assert liveness.handle_timer(0.0) is Order.ASK
+    assert {liveness.handle_timer(0.9) for _ in range(1000)} == {None}
+    assert liveness.health is Health.ALIVE
+
+
+def test_who_lives_with_a_patient_actor_is_waited_for_as_long() -> None:
+    assert Patience(1, 60).widened(Patience(5, 30)) == Patience(5, 60)
+    assert Patience(None, 3).widened(Patience(5, None)) == Patience(None, None)
+    liveness = Liveness(Patience(None, 1), 0.0)
+    for step in range(5):
+        assert liveness.handle_timer(step * 0.2) in (None, Order.ASK)
+    liveness.relax(Patience(None, 10))
+    assert liveness.patience == Patience(None, 10)
+    orders = [liveness.handle_timer(float(second)) for second in range(1, 20)]
+    assert orders.index(Order.GIVE_UP) == 9
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.01, float("inf"), float("nan"), "5"])
+def test_a_patience_that_makes_no_sense_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="suspect_after=.*at least 0.1 seconds"):
+        Patience(suspect_after=value)  # type: ignore[arg-type]

@@ -1,0 +1,40 @@
+"""Actors that stop answering, or only seem to."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from typing import Any
+
+from aiodaft import Actor, Patience, method
+
+
+class Stuck(Actor):
+    """Is busy in every way there is."""
+
+    @method
+    async def echo(self, value: Any) -> Any:
+        return value
+
+    @method
+    async def stop_itself(self) -> str:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return "continued"
+
+    @method
+    def hold_interpreter(self, seconds: int) -> None:
+        """In C, without letting any other thread of this process run."""
+        ctypes.PyDLL(None).sleep(seconds)
+
+    @method
+    async def block_loop(self, until: str) -> str:
+        """In Python, until a file exists: other threads run, the loop does not."""
+        exists = os.path.exists
+        while not exists(until):
+            pass
+        return "free again"
+
+
+class Unhurried(Stuck, patience=Patience(suspect_after=None, lost_after=None)):
+    """Says in its class line that nobody is to worry."""

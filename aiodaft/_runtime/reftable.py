@@ -11,11 +11,11 @@ from aiodaft._protocol.messages import BORROW
 from aiodaft.exceptions import DaftError, OwnerDied
 from aiodaft.ref import Ref
 
+from .kept import Kept
 from .pickling import TooLong
 from .refkinds import BorrowedState, GatheredState, PutState
 from .refs import HERE, RefState, state_of
 from .serialization import Names
-from .store import Kept
 
 if TYPE_CHECKING:
     from .link import Neighbour

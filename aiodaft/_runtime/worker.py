@@ -37,6 +37,7 @@ class WorkerSettings:
     node: str
     home: str
     transport: str
+    direct: bool
     grace: float
     max_pending: int
     key: bytes
@@ -71,6 +72,7 @@ class Worker:
             node=settings.node,
             home=PeerId(settings.home),
             transport=settings.transport,
+            direct=settings.direct,
             grace=settings.grace,
             max_pending=settings.max_pending,
         )

@@ -80,9 +80,9 @@ async def test_every_dtype_in_every_shape(rt: aiodaft.Runtime, dtype: torch.dtyp
     (a,) = await keepers(rt, 1)
     values: list[torch.Tensor] = []
     for shape in ((), (0,), (1,), (3, 5), (2, 0, 4), (4, 3, 2)):
-        raw = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8)
-        tensor = raw.view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
-        values += [tensor.cuda(), tensor.cuda().T if tensor.dim() == 2 else tensor.cuda()]
+        raw = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8, device="cuda")
+        tensor = raw.view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype, device="cuda")
+        values += [tensor, tensor.T if tensor.dim() == 2 else tensor]
     got = await a.echo(values)
     for sent, came in zip(values, got, strict=True):
         assert (came.dtype, came.shape, came.device.type) == (sent.dtype, sent.shape, "cuda")

@@ -148,11 +148,38 @@ async def test_a_process_without_a_device_is_told_what_to_do_and_stays_usable(rt
         await asyncio.sleep(0)
 
 
-async def test_into_writes_in_place(rt: aiodaft.Runtime, here: HostDriver) -> None:
+async def test_into_writes_in_place_without_memory_in_between(rt: aiodaft.Runtime, here: HostDriver) -> None:
     a = await rt.spawn(DeviceKeeper, 0)
     target = here.tensor(SIZE).zero_()
-    assert await a.make(SIZE, 6.0).into(target) is target
+    made, copied, version = here.made, here.copied, target._version
+    ref = a.make(SIZE, 6.0)
+    # What is queued for the target's stream comes before the value.
+    here.enqueue(0, lambda: target.fill_(9.0))
+    assert await ref.into(target) is target
     assert target.min() == target.max() == 6.0
+    assert (here.made, here.copied) == (made, copied + 4 * SIZE)
+    assert target._version > version
+    # Of this very process.
+    own = await rt.put(target).into(here.tensor(SIZE))
+    assert own.min() == own.max() == 6.0
+    with pytest.raises(ValueError, match="cannot be written into a tensor of shape"):
+        await ref.into(here.tensor(SIZE - 1))
+    del ref
+    gc.collect()
+    while await a.blocks():
+        await asyncio.sleep(0)
+
+
+async def test_into_goes_between_host_and_device_and_between_devices(rt: aiodaft.Runtime, here: HostDriver) -> None:
+    near, far = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 5)
+    for size in (10, SIZE * 2):
+        for ref, target in (
+            (near.make(size, 6.0), torch.zeros(size)),
+            (near.make_for_the_host(size, 6.0), here.tensor(size).zero_()),
+            (far.make(size, 6.0), here.tensor(size).zero_()),
+        ):
+            await ref.into(target)
+            assert target.min() == target.max() == 6.0
 
 
 async def test_a_producer_that_dies_fails_what_is_not_here_yet_and_nothing_else() -> None:

@@ -71,8 +71,15 @@ async def test_a_tensor_comes_to_the_controller_and_goes_back(rt: aiodaft.Runtim
     assert float(here.sum()) == 2.0 * MIB
     assert (await a.where(here + 1))[2] == 3.0 * MIB
     target = torch.zeros(MIB, device="cuda")
-    assert await a.make(MIB, 6.0).into(target) is target
-    assert target.min() == target.max() == 6.0
+    torch.cuda.synchronize()
+    ref = a.make(MIB, 6.0)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)
+        # What is queued for the current stream comes before the value.
+        target.fill_(9.0)
+        assert await ref.into(target) is target
+        assert target.min() == target.max() == 6.0
+    assert torch.equal(await ref.into(torch.zeros(MIB)), target.cpu())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -88,7 +88,10 @@ def register(tensor: torch.Tensor) -> Registration:
         kind = type(tensor).__name__ if layout is None else f"a {type(tensor).__name__} of layout {layout}"
         raise TypeError(f"register() takes a plain tensor, not {kind}")
     if tensor.device.type != "cpu":
-        raise ValueError(f"register() takes a tensor in the memory of the CPU, not one on {tensor.device}")
+        raise ValueError(
+            f"register() takes a tensor in the memory of the CPU, not one on {tensor.device} "
+            "(one on a GPU needs no preparation: borrow() sends it from where it lies, and into() writes to it)"
+        )
     if not fills_its_span(tensor):
         raise ValueError("register() takes a tensor without gaps: register its base, or a contiguous copy")
     store = current_peer().store

@@ -54,6 +54,7 @@ class Runtime(Scope):
         gpus: GPUs of this machine; detected, unless said. Say it to develop without any.
         resources: Other things to count, as in `{"disk": 2}`; actors ask for them by `rt.on(resources=...)`.
         transport: How payloads travel: "shm", "ucx" or "tcp"; the best one, unless said (or by $AIODAFT_TRANSPORT).
+            Unless said, CUDA tensors go from GPU to GPU.
         preload: Modules that workers share instead of each importing them; numpy and torch, unless said, if they are
             loaded here.
         fork: False starts every worker by exec, for code that cannot live in a forked process.
@@ -96,7 +97,9 @@ class Runtime(Scope):
         self.stop_grace = stop_grace
         self.node_name = platform.node() or "localhost"
         self.cancel_grace = cancel_grace
-        self._transport = check_name(transport or os.environ.get("AIODAFT_TRANSPORT") or default_name())
+        asked = transport or os.environ.get("AIODAFT_TRANSPORT")
+        self._transport = check_name(asked or default_name())
+        self._direct = not asked
         self._max_pending = max_pending
         self._isolation = prefix_of(isolation)
         self._patience = patience or Patience()
@@ -149,6 +152,7 @@ class Runtime(Scope):
             node=self.node_name,
             home=peer_id,
             transport=self._transport,
+            direct=self._direct,
             grace=self.cancel_grace,
             max_pending=self._max_pending,
         )

@@ -153,6 +153,32 @@ def test_a_runtime_without_tensors_loads_no_torch_anywhere() -> None:
     assert heavy_of(in_the_worker) & {"torch", "numpy", "pandas", "fastapi", "ucxx"} == set()
 
 
+def test_tensors_of_the_host_load_nothing_that_is_for_gpus() -> None:
+    code = f"""
+        import asyncio, json, sys
+        sys.path.insert(0, {str(SUPPORT)!r})
+        import aiodaft, torch
+        from torch_actors import Keeper
+
+        class Looker(Keeper):
+            @aiodaft.method
+            async def loaded(self, x):
+                import sys
+                return sorted(sys.modules)
+
+        async def main():
+            async with aiodaft.Runtime() as rt:
+                looker = await rt.spawn(Looker)
+                return await looker.loaded(await looker.make(1 << 20, 1.0))
+
+        print(json.dumps([asyncio.run(main()), sorted(sys.modules)]))
+    """
+    for loaded in run(code):
+        assert "aiodaft._runtime.tensors" in loaded
+        names = {name.split(".")[-1] for name in loaded if name.startswith("aiodaft")}
+        assert names & {"cuda", "cuda_driver", "cuda_pull", "device", "device_events", "devices", "gpus"} == set()
+
+
 def test_a_closed_runtime_leaves_the_process_as_it_was() -> None:
     code = """
         import aiodaft

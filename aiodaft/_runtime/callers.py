@@ -10,8 +10,8 @@ from aiodaft._protocol.messages import ERROR, ITEM, PLAIN_TEXT_LIMIT, REPLY, RES
 from aiodaft.ref import Borrowed
 
 from .failures import encode_error
+from .kept import Kept
 from .serialization import FLAT, Names
-from .store import Kept
 from .streams import StreamState
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class RemoteCaller:
 
     async def item(self, call: IncomingCall, value: Any) -> None:
         kept = await self._capture(call, value)
+        await self._peer.store.make_ready(kept)
         if call.over or self._link.lost is not None:
             kept.release()
             return

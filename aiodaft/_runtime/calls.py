@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,12 +15,12 @@ from aiodaft.ref import Ref, Stream
 from .callers import all_plain
 from .failures import add_note, copy_error
 from .incoming import IncomingCall, current_call
+from .kept import Kept
 from .pickling import TooLong, home
 from .refkinds import CallState
 from .refs import state_of
 from .replies import State, TellState
 from .serialization import Names
-from .store import Kept
 from .streams import StreamState
 
 if TYPE_CHECKING:
@@ -156,20 +157,22 @@ class Outgoing:
             kept = self._peer.store.keep(value, names, resolve=True)
         except TooLong:
             link.submit(number, state, None)
-            coro = self._encode_then_send(link, request, value, names)
+            coro = self._encode_then_send(link, request, value, names, self._peer.store.current_streams())
             self._peer.tasks.create_task(coro, name=f"encode the arguments of {spec.label}")
             return
         if not self._use_inputs(kept, request):
             return
-        if self._peer.store.pack_now(kept):
+        if self._peer.store.pack_now(kept) and kept.ready:
             link.submit(number, state, self._message(link, request, kept), kept.encoded.size)
         else:
             link.submit(number, state, None)
             self._peer.tasks.create_task(self._pack_then_send(link, request, kept), name="copy arguments")
 
-    async def _encode_then_send(self, link: Link, request: Request, value: Any, names: Names) -> None:
+    async def _encode_then_send(
+        self, link: Link, request: Request, value: Any, names: Names, streams: Sequence[Any]
+    ) -> None:
         try:
-            kept = await self._peer.store.keep_anywhere(value, names, resolve=True)
+            kept = await self._peer.store.keep_anywhere(value, names, resolve=True, streams=streams)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
             self._fail_unsent(link, request, error)
             return
@@ -180,7 +183,7 @@ class Outgoing:
 
     async def _pack_then_send(self, link: Link, request: Request, kept: Kept) -> None:
         try:
-            await self._peer.store.pack(kept)
+            await self._peer.store.make_ready(kept)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
             self._fail_unsent(link, request, error)
             return

@@ -13,8 +13,8 @@ from .callers import RemoteCaller
 from .decoding import is_heavy
 from .failures import add_note, encode_error
 from .incoming import IncomingCall
+from .kept import Arrived
 from .serialization import contains_ref, resolved
-from .store import Arrived
 from .streams import CREDIT_WINDOW
 
 if TYPE_CHECKING:

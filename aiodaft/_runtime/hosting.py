@@ -17,7 +17,7 @@ from .actor_thread import ActorThread
 from .callers import is_plain
 from .failures import as_call_error
 from .incoming import IncomingCall, current_call, current_deadline
-from .store import Kept
+from .kept import Kept
 
 if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec

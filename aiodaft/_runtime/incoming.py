@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import WANT_STREAM
 
-from .store import Arrived, Kept
+from .kept import Arrived, Kept
 
 if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec

@@ -10,11 +10,13 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 from .decoding import sole_tensor
-from .offload import SYNC_COPY, Offload
-from .tensors import fills_its_span, is_dense_tensor, loaded_torch, memory_of, same_strides
+from .offload import SYNC_COPY
+from .tensors import fills_its_span, is_dense_tensor, loaded_torch, same_strides
 
 if TYPE_CHECKING:
     import torch
+
+    from .store import Store
 
 
 class Landing:
@@ -37,23 +39,20 @@ class Landing:
         # The value came straight into the target.
         self.filled = False
 
-    def memory_for(self, payload: bytes, nbytes: int) -> memoryview | None:
-        """Where the bytes of a value go, if they are to be in the target as they are in its only block.
+    def fits(self, payload: bytes, nbytes: int) -> bool:
+        """Whether the bytes of a value are to be in the target as they are in its only block.
 
         Raises:
             ValueError: It is a tensor of another shape or dtype.
         """
         spec = sole_tensor(payload)
         if spec is None:
-            return None
+            return False
         _, dtype, size, stride, start, _, _ = spec
         target = self.target
         self._check(size, f"torch.{dtype}")
-        as_it_is = target.device.type == "cpu" and not (target.is_conj() or target.is_neg())
         alike = not start and nbytes == target.nbytes and same_strides(size, stride, target.stride())
-        if not (as_it_is and alike and fills_its_span(target)):
-            return None
-        return memory_of(target)
+        return alike and not (target.is_conj() or target.is_neg()) and fills_its_span(target)
 
     async def fill(self, fetching: Awaitable[None]) -> None:
         """Let a transport write to that memory."""
@@ -70,8 +69,8 @@ class Landing:
         assert torch is not None
         torch.autograd.graph.increment_version(self.target)
 
-    async def copy(self, value: Any, offload: Offload) -> None:
-        """Copy a value that is here, in the helper thread if it is large.
+    async def copy(self, value: Any, store: Store) -> None:
+        """Copy a value that is here, in the helper thread if that takes long.
 
         Raises:
             TypeError: It is no tensor.
@@ -86,8 +85,9 @@ class Landing:
                 f"the result of {self._label} is {type(value).__name__}, and `into` writes a tensor into a tensor"
             )
         self._check(value.shape, str(value.dtype))
-        if self.target.nbytes > SYNC_COPY:
-            await offload.run_to_end(lambda: self._write(value))
+        # From host to device or back, it waits for what the streams have to do.
+        if self.target.nbytes > SYNC_COPY or value.device != self.target.device:
+            await store.run_to_end(lambda: self._write(value))
         else:
             self._write(value)
 

@@ -175,6 +175,7 @@ class Node(Actor):
             node=options.node,
             home=self._peer.id,
             transport=options.transport,
+            direct=options.direct,
             grace=options.grace,
             max_pending=options.max_pending,
             key=self._peer.key.secret(),

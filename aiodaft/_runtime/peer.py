@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from .node import Node
     from .sinks import ErrorSink
 
-
 # Lost links that are kept to say why.
 _REMEMBERED: Final = 1024
 
@@ -67,6 +66,7 @@ class PeerOptions:
         node: Name of the machine.
         home: The process that has the node's agent.
         transport: How payloads leave the process.
+        direct: Whether what is in GPU memory goes from GPU to GPU, and not by that transport.
         grace: Seconds that cancelled calls get for their cleanup.
         max_pending: Calls that may wait to be sent to one process.
     """
@@ -75,6 +75,7 @@ class PeerOptions:
     node: str
     home: PeerId
     transport: str
+    direct: bool
     grace: float
     max_pending: int
 
@@ -92,9 +93,11 @@ class Peer:
         self.loop = asyncio.get_running_loop()
         self.tasks = TaskOwner(f"aiodaft {options.id}")
         self.offload = Offload(self.loop, f"aiodaft {options.id} copies")
+        # What transports run there.
+        self.in_thread = self.offload.run
         self.links: dict[PeerId, Link] = {}
         self.cells: dict[ActorId, Cell] = {}
-        self.store = Store(self, self.offload, self._open_transport, options.transport)
+        self.store = Store(self, self.offload, self._open_transport, options.transport, direct=options.direct)
         self.refs = RefTable(self)
         self.transfer = Transfer(self)
         self.replies = Replies(self)

@@ -9,8 +9,8 @@ from aiodaft._protocol.messages import CANCEL, RELEASE
 from aiodaft.exceptions import CallCancelled, DaftError
 from aiodaft.ref import Ref
 
+from .kept import Arrived
 from .refs import HERE, THERE, RefState
-from .store import Arrived
 
 if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec

@@ -18,8 +18,8 @@ from aiodaft.exceptions import DaftError
 from aiodaft.ref import Ref
 
 from .decoding import is_heavy
+from .kept import Arrived, Kept
 from .landing import Landing
-from .store import Arrived, Kept
 from .tasks import wait_shielded
 
 if TYPE_CHECKING:
@@ -362,7 +362,7 @@ class RefState(Tenure):
             await here.ready()
         yet_to_come = self.value is ABSENT and self.error is None
         value = await self.bring(landing) if yet_to_come else await here
-        await landing.copy(value, self.peer.offload)
+        await landing.copy(value, self.peer.store)
 
     def cancel(self, why: str) -> bool:
         """Ask for the call to be cancelled; False if it is over already."""

@@ -11,11 +11,11 @@ from aiodaft._protocol.messages import BORROW
 from aiodaft.exceptions import DaftError, OwnerDied
 from aiodaft.ref import Ref
 
+from .kept import Kept
 from .pickling import TooLong
 from .refkinds import BorrowedState, GatheredState, PutState
 from .refs import HERE, RefState, state_of
 from .serialization import Names
-from .store import Kept
 
 if TYPE_CHECKING:
     from .link import Neighbour
@@ -60,7 +60,8 @@ class RefTable:
         try:
             state.kept = peer.store.keep(value, Names(label, (("value", value),)), via=via)
         except TooLong:
-            peer.tasks.create_task(self._capture(state, via), name="put")
+            coro = self._capture(state, via, peer.store.current_streams())
+            peer.tasks.create_task(coro, name="put")
             return state
         if peer.store.pack_now(state.kept):
             state.on_kept()
@@ -68,12 +69,12 @@ class RefTable:
             peer.tasks.create_task(self._capture(state, via), name="put")
         return state
 
-    async def _capture(self, state: PutState, via: str | None) -> None:
+    async def _capture(self, state: PutState, via: str | None, streams: Sequence[Any] = ()) -> None:
         store = self._peer.store
         try:
             if state.kept is None:
                 names = Names(state.label, (("value", state.value),))
-                state.kept = await store.keep_anywhere(state.value, names, via=via)
+                state.kept = await store.keep_anywhere(state.value, names, via=via, streams=streams)
             await store.pack(state.kept)
         except Exception as error:  # noqa: BLE001 - whoever uses the ref gets it
             state.on_error(error)

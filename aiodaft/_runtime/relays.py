@@ -18,7 +18,8 @@ from aiodaft._protocol.messages import JOIN, LEAVE, Message
 from aiodaft.exceptions import DaftError
 from aiodaft_transport import TransportError
 
-from .store import Arrived, Kept, Key
+from .kept import Arrived, Kept
+from .store import Key
 
 if TYPE_CHECKING:
     from .link import Link

@@ -10,9 +10,9 @@ from aiodaft._protocol.messages import ADOPTED, ERROR, RESULT, STORED, Message
 from aiodaft.exceptions import DaftError, RemoteProtocolError
 
 from .failures import copy_error, decode_error
+from .kept import Arrived
 from .refkinds import CallState
 from .refs import RefState, release_inputs
-from .store import Arrived
 from .streams import StreamState
 
 if TYPE_CHECKING:

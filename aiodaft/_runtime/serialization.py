@@ -18,12 +18,11 @@ from aiodaft._protocol.codec import pack, pack_exts
 from aiodaft._protocol.messages import INLINE_LIMIT
 from aiodaft.exceptions import SerializationError
 from aiodaft.ref import Ref, parts_of
-from aiodaft_transport import Block
 
 from .blame import find_path
 from .pickling import PicklerHooks, TooLong, breathe, pickle_into
-from .tensors import TensorTable, is_dense_tensor
-from .values import Encoded, Source, lay_out
+from .tensors import Places, TensorTable, is_dense_tensor
+from .values import Encoded, Source, blob_table, lay_out
 
 # Extension codes; 1 is the codec's own for big integers.
 TUPLE: Final = 2
@@ -69,14 +68,14 @@ class Names(NamedTuple):
 class Encoder(PicklerHooks):
     """Encodes one value."""
 
-    def __init__(self, *, find_block: Callable[[Source], Block | None], resolve: bool, patient: bool) -> None:
+    def __init__(self, places: Places, *, resolve: bool, patient: bool) -> None:
         self.resolve = resolve
         self.patient = patient
         self.heavy = False
         self.sources: list[Source] = []
         self.slots: list[Any] = []
         self.refs: list[Any] = []
-        self.tensors = TensorTable(find_block)
+        self.tensors = TensorTable(places)
         self._budget = _BUDGET
 
     def encode(self, value: Any) -> Encoded:
@@ -90,11 +89,11 @@ class Encoder(PicklerHooks):
             self.sources.append(Source.of(skeleton))
         if not self.sources and not specs:
             return Encoded(bytes((PLAIN | self.heavy * HEAVY,)) + skeleton, slots=self.slots, refs=self.refs)
-        offsets, nbytes = lay_out(self.sources)
-        table = self._table(offsets)
+        offsets, nbytes, device_nbytes = lay_out(self.sources)
+        table = blob_table(self.sources, offsets, nbytes)
         body = pack([table, specs] if far else [table, specs, skeleton])
         kind = (FAR if far else TABLE) | self.heavy * HEAVY
-        return Encoded(bytes((kind,)) + body, self.sources, offsets, nbytes, self.slots, self.refs)
+        return Encoded(bytes((kind,)) + body, self.sources, offsets, nbytes, device_nbytes, self.slots, self.refs)
 
     def _skeleton(self, value: Any) -> bytes:
         try:
@@ -211,18 +210,6 @@ class Encoder(PicklerHooks):
             self.heavy = True
         return pack_exts(PICKLE, [self.add_source(data), first, count])
 
-    def _table(self, offsets: list[int]) -> list[list[int]]:
-        """Blob, offset and size of every buffer."""
-        table: list[list[int]] = []
-        blob = 0 if any(offset >= 0 for offset in offsets) else -1
-        for source, offset in zip(self.sources, offsets, strict=True):
-            if offset < 0:
-                blob += 1
-                table.append([blob, 0, source.nbytes])
-            else:
-                table.append([0, offset, source.nbytes])
-        return table
-
 
 def _walk_bytes(encoder: Encoder, value: bytes) -> Any:
     if len(value) <= _BUFFER_LIMIT:
@@ -305,15 +292,11 @@ def _field_names(value: Any) -> list[str]:
     return [*fields, *(name for name in getattr(value, "__dict__", ()) if name not in fields)]
 
 
-def no_block(source: Source) -> None:
-    """Finds no shared block anywhere."""
-
-
 def encode(
     value: Any,
     *,
     names: Names,
-    find_block: Callable[[Source], Block | None] = no_block,
+    places: Places = Places(),  # noqa: B008 - it does not change
     resolve: bool = False,
     patient: bool = False,
 ) -> Encoded:
@@ -322,7 +305,7 @@ def encode(
     Args:
         value: The value.
         names: What to call it and its parts in errors.
-        find_block: Finds the block that a tensor's memory is, if peers can reach it where it lies.
+        places: Which tensors may stay where they are.
         resolve: Whether refs in plain containers stand for their values.
         patient: Whether this is a helper thread, where time does not matter.
 
@@ -332,7 +315,7 @@ def encode(
     """
 
     def attempt(part: Any) -> Encoded:
-        return Encoder(find_block=find_block, resolve=resolve, patient=patient).encode(part)
+        return Encoder(places, resolve=resolve, patient=patient).encode(part)
 
     try:
         return attempt(value)

@@ -2,215 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INLINE_LIMIT
-from aiodaft.ref import Borrowed, Ref
-from aiodaft_transport import Block, Grant, Transport
+from aiodaft.ref import Borrowed
+from aiodaft_transport import DEVICE_NAME, Block, Grant, Transport
 from aiodaft_transport.memory import view_at
 
 from .decoding import decode, is_heavy
+from .kept import Arrived, Kept
 from .offload import SYNC_COPY, Offload
 from .pickling import TooLong
 from .serialization import Names, encode
-from .values import Encoded, Source
+from .tensors import Places, loaded_torch, memory_of, nowhere
+from .values import Source
 
 if TYPE_CHECKING:
+    import torch
+
+    from .devices import Devices
     from .link import Neighbour
 
+T = TypeVar("T")
+
 Key: TypeAlias = tuple[PeerId, CallId]
-
-
-class Arrived:  # noqa: B903 - on the path of every call: a dataclass costs more
-    """A value as it came: not decoded yet."""
-
-    __slots__ = ("blobs", "inline", "origin", "payload", "refs")
-
-    def __init__(self, payload: bytes, inline: bytes | None, blobs: list[memoryview], refs: list[Ref[Any]]) -> None:
-        self.payload = payload
-        self.inline = inline
-        self.blobs = blobs
-        self.refs = refs
-        # Where the value was made in this very process: gives the objects its buffers came from.
-        self.origin: Callable[[int], Any] = _no_origin
-
-
-class Kept:
-    """An encoded value that peers may pull: small ones are bytes, large ones lie in blocks."""
-
-    __slots__ = (
-        "_lender",
-        "_packed",
-        "_released",
-        "_transport",
-        "_versions",
-        "block",
-        "encoded",
-        "inline",
-        "lent",
-        "on_release",
-        "origins",
-        "root",
-        "via",
-    )
-
-    def __init__(self, encoded: Encoded, lender: Borrowed[Any] | None = None, via: str | None = None) -> None:
-        if lender is not None:
-            for source in encoded.sources:
-                source.lent = True
-        self.encoded = encoded
-        self.inline: bytes | None = None
-        self.block: Block | None = None
-        self.origins = [source.origin for source in encoded.sources]
-        self.lent = encoded.lent
-        # What the buffers looked like when the value was given to us.
-        self._versions = encoded.versions()
-        self._lender = lender
-        # Name of the transport that was asked for.
-        self.via = via
-        # For a copy that is kept for others: the process that made the value.
-        self.root: PeerId | None = None
-        self.on_release: Callable[[], object] | None = None
-        self._transport: Transport | None = None
-        self._packed = False
-        self._released = False
-
-    @classmethod
-    def again(cls, arrived: Arrived) -> Kept:
-        """A small value that came, to be passed on as it is."""
-        kept = cls(Encoded(arrived.payload, refs=arrived.refs))
-        kept.inline = arrived.inline
-        kept._packed = True
-        return kept
-
-    @classmethod
-    def copy_of(cls, arrived: Arrived, via: str, root: PeerId) -> Kept:
-        """A large value that came, to be copied for others before anybody here changes it."""
-        (blob,) = arrived.blobs
-        kept = cls(Encoded(arrived.payload, [Source.of(blob)], [0], blob.nbytes, refs=arrived.refs), via=via)
-        kept.root = root
-        # What others make of it did not come from objects of this process.
-        kept.origins = []
-        return kept
-
-    @property
-    def payload(self) -> bytes:
-        """The skeleton."""
-        return self.encoded.payload
-
-    @property
-    def refs(self) -> list[Ref[Any]]:
-        """The refs that travel inside."""
-        return self.encoded.refs
-
-    @property
-    def all_blocks(self) -> list[Block]:
-        """Where the buffers are, once they are packed."""
-        return [*([] if self.block is None else [self.block]), *self.encoded.blocks]
-
-    @property
-    def is_inline(self) -> bool:
-        """Whether it travels inside a message."""
-        return not self.encoded.blocks and self.encoded.size <= INLINE_LIMIT
-
-    @property
-    def ready(self) -> bool:
-        """Whether it may be granted without copying anything first."""
-        return self._packed
-
-    def can_be_relayed(self, smallest: int) -> bool:
-        """Whether it may go from consumer to consumer: one blob of some size, whose bytes are really sent."""
-        if self.root is not None or self._transport is None or self._transport.shared:
-            return False
-        blocks = self.all_blocks
-        return len(blocks) == 1 and blocks[0].nbytes >= smallest
-
-    def pack(self, transport: Transport) -> None:
-        """Copy the buffers to where peers can reach them. May take long.
-
-        Raises:
-            BorrowError: A tensor was written to meanwhile, or since it was lent.
-        """
-        if self._packed:
-            return
-        self._transport = transport
-        encoded = self.encoded
-        encoded.check_unchanged(self._versions)
-        if self.is_inline:
-            self.inline = encoded.packed()
-        elif encoded.nbytes:
-            block = transport.allocate(encoded.nbytes)
-            # Without a view, closing the transport would unmap what this thread still writes to.
-            view = block.view
-            try:
-                encoded.write_to(block.address)
-                # Written to in between, what was copied is torn.
-                encoded.check_unchanged(self._versions)
-            except BaseException:
-                block.release()
-                raise
-            finally:
-                del view
-            self.block = block
-            if self._released:
-                # Nobody wants it any more; whoever gave it up did not see the block yet.
-                block.release()
-        self._packed = True
-        for source in encoded.sources:
-            if not source.lent:
-                # The copy is made: what it was made from is not ours to keep.
-                source.keep = source.fill = source.version = None
-
-    def blobs_for(self, link: Neighbour) -> bytes | tuple[tuple[str, Grant], ...] | None:
-        """What the message to a peer says about the buffers; grants it the blocks.
-
-        Raises:
-            BorrowError: A lent buffer was written to.
-        """
-        if self.lent:
-            self.encoded.check_unchanged(self._versions)
-        transport = self._transport
-        if transport is None or not self.all_blocks:
-            return self.inline
-        blocks = self.all_blocks
-        link.traffic.payloads_sent += len(blocks)
-        link.traffic.payload_sent += sum(block.nbytes for block in blocks)
-        return tuple((transport.name, transport.grant(block, link)) for block in blocks)
-
-    def origin(self, index: int) -> Any:
-        """The object that buffer `index` came from, if it still is what it was."""
-        find = self.origins[index] if self.origins else None
-        return None if find is None else find()
-
-    def release(self) -> None:
-        """Nobody will ask for it again: its memory is reused once the last reader is done. Idempotent."""
-        if self._released:
-            return
-        self._released = True
-        if self.block is not None:
-            self.block.release()
-        if self.on_release is not None:
-            self.on_release()
-        if self._lender is not None:
-            self.when_unread(self._lender.mark_released)
-
-    def when_unread(self, callback: Callable[[], object]) -> None:
-        """Call back once no peer reads the buffers."""
-        waiting = [block for block in self.all_blocks if block.grants]
-        if not waiting:
-            callback()
-        else:
-            waiting[0].on_unread(lambda: self.when_unread(callback))
 
 
 class Store:
     """The values of one process."""
 
-    def __init__(self, home: Any, offload: Offload, open_transport: Callable[[str], Transport], transport: str) -> None:
+    def __init__(
+        self,
+        home: Any,
+        offload: Offload,
+        open_transport: Callable[[str], Transport],
+        transport: str,
+        *,
+        direct: bool,
+    ) -> None:
         self._home = home
+        # Whether accelerators give and take values themselves, without memory of the host.
+        self._direct = direct
+        self._devices: Devices | None = None
+        self._lock = threading.Lock()
         self._offload = offload
         self._open_transport = open_transport
         self._transports: dict[str, Transport] = {}
@@ -227,11 +65,36 @@ class Store:
 
     def transport_named(self, name: str) -> Transport:
         """The transport with this name, opened when first needed."""
+        if name == DEVICE_NAME:
+            return cast("Transport", self.devices.transport)
         if name not in self._transports:
             transport = self._transports[name] = self._open_transport(name)
             for address, nbytes in list(self._registered.items()):
                 transport.register(address, nbytes)
         return self._transports[name]
+
+    @property
+    def devices(self) -> Devices:
+        """The accelerators; what deals with them is loaded when first needed."""
+        with self._lock:
+            if self._devices is None:
+                from .devices import Devices  # noqa: PLC0415 - few programs have accelerators
+                from .gpus import Gpus  # noqa: PLC0415 - the same
+
+                self._devices = Devices(Gpus(), self._home, self._home.id)
+            return self._devices
+
+    def current_streams(self) -> Sequence[Any]:
+        """Where this thread's work on accelerators goes; nothing if there never was any."""
+        torch = loaded_torch()
+        if self._devices is None and (torch is None or not torch.cuda.is_initialized()):
+            return ()
+        return self.devices.kind.current_streams()
+
+    def _find_device(self, tensor: Any) -> int | None:
+        if self._devices is None and not tensor.is_cuda:
+            return None
+        return self.devices.kind.device_of(tensor)
 
     def keep(
         self,
@@ -248,8 +111,11 @@ class Store:
         def find_block(source: Source) -> Block | None:
             return self._find_block(source, via or self._preferred)
 
-        encoded = encode(value, names=names, find_block=find_block, resolve=resolve, patient=patient)
-        return Kept(encoded, lender, via)
+        # Who asks for a transport gets it, also for what accelerators have.
+        find_device = self._find_device if self._direct and via is None else nowhere
+        places = Places(find_block, find_device, lend=lender is not None)
+        encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient)
+        return Kept(encoded, lender, via, self._devices if encoded.on_device else None)
 
     def _find_block(self, source: Source, name: str) -> Block | None:
         """The block that a tensor's memory is, if the transport reads it where it lies."""
@@ -267,17 +133,28 @@ class Store:
         via: str | None = None,
         lender: Borrowed[Any] | None = None,
         resolve: bool = False,
+        streams: Sequence[Any] | None = None,
     ) -> Kept:
-        """Encode a value here if that is quick, else in the helper thread."""
+        """Encode a value here if that is quick, else in the helper thread.
+
+        `streams` are the `current_streams` of whoever gave the value, if that was earlier.
+        """
         keep = partial(self.keep, value, names, via=via, lender=lender, resolve=resolve)
         try:
             return keep()
         except TooLong:
-            return await self._offload.run(partial(keep, patient=True))
+            streams = self.current_streams() if streams is None else streams
+            return await self._offload.run(partial(self._run_in_order, streams, partial(keep, patient=True)))
+
+    def _run_in_order(self, streams: Sequence[Any], job: Callable[[], T]) -> T:
+        if not streams:
+            return job()
+        with self.devices.kind.using(streams):
+            return job()
 
     def pack_now(self, kept: Kept) -> bool:
-        """Make a value ready if that takes no time worth mentioning; False if it does."""
-        if kept.ready:
+        """Pack what is in host memory if that takes no time worth mentioning; False if it does."""
+        if kept.packed:
             return True
         if kept.encoded.nbytes > SYNC_COPY:
             return False
@@ -285,13 +162,18 @@ class Store:
         return True
 
     def pack_here(self, kept: Kept) -> None:
-        """Make a value ready in this thread, however long that takes."""
+        """Pack what is in host memory in this thread, however long that takes."""
         kept.pack(self.transport_named(kept.via or self._preferred))
 
     async def pack(self, kept: Kept) -> None:
-        """Make a value ready, in the helper thread if it is large."""
+        """Pack what is in host memory, in the helper thread if it is large."""
         if not self.pack_now(kept):
             await self._offload.run(lambda: self.pack_here(kept))
+
+    async def make_ready(self, kept: Kept) -> None:
+        """Bring a value to where it may be granted."""
+        await self.pack(kept)
+        await kept.wait_filled()
 
     def keep_patiently(self, result: Any, label: str, via: str | None) -> Kept:
         """In a thread that may take its time: encode a result, and copy its buffers to where peers can reach them."""
@@ -313,6 +195,9 @@ class Store:
     ) -> Any:
         """Decode a value in this thread."""
         blobs = arrived.blobs if arrived.inline is None else [memoryview(bytearray(arrived.inline))]
+        for blob in blobs:
+            if not isinstance(blob, memoryview):
+                self.devices.kind.take_over(blob)
         return decode(
             arrived.payload,
             blobs,
@@ -322,6 +207,20 @@ class Store:
             patient=patient,
             home=self._home,
         )
+
+    def memory_in(self, target: torch.Tensor, name: str, grant: Grant, link: Neighbour) -> Any:
+        """What a transport is to fetch into, so that the bytes come into a tensor; None if it cannot write there."""
+        device = self._find_device(target)
+        if name != DEVICE_NAME:
+            return memory_of(target) if device is None and target.device.type == "cpu" else None
+        return None if device is None else self.devices.memory_in(target, device, grant, link)
+
+    async def run_to_end(self, job: Callable[[], object]) -> None:
+        """Run what writes to memory of the caller's in the helper thread, behind what this thread's streams have to do.
+
+        Cancellation: raised once the job has ended.
+        """
+        await self._offload.run_to_end(partial(self._run_in_order, self.current_streams(), job))
 
     def drop(self, key: Key) -> None:
         """Free a value that its owner does not need any more."""
@@ -376,16 +275,16 @@ class Store:
 
     def peer_lost(self, peer: PeerId) -> None:
         """Forget a peer's grants and mappings."""
-        for transport in self._transports.values():
+        for transport in self._opened():
             transport.peer_lost(peer)
 
     def close(self) -> None:
         """Free everything."""
         for key in list(self.entries):
             self.drop(key)
-        for transport in self._transports.values():
+        for transport in self._opened():
             transport.close()
 
-
-def _no_origin(index: int) -> Any:
-    return None
+    def _opened(self) -> list[Transport]:
+        devices = [] if self._devices is None else [cast("Transport", self._devices.transport)]
+        return [*self._transports.values(), *devices]

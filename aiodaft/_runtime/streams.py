@@ -12,8 +12,8 @@ from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import CANCEL
 from aiodaft.exceptions import DaftError
 
+from .kept import Arrived
 from .refs import RefState, release_inputs
-from .store import Arrived
 from .tasks import shield_from_anyio
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from aiodaft_transport import Block
 from aiodaft_transport.memory import view_at
@@ -43,14 +43,33 @@ def is_dense_tensor(value: Any) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
 
 
+def nowhere(_: Any) -> None:
+    """Finds nothing."""
+
+
+class Places(NamedTuple):
+    """Which tensors peers can read where they are, or from the same accelerator.
+
+    Attributes:
+        find_block: Finds the block that a tensor's memory is, if peers can reach it where it lies.
+        find_device: Finds the accelerator that a tensor is on; None if it is to travel by way of host memory.
+        lend: Whether an accelerator's memory is read where it is, not copied.
+    """
+
+    find_block: Callable[[Source], Block | None] = nowhere
+    find_device: Callable[[torch.Tensor], int | None] = nowhere
+    lend: bool = False
+
+
 class TensorTable:
     """The tensors of one value while it is encoded."""
 
-    def __init__(self, find_block: Callable[[Source], Block | None]) -> None:
-        self._find_block = find_block
+    def __init__(self, places: Places) -> None:
+        self._places = places
         self._indices: dict[int, int] = {}
         self._tensors: list[torch.Tensor] = []
         self._originals: list[torch.Tensor] = []
+        self._devices: list[int | None] = []
 
     def add(self, tensor: torch.Tensor) -> int:
         """Take a tensor in and return its number. A tensor seen before keeps its number.
@@ -66,7 +85,9 @@ class TensorTable:
             plain = tensor.detach().resolve_conj().resolve_neg()
             index = self._indices[id(tensor)] = len(self._tensors)
             self._originals.append(tensor)
-            self._tensors.append(plain if plain.device.type == "cpu" else plain.cpu())
+            device = self._places.find_device(plain)
+            self._devices.append(device)
+            self._tensors.append(plain if device is not None or plain.device.type == "cpu" else plain.cpu())
         return index
 
     def finish(self, sources: list[Source]) -> list[Spec]:
@@ -90,12 +111,13 @@ class TensorTable:
         high = max(_extent(tensor)[1] for _, tensor in group)
         first_index, first = group[0]
         compact = len(group) == 1 and high - low > first.numel() * first.element_size()
+        # What is empty is nowhere.
+        device = self._devices[first_index] if high > low else None
         if compact:
-            source = _strided_source(first)
+            source = _strided_source(first) if device is None else _gathered_source(first, device)
         else:
-            source = Source(high - low, first.untyped_storage().data_ptr() + low if high > low else 0, first)
-            source.block = self._find_block(source) if source.nbytes else None
-            source.lent = source.block is not None
+            source = Source(high - low, first.untyped_storage().data_ptr() + low if high > low else 0, first, device)
+            self._find_place(source)
         original = self._originals[first_index]
         source.version = _version_counter(original)
         if len(group) == 1:
@@ -113,6 +135,13 @@ class TensorTable:
             ]
         sources.append(source)
 
+    def _find_place(self, source: Source) -> None:
+        if source.device is not None:
+            source.lent = self._places.lend
+        elif source.nbytes:
+            source.block = self._places.find_block(source)
+            source.lent = source.block is not None
+
     def _flags(self, index: int) -> int:
         original = self._originals[index]
         torch = loaded_torch()
@@ -123,7 +152,7 @@ class TensorTable:
 class TensorMaker:
     """Rebuilds the tensors of one value; each is made once, so identity within the value is kept."""
 
-    def __init__(self, specs: list[Spec], buffer: Callable[[int], memoryview], origin: Callable[[int], Any]) -> None:
+    def __init__(self, specs: list[Spec], buffer: Callable[[int], Any], origin: Callable[[int], Any]) -> None:
         self._specs = specs
         self._buffer = buffer
         self._origin = origin
@@ -150,10 +179,13 @@ class TensorMaker:
             tensor = torch.empty_strided(size, stride, dtype=dtype)
         else:
             if buffer not in self._bases:
-                self._bases[buffer] = torch.frombuffer(self._buffer(buffer), dtype=torch.uint8)
+                memory = self._buffer(buffer)
+                # What came from an accelerator to one is a tensor already.
+                host = isinstance(memory, memoryview)
+                self._bases[buffer] = torch.frombuffer(memory, dtype=torch.uint8) if host else memory
             end = start + _span(size, stride) * dtype.itemsize
             tensor = self._bases[buffer][start:end].view(dtype).as_strided(size, stride)
-        if device:
+        if device and tensor.device.type != device:
             tensor = tensor.to(device)
         if flags & _PARAMETER:
             return torch.nn.Parameter(tensor, requires_grad=bool(flags & _REQUIRES_GRAD))
@@ -233,14 +265,26 @@ def _strided_source(tensor: torch.Tensor) -> Source:
     def fill(address: int) -> None:
         torch = loaded_torch()
         assert torch is not None
-        # Some dtypes have no kernel for copying; every size has a dtype that does.
-        carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-        plain = tensor.view(carrier[tensor.element_size()])
+        plain = _copyable(tensor)
         target = (ctypes.c_char * source.nbytes).from_address(address)
         torch.frombuffer(target, dtype=plain.dtype).view(plain.shape).copy_(plain)
 
     source.fill = fill
     return source
+
+
+def _gathered_source(tensor: torch.Tensor, device: int) -> Source:
+    """Memory of an accelerator's tensor with gaps: it makes a tensor without them, in its own time."""
+    gathered = _copyable(tensor).contiguous()
+    return Source(gathered.numel() * gathered.element_size(), gathered.data_ptr(), gathered, device)
+
+
+def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory under a dtype that can be copied: some have no kernel for it, but every size has one that has."""
+    torch = loaded_torch()
+    assert torch is not None
+    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+    return tensor.view(carrier[tensor.element_size()])
 
 
 def _version_counter(tensor: torch.Tensor) -> Callable[[], int | None]:

@@ -19,6 +19,8 @@ class Traffic:
         payloads_received: Those that were brought here.
         payload_sent: Bytes of these values.
         payload_received: The same, the other way.
+        device_sent: Those of them that no memory of a host was used for: from GPU to GPU.
+        device_received: The same, the other way.
     """
 
     messages_sent: int = 0
@@ -29,6 +31,8 @@ class Traffic:
     payloads_received: int = 0
     payload_sent: int = 0
     payload_received: int = 0
+    device_sent: int = 0
+    device_received: int = 0
 
     @property
     def control(self) -> int:

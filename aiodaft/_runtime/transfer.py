@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import BROKEN, MOVED, PULL, VALUE, Message
 from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost, RemoteProtocolError
-from aiodaft_transport import Grant, TransportError, size_of
+from aiodaft_transport import DEVICE_NAME, DeviceError, Grant, TransportError, Unreachable, size_of
 
-from .failures import copy_error, decode_error, encode_error
+from .failures import add_note, copy_error, decode_error, encode_error
+from .kept import Arrived, Kept
 from .refs import THERE, RefState
 from .relays import Fetching, Relays
-from .store import Arrived, Kept
 
 if TYPE_CHECKING:
     from .landing import Landing
@@ -35,6 +35,11 @@ Blob: TypeAlias = tuple[str, Grant]
 # owner -> producer -> owner is the longest honest chain, and two processes on the way may have had nothing to pass on;
 # more means that somebody lies.
 _MAX_HOPS: Final = 8
+
+_BY_WAY_OF_HOST: Final = (
+    "the value is in the memory of a GPU: return x.cpu(), or let it travel by way of host memory "
+    "(@method(transport='shm'), rt.put(x, transport='shm'), or Runtime(transport='shm') for all)"
+)
 
 
 class Transfer:
@@ -112,6 +117,9 @@ class Transfer:
         self.relays.answered(fetching, (owner, number))
         try:
             arrived = await self.receive(link, payload, blobs, refs, landing)
+        except (Unreachable, DeviceError) as error:
+            # Nobody is gone; this process cannot have the value.
+            return error
         except TransportError as error:
             # Control links and payloads fail together only if the process is gone; then the owner decides.
             lost = PeerLost(f"the value of ref {number} of {owner} could not be fetched from {asked}: {error}")
@@ -158,7 +166,7 @@ class Transfer:
         states = await self._peer.refs.adopt(refs, link)
         if not isinstance(blobs, tuple):
             return Arrived(payload, blobs, [], states)
-        views: list[memoryview] = []
+        views: list[Any] = []
         for index, (name, grant) in enumerate(blobs):
             transport = self._peer.store.transport_named(name)
             try:
@@ -168,19 +176,25 @@ class Transfer:
                 else:
                     await landing.fill(transport.fetch_into(grant, link, memory))
                     views.append(memory)
-            except BaseException:
+            except BaseException as error:
                 self.decline(link, blobs[index + 1 :])
+                if name == DEVICE_NAME and isinstance(error, Unreachable):
+                    add_note(error, _BY_WAY_OF_HOST)
                 raise
             link.traffic.payloads_received += 1
             link.traffic.payload_received += size_of(grant)
+            link.traffic.device_received += size_of(grant) if name == DEVICE_NAME else 0
         return Arrived(payload, None, views, states)
 
-    def _memory_in(self, landing: Landing, link: Neighbour, payload: bytes, blob: Blob) -> memoryview | None:
+    def _memory_in(self, landing: Landing, link: Neighbour, payload: bytes, blob: Blob) -> Any:
+        """Where in the target the transport is to write; None if it cannot."""
+        name, grant = blob
         try:
-            return landing.memory_for(payload, size_of(blob[1]))
+            fits = landing.fits(payload, size_of(grant))
         except ValueError:
             self.decline(link, (blob,))
             raise
+        return self._peer.store.memory_in(landing.target, name, grant, link) if fits else None
 
     def decline(self, link: Neighbour, blobs: Any) -> None:
         """Give back grants that nobody wants any more."""
@@ -199,7 +213,7 @@ class Transfer:
 
     async def _take_own(self, kept: Kept, landing: Landing | None) -> Arrived:
         """A value kept in this very process: the objects themselves where they still are what they were."""
-        await self._peer.store.pack(kept)
+        await self._peer.store.make_ready(kept)
         link = self._peer.loopback
         arrived = await self.receive(link, kept.payload, kept.blobs_for(link), (), landing)
         arrived.refs = kept.refs
@@ -274,7 +288,7 @@ class Transfer:
 
     async def _pack_and_give(self, link: Link, owner: PeerId, number: CallId, kept: Kept) -> None:
         try:
-            await self._peer.store.pack(kept)
+            await self._peer.store.make_ready(kept)
         except Exception as error:  # noqa: BLE001 - the asker gets it
             self._tell(link, owner, number, error)
         else:

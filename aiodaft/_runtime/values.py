@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from aiodaft.exceptions import BorrowError
-from aiodaft_transport import Block
+from aiodaft_transport import Pullable
 from aiodaft_transport.memory import address_of, aligned, copy_memory
 
 
 class Source:
     """One buffer of a value, where it lies now."""
 
-    __slots__ = ("address", "block", "fill", "keep", "lent", "nbytes", "origin", "version")
+    __slots__ = ("address", "block", "device", "fill", "keep", "lent", "nbytes", "origin", "version")
 
-    def __init__(self, nbytes: int, address: int, keep: Any) -> None:
+    def __init__(self, nbytes: int, address: int, keep: Any, device: int | None = None) -> None:
         self.nbytes = nbytes
         self.address = address
+        # Which accelerator of this process it is on; None for memory of the host.
+        self.device = device
         # Keeps the memory alive and, for a buffer object, exported.
         self.keep = keep
         # Writes the content to an address, for memory that is not contiguous.
@@ -31,9 +34,14 @@ class Source:
         self.version: Callable[[], int | None] | None = None
         # Gives the object the buffer came from, while it lives and was not written to.
         self.origin: Callable[[], Any] | None = None
-        # Memory that peers can map already.
-        self.block: Block | None = None
+        # Memory that peers can read where it is.
+        self.block: Pullable | None = None
         self.lent = False
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it is a blob of its own."""
+        return self.block is not None or (self.lent and self.device is not None)
 
     @classmethod
     def of(cls, buffer: Any) -> Source:
@@ -58,6 +66,7 @@ class Encoded:
         sources: The buffers beside it.
         offsets: Where each source goes in the blob; -1 for one that is a blob of its own.
         nbytes: Size of the blob.
+        device_nbytes: Size of the blob of each accelerator that has buffers of the value.
         slots: Refs that the receiver replaces by their values.
         refs: Refs that travel as refs.
     """
@@ -66,13 +75,14 @@ class Encoded:
     sources: list[Source] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     nbytes: int = 0
+    device_nbytes: dict[int, int] = field(default_factory=dict)
     slots: list[Any] = field(default_factory=list)
     refs: list[Any] = field(default_factory=list)
 
     @property
-    def blocks(self) -> list[Block]:
-        """Blobs that exist already, after the packed one."""
-        return [source.block for source in self.sources if source.block is not None]
+    def on_device(self) -> bool:
+        """Whether an accelerator has a buffer of it."""
+        return any(source.device is not None for source in self.sources)
 
     @property
     def size(self) -> int:
@@ -87,7 +97,7 @@ class Encoded:
     def write_to(self, address: int) -> None:
         """Pack the buffers into a blob at an address. May take long; lets other threads run."""
         for source, offset in zip(self.sources, self.offsets, strict=True):
-            if offset >= 0:
+            if offset >= 0 and source.device is None:
                 source.write_to(address + offset)
 
     def packed(self) -> bytes | None:
@@ -111,14 +121,32 @@ class Encoded:
             )
 
 
-def lay_out(sources: list[Source]) -> tuple[list[int], int]:
-    """Offsets of the sources in their blob, and its size."""
+def lay_out(sources: list[Source]) -> tuple[list[int], int, dict[int, int]]:
+    """Offsets of the sources in their blobs, and the sizes of these: the host's, and that of each accelerator."""
     offsets: list[int] = []
-    end = 0
+    ends: dict[int | None, int] = {}
     for source in sources:
-        if source.block is not None:
+        if source.is_apart:
             offsets.append(-1)
             continue
-        offsets.append(aligned(end))
-        end = offsets[-1] + source.nbytes
-    return offsets, end
+        offsets.append(aligned(ends.get(source.device, 0)))
+        ends[source.device] = offsets[-1] + source.nbytes
+    return offsets, ends.pop(None, 0), {device: end for device, end in ends.items() if device is not None}
+
+
+def blob_table(sources: list[Source], offsets: list[int], nbytes: int) -> list[list[int]]:
+    """Blob, offset and size of every source. Blobs are: the host's, those apart, one for each accelerator."""
+    numbers = count(1 if nbytes else 0)
+    apart = [next(numbers) if source.is_apart else 0 for source in sources]
+    of_devices: dict[int, int] = {}
+    table: list[list[int]] = []
+    for source, offset, blob in zip(sources, offsets, apart, strict=True):
+        if source.is_apart:
+            table.append([blob, 0, source.nbytes])
+        elif source.device is None:
+            table.append([0, offset, source.nbytes])
+        else:
+            if source.device not in of_devices:
+                of_devices[source.device] = next(numbers)
+            table.append([of_devices[source.device], offset, source.nbytes])
+    return table

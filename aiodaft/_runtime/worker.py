@@ -38,6 +38,7 @@ class WorkerSettings:
     node: str
     home: str
     transport: str
+    direct: bool
     grace: float
     max_pending: int
     key: bytes
@@ -73,6 +74,7 @@ class Worker:
             node=settings.node,
             home=PeerId(settings.home),
             transport=settings.transport,
+            direct=settings.direct,
             grace=settings.grace,
             max_pending=settings.max_pending,
         )

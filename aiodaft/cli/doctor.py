@@ -14,6 +14,7 @@ from aiodaft._runtime.node import gpus_of_this_machine
 from aiodaft.bench.actors import Echo
 from aiodaft.runtime import Runtime
 from aiodaft_transport import NAMES, TransportError, default_name
+from aiodaft_transport.cuda_driver import CudaDriver
 
 _SIZE: Final = 1 << 20
 _PATIENCE: Final = 20.0
@@ -38,6 +39,7 @@ async def examine() -> int:
         )
         _say(f"transport {name}", found)
         working += not trouble
+    _say("transport cuda", await _try_cuda())
     return 0 if working else 1
 
 
@@ -55,6 +57,27 @@ async def _try_transport(name: str) -> tuple[str, float]:
         return str(error), 0.0
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
         return f"{type(error).__name__}: {error}", 0.0
+
+
+async def _try_cuda() -> str:
+    """Whether GPU memory goes from process to process, or why it does not."""
+    try:
+        CudaDriver().close()
+        import torch  # noqa: PLC0415 - optional package
+
+        value = torch.arange(_SIZE, dtype=torch.uint8, device="cuda")
+        async with asyncio.timeout(_PATIENCE), Runtime(preload=()) as rt, rt.spawn(Echo) as echo:
+            await echo.on_loop(value)
+            start = time.perf_counter()
+            same = torch.equal(await echo.on_loop(value), value)
+            seconds, direct = time.perf_counter() - start, rt.traffic().device_received
+    except TransportError as error:
+        return f"does not work: {error}"
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
+        return f"does not work: {type(error).__name__}: {error}"
+    if not same or not direct:
+        return f"does not work: {'the value went by way of host memory' if same else 'what came back is not the same'}"
+    return f"works, for CUDA tensors: 1 MiB there and back in {seconds * 1e3:.1f} ms"
 
 
 def _version(package: str) -> str | None:

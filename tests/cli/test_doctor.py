@@ -18,7 +18,7 @@ def test_it_tries_every_transport_and_says_what_it_found() -> None:
     ended = aiodaft_command("doctor")
     assert ended.returncode == 0, ended.stderr
     found = {line[:16].strip(): line[17:] for line in ended.stdout.splitlines()}
-    for name in NAMES:
+    for name in (*NAMES, "cuda"):
         assert found[f"transport {name}"].startswith(("works", "does not work: "))
     assert found[f"transport {default_name()}"].startswith("works, the default: 1 MiB there and back in ")
     assert found["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")

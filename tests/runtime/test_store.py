@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from aiodaft import BorrowError
+from aiodaft._runtime.kept import Kept
 from aiodaft._runtime.serialization import Names, encode
-from aiodaft._runtime.store import Kept
 from aiodaft_transport.arena import Arena, ArenaBlock
 
 LARGE = 1 << 20  # elements, so that it is not inline

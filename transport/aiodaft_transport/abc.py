@@ -35,22 +35,12 @@ class Control(Protocol):
         ...
 
 
-class Block(Protocol):
-    """Memory of this process that peers may pull."""
+class Pullable(Protocol):
+    """Memory of this process that peers may pull, wherever it is."""
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        ...
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte, a multiple of 64."""
-        ...
-
-    @property
-    def view(self) -> memoryview:
-        """The memory itself, writable, as unsigned bytes."""
         ...
 
     @property
@@ -64,6 +54,20 @@ class Block(Protocol):
 
     def release(self) -> None:
         """Give the block up: it is reused as soon as no grant of it is out. Idempotent, safe in any thread."""
+        ...
+
+
+class Block(Pullable, Protocol):
+    """Such memory of the host."""
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte, a multiple of 64."""
+        ...
+
+    @property
+    def view(self) -> memoryview:
+        """The memory itself, writable, as unsigned bytes."""
         ...
 
 

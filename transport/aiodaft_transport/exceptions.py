@@ -3,6 +3,7 @@
 TransportError
 ├── Unreachable       this transport cannot connect these two processes; says why
 ├── PeerGone          the other side ended, or its link was cut, before the bytes were here
+├── DeviceError       an accelerator, or its driver, reports that something failed
 ├── GrantError        a grant that names memory this process does not know (stale or forged)
 └── HandshakeError    the other side could not prove that it holds the cluster key
 """
@@ -24,6 +25,10 @@ class PeerGone(TransportError):
 
 class GrantError(TransportError):
     """A grant names memory that is not here: it is stale, or was never issued."""
+
+
+class DeviceError(TransportError):
+    """An accelerator or its driver failed: what it says, and what was being done."""
 
 
 class HandshakeError(TransportError):

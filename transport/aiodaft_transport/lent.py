@@ -12,7 +12,8 @@ from bisect import bisect_right, insort
 from collections.abc import Callable
 from typing import TypeAlias
 
-from .arena import ArenaBlock, Readable
+from .arena import ArenaBlock
+from .blocks import Readable
 from .memory import address_of
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Best first.
 NAMES: Final = ("shm", "ucx", "tcp")
+# Moves memory of GPUs, and nothing else: it is not chosen, but used wherever there is such memory.
+DEVICE_NAME: Final = "cuda"
 
 
 def check_name(name: str) -> str:
@@ -24,6 +26,10 @@ def check_name(name: str) -> str:
     Raises:
         Unreachable: There is none, or it cannot work on this machine; says why.
     """
+    if name == DEVICE_NAME:
+        raise Unreachable(
+            "transport 'cuda' is what CUDA tensors take by themselves; one for host memory is needed here"
+        )
     if name not in NAMES:
         raise Unreachable(f"there is no transport {name!r}; there are {', '.join(NAMES)}")
     if name == "shm" and not hasattr(os, "memfd_create"):

@@ -1,0 +1,197 @@
+"""Tensors on accelerators between actors, with devices that are memory of the host (DP8; tests/gpu has real ones)."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+import torch
+from device_actors import DeviceKeeper, install
+from host_devices import HostAccelerators, HostDriver
+
+import aiodaft
+from aiodaft_transport import Unreachable
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SIZE = 1 << 18
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
+
+@pytest.fixture
+def here(module_rt: aiodaft.Runtime) -> HostDriver:
+    """The devices of this process."""
+    peer = module_rt.peer
+    return install(peer, 0) if peer.store._devices is None else peer.store.devices.transport.driver  # type: ignore[return-value]  # see above
+
+
+async def test_a_tensor_goes_from_device_to_device_and_touches_no_host_memory(rt: aiodaft.Runtime) -> None:
+    a, b, c = [await rt.spawn(DeviceKeeper, number) for number in (0, 0, 5)]
+    for make in (a.make, a.make_on_thread):
+        for size in (1, SIZE):
+            ref = make(size, 3.0)
+            assert await b.where(ref) == (0, size * 3.0)
+            # What came is passed on, by a process whose devices are others.
+            assert await c.where(b.echo(ref)) == (0, size * 3.0)
+    sent, passed = await a.traffic(), await b.traffic()
+    assert sent["payload"] == sent["device"] == 2 * 2 * 4 * (SIZE + 1)
+    assert passed["received"] == 2 * 2 * 4 * (SIZE + 1)
+    # One copy for the snapshot, and one for each consumer.
+    assert sent["copied"] == 2 * 4 * (SIZE + 1)
+
+
+async def test_a_value_may_have_parts_here_and_there(rt: aiodaft.Runtime, here: HostDriver) -> None:
+    a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
+    host, base, part, strided, empty, nothing = await b.echo(a.several(100_000))
+    find = HostAccelerators(here).device_of
+    assert [find(tensor) for tensor in (host, base, part, strided)] == [None, 0, 0, 0]
+    assert [float(tensor.sum()) for tensor in (host, base, strided)] == [300_000.0, 100_000.0, 100_000.0]
+    assert (empty.shape, nothing.shape, strided.shape) == ((0,), (0,), (50_000,))
+    base[10] = 7.0
+    assert part[0] == 7.0
+    sent = await a.traffic()
+    # Of the one with gaps only the elements are sent, and the host's part goes by the usual way.
+    assert sent["device"] == 400_000 + 200_000
+    assert sent["payload"] == sent["device"] + 400_000
+
+
+async def test_what_is_seen_is_what_was_returned_and_nobody_waits_for_the_device(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
+    ref = a.make_slowly(SIZE, 5.0)
+    total = b.where(ref)
+    # The device has not come to it, and the actor goes on.
+    await a.overwrite_behind(9.0)
+    await a.traffic()
+    assert not total.done()
+    await a.open_gate()
+    assert await total == (0, SIZE * 5.0)
+    assert await b.where(ref) == (0, SIZE * 5.0)
+
+
+async def test_arguments_are_as_they_were_when_the_call_was_made(rt: aiodaft.Runtime, here: HostDriver) -> None:
+    a = await rt.spawn(DeviceKeeper, 0)
+    for size in (10, SIZE):
+        tensor = here.tensor(size).fill_(2.0)
+        gate = here.hold()
+        ref = a.where(tensor)
+        here.enqueue(0, lambda tensor=tensor: tensor.fill_(8.0))
+        gate.open = True
+        assert await ref == (0, size * 2.0)
+        assert tensor[0] == 8.0
+    # A write, as far as anybody can see, while what the host has of the value is still being copied.
+    mixed = a.echo([torch.zeros(SIZE * 4), tensor])
+    tensor.add_(0.0)
+    assert (await mixed)[1][0] == 8.0
+    long = [list(range(200_000)), here.tensor(100).fill_(1.0)]
+    assert float((await a.echo(long))[1].sum()) == 100.0
+
+
+async def test_consumers_may_write_and_memory_is_reused_only_when_nobody_reads(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
+    for value in range(8):
+        ref = a.make(SIZE, float(value))
+        got = await asyncio.gather(*(b.add_in_place(ref, 100.0) for _ in range(4)))
+        assert got == [value + 100.0] * 4
+        assert await b.where(ref) == (0, value * SIZE)
+        del ref
+        gc.collect()
+    while await a.blocks():
+        await asyncio.sleep(0)
+
+
+async def test_what_is_lent_is_read_where_it_is(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
+    ref = a.lend(SIZE, 4.0)
+    assert await b.where(ref) == (0, SIZE * 4.0)
+    assert (await a.traffic())["copied"] == 0
+    await ref.released()
+    ref = a.lend(SIZE, 4.0)
+    await ref.ready()
+    await a.overwrite(1.0)
+    with pytest.raises(aiodaft.BorrowError):
+        await b.where(ref)
+
+
+@pytest.mark.parametrize("lent", [False, True], ids=["items", "lent items"])
+async def test_streams_carry_them(rt: aiodaft.Runtime, here: HostDriver, lent: bool) -> None:
+    a, before = await rt.spawn(DeviceKeeper, 0), here.copied
+    values = [float(tensor[-1]) async for tensor in a.items(5, lent)]
+    assert values == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert here.copied - before == 5 * 4000
+
+
+async def test_who_asks_for_a_transport_gets_it(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
+    assert await b.where(a.make_for_the_host(SIZE, 1.0)) == (None, SIZE)
+    sent = await a.traffic()
+    assert (sent["device"], sent["payload"]) == (0, 4 * SIZE)
+    with pytest.raises(Unreachable, match="by themselves"):
+        rt.put(1, transport="cuda")
+
+
+async def test_a_process_without_a_device_is_told_what_to_do_and_stays_usable(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper)
+    ref = a.make(SIZE, 1.0)
+    for _ in range(2):
+        with pytest.raises(Unreachable, match="sees no device") as caught:
+            await b.where(ref)
+        assert any("return x.cpu()" in note for note in caught.value.__notes__)
+    assert await b.echo(a.make_for_the_host(SIZE, 1.0)) is not None
+    del ref, caught
+    gc.collect()
+    while await a.blocks():
+        await asyncio.sleep(0)
+
+
+async def test_into_writes_in_place_without_memory_in_between(rt: aiodaft.Runtime, here: HostDriver) -> None:
+    a = await rt.spawn(DeviceKeeper, 0)
+    target = here.tensor(SIZE).zero_()
+    made, copied, version = here.made, here.copied, target._version
+    ref = a.make(SIZE, 6.0)
+    # What is queued for the target's stream comes before the value.
+    here.enqueue(0, lambda: target.fill_(9.0))
+    assert await ref.into(target) is target
+    assert target.min() == target.max() == 6.0
+    assert (here.made, here.copied) == (made, copied + 4 * SIZE)
+    assert target._version > version
+    # Of this very process.
+    own = await rt.put(target).into(here.tensor(SIZE))
+    assert own.min() == own.max() == 6.0
+    with pytest.raises(ValueError, match="cannot be written into a tensor of shape"):
+        await ref.into(here.tensor(SIZE - 1))
+    del ref
+    gc.collect()
+    while await a.blocks():
+        await asyncio.sleep(0)
+
+
+async def test_into_goes_between_host_and_device_and_between_devices(rt: aiodaft.Runtime, here: HostDriver) -> None:
+    near, far = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 5)
+    for size in (10, SIZE * 2):
+        for ref, target in (
+            (near.make(size, 6.0), torch.zeros(size)),
+            (near.make_for_the_host(size, 6.0), here.tensor(size).zero_()),
+            (far.make(size, 6.0), here.tensor(size).zero_()),
+        ):
+            await ref.into(target)
+            assert target.min() == target.max() == 6.0
+
+
+async def test_a_producer_that_dies_fails_what_is_not_here_yet_and_nothing_else() -> None:
+    async with aiodaft.Runtime() as rt:
+        install(rt.peer, 0)
+        a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
+        here = await a.make(SIZE, 1.0)
+        waiting = b.where(a.make_slowly(SIZE, 5.0))
+        await a.traffic()
+        a.die.tell()
+        with pytest.raises(aiodaft.ActorDied, match="SIGABRT"):
+            await waiting
+        assert float(here.sum()) == SIZE
+        assert await b.where(here) == (0, SIZE)
+        del here

@@ -1,0 +1,140 @@
+"""Actors whose tensors are on a GPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import aiodaft
+from aiodaft import Actor, method
+from aiodaft._runtime.current import current_peer
+
+# About a second of a GPU's time.
+LONG = 1_500_000_000
+
+
+class GpuKeeper(Actor):
+    """Makes, keeps and changes tensors on one GPU."""
+
+    def __init__(self, device: int = 0, *, expandable: bool = False) -> None:
+        if expandable:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        self.peer = current_peer()
+        self.device = torch.device("cuda", device)
+        self.tensor = torch.zeros(0, device=self.device)
+        self.side = torch.cuda.Stream(self.device)
+        self.profiler: Any = None
+
+    def _make(self, size: int, value: float) -> Tensor:
+        self.tensor = torch.full((size,), value, device=self.device)
+        return self.tensor
+
+    def _make_late(self, size: int, value: float) -> Tensor:
+        tensor = self._make(size, 0.0)
+        torch.cuda._sleep(LONG)
+        return tensor.fill_(value)
+
+    @method
+    async def make(self, size: int, value: float) -> Tensor:
+        return self._make(size, value)
+
+    @method
+    def make_on_thread(self, size: int, value: float) -> Tensor:
+        return self._make(size, value)
+
+    @method(transport="shm")
+    async def make_for_the_host(self, size: int, value: float) -> Tensor:
+        return self._make(size, value)
+
+    @method
+    def make_late(self, size: int, value: float) -> Tensor:
+        """What it returns is computed after a second."""
+        return self._make_late(size, value)
+
+    @method
+    def make_on_side_stream(self, size: int, value: float) -> Tensor:
+        """The same on a stream of its own, which this thread goes on to use."""
+        torch.cuda.set_stream(self.side)
+        return self._make_late(size, value)
+
+    @method
+    def overwrite(self, value: float) -> None:
+        """In the order of the stream of the thread; does not wait."""
+        self.tensor.fill_(value)
+
+    @method
+    async def several(self, size: int) -> list[Any]:
+        base = self._make(size, 1.0)
+        parameter = torch.nn.Parameter(torch.ones(size, device=self.device))
+        return [torch.full((size,), 3.0), base, base[10:20], base[::2].clone()[::2], base[:0], parameter]
+
+    @method
+    async def lend(self, size: int, value: float) -> Tensor:
+        return aiodaft.borrow(self._make(size, value))
+
+    @method
+    async def where(self, tensor: Tensor) -> tuple[str, str, float]:
+        """What kind of device a tensor is on here, which one it is everywhere, and the sum of it."""
+        uuid = str(torch.cuda.get_device_properties(tensor.device).uuid) if tensor.is_cuda else ""
+        return tensor.device.type, uuid, float(tensor.sum())
+
+    @method
+    def add_in_place(self, tensor: Tensor, value: float) -> float:
+        tensor.add_(value)
+        return float(tensor[0])
+
+    @method
+    async def echo(self, value: Any) -> Any:
+        return value
+
+    @method
+    def to_gpu(self, value: Any) -> Any:
+        """Tensors, put on the GPU with their strides."""
+        return [tensor.to(self.device) for tensor in value]
+
+    @method
+    def churn(self, count: int) -> None:
+        """Have the caching allocator give memory away again and again, with something else in it."""
+        for _ in range(count):
+            torch.full((1 << 18,), -1.0, device=self.device)
+
+    @method
+    def capture_graph(self, rounds: int) -> float:
+        """Capture a graph, in the mode that forbids other threads nearly everything, and replay it."""
+        x = torch.zeros(1 << 16, device=self.device)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(rounds):
+                x.add_(1.0)
+        graph.replay()
+        return float(x[0])
+
+    @method
+    def start_trace(self) -> None:
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self.profiler.__enter__()
+
+    @method
+    def stop_trace(self) -> list[str]:
+        """Names of what the GPU did since."""
+        torch.cuda.synchronize()
+        self.profiler.__exit__(None, None, None)
+        return [event.name for event in self.profiler.events()]
+
+    @method
+    async def traffic(self) -> tuple[int, int]:
+        """Bytes of payload sent, and those of them from GPU to GPU."""
+        traffic = self.peer.traffic()
+        return traffic.payload_sent, traffic.device_sent
+
+    @method
+    async def blocks(self) -> int:
+        return self.peer.store.devices.transport.live_blocks()
+
+    @method
+    async def die(self) -> None:
+        os.abort()

@@ -1,0 +1,125 @@
+"""Actors whose tensors are on devices that are memory of the host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from host_devices import Gate, HostAccelerators, HostDriver
+from torch import Tensor
+
+import aiodaft
+from aiodaft import Actor, method
+from aiodaft._runtime.current import current_peer
+from aiodaft._runtime.devices import Devices
+from aiodaft._runtime.peer import Peer
+
+
+def install(peer: Peer, *devices: int) -> HostDriver:
+    """Give a process devices; without a number it has none, but hears of those of others."""
+    driver = HostDriver(*devices)
+    if not devices:
+        driver.identities = []
+    peer.store._devices = Devices(HostAccelerators(driver), peer, peer.id)
+    return driver
+
+
+class DeviceKeeper(Actor):
+    """Has one device, or none."""
+
+    def __init__(self, *devices: int) -> None:
+        self.peer = current_peer()
+        self.driver = install(self.peer, *devices)
+        self.tensor: Any = None
+        self.gate: Gate | None = None
+
+    def _on_device(self, size: int, value: float) -> Tensor:
+        self.tensor = self.driver.tensor(size).fill_(value)
+        return self.tensor
+
+    @method
+    async def make(self, size: int, value: float) -> Tensor:
+        return self._on_device(size, value)
+
+    @method
+    def make_on_thread(self, size: int, value: float) -> Tensor:
+        return self._on_device(size, value)
+
+    @method(transport="shm")
+    async def make_for_the_host(self, size: int, value: float) -> Tensor:
+        return self._on_device(size, value)
+
+    @method
+    async def make_slowly(self, size: int, value: float) -> Tensor:
+        """What it returns is computed when the gate opens, and overwritten right afterwards."""
+        tensor = self._on_device(size, 0.0)
+        self.gate = self.driver.hold()
+        self.driver.enqueue(0, lambda: tensor.fill_(value))
+        return tensor
+
+    @method
+    async def overwrite_behind(self, value: float) -> None:
+        tensor = self.tensor
+        self.driver.enqueue(0, lambda: tensor.fill_(value))
+
+    @method
+    async def open_gate(self) -> None:
+        assert self.gate is not None
+        self.gate.open = True
+
+    @method
+    async def several(self, size: int) -> list[Tensor]:
+        """In one value: host and device, two looks at the same memory, gaps, and nothing at all."""
+        import torch
+
+        base = self._on_device(size, 1.0)
+        other = self.driver.tensor(size).fill_(2.0)
+        return [torch.full((size,), 3.0), base, base[10:20], other[::2], base[:0], torch.zeros(0)]
+
+    @method
+    async def lend(self, size: int, value: float) -> Tensor:
+        return aiodaft.borrow(self._on_device(size, value))
+
+    @method
+    async def overwrite(self, value: float) -> None:
+        self.tensor.fill_(value)
+
+    @method
+    async def items(self, count: int, lent: bool) -> AsyncGenerator[Tensor, None]:
+        for value in range(count):
+            tensor = self.driver.tensor(1000).fill_(float(value))
+            yield aiodaft.borrow(tensor) if lent else tensor
+
+    @method
+    async def where(self, tensor: Tensor) -> tuple[int | None, float]:
+        """Which device a tensor is on here, and the sum of it."""
+        devices = self.peer.store.devices
+        return devices.kind.device_of(tensor), float(tensor.sum())
+
+    @method
+    async def add_in_place(self, tensor: Tensor, value: float) -> float:
+        tensor.add_(value)
+        return float(tensor[0])
+
+    @method
+    async def echo(self, value: Any) -> Any:
+        return value
+
+    @method
+    async def traffic(self) -> dict[str, int]:
+        traffic = self.peer.traffic()
+        return {
+            "payload": traffic.payload_sent,
+            "device": traffic.device_sent,
+            "received": traffic.device_received,
+            "copied": self.driver.copied,
+        }
+
+    @method
+    async def die(self) -> None:
+        os.abort()
+
+    @method
+    async def blocks(self) -> int:
+        return self.peer.store.devices.transport.live_blocks()

@@ -1,0 +1,241 @@
+"""Devices whose memory is memory of the host, for tests of what is said to a real driver.
+
+It lies in memfds, which other processes open through /proc. Streams are queues whose work is done when somebody asks
+how far it is, up to a closed gate.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from mmap import mmap
+from typing import TYPE_CHECKING, Any
+
+from aiodaft_transport.device import IDENTITY_SIZE, Event, Export, Landing, Span
+from aiodaft_transport.exceptions import DeviceError, Unreachable
+from aiodaft_transport.memory import ALIGNMENT, address_of
+
+if TYPE_CHECKING:
+    import torch
+
+_HANDLE = struct.Struct("<QQQQ")  # process, driver in it, descriptor, size
+
+
+def identity(number: int) -> bytes:
+    """What the device with this number is in every process."""
+    return number.to_bytes(IDENTITY_SIZE, "big")
+
+
+class Gate:
+    """Work that a stream is at until somebody opens it: a kernel that takes long."""
+
+    def __init__(self) -> None:
+        self.open = False
+
+
+class HostDriver:
+    """Some devices. `devices` says which of the machine this process sees, in its order."""
+
+    def __init__(self, *devices: int, memory: int = 1 << 40) -> None:
+        self.identities: Sequence[bytes] = [identity(number) for number in devices or (0,)]
+        # Devices whose memory cannot be opened here.
+        self.out_of_reach: set[bytes] = set()
+        self.broken: str | None = None
+        self.memory_left = memory
+        self.made = 0
+        # What is mapped, by address; and the descriptors of what was allocated here.
+        self.mapped: dict[int, mmap] = {}
+        self.allocated: dict[int, int] = {}
+        self.copied = 0
+        self._streams: dict[int, deque[Gate | Callable[[], object]]] = {}
+        self._events: dict[int, bool] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.RLock()
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        if nbytes > self.memory_left:
+            raise DeviceError(f"{nbytes} bytes of device memory cannot be had: out of memory")
+        self.memory_left -= nbytes
+        self.made += 1
+        fd = os.memfd_create("device", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        address = self._map(fd, nbytes)
+        self.allocated[address] = fd
+        return address
+
+    def free(self, device: int, address: int) -> None:
+        self.memory_left += len(self.mapped[address])
+        os.close(self.allocated.pop(address))
+        self.shut(device, address)
+
+    def export(self, device: int, address: int) -> Export:
+        for base, fd in self.allocated.items():
+            size = len(self.mapped[base])
+            if base <= address < base + size:
+                return Export(_HANDLE.pack(os.getpid(), id(self), fd, size) + self.identities[device], base, size)
+        raise Unreachable("other processes cannot open this device memory: set nothing_expandable")
+
+    def open(self, device: int, handle: bytes) -> int:
+        pid, driver, descriptor, size = _HANDLE.unpack_from(handle)
+        # CUDA refuses it.
+        assert (pid, driver) != (os.getpid(), id(self)), "a process opens its own memory"
+        if handle[_HANDLE.size :] in self.out_of_reach:
+            raise Unreachable(f"device {device} of this process has no access to the device of the value")
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise DeviceError(f"memory of the other process cannot be opened: {error}") from error
+        try:
+            return self._map(fd, size)
+        finally:
+            os.close(fd)
+
+    def shut(self, device: int, address: int) -> None:
+        self.mapped.pop(address).close()
+
+    def copy(self, device: int, spans: Sequence[Span], stream: int) -> None:
+        for span in spans:
+            self.enqueue(stream, lambda span=span: self._move(span))
+
+    def record(self, device: int, stream: int) -> Event:
+        number = next(self._numbers)
+        self._events[number] = False
+        self.enqueue(stream, lambda: self._reach(number))
+        return Event(device, number)
+
+    def happened(self, event: Event) -> bool:
+        with self._lock:
+            for queue in self._streams.values():
+                while queue and not (isinstance(queue[0], Gate) and not queue[0].open):
+                    work = queue.popleft()
+                    if not isinstance(work, Gate):
+                        work()
+            if self.broken is not None and not self._events[event.number]:
+                raise DeviceError(self.broken)
+            return self._events[event.number]
+
+    def wait(self, event: Event) -> None:
+        for queue in self._streams.values():
+            for work in queue:
+                if isinstance(work, Gate):
+                    work.open = True
+        assert self.happened(event)
+
+    def forget(self, event: Event) -> None:
+        del self._events[event.number]
+
+    def close(self) -> None:
+        return
+
+    def check_empty(self) -> None:
+        """Nothing is left of what was done."""
+        assert not self._events, "events are left"
+        assert not self.allocated, "memory is left"
+        assert not self.mapped, "mappings are left"
+
+    # What a test does to a device.
+
+    def enqueue(self, stream: int, work: Gate | Callable[[], object]) -> None:
+        """Have a stream do something after what it has to do."""
+        with self._lock:
+            self._streams.setdefault(stream, deque()).append(work)
+
+    def hold(self, stream: int = 0) -> Gate:
+        """Let a stream get no further than here, until the gate is opened."""
+        gate = Gate()
+        self.enqueue(stream, gate)
+        return gate
+
+    def tensor(self, size: int, device: int = 0) -> torch.Tensor:
+        """A tensor of float32 in new memory of a device."""
+        import torch
+
+        return self.bytes(size * 4, device).view(torch.float32)
+
+    def bytes(self, nbytes: int, device: int = 0) -> torch.Tensor:
+        """A tensor of bytes in new memory of a device, which is freed with the last look at it."""
+        address = self.allocate(device, max(4096, nbytes))
+        tensor = self.tensor_at(address, nbytes)
+        weakref.finalize(tensor.untyped_storage(), self.free, device, address).atexit = False
+        return tensor
+
+    def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
+        """A tensor of bytes that looks at an address."""
+        import torch
+
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _map(self, fd: int, size: int) -> int:
+        region = mmap(fd, size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+        self.mapped[address] = region
+        return address
+
+    def _reach(self, number: int) -> None:
+        if number in self._events:
+            self._events[number] = True
+
+    def _move(self, span: Span) -> None:
+        ctypes.memmove(*span)
+        self.copied += span.nbytes
+
+
+class LandingPlace:
+    """Provides memory of a process's own devices: the one that the bytes come from if it is there, else the first."""
+
+    def __init__(self, driver: HostDriver, stream: int = 7) -> None:
+        self._driver = driver
+        self.stream = stream
+        self.landed: list[tuple[int, int]] = []
+
+    def __call__(self, source: bytes, nbytes: int) -> Landing:
+        if not self._driver.identities:
+            raise Unreachable("this process sees no device")
+        known = source in self._driver.identities
+        device = self._driver.identities.index(source) if known else 0
+        self.landed.append((device, nbytes))
+        memory = bytearray(nbytes + ALIGNMENT)
+        start = -address_of(memory) % ALIGNMENT
+        owner = memoryview(memory)[start : start + nbytes]
+        return Landing(owner, device, address_of(owner), nbytes, self.stream)
+
+
+class HostAccelerators:
+    """The runtime's side: tensors in the memory of a `HostDriver` are on a device, whatever torch says."""
+
+    def __init__(self, driver: HostDriver) -> None:
+        self.driver = driver
+
+    def open_driver(self) -> HostDriver:
+        if not self.driver.identities:
+            raise Unreachable("this process sees no device")
+        return self.driver
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        start = tensor.untyped_storage().data_ptr()
+        known = self.driver.allocated
+        return 0 if any(base <= start < base + len(self.driver.mapped[base]) for base in known) else None
+
+    def current_stream(self, device: int) -> int:
+        return 0
+
+    def current_streams(self) -> Sequence[Any]:
+        return [0]
+
+    def using(self, streams: Sequence[Any]) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def land(self, identities: Sequence[bytes], source: bytes, nbytes: int) -> Landing:
+        memory = self.driver.bytes(nbytes)
+        return Landing(memory, 0, memory.data_ptr(), nbytes, 7)
+
+    def take_over(self, memory: torch.Tensor) -> None:
+        assert self.device_of(memory) == 0

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+# How often it is looked whether a segment that is left belongs to somebody else.
+_LOOKS: Final = 40
 
 
 def descendants(pid: int | None = None) -> set[int]:
@@ -81,23 +86,34 @@ class Snapshot:
         more = {
             "processes": self.processes - earlier.processes,
             "threads": self.threads - earlier.threads,
-            "shared_memory": {name for name in self.shared_memory - earlier.shared_memory if _is_ours(name)},
+            "shared_memory": left_in_shared_memory(earlier.shared_memory),
             "files": _added(self.files, earlier.files),
             "locked": max(0, self.locked - earlier.locked),
         }
         return {name: found for name, found in more.items() if found}
 
 
-def _is_ours(segment: str) -> bool:
-    """Whether a segment is there that no process but ours has mapped: other programs come and go meanwhile."""
-    ours = {os.getpid(), *descendants()}
-    others = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in ours]
-    return not any(_has_mapped(pid, segment) for pid in others) and Path("/dev/shm", segment).exists()
+def left_in_shared_memory(before: Iterable[str]) -> set[str]:
+    """Segments that have come since and are nobody's but ours: other programs come and go meanwhile."""
+    left = set(os.listdir("/dev/shm")) - set(before)
+    for _ in range(_LOOKS):
+        left = {name for name in left if Path("/dev/shm", name).exists()}
+        ours = {os.getpid(), *descendants()}
+        others = (
+            [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in ours] if left else []
+        )
+        left = {name for name in left if not any(_uses(pid, f"/dev/shm/{name}") for pid in others)}
+        if not left:
+            break
+        # A program that is about to map it, or to remove it, does so by the next look.
+        threading.Event().wait(0.05)
+    return left
 
 
-def _has_mapped(pid: int, segment: str) -> bool:
+def _uses(pid: int, path: str) -> bool:
     try:
-        return f"/dev/shm/{segment}" in Path(f"/proc/{pid}/maps").read_text()
+        descriptors = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+        return path in descriptors or path in Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return False
 

@@ -11,6 +11,7 @@ import signal
 import pytest
 from ends import KEY, LocalHost, LocalPair, open_pair
 from far_end import digest, numbers_in, open_far_end, pattern
+from leaks import left_in_shared_memory
 from transports import needs_ucx
 
 from aiodaft_transport import PeerGone, TransportError, open_transport, ucx, ucx_worker
@@ -261,7 +262,7 @@ async def test_a_producer_killed_in_the_middle_is_gone_at_once_and_others_go_on(
         gc.collect()
         await drained(transport)
         assert transport.landing.live_blocks() == 0
-    assert set(os.listdir("/dev/shm")) == shared
+    assert left_in_shared_memory(shared) == set()
 
 
 async def test_a_consumer_killed_in_the_middle_frees_what_it_read_and_others_go_on() -> None:

@@ -279,6 +279,10 @@ class Link:
         self.traffic.control_received += count
         self.flush_soon()
         self._receive(memoryview(self._buffer)[:count])
+        # The next read would say so, but of a socket that has data and an error uvloop tells once, and never again.
+        code = 0 if self._socket is None else self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._broken(OSError(code, os.strerror(code)))
 
     def _receive(self, data: memoryview) -> None:
         try:

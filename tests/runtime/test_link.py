@@ -1,0 +1,55 @@
+"""A control link reads everything that came, and notices every end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+from aiodaft._protocol.codec import FrameEncoder
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.messages import HELLO, KINDS, NOTE, WIRE_VERSION, Message
+from aiodaft._protocol.session import Session
+from aiodaft._runtime.link import Link
+from aiodaft._runtime.replies import State
+
+HERE, THERE = PeerId("here"), PeerId("there")
+GREETING: Message = (HELLO, WIRE_VERSION, WIRE_VERSION, THERE, 1)
+
+
+def frames(*messages: Message) -> bytes:
+    """Messages as they go over a link."""
+    encoder = FrameEncoder()
+    for message in messages:
+        encoder.pack(message)
+    return encoder.take()
+
+
+class Owner:
+    """A process with one link."""
+
+    def __init__(self) -> None:
+        self.came: list[Message] = []
+        self.lost = asyncio.Event()
+
+    @property
+    def handlers(self) -> Sequence[Callable[[Link, Message], object]]:
+        return [lambda link, message: self.came.append(message)] * KINDS
+
+    def link_lost(self, link: Link, reason: Exception) -> None:
+        self.lost.set()
+
+
+async def test_a_peer_that_ends_with_something_unread_is_heard_to_its_last_word() -> None:
+    """Its socket has data, an error and an end at once, of which uvloop tells in one event."""
+    owner = Owner()
+    session: Session[State] = Session(HERE, 2, remote=THERE, max_pending=1)
+    link = Link(owner, session, THERE, asyncio.get_running_loop())
+    ours, theirs = socket.socketpair()
+    link.attach(ours)
+    # Longer than what is read at a time.
+    notes: list[Message] = [(NOTE, "shm", bytes(10_000), index) for index in range(5)]
+    theirs.sendall(frames(GREETING, *notes))
+    theirs.close()
+    await owner.lost.wait()
+    assert owner.came == notes

@@ -68,10 +68,11 @@ async def test_eight_callers_keep_their_own_orders(rt: aiodaft.Runtime) -> None:
 
 
 async def test_async_calls_run_side_by_side(rt: aiodaft.Runtime) -> None:
-    sleeper = await rt.spawn(Sleeper)
-    async with asyncio.timeout(2):
-        # One after the other these would take five seconds.
-        assert await asyncio.gather(*(sleeper.sleep(0.1) for _ in range(50))) == ["sleep"] * 50
+    log = await rt.spawn(Log)
+    refs = [log.after_gate(index) for index in range(50)]
+    # One after the other, the first would wait for ever for what the last one does.
+    await log.open_gate()
+    assert await asyncio.gather(*refs) == list(range(50))
 
 
 async def test_concurrency_bounds_a_method(rt: aiodaft.Runtime) -> None:
@@ -84,7 +85,8 @@ async def test_concurrency_bounds_a_method(rt: aiodaft.Runtime) -> None:
 async def test_a_def_method_does_not_hold_up_the_loop(rt: aiodaft.Runtime) -> None:
     sleeper = await rt.spawn(Sleeper)
     blocked = sleeper.block(20)
-    assert "block began" in await sleeper.history()
+    while "block began" not in await sleeper.history():
+        await asyncio.sleep(0)
     await sleeper.unblock()
     assert await blocked == "unblocked"
 

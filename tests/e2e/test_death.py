@@ -13,6 +13,7 @@ from cgroups import little_memory, move
 from failing import Failing
 
 import aiodaft
+from aiodaft._runtime import node
 
 
 async def test_c33_a_killed_actor_fails_its_calls_with_the_evidence(rt: aiodaft.Runtime) -> None:
@@ -101,8 +102,12 @@ async def test_c37_a_call_to_a_dead_actor_fails_at_once_and_says_it_did_not_run(
 
 async def test_an_actor_that_calls_a_dead_one_gets_the_same_error(rt: aiodaft.Runtime) -> None:
     echo, relay = await rt.spawn(Echo), await rt.spawn(Relay)
+    # Has a call under way, so that the death is somebody's, whoever of the others hears of it in time.
+    waiting = (await rt.on(with_=echo).spawn(Sleeper)).sleep(60)
     assert await relay.call_other(echo, 1) == 1
     os.kill((await rt.info(echo)).pid, signal.SIGKILL)
+    with pytest.raises(aiodaft.ActorDied, match=r"Echo-1 .* was killed by SIGKILL"):
+        await waiting
     with pytest.raises(aiodaft.ActorDied, match=r"Echo-1 .* was killed by SIGKILL"):
         await relay.call_other(echo, 2)
     with pytest.raises(aiodaft.ActorDied, match=r"Echo-1 .* was killed by SIGKILL"):
@@ -155,7 +160,11 @@ async def test_death_in_the_middle_of_a_chain_reaches_its_end(rt: aiodaft.Runtim
     assert await b.echo("goes on") == "goes on"
 
 
-async def test_c42_killing_the_fork_server_ends_actors_and_says_so(rt: aiodaft.Runtime) -> None:
+async def test_c42_killing_the_fork_server_ends_actors_and_says_so(
+    rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The actor ends some time after the fork server; until then, nobody's call has failed of it.
+    monkeypatch.setattr(node, "_BLAME_DELAY", 60)
     echo = await rt.spawn(Sleeper)
     ref = echo.sleep(60)
     await echo.history()

@@ -291,8 +291,10 @@ SCRIPT = """
         async with aiodaft.Runtime() as rt:
             echo, sleeper = await rt.spawn(Echo), await rt.spawn(Sleeper)
             assert await asyncio.gather(echo.echo(1), echo.echo_on_thread(2)) == [1, 2]
+            ref = sleeper.sleep(60)
+            assert await sleeper.history() == ["sleep began"]
             try:
-                await asyncio.wait_for(sleeper.sleep(60), 0.05)
+                await asyncio.wait_for(ref, 0.05)
             except TimeoutError:
                 print(await sleeper.history())
         print(type(asyncio.get_running_loop()).__module__.split(".")[0])

@@ -181,9 +181,12 @@ async def test_cancelling_refs_cancels_every_member(rt: aiodaft.Runtime) -> None
         await refs
     assert caught.group_contains(aiodaft.CallCancelled)
     assert len(caught.value.exceptions) == 3
+    refs = group.all(Member.held, "y")
+    for member in group:
+        await begun(member, 2)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
-            await group.all(Member.held, "y")
+            await refs
     for member in group:
         assert (await member.history())[-1] == "y ended"
 

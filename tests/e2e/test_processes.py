@@ -46,13 +46,15 @@ async def test_spawns_that_are_cancelled_at_any_moment_leave_nothing(rt: aiodaft
 
 
 async def test_more_spawns_than_the_fork_server_has_room_for(rt: aiodaft.Runtime) -> None:
-    await rt.spawn(Echo)
+    await rt.stop(await rt.spawn(Echo))
     assert rt._nursery is not None
     assert rt._nursery.pid is not None
     os.kill(rt._nursery.pid, signal.SIGSTOP)
     loop = asyncio.get_running_loop()
+    assert rt._nursery._socket is not None
+    rt._nursery._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     spawning = [loop.create_task(waited_for(rt.spawn(Echo))) for _ in range(320)]
-    for _ in range(50):
+    while not rt._nursery._sending.locked():
         await asyncio.sleep(0)
     os.kill(rt._nursery.pid, signal.SIGKILL)
     done, pending = await asyncio.wait(spawning, timeout=10)

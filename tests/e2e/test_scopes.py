@@ -162,7 +162,7 @@ async def test_a_runtime_is_opened_in_one_task_and_closed_in_another() -> None:
 async def test_spawning_that_is_cancelled_leaves_nothing(rt: aiodaft.Runtime) -> None:
     before = await rt.resources()
     for delay in (0.0, 0.001, 0.02):
-        spawning = asyncio.get_running_loop().create_task(rt.on(gpus=1).spawn(SlowStart, 0.2)._begin())
+        spawning = asyncio.get_running_loop().create_task(rt.on(gpus=1).spawn(SlowStart, 60.0)._begin())
         await asyncio.wait([spawning], timeout=delay)
         spawning.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -201,11 +201,11 @@ def start_script(cleanup: str = "pass") -> subprocess.Popen[str]:
     return process
 
 
-def wait_gone(pids: set[int], seconds: float) -> set[int]:
-    """The processes that are still there after so many seconds."""
+def wait_gone(pids: set[int]) -> set[int]:
+    """The processes that do not end, however slow this machine is."""
     import time
 
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 10
     while (left := {pid for pid in pids if is_alive(pid)}) and time.monotonic() < deadline:
         os.sched_yield()
     return left
@@ -218,7 +218,7 @@ def test_killing_the_controller_ends_every_process() -> None:
         assert len(pids) == 2
         process.send_signal(number)
         process.wait()
-        assert wait_gone(pids, 2.0) == set()
+        assert wait_gone(pids) == set()
         process.communicate()
 
 
@@ -229,7 +229,7 @@ def test_one_ctrl_c_ends_the_program_in_order() -> None:
     out, err = process.communicate(timeout=15)
     assert "cleaned up" in out
     assert "KeyboardInterrupt" in err
-    assert wait_gone(pids, 2.0) == set()
+    assert wait_gone(pids) == set()
 
 
 def test_a_second_ctrl_c_ends_it_at_once() -> None:
@@ -241,4 +241,4 @@ def test_a_second_ctrl_c_ends_it_at_once() -> None:
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=15)
     assert process.returncode != 0
-    assert wait_gone(pids, 2.0) == set()
+    assert wait_gone(pids) == set()

@@ -142,6 +142,12 @@ class Cell:
         if call.deadline is not None:
             current_deadline.set(call.deadline)
 
+    def last_begun(self, call: IncomingCall) -> None:
+        """In its task or thread: the last call of a row begins, so that those after the row may start."""
+        call.last_begun = True
+        if self.mailbox.watching:
+            self.peer.call_soon(self.look_again)
+
     def _run_on_thread(self, call: IncomingCall) -> None:
         """On the actor's thread: run a `def` method and encode its result, so that nothing changes it in between."""
         if not call.take():

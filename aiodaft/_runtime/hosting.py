@@ -81,6 +81,7 @@ class Cell:
         if call.spec.is_stream:
             call.task = self.peer.loop.create_task(self._run_stream(call))
         elif call.rules.on_thread:
+            self.peer.waiter.threads += 1
             self.thread.submit(lambda: self._run_on_thread(call))
             if self.active > 1:
                 self.peer.deadlocks.suspect(self)
@@ -273,6 +274,8 @@ class Cell:
         if call.given_up:
             self.abandoned -= 1
         # The task's context knows the call: without this they would keep each other, and the arguments, alive.
+        if call.rules.on_thread:
+            self.peer.waiter.threads -= 1
         call.task = None
         if call.timer is not None:
             call.timer.cancel()

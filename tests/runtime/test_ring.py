@@ -164,3 +164,16 @@ async def test_a_waiter_without_traffic_falls_asleep(pair: tuple[RingPair, RingP
     first.writer.write(b"x")
     assert await end.take(1) == b"x"
     waiter.remove(second)
+
+
+async def test_nobody_looks_while_a_thread_of_the_process_works(pair: tuple[RingPair, RingPair]) -> None:
+    """Looking would keep the interpreter from it."""
+    waiter = Waiter(asyncio.get_running_loop())
+    end = Collector(pair[1])
+    waiter.add(pair[1], end)
+    waiter.threads = 1
+    waiter.look()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not waiter._looking
+    waiter.remove(pair[1])

@@ -273,9 +273,9 @@ class Cell:
         self.done += 1
         if call.given_up:
             self.abandoned -= 1
-        # The task's context knows the call: without this they would keep each other, and the arguments, alive.
         if call.rules.on_thread:
             self.peer.waiter.threads -= 1
+        # The task's context knows the call: without this they would keep each other, and the arguments, alive.
         call.task = None
         if call.timer is not None:
             call.timer.cancel()

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 from aiodaft.ref import Ref
 
 from .callers import is_plain
+from .kept import Arrived
 from .serialization import Names, encode
-from .store import Arrived
 
 if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
 
     from .store import Store
-    from .values import Source
 
 
 class Arguments:
@@ -53,7 +52,7 @@ class Arguments:
     def _encode(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ref[Any]]:
         parts = [(spec.argument(index), arg) for index, arg in enumerate(args)]
         names = Names(spec.label, (*parts, *kwargs.items()))
-        encoded = encode([list(args), kwargs], names=names, find_block=_no_block, resolve=True, patient=True)
+        encoded = encode([list(args), kwargs], names=names, resolve=True, patient=True)
         self.payload, self.blob = encoded.payload, encoded.packed()
         self.refs = encoded.refs
         return encoded.slots
@@ -94,8 +93,3 @@ class Sealed:
 
     def __repr__(self) -> str:
         return f"<{type(self.content).__name__}>"
-
-
-def _no_block(source: Source) -> None:
-    # The buffers are copied, wherever they lie.
-    return None

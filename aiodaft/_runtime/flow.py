@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from aiodaft.exceptions import DaftError, RemoteProtocolError
 
 from .failures import add_note, decode_error, encode_error
-from .store import Arrived, Kept
+from .kept import Arrived, Kept
 
 if TYPE_CHECKING:
     from .link import Neighbour
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 # See `messages`: (index, plain), (index, error, executed), (index, payload, blobs, refs, slots) or (index,).
 Item: TypeAlias = tuple[Any, ...]
+
+
+class NotAtHand(Exception):
+    """A value has to be fetched before it can be used, though it was made in this very process."""
 
 
 class Value:
@@ -65,26 +69,37 @@ class Value:
         return error
 
     def take(self, store: Store, *, patient: bool) -> Any:
-        """The value, for one use."""
-        self._uses -= 1
-        if self.kept is not None:
-            return store.decode_now(_of_own(self.kept), refs=self.kept.refs, patient=patient)
+        """The value, for one use. Safe in any thread.
+
+        Raises:
+            NotAtHand: It needs `fetch_own`.
+        """
+        own = None if self.kept is None else _objects(self.kept)
+        if own is not None:
+            return store.decode_now(own, refs=own.refs, patient=patient)
         arrived, slots = self._arrived, self._slots
         if arrived is None:
+            if self.kept is not None:
+                raise NotAtHand
             return self._plain
-        if self._uses:
-            # Others use it too, and what one of them does to its own must not show in theirs.
-            arrived, slots = _copy(arrived), [_copy(slot) for slot in slots]
-        else:
-            self._arrived = None
+        if self._uses != 1:
+            # Others use it too, maybe at this moment: what one of them does to its own must not show in theirs.
+            arrived, slots = store.copy(arrived), [store.copy(slot) for slot in slots]
         values = [store.decode_now(slot, refs=slot.refs, patient=patient) for slot in slots]
         return store.decode_now(arrived, values, arrived.refs, patient=patient)
 
-    def snapshot(self) -> None:
-        """Do without the blocks of the value that was made here."""
+    def used(self) -> None:
+        """A step has taken it."""
+        if self._uses == 1:
+            self._arrived, self._slots = None, []
+
+    async def fetch_own(self, peer: Peer) -> None:
+        """Fetch what was made in this very process, as others do: its memory is not needed any more."""
         assert self.kept is not None
-        kept, self.kept = self.kept, None
-        self._arrived = Arrived(kept.payload, kept.inline, _contents(kept), kept.refs)
+        await peer.store.make_ready(self.kept)
+        # By now somebody else may have done it, and the owner have freed it.
+        if self._arrived is None:
+            self._arrived = await peer.transfer.take_own(self.kept)
 
     # Travelling.
 
@@ -141,21 +156,14 @@ async def fetch(peer: Peer, neighbour: Neighbour, item: Item) -> Value:
     return value
 
 
-def _of_own(kept: Kept) -> Arrived:
-    """A value made in this very process: the objects themselves where they still are what they were."""
-    if kept.block is None and not kept.encoded.blocks:
+def _objects(kept: Kept) -> Arrived | None:
+    """A value made in this very process, without its memory: if it is small, or its objects are still the same."""
+    blobs = kept.blobs()
+    if not blobs:
         return Arrived(kept.payload, kept.inline, [], kept.refs)
     objects = [kept.origin(index) for index in range(len(kept.origins))]
-    blobs = [] if all(found is not None for found in objects) else _contents(kept)
-    arrived = Arrived(kept.payload, None, blobs or [memoryview(b"")] * len(kept.all_blocks), kept.refs)
+    if any(found is None for found in objects):
+        return None
+    arrived = Arrived(kept.payload, None, [memoryview(b"")] * len(blobs), kept.refs)
     arrived.origin = objects.__getitem__
     return arrived
-
-
-def _contents(kept: Kept) -> list[memoryview]:
-    return [memoryview(bytearray(block.view)) for block in kept.all_blocks]
-
-
-def _copy(arrived: Arrived) -> Arrived:
-    blobs = [memoryview(bytearray(blob)) for blob in arrived.blobs]
-    return Arrived(arrived.payload, arrived.inline, blobs, arrived.refs)

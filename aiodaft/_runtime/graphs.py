@@ -15,14 +15,15 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import FLOW, REPORT, RUN, SKIP, Message
 from aiodaft._protocol.plan import SubPlan
 from aiodaft.exceptions import DaftError
+from aiodaft_transport import TransportError
 
 from .arguments import Arguments
 from .failures import copy_error
 from .flow import Item, Value, fetch, value_of
 from .incoming import IncomingCall
+from .kept import Kept
 from .rows import Row, RowCall
 from .serialization import PLAIN, SLOT
-from .store import Kept
 
 if TYPE_CHECKING:
     from .link import Link, Neighbour
@@ -96,7 +97,7 @@ class Run:
         self.numbers: dict[int, int] = {}
         # What steps of this process may still look into.
         self._held: list[Kept] = []
-        # Segments that are not over; values that have not come.
+        # Segments that are not over, and results that are not given; values that have not come.
         self._open = len(part.plan.segments)
         self._to_come = part.foreign
 
@@ -147,7 +148,32 @@ class Run:
                     call.cell.look_again()
 
     def give(self, index: int, value: Value) -> None:
-        """A step of this process is over: tell everybody who needs to know."""
+        """A step of this process is over: tell everybody who needs to know, once they can have its result."""
+        kept = value.kept
+        if kept is None or (kept.ready and not self._outlives(index, kept)):
+            self._tell(index, value)
+        else:
+            self._open += 1
+            self.part.peer.tasks.create_task(self._give_later(index, value, kept), name="give a value of a graph")
+
+    def _outlives(self, index: int, kept: Kept) -> bool:
+        """Whether steps here may still look into it when its owner, who gets it, has freed it."""
+        return index in self.numbers and index in self.part.plan.uses and not kept.is_inline
+
+    async def _give_later(self, index: int, value: Value, kept: Kept) -> None:
+        peer = self.part.peer
+        try:
+            if self._outlives(index, kept):
+                await value.fetch_own(peer)
+            else:
+                await peer.store.make_ready(kept)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the steps that need the value fail of it
+            kept.release()
+            value = Value.of_error(error, executed=True)
+        self._tell(index, value)
+        self._one_over()
+
+    def _tell(self, index: int, value: Value) -> None:
         part = self.part
         plan = part.plan
         if value.kept is not None and value.kept.refs:
@@ -175,16 +201,13 @@ class Run:
     def _item(self, index: int, value: Value, neighbour: Neighbour) -> Item:
         try:
             return value.item(index, self.part.peer, neighbour)
-        except DaftError as error:
+        except (DaftError, TransportError) as error:
             return Value.of_error(error, executed=True).item(index, self.part.peer, neighbour)
 
     def _report(self, index: int, value: Value, neighbour: Neighbour) -> Item:
         number = self.numbers.get(index)
         kept = value.kept
         if number is not None and kept is not None and not (kept.ready and kept.is_inline):
-            if index in self.part.plan.uses:
-                # The owner may free it while steps here still look into it.
-                value.snapshot()
             self.part.peer.store.entries[self.part.owner, CallId(number)] = kept
             return (index,)
         if number is None and value.failure is None:
@@ -227,7 +250,7 @@ class Run:
         call.flush()
         if not call.over:
             call.over = True
-            self._row_over()
+            self._one_over()
 
     def fail(self, call: IncomingCall, error: BaseException, *, executed: bool | None) -> None:
         """A row will not go on."""
@@ -235,9 +258,9 @@ class Run:
         if not call.over:
             call.flush()
             call.give_up(error, executed=executed)
-            self._row_over()
+            self._one_over()
 
-    def _row_over(self) -> None:
+    def _one_over(self) -> None:
         self._open -= 1
         self._forget_if_over()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import PeerId
@@ -11,15 +12,16 @@ from aiodaft._protocol.messages import RUN, SKIP
 from aiodaft._protocol.plan import Dataflow, SubPlan, make_plan
 from aiodaft.exceptions import DaftError, RuntimeClosed
 from aiodaft.ref import Ref
+from aiodaft_transport import TransportError
 
 from .arguments import Arguments, Sealed
 from .callers import is_plain
 from .failures import copy_error, decode_error
 from .flow import Item, Value
+from .kept import Arrived
 from .pickling import TooLong
 from .runs import OwnRun, ResultState
 from .serialization import Names
-from .store import Arrived
 
 if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
@@ -98,7 +100,9 @@ class OwnGraph:
         self._waiting.append(run)
         self._idle.clear()
         if long:
-            peer.tasks.create_task(self._pack(run, long), name="copy the inputs of a graph")
+            peer.tasks.create_task(
+                self._pack(run, long, peer.store.current_streams()), name="copy the inputs of a graph"
+            )
         else:
             run.ready = True
             self._pump()
@@ -119,24 +123,28 @@ class OwnGraph:
                 continue
             run.take(kept)
             run.inputs.append(Value.of_kept(kept))
-            if not self._peer.store.pack_now(kept):
+            if not (self._peer.store.pack_now(kept) and kept.ready):
                 long.append((index, arg))
         return long
 
-    async def _pack(self, run: OwnRun, long: list[tuple[int, Any]]) -> None:
+    async def _pack(self, run: OwnRun, long: list[tuple[int, Any]], streams: Sequence[Any]) -> None:
         store = self._peer.store
         try:
             for index, arg in long:
                 kept = run.inputs[index].kept
                 if kept is None:
-                    kept = await store.keep_anywhere(arg, _names(index, arg), resolve=True)
+                    kept = await store.keep_anywhere(arg, _names(index, arg), resolve=True, streams=streams)
                     run.take(kept)
                     run.inputs[index] = Value.of_kept(kept)
-                await store.pack(kept)
+                await store.make_ready(kept)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the run
-            self.withdraw(run)
-            run.fail(error)
+            if not run.sent:
+                self.withdraw(run)
+                run.fail(error)
         run.ready = True
+        if run.sent:
+            # It was withdrawn meanwhile.
+            run.over()
         self._pump()
 
     def _pump(self) -> None:
@@ -163,15 +171,12 @@ class OwnGraph:
             peer.graphs.send(neighbour, (RUN, self._number, run.number, oldest, left, numbers, items))
             if neighbour.lost is not None:
                 peer.tasks.create_task(self._explain_loss(run, process), name="explain a lost actor")
-        for value in run.inputs:
-            if value.kept is not None:
-                value.kept.release()
-        run.inputs = []
+        run.drop_inputs()
 
     def _item(self, value: Value, index: int, neighbour: Neighbour) -> Item:
         try:
             return value.item(index, self._peer, neighbour)
-        except DaftError as error:
+        except (DaftError, TransportError) as error:
             return Value.of_error(error, executed=False).item(index, self._peer, neighbour)
 
     async def _explain_loss(self, run: OwnRun, process: PeerId) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +16,7 @@ from aiodaft.methods import MethodSpec
 
 from .callers import capture, is_plain
 from .failures import add_note, as_call_error
-from .flow import Value
+from .flow import NotAtHand, Value
 from .incoming import IncomingCall
 
 if TYPE_CHECKING:
@@ -104,7 +105,11 @@ class RowCall(IncomingCall):
                 call.cell.last_begun(call)
             executed = False
             try:
-                args, kwargs = call._arguments(number, patient=False)
+                try:
+                    args, kwargs = call._arguments(number, patient=False)
+                except NotAtHand:
+                    await call._fetch_own(number)
+                    args, kwargs = call._arguments(number, patient=False)
                 executed = True
                 result = await method.fn(instance, *args, **kwargs)
                 if is_plain(result):
@@ -134,7 +139,12 @@ class RowCall(IncomingCall):
                 call.cell.last_begun(call)
             executed = False
             try:
-                args, kwargs = call._arguments(number, patient=True)
+                try:
+                    args, kwargs = call._arguments(number, patient=True)
+                except NotAtHand:
+                    peer = call.cell.peer
+                    asyncio.run_coroutine_threadsafe(call._fetch_own(number), peer.loop).result()
+                    args, kwargs = call._arguments(number, patient=True)
                 executed = True
                 result = method.fn(instance, *args, **kwargs)
                 if is_plain(result):
@@ -154,20 +164,32 @@ class RowCall(IncomingCall):
             if number < last and index in call.row.leaving:
                 call.cell.thread.to_loop(call.flush)
 
+    async def _fetch_own(self, number: int) -> None:
+        """Fetch what a step needs and was made in this process."""
+        for value in self._values(number):
+            if value.kept is not None:
+                await value.fetch_own(self.cell.peer)
+
     def _arguments(self, number: int, *, patient: bool) -> tuple[Any, Any]:
+        store = self.cell.peer.store
+        values = self._values(number)
+        taken = [value.take(store, patient=patient) for value in values]
+        for value in values:
+            value.used()
+        return self.row.steps[number][2].data.make(store, taken, patient=patient)
+
+    def _values(self, number: int) -> list[Value]:
         position, _, step = self.row.steps[number]
-        arguments = step.data
         part = self.run.part
         values: list[Value] = []
-        for slot in arguments.slots:
+        for slot in step.data.slots:
             value = part.outside[position, -slot - 1] if slot < 0 else self._made.get(slot) or self.run.values[slot]
             if value.failure is not None:
                 raise InputFailed(
                     value.error_for(step.label, part.plan.labels.get(slot, "a ref from outside the graph"))
                 )
             values.append(value)
-        store = part.peer.store
-        return arguments.make(store, [value.take(store, patient=patient) for value in values], patient=patient)
+        return values
 
     def _failure(self, step: Step[Arguments], error: BaseException, executed: bool) -> Value:
         caught = as_call_error(error, f"raised by {step.label} in {self.cell.where}")

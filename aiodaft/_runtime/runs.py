@@ -8,9 +8,9 @@ from aiodaft.exceptions import CallCancelled, DaftError
 
 from .failures import copy_error
 from .flow import Value
+from .kept import Kept
 from .refkinds import CallState
 from .refs import RefState, state_of
-from .store import Kept
 
 if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
@@ -100,8 +100,19 @@ class OwnRun:
         self.missing.clear()
         self.over()
 
+    def drop_inputs(self) -> None:
+        """They were sent, or will not be."""
+        for value in self.inputs:
+            if value.kept is not None:
+                value.kept.release()
+        self.inputs = []
+
     def over(self) -> None:
-        """Nothing more will be reported."""
+        """Nothing more will be reported. Idempotent."""
+        if not self.ready:
+            # Its inputs are being encoded; whoever does that comes back.
+            return
+        self.drop_inputs()
         for state in self.used:
             state.drop_use(failed=False)
         self.used = []

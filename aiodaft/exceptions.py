@@ -5,6 +5,7 @@ whether the call in question ran: True, False (it did not: safe to retry) or Non
 
 DaftError
 ├── SerializationError       a value cannot travel; names the path to it
+├── ImpossibleOrder          the steps of a graph would wait for each other in a circle
 ├── Closed                   you closed it
 │   ├── RuntimeClosed        the runtime, or the scope that owned the actor
 │   └── ChannelClosed        the channel
@@ -41,6 +42,7 @@ __all__ = [
     "DaftError",
     "DeadlineExceeded",
     "DeadlockDetected",
+    "ImpossibleOrder",
     "InsufficientResources",
     "LocalProtocolError",
     "NameNotFound",
@@ -93,6 +95,12 @@ def _rebuild(cls: type[DaftError], args: tuple[Any, ...], state: dict[str, Any])
 
 class SerializationError(DaftError, TypeError):
     """A value cannot travel between processes. The message names the path to it, as in `args[0].cfg.fn`."""
+
+    executed = False
+
+
+class ImpossibleOrder(DaftError, ValueError):
+    """The steps of a graph would wait for each other in a circle; the message says which, and their source lines."""
 
     executed = False
 

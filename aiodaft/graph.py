@@ -1,25 +1,32 @@
 """Dataflows that are captured once and run many times: `async with aiodaft.compile(fn) as graph`.
 
-Capturing runs `fn` once with refs that have no value yet, and freezes the calls it makes. A run makes the same calls
-with new inputs; nothing of `fn` runs again.
+Capturing runs `fn` once with refs that have no value yet, and freezes the calls it makes. Each process that takes part
+gets its share of them once; a run is then one message to each, values that go from actor to actor, and one message
+back. Where processes share memory, all of that goes through rings: no socket, no system call while there is traffic.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, overload
 
 from aiodaft._protocol.messages import WANT_REPLY
-from aiodaft._runtime.calls import Request
+from aiodaft._protocol.plan import Dataflow, Step
+from aiodaft._runtime.arguments import Arguments
+from aiodaft._runtime.calls import Request, Target
 from aiodaft._runtime.current import current_peer
+from aiodaft._runtime.own_graphs import OwnGraph
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.refkinds import PutState
-from aiodaft._runtime.refs import RefState, state_of
 from aiodaft._runtime.serialization import map_refs
-from aiodaft.exceptions import RuntimeClosed
-from aiodaft.ref import Ref, parts_of
+from aiodaft.actor import class_of, target_of
+from aiodaft.exceptions import DaftError
+from aiodaft.methods import MethodSpec, specs_of
+from aiodaft.ref import Ref, Refs, parts_of
 
 __all__ = ["Graph", "compile"]
 
@@ -29,121 +36,205 @@ A0 = TypeVar("A0")
 A1 = TypeVar("A1")
 A2 = TypeVar("A2")
 
+# Runs that are under way at a time; further ones wait in the caller.
+_MAX_IN_FLIGHT: Final = 16
+# Where the framework's own code is.
+_OWN: Final = os.path.dirname(__file__) + os.sep
+
 
 class _Recorder:
     """Takes the place of what sends calls while `fn` runs."""
 
-    def __init__(self) -> None:
-        self.steps: list[Request] = []
+    def __init__(self, peer: Peer, inputs: int) -> None:
+        self._peer = peer
+        # What the graph's own refs stand for: inputs first, then results in the order of the calls.
+        self.inputs = [PutState(peer, peer.next_number(), None, f"input {index}") for index in range(inputs)]
+        self.numbers: dict[Any, int] = {state: index for index, state in enumerate(self.inputs)}
+        self.steps: list[Step[Arguments]] = []
+        self.specs: list[tuple[Target, MethodSpec]] = []
 
     def submit(self, request: Request) -> None:
         """Note a call."""
+        spec, target, line = request.spec, request.target, _line()
         if request.mode != WANT_REPLY:
-            raise TypeError(f"{request.spec.label}: streams and tell() cannot be captured in a graph")
-        self.steps.append(request)
+            raise TypeError(f"{spec.label}: streams and tell() cannot be captured in a graph ({line})")
+        try:
+            arguments = Arguments(spec, request.args, request.kwargs, self.numbers)
+        except (TypeError, DaftError) as error:
+            error.add_note(f"captured at {line}")
+            raise
+        actor = (target.remote, target.actor)
+        self.steps.append(Step(actor, spec.label, line, spec.rules, arguments.needs, arguments))
+        self.specs.append((target, spec))
+        self.numbers[request.state] = len(self.numbers)
+
+    def forget(self) -> None:
+        """The refs have done their work, and will never settle: who awaits one is told so."""
+        for state in self.numbers:
+            state.seen = True
+            state.error = TypeError(f"{state.label} was captured in a graph, and has no value here: call the graph")
+
+
+def _line() -> str:
+    """Where the user's code is that makes a call."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class Graph(Generic[P, R]):
     """A captured dataflow. Calling it starts a run and gives a `Ref` like any other (or several, as `fn` returned).
 
-    Runs may overlap; they make their calls in the order in which they were started.
+    Runs start in the order in which they are called, and overlap; each step is a call of its actor. Once the graph is
+    ready, which entering it waits for, and while there is room for more runs, a step starts after the calls that this
+    process made to its actor before the run, and before those that it makes later. A step that fails fails the run,
+    or that part of it which depends on the step. The rings between processes stay after the graph is closed: calls
+    made one by one use them too.
+
+    Leaving the block waits for the runs under way; leaving it by an error cancels them.
+
+    Cancellation: cancelling the last of a run's results that somebody wanted skips the steps that have not begun, and
+    cancels those that run.
     """
 
-    def __init__(self, peer: Peer, inputs: list[Ref[Any]], steps: list[Request], output: Any) -> None:
+    def __init__(self, peer: Peer, core: OwnGraph, output: Any, numbers: dict[Any, int]) -> None:
         self._peer = peer
-        self._inputs = inputs
-        self._steps = steps
+        self._core = core
         self._output = output
-        self._runs: dict[RefState, Ref[Any]] = {}
-        self._closed = False
+        self._numbers = numbers
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Ref[R]:
-        """Start a run.
+        """Start a run; at most `max_in_flight` are under way at a time, the others wait here for their turn.
 
         Raises:
             TypeError: The inputs are not as many as `fn` takes.
+            SerializationError: An input cannot travel.
             RuntimeClosed: The graph is closed.
         """
-        if self._closed:
-            raise RuntimeClosed("the graph is closed")
-        if kwargs or len(args) != len(self._inputs):
+        core = self._core
+        if kwargs or len(args) != core.flow.inputs:
             raise TypeError(
-                f"the graph takes {len(self._inputs)} positional inputs, not {len(args)} and {len(kwargs)} by name"
+                f"the graph takes {core.flow.inputs} positional inputs, not {len(args)} and {len(kwargs)} by name"
             )
-        values: dict[Any, Any] = {state_of(ref): arg for ref, arg in zip(self._inputs, args, strict=True)}
-
-        def replace(ref: Ref[Any]) -> Any:
-            parts = parts_of(ref)
-            if parts is not None:
-                # The list of the captured refs would never be complete: this run's own.
-                return [replace(part) for part in parts]
-            return values.get(state_of(ref), ref)
-
-        for step in self._steps:
-            ref = step.target.call(step.spec, map_refs(step.args, replace), map_refs(step.kwargs, replace))
-            values[step.state] = ref
-            state = state_of(ref)
-            self._runs[state] = ref
-            # A watcher is no awaiter: a run whose only awaiter is cancelled is cancelled.
-            state.watch(self._run_ended)
-        output: Ref[R] = map_refs(self._output, replace)
+        _check_loop(self._peer, "a graph is run")
+        refs = core.start(args)
+        if isinstance(self._output, Ref):
+            return refs[core.flow.outputs[0]]
+        output: Ref[R] = _map_output(self._output, lambda ref: refs[self._numbers[ref._state]])
         return output
 
-    def _run_ended(self, state: RefState) -> None:
-        self._runs.pop(state, None)
+    async def replace(self, dead: object, new: object) -> None:
+        """Go on with another actor in the place of one, whether that lives or not. Runs under way end as they may.
+
+        Raises:
+            ValueError: The graph does not call the actor.
+            TypeError: The new one lacks a method.
+
+        Cancellation: the new actor is in its place; runs that were under way are cancelled.
+        """
+        old, fresh = _target(dead), _target(new)
+        core = self._core
+        if old not in (target for target, _ in core.specs):
+            raise ValueError(f"{old.label} has no part in {self!r}")
+        methods = specs_of(class_of(new))
+        lacking = [spec.label for target, spec in core.specs if target == old and spec.name not in methods]
+        if lacking:
+            raise TypeError(f"{fresh.label} cannot take the place of {old.label}: it has no {lacking[0]}")
+        flow = core.flow.with_actor((old.remote, old.actor), (fresh.remote, fresh.actor))
+        specs = [(fresh if target == old else target, spec) for target, spec in core.specs]
+        self._core = OwnGraph(self._peer, flow, specs, core.max_in_flight)
+        await core.aclose()
 
     async def aclose(self) -> None:
-        """Start no more runs, and wait for those under way. Idempotent.
+        """Start no more runs, wait for those under way, and free what the processes know of the graph. Idempotent.
 
         Cancellation: what is still under way is cancelled.
         """
-        self._closed = True
-        try:
-            await asyncio.gather(*(ref.ready() for ref in self._runs.values()))
-        except asyncio.CancelledError:
-            for ref in list(self._runs.values()):
-                ref.cancel()
-            raise
+        await self._core.aclose()
 
     async def __aenter__(self) -> Self:
+        await self._core.wait_ready()
         return self
 
-    async def __aexit__(self, *exc_info: object) -> None:
+    async def __aexit__(self, error_type: type[BaseException] | None, *exc_info: object) -> None:
+        if error_type is not None:
+            self._core.cancel("its graph was left by an error")
         await self.aclose()
 
     def __repr__(self) -> str:
-        return f"<Graph of {len(self._steps)} calls>"
+        return f"<Graph of {len(self._core.flow.steps)} calls to {len(self._core.plans)} processes>"
+
+
+def _map_output(output: Any, replace: Callable[[Ref[Any]], Ref[Any]]) -> Any:
+    def one(ref: Ref[Any]) -> Ref[Any]:
+        parts = parts_of(ref)
+        return replace(ref) if parts is None else Refs([replace(part) for part in parts]).gather()
+
+    return Refs([one(ref) for ref in output]) if isinstance(output, Refs) else map_refs(output, one)
+
+
+def _target(actor: object) -> Target:
+    target = target_of(actor)
+    assert isinstance(target, Target)
+    return target
+
+
+def _check_loop(peer: Peer, what: str) -> None:
+    if asyncio._get_running_loop() is not peer.loop:
+        raise RuntimeError(f"{what} on the event loop of its runtime, not in another thread")
 
 
 @overload
-def compile(fn: Callable[[], Ref[R]], /) -> Graph[[], R]: ...
+def compile(fn: Callable[[], Ref[R]], /, *, max_in_flight: int = ...) -> Graph[[], R]: ...
 @overload
-def compile(fn: Callable[[Ref[A0]], Ref[R]], /) -> Graph[[A0], R]: ...
+def compile(fn: Callable[[Ref[A0]], Ref[R]], /, *, max_in_flight: int = ...) -> Graph[[A0], R]: ...
 @overload
-def compile(fn: Callable[[Ref[A0], Ref[A1]], Ref[R]], /) -> Graph[[A0, A1], R]: ...
+def compile(fn: Callable[[Ref[A0], Ref[A1]], Ref[R]], /, *, max_in_flight: int = ...) -> Graph[[A0, A1], R]: ...
 @overload
-def compile(fn: Callable[[Ref[A0], Ref[A1], Ref[A2]], Ref[R]], /) -> Graph[[A0, A1, A2], R]: ...
-def compile(fn: Callable[..., Any], /) -> Graph[Any, Any]:
-    """Capture a dataflow: `fn` takes refs, calls actors with them, and returns a ref.
+def compile(
+    fn: Callable[[Ref[A0], Ref[A1], Ref[A2]], Ref[R]], /, *, max_in_flight: int = ...
+) -> Graph[[A0, A1, A2], R]: ...
+def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -> Graph[Any, Any]:
+    """Capture a dataflow: `fn` takes refs, calls actors with them, and returns a ref, or a container of refs.
 
-    `fn` runs once, now. What it does besides calling actors happens now as well, and not when the graph runs.
+    `fn` runs once, now. What it does besides calling actors happens now as well, and not when the graph runs. What
+    it passes that is no ref of its own is a constant: encoded now, and new for each run. A ref from outside is one
+    too, once it has its value; until then, runs wait.
+
+    Args:
+        fn: The dataflow.
+        max_in_flight: Runs that are under way at a time, which bounds the memory that they take in the actors.
 
     Raises:
         TypeError: `fn` looks at a value (which does not exist yet), or does not return what its calls gave.
+        SerializationError: A constant cannot travel.
+        ImpossibleOrder: Steps would wait for each other in a circle.
     """
     peer = current_peer()
-    inputs: list[Ref[Any]] = [Ref(_input(peer, index)) for index in range(_count_inputs(fn))]
-    recorder = _Recorder()
+    _check_loop(peer, "a graph is captured")
+    if max_in_flight < 1:
+        raise ValueError(f"at least one run is under way, not {max_in_flight}")
+    recorder = _Recorder(peer, _count_inputs(fn))
+    inputs: list[Ref[Any]] = [Ref(state) for state in recorder.inputs]
     sender, peer.outgoing = peer.outgoing, recorder
     try:
         output = fn(*inputs)
     finally:
         peer.outgoing = sender
-    known = {state_of(ref) for ref in inputs} | {step.state for step in recorder.steps}
-    outputs: Sequence[Any] = output if isinstance(output, list | tuple) else [output]
-    if not all(isinstance(ref, Ref) and state_of(ref) in known for ref in outputs) or not outputs:
+        recorder.forget()
+    outputs: list[Ref[Any]] = []
+
+    def collect(ref: Ref[Any]) -> Ref[Any]:
+        outputs.append(ref)
+        return ref
+
+    _map_output(output, collect)
+    numbers = [recorder.numbers.get(ref._state, -1) for ref in outputs]
+    if not outputs or min(numbers) < len(inputs):
         raise TypeError(f"{getattr(fn, '__qualname__', fn)} must return the refs of calls it made, not {output!r:.80}")
-    return Graph(peer, inputs, recorder.steps, output)
+    flow = Dataflow(len(inputs), tuple(recorder.steps), tuple(numbers))
+    return Graph(peer, OwnGraph(peer, flow, recorder.specs, max_in_flight), output, recorder.numbers)
 
 
 def _count_inputs(fn: Callable[..., Any]) -> int:
@@ -155,7 +246,3 @@ def _count_inputs(fn: Callable[..., Any]) -> int:
         if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             raise TypeError(f"{name}: inputs of a graph are positional, and {parameter} is not")
     return len([parameter for parameter in parameters if parameter.default is parameter.empty])
-
-
-def _input(peer: Peer, index: int) -> PutState:
-    return PutState(peer, peer.next_number(), None, f"input {index}")

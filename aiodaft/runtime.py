@@ -167,7 +167,7 @@ class Runtime(Scope):
         peer.on_unheld = lambda error, label: self.fail(error)
 
         async def explain(link: Link, reason: Exception) -> DaftError:
-            ending = await agent.explain(link.remote, len(link.session.calls) - link.session.waiting)
+            ending = await agent.explain(link.remote, peer.graphs.in_flight(link))
             # Who talks nonsense is cut off, and ends: why is what the callers have to hear.
             return reason if isinstance(reason, ProtocolError) else ending
 

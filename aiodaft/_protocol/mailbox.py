@@ -4,7 +4,8 @@ The rule: calls of one caller *start* in the order in which they were made, also
 for its arguments. Different callers do not hold each other up. `ordered=False` opts out.
 
 `def` methods run on the actor's one thread, `async def` ones on the loop; each of the two takes its calls up in
-order. Where a caller's calls change from one to the other, the later one waits until the earlier one has begun.
+order. Where a caller's calls change from one to the other, the later one waits until the earlier one has begun; so it
+does after a row, which has begun when the last of its calls has.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Rules:
     on_thread: bool = False
     ordered: bool = True
     concurrency: int | None = None
+    # Several calls of a graph that run one after the other.
+    row: bool = False
 
 
 class Entry(Protocol):
@@ -38,6 +41,8 @@ class Entry(Protocol):
     withdrawn: bool
     # Its first line has run; set by the thread or task that runs it.
     begun: bool
+    # Of a row: the first line of its last call has.
+    last_begun: bool
 
 
 EntryT = TypeVar("EntryT", bound=Entry)
@@ -177,12 +182,14 @@ class Mailbox(Generic[EntryT]):
         if not rules.ordered:
             return True
         last = self._last.get(entry.caller)
+        if last is None:
+            return True
         # What runs on the same side is taken up in order, so the last one speaks for all before it.
-        if last is None or last.rules.on_thread is rules.on_thread:
+        if last.rules.on_thread is rules.on_thread and (rules.on_thread or not last.rules.row):
             return True
         # First ask to be told, then look: the other way round, it could begin in between and never say so.
         self.watching = True
-        return last.begun
+        return last.last_begun if last.rules.row else last.begun
 
     def _start(self, entry: EntryT) -> None:
         rules = entry.rules

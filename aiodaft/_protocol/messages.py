@@ -6,6 +6,10 @@ themselves, or grants of a transport) and `refs` (descriptors of refs that trave
 
 A *descriptor* is (owner, number, producer, label): whose ref it is, its number there, which process makes the value
 and by which method; or (payload, blobs, refs): the value itself, when it is small and known.
+
+An *input* or *result* in RUN, FLOW and REPORT begins with the number of the value in its graph: (index, plain value),
+(index, encoded exception, whether the step ran), (index, payload, blobs, refs, descriptors of awaited refs), or
+(index,) alone: the sender keeps it for the graph's owner, or there is none and the step is over.
 """
 
 from __future__ import annotations
@@ -48,8 +52,18 @@ BYE: Final = 18
 BORROW: Final = 19
 JOIN: Final = 20
 LEAVE: Final = 21
+RING: Final = 22
+RUN: Final = 23
+FLOW: Final = 24
+REPORT: Final = 25
+SKIP: Final = 26
 
-KINDS: Final = 22
+KINDS: Final = 27
+
+# Stages of RING: rings are asked for; here they are; they are taken.
+RING_WANTED: Final = 0
+RING_OFFERED: Final = 1
+RING_TAKEN: Final = 2
 
 # How the callee treats a SEND.
 WANT_REPLY: Final = 0
@@ -111,6 +125,16 @@ _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     JOIN: (_STR, _INT, (bool,)),
     # owner, number, process that has, or needs, no copy of the value for others
     LEAVE: (_STR, _INT, _STR),
+    # stage: an offer comes with three descriptors, and is, as its acceptance, the last that comes over the socket
+    RING: (_INT,),
+    # graph of the sender, run, its oldest run that is not over, milliseconds left, numbers of the results, inputs
+    RUN: (_INT, _INT, _INT, (_None, int), _TUPLE, _TUPLE),
+    # whose graph, graph, run, results that steps of the receiver need
+    FLOW: (_STR, _INT, _INT, _TUPLE),
+    # graph of the receiver, run, results that it wants, or has to know are over
+    REPORT: (_INT, _INT, _TUPLE),
+    # graph of the sender, run: nobody wants its results any more
+    SKIP: (_INT, _INT),
 }
 
 _SHAPES: Final = {kind: frozenset((int, *types) for types in product(*fields)) for kind, fields in _LAYOUT.items()}

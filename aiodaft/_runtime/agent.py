@@ -12,6 +12,7 @@ from aiodaft.exceptions import ActorDied, WaitingCall
 from aiodaft.methods import MethodSpec, method, plain_spec, specs_of
 from aiodaft.stack import ProcessStack
 
+from .arguments import Sealed
 from .failures import add_note
 from .hosting import Cell
 from .incoming import current_call
@@ -91,6 +92,18 @@ class Agent(Actor):
     async def stack(self) -> ProcessStack:
         """What this process is in the middle of."""
         return stack_here(self._peer)
+
+    # Graphs of other processes.
+
+    @method
+    async def install(self, number: int, plan: Sealed) -> None:
+        """Take part in a graph of the calling process; see `Graphs.install`."""
+        await self._peer.graphs.install(_caller(), number, plan.content)
+
+    @method
+    async def uninstall(self, number: int) -> None:
+        """Take no more part in it."""
+        self._peer.graphs.uninstall(_caller(), number)
 
     # Refs that this process owns or keeps.
 

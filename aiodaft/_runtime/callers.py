@@ -15,6 +15,7 @@ from .serialization import FLAT, Names
 from .streams import StreamState
 
 if TYPE_CHECKING:
+    from .hosting import Cell
     from .incoming import IncomingCall
     from .link import Link
     from .peer import Peer
@@ -37,6 +38,17 @@ def all_plain(values: tuple[Any, ...]) -> bool:
         if not is_plain(value):
             return False
     return True
+
+
+async def capture(cell: Cell, result: Any, label: str, what: str, via: str | None) -> Kept:
+    """Encode what a method gave; copied, unless it is lent, before anything of the actor can change it."""
+    store = cell.peer.store
+    lender = result if isinstance(result, Borrowed) else None
+    value = result if lender is None else lender.value
+    kept = await store.keep_anywhere(value, Names(label, ((what, value),)), via=via, lender=lender)
+    if not (kept.lent or store.pack_now(kept)):
+        await cell.capture(kept)
+    return kept
 
 
 class RemoteCaller:
@@ -113,13 +125,8 @@ class RemoteCaller:
         self._link.incoming.pop(call.number, None)
 
     async def _capture(self, call: IncomingCall, result: Any) -> Kept:
-        lender = result if isinstance(result, Borrowed) else None
-        value = result if lender is None else lender.value
-        names = Names(call.label, (("item" if call.wants_stream else "result", value),))
-        kept = await self._peer.store.keep_anywhere(value, names, via=call.spec.transport, lender=lender)
-        if not (kept.lent or self._peer.store.pack_now(kept)):
-            await call.cell.capture(kept)
-        return kept
+        what = "item" if call.wants_stream else "result"
+        return await capture(call.cell, result, call.label, what, call.spec.transport)
 
     def _encode_plain(self, call: IncomingCall, value: Any) -> Kept:
         kept = self._peer.store.keep(value, Names(call.label))

@@ -53,6 +53,10 @@ class Accelerators(Protocol):
         """A thread begins to use memory that bytes have landed in."""
         ...
 
+    def copy(self, memory: Any) -> Any:
+        """The same bytes once more on the same device, by work of this thread's stream."""
+        ...
+
 
 class Devices:
     """The accelerators of one process."""

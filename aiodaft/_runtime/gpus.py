@@ -58,6 +58,10 @@ class Gpus:
         # Else, once it is garbage, it would be given to the next value while this thread's stream still reads it.
         memory.record_stream(_torch().cuda.current_stream(memory.device))
 
+    def copy(self, memory: torch.Tensor) -> torch.Tensor:
+        self.take_over(memory)
+        return memory.clone()
+
     def _landing_stream(self, device: int) -> Any:
         if device not in self._landing_streams:
             # Its own, so that values arrive while the methods' streams compute.

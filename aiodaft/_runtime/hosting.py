@@ -81,6 +81,7 @@ class Cell:
         if call.spec.is_stream:
             call.task = self.peer.loop.create_task(self._run_stream(call))
         elif call.rules.on_thread:
+            self.peer.waiter.threads += 1
             self.thread.submit(lambda: self._run_on_thread(call))
             if self.active > 1:
                 self.peer.deadlocks.suspect(self)
@@ -141,6 +142,12 @@ class Cell:
         current_call.set(call)
         if call.deadline is not None:
             current_deadline.set(call.deadline)
+
+    def last_begun(self, call: IncomingCall) -> None:
+        """In its task or thread: the last call of a row begins, so that those after the row may start."""
+        call.last_begun = True
+        if self.mailbox.watching:
+            self.peer.call_soon(self.look_again)
 
     def _run_on_thread(self, call: IncomingCall) -> None:
         """On the actor's thread: run a `def` method and encode its result, so that nothing changes it in between."""
@@ -266,6 +273,8 @@ class Cell:
         self.done += 1
         if call.given_up:
             self.abandoned -= 1
+        if call.rules.on_thread:
+            self.peer.waiter.threads -= 1
         # The task's context knows the call: without this they would keep each other, and the arguments, alive.
         call.task = None
         if call.timer is not None:

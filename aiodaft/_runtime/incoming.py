@@ -66,10 +66,12 @@ class IncomingCall:
     # When it is too late, on the loop's clock.
     deadline: float | None = None
     timer: asyncio.TimerHandle | None = None
-    # Its arguments are here; it was handed to its task or thread; the thread took it up; it never will start.
+    # Its arguments are here; it was handed to its task or thread; that took it up (of a row: the last call); it
+    # never will start.
     ready = True
     started = False
     begun = False
+    last_begun = False
     withdrawn = False
     # It is answered, or nobody waits for the answer.
     over = False

@@ -122,7 +122,7 @@ class Kept:
         lent = [source.block for source in self.encoded.sources if source.device is not None and source.is_apart]
         return [*cast("list[DeviceBlock]", lent), *self._captured]
 
-    def _blobs(self) -> list[tuple[Any, Pullable]]:
+    def blobs(self) -> list[tuple[Any, Pullable]]:
         """Where the buffers are, once they are packed, and what grants them to peers."""
         host, device = self._transport, None if self._devices is None else self._devices.transport
         blobs: list[tuple[Any, Pullable]] = [] if self.block is None else [(host, self.block)]
@@ -156,7 +156,7 @@ class Kept:
         """
         if self._devices is not None or self.root is not None or self._transport is None or self._transport.shared:
             return False
-        blobs = self._blobs()
+        blobs = self.blobs()
         return len(blobs) == 1 and blobs[0][1].nbytes >= smallest
 
     async def wait_filled(self) -> None:
@@ -210,7 +210,7 @@ class Kept:
         """
         if self.lent:
             self.encoded.check_unchanged(self._versions)
-        blobs = self._blobs()
+        blobs = self.blobs()
         if not (self._packed and blobs):
             return self.inline
         traffic = link.traffic
@@ -239,7 +239,7 @@ class Kept:
 
     def when_unread(self, callback: Callable[[], object]) -> None:
         """Call back once no peer reads the buffers."""
-        waiting = [block for _, block in self._blobs() if block.grants]
+        waiting = [block for _, block in self.blobs() if block.grants]
         if not waiting:
             callback()
         else:

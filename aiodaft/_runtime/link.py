@@ -1,4 +1,9 @@
-"""A control link: one session over one socket. Coalesces writes per turn of the loop, and carries descriptors."""
+"""A control link: one session over one socket. Coalesces writes per turn of the loop, and carries descriptors.
+
+Links that are used by graphs go over to rings in shared memory, once and for good: RING is then the last message of
+each direction that comes over the socket. What remains of the socket carries descriptors, each with one byte that
+means nothing, and says by its end that the peer is gone.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import NOTE, Message
@@ -17,8 +22,11 @@ from aiodaft._protocol.session import STALL, Session
 from aiodaft.exceptions import DaftError, PeerLost, ProtocolError, RemoteProtocolError
 from aiodaft_transport import Control
 
+from .outbox import Outbox, close_all
+from .ring import RingPair
 from .tasks import logger
 from .traffic import Traffic
+from .waiter import Waiter
 
 if TYPE_CHECKING:
     from .incoming import IncomingCall
@@ -45,6 +53,11 @@ class Neighbour(Control, Protocol):
         """What went over it."""
         ...
 
+    @property
+    def lost(self) -> Exception | None:
+        """Why it ended, once it has."""
+        ...
+
 
 class LinkOwner(Protocol):
     """What a link needs of its process."""
@@ -52,6 +65,11 @@ class LinkOwner(Protocol):
     @property
     def handlers(self) -> Sequence[Callable[[Link, Message], object]]:
         """What handles each kind of message."""
+        ...
+
+    @property
+    def waiter(self) -> Waiter:
+        """What looks at the rings."""
         ...
 
     def link_lost(self, link: Link, reason: Exception) -> None:
@@ -81,7 +99,9 @@ class Link:
         self._socket: socket.socket | None = None
         self._buffer = bytearray(_READ_SIZE)
         self._fds: deque[int] = deque()
-        self._backlog: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self._outbox = Outbox(loop, self.traffic, owner.waiter.look, self._broken)
+        # Where what the peer sends comes from, if not from the socket.
+        self._ring: RingPair | None = None
         self._collected = 0
         self._watching_stall = False
         # Set while the turn's remaining messages are being collected.
@@ -102,6 +122,7 @@ class Link:
         connection.setblocking(False)
         self._socket = connection
         self.connected = True
+        self._outbox.attach(connection)
         self._loop.add_reader(connection.fileno(), self._readable)
         self._write()
 
@@ -152,6 +173,11 @@ class Link:
         Raises:
             RemoteProtocolError: There is none.
         """
+        if not self._fds and self._ring is not None and self._socket is not None:
+            # It came over the socket before its message came through the ring.
+            with suppress(OSError):
+                _, ancillary, _, _ = self._socket.recvmsg(1, _FD_SPACE)
+                self._take_fds(ancillary)
         if not self._fds:
             raise RemoteProtocolError(f"{self.remote} announced a descriptor that did not come")
         return self._fds.popleft()
@@ -180,7 +206,7 @@ class Link:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        self._drop_backlog()
+        self._drop_rings()
 
     def close(self, reason: Exception) -> None:
         """End the link. Idempotent. The owner hears of it."""
@@ -194,8 +220,8 @@ class Link:
             self._loop.remove_reader(connection.fileno())
             self._loop.remove_writer(connection.fileno())
             connection.close()
-        self._drop_backlog()
-        _close_all(self._fds)
+        self._drop_rings()
+        close_all(self._fds)
         self._fds.clear()
         # Lost links are remembered for a while.
         self._buffer = bytearray()
@@ -208,61 +234,59 @@ class Link:
     def _take_packed(self, fds: tuple[int, ...] = ()) -> None:
         data = self.session.data_to_send()
         if data:
-            self._backlog.append((memoryview(data), fds))
+            self._outbox.add(data, fds)
 
     def _write(self) -> None:
-        if self._socket is None:
+        if self._socket is not None:
+            self._collected = 0
+            self._outbox.write(self.session.data_to_send())
+
+    # Rings.
+
+    @property
+    def ring(self) -> RingPair | None:
+        """What takes what is sent, if not the socket."""
+        return self._outbox.ring
+
+    def write_rings(self, ring: RingPair, message: Message, fds: Sequence[int] = ()) -> None:
+        """Send a message, and everything after it through a ring."""
+        self.send_fds(message, fds)
+        if self.lost is not None:
+            ring.close()
             return
-        self._collected = 0
-        if not self._backlog:
-            data = self.session.data_to_send()
-            if not data:
-                return
-            # The usual case: all of it goes at once.
-            try:
-                sent = self._socket.send(data)
-            except BlockingIOError:
-                sent = 0
-            except OSError as error:
-                self._broken(error)
-                return
-            self.traffic.control_sent += sent
-            if sent == len(data):
-                return
-            self._backlog.append((memoryview(data)[sent:], ()))
-        else:
-            self._take_packed()
-        self._write_backlog()
+        self._take_packed()
+        self._outbox.ring = ring
 
-    def _drop_backlog(self) -> None:
-        for _, fds in self._backlog:
-            _close_all(fds)
-        self._backlog.clear()
+    def read_rings(self, ring: RingPair) -> None:
+        """From here on, what the peer sends comes through a ring."""
+        if self.lost is None:
+            self._ring = ring
+            self._owner.waiter.add(ring, self)
 
-    def _write_backlog(self) -> None:
-        assert self._socket is not None
-        try:
-            while self._backlog:
-                data, fds = self._backlog[0]
-                sent = socket.send_fds(self._socket, [data], list(fds)) if fds else self._socket.send(data)
-                self.traffic.control_sent += sent
-                _close_all(fds)
-                if sent < len(data):
-                    self._backlog[0] = (data[sent:], ())
-                else:
-                    self._backlog.popleft()
-        except BlockingIOError:
-            self._loop.add_writer(self._socket.fileno(), self._writable)
-        except OSError as error:
-            self._broken(error)
+    def ring_readable(self) -> None:
+        """There is something in the ring; some of it is handled now."""
+        if self._ring is not None:
+            self.flush_soon()
+            self._receive(memoryview(self._ring.reader.read(_READ_SIZE)))
 
-    def _writable(self) -> None:
-        assert self._socket is not None
-        self._loop.remove_writer(self._socket.fileno())
-        self._write()
+    def ring_writable(self) -> None:
+        """There may be room in the ring again."""
+        self._outbox.flush()
+
+    def _drop_rings(self) -> None:
+        ring, self._ring = self._outbox.ring or self._ring, None
+        self._outbox.close()
+        if ring is not None:
+            self._owner.waiter.remove(ring)
+            ring.close()
+
+    # Receiving.
 
     def _readable(self) -> None:
         if self._socket is None:
+            return
+        if self._ring is not None:
+            self._look_for_end(self._socket)
             return
         try:
             count, ancillary, _, _ = self._socket.recvmsg_into([self._buffer], _FD_SPACE)
@@ -283,6 +307,20 @@ class Link:
         code = 0 if self._socket is None else self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             self._broken(OSError(code, os.strerror(code)))
+
+    def _look_for_end(self, connection: socket.socket) -> None:
+        """Beside rings: a descriptor whose message has not been read yet, or the end."""
+        try:
+            ended = not connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._broken(error)
+            return
+        # The message that the descriptor belongs to; or what the peer still said.
+        self._drain_input()
+        if ended and self._socket is not None:
+            self.close(PeerLost(f"the connection to {self.remote} ended"))
 
     def _receive(self, data: memoryview) -> None:
         try:
@@ -309,7 +347,7 @@ class Link:
 
     def _broken(self, error: OSError) -> None:
         # Nothing more can be written; what the peer sent before it ended is still read first.
-        self._drop_backlog()
+        self._outbox.drop()
         if self._socket is not None and self._drain_input():
             lost = PeerLost(f"the connection to {self.remote} broke: {error}")
             lost.__cause__ = error
@@ -317,13 +355,10 @@ class Link:
 
     def _drain_input(self) -> bool:
         """Handle what the peer sent before it went; True unless that closed the link already."""
-        with suppress(BlockingIOError, OSError):
-            while self._socket is not None and (data := self._socket.recv(_READ_SIZE)):
-                self._receive(memoryview(data))
+        while self._ring is not None and self._ring.reader.filled:
+            self.ring_readable()
+        if self._ring is None:
+            with suppress(BlockingIOError, OSError):
+                while self._socket is not None and (data := self._socket.recv(_READ_SIZE)):
+                    self._receive(memoryview(data))
         return self._socket is not None
-
-
-def _close_all(fds: Any) -> None:
-    for fd in fds:
-        with suppress(OSError):
-            os.close(fd)

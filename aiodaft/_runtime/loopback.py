@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from aiodaft._protocol.ids import PeerId
 
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 class Loopback:
     """A process's link to itself, for transports: what is sent is there at once."""
 
-    lost: Final = None
-
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self.traffic = Traffic()
+        self.lost: Exception | None = None
 
     @property
     def remote(self) -> PeerId:

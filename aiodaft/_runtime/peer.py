@@ -21,18 +21,19 @@ from aiodaft.exceptions import (
     LocalProtocolError,
     PeerLost,
     ProtocolError,
-    RemoteProtocolError,
     RuntimeClosed,
 )
 from aiodaft.methods import specs_of
-from aiodaft_transport import Key, Transport, TransportError, open_transport
+from aiodaft_transport import Key, Transport, open_transport
 
 from .agent import Agent
 from .callers import LocalCaller
 from .calls import CallSink, Outgoing, Target
 from .channels import Channels
 from .deadlocks import Deadlocks
+from .dispatch import Dispatch
 from .env import Env
+from .graphs import Graphs
 from .hosted import Hosted
 from .hosting import Cell
 from .incoming import IncomingCall, current_deadline
@@ -48,6 +49,8 @@ from .streams import StreamState
 from .tasks import TaskOwner, logger
 from .traffic import Traffic, total
 from .transfer import Transfer
+from .upgrades import Upgrades
+from .waiter import Waiter
 
 if TYPE_CHECKING:
     from .node import Node
@@ -96,6 +99,8 @@ class Peer:
         # What transports run there.
         self.in_thread = self.offload.run
         self.links: dict[PeerId, Link] = {}
+        self.waiter = Waiter(self.loop)
+        self.upgrades = Upgrades(self)
         self.cells: dict[ActorId, Cell] = {}
         self.store = Store(self, self.offload, self._open_transport, options.transport, direct=options.direct)
         self.refs = RefTable(self)
@@ -107,6 +112,7 @@ class Peer:
         self.local_caller = LocalCaller(self)
         self.loopback = Loopback(self)
         self.deadlocks = Deadlocks(self)
+        self.graphs = Graphs(self)
         # Why nothing works any more, once it does not.
         self.closed: str | None = None
         # Told of errors that nobody holds and no scope owns, of processes that ended, and of a wish to exit.
@@ -121,36 +127,10 @@ class Peer:
         self._past_traffic = Traffic()
         self._dropped: deque[RefState] = deque()
         self._draining = False
-        self.handlers = self._handler_table()
+        self.handlers = Dispatch(self).handlers()
         self.channels = Channels(self)
         self.add_cell(AGENT, "agent", Agent(self))
         self.add_cell(CHANNELS, "channels", self.channels)
-
-    def _handler_table(self) -> list[Callable[[Link, m.Message], object]]:
-        table: dict[int, Callable[[Link, m.Message], object]] = {
-            m.CALL: self.hosted.call_came,
-            m.SEND: self.hosted.send_came,
-            m.CANCEL: self.hosted.cancel_came,
-            m.CREDIT: self.hosted.credit_came,
-            m.ADOPTED: self.hosted.adopted_came,
-            m.REPLY: self.replies.replied,
-            m.RESULT: self.replies.answered,
-            m.STORED: self.replies.answered,
-            m.ERROR: self.replies.answered,
-            m.ITEM: self.replies.item_came,
-            m.PULL: self.transfer.asked,
-            m.VALUE: self.transfer.answered,
-            m.MOVED: self.transfer.answered,
-            m.BROKEN: self.transfer.answered,
-            m.RELEASE: self._release_came,
-            m.NOTE: self._note_came,
-            m.INTRODUCE: self._introduction_came,
-            m.BYE: self._bye_came,
-            m.BORROW: self._borrow_came,
-            m.JOIN: self.transfer.relays.join_came,
-            m.LEAVE: self.transfer.relays.leave_came,
-        }
-        return [table.get(kind, _unexpected) for kind in range(m.KINDS)]
 
     # Actors.
 
@@ -224,6 +204,7 @@ class Peer:
             self._past_traffic = total([self._past_traffic, forgotten.traffic])
             del self.links[forgotten.remote]
         self.hosted.link_lost(link)
+        self.graphs.owner_lost(link.remote)
         self.store.peer_lost(link.remote)
         self.store.process_lost(link.remote)
         self.refs.peer_lost(link.remote)
@@ -246,6 +227,7 @@ class Peer:
     def _fail_all(self, link: Link, error: DaftError) -> None:
         self.replies.link_lost(link, error)
         self.transfer.link_lost(link, error)
+        self.graphs.link_lost(link.remote, error)
 
     async def explanation(self, link: Link) -> DaftError:
         """Why a lost link was lost."""
@@ -260,31 +242,6 @@ class Peer:
             with end:
                 link.send_fds((m.INTRODUCE, other.remote), (end.fileno(),))
 
-    def _introduction_came(self, link: Link, message: m.Message) -> None:
-        connection = socket.socket(fileno=link.take_fd())
-        if link.remote != self.options.home:
-            connection.close()
-            raise RemoteProtocolError(f"{link.remote} introduces peers, which only the node may")
-        self.attach(PeerId(message[1]), connection)
-
-    def _note_came(self, link: Link, message: m.Message) -> None:
-        _, name, note, count = message
-        fds = [link.take_fd() for _ in range(count)]
-        try:
-            self.store.transport_named(name).note_received(link, note, fds)
-        except TransportError as error:
-            raise RemoteProtocolError(f"{link.remote} sent a wrong note: {error}") from error
-
-    def _release_came(self, link: Link, message: m.Message) -> None:
-        for number in message[1]:
-            self.store.drop((link.remote, number))
-
-    def _borrow_came(self, link: Link, message: m.Message) -> None:
-        self.refs.lend(message[1], link.remote)
-
-    def _bye_came(self, link: Link, message: m.Message) -> None:
-        link.close(PeerLost(message[1]))
-
     # What the parts need of each other.
 
     def running_call(self, owner: PeerId, number: CallId) -> IncomingCall | None:
@@ -297,7 +254,7 @@ class Peer:
     def incoming_calls(self) -> list[IncomingCall]:
         """Every call that is queued or runs here."""
         remote = [call for link in self.links.values() for call in link.incoming.values()]
-        return [*remote, *self.local_caller.calls.values()]
+        return [*remote, *self.local_caller.calls.values(), *self.graphs.calls()]
 
     def deadline(self) -> float | None:
         """When the surrounding call's time is over, on the loop's clock."""
@@ -382,10 +339,6 @@ class Peer:
         self.store.close()
         self.links.clear()
         self.cells.clear()
-
-
-def _unexpected(link: Link, message: m.Message) -> None:
-    raise RemoteProtocolError(f"{link.remote} sent an unexpected message of kind {message[0]}")
 
 
 def _log_unheld(error: BaseException, label: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import BORROW
+from aiodaft._protocol.messages import BORROW, Message
 from aiodaft.exceptions import DaftError, OwnerDied
 from aiodaft.ref import Ref
 
@@ -128,6 +128,10 @@ class RefTable:
         return self.describe(ref)
 
     # Being told.
+
+    def borrow_came(self, link: Neighbour, message: Message) -> None:
+        """BORROW came."""
+        self.lend(message[1], link.remote)
 
     async def adopt(self, descriptors: tuple[Any, ...], link: Neighbour) -> list[Ref[Any]]:
         """Refs that came inside a value; registered with their owners before anything else is said to the sender."""

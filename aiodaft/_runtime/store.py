@@ -208,6 +208,14 @@ class Store:
             home=self._home,
         )
 
+    def copy(self, arrived: Arrived) -> Arrived:
+        """The same value in memory of its own. Safe in any thread."""
+        blobs = [self._copy_blob(blob) for blob in arrived.blobs]
+        return Arrived(arrived.payload, arrived.inline, blobs, arrived.refs)
+
+    def _copy_blob(self, blob: Any) -> Any:
+        return memoryview(bytearray(blob)) if isinstance(blob, memoryview) else self.devices.kind.copy(blob)
+
     def memory_in(self, target: torch.Tensor, name: str, grant: Grant, link: Neighbour) -> Any:
         """What a transport is to fetch into, so that the bytes come into a tensor; None if it cannot write there."""
         device = self._find_device(target)

@@ -71,7 +71,7 @@ class Transfer:
             if isinstance(place, Arrived):
                 return place
             if isinstance(place, Kept):
-                return await self._take_own(place, landing)
+                return await self.take_own(place, landing)
             if isinstance(place, BaseException):
                 raise place
             asked = place
@@ -211,7 +211,7 @@ class Transfer:
         self.locate(owner, number, settle)
         return await found
 
-    async def _take_own(self, kept: Kept, landing: Landing | None) -> Arrived:
+    async def take_own(self, kept: Kept, landing: Landing | None = None) -> Arrived:
         """A value kept in this very process: the objects themselves where they still are what they were."""
         await self._peer.store.make_ready(kept)
         link = self._peer.loopback

@@ -105,8 +105,7 @@ class Worker:
             return DaftError(f"the controller is gone: {reason}")
         if isinstance(reason, ProtocolError):
             return reason
-        in_flight = len(link.session.calls) - link.session.waiting
-        return await self._peer.node_agent().obituary(link.remote, in_flight)
+        return await self._peer.node_agent().obituary(link.remote, self._peer.graphs.in_flight(link))
 
     def _exit_requested(self, error: BaseException) -> None:
         code = error.code if isinstance(error, SystemExit) else 130

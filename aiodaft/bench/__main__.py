@@ -9,7 +9,7 @@ from typing import Final
 
 from aiodaft.program import run
 
-from . import calls, payloads, processes, transports
+from . import calls, graphs, payloads, processes, transports
 from .chaos.command import main as chaos
 from .results import Result, as_json, table
 
@@ -17,6 +17,7 @@ _SUITES: Final[dict[str, Callable[[int], Awaitable[list[Result]]]]] = {
     # First, because workers load what the controller has loaded, and payloads are tensors.
     "processes": processes.run,
     "calls": calls.run,
+    "graph": graphs.run,
     "payloads": payloads.run,
     "transport": transports.run,
 }

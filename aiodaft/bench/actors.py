@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 from typing import Any
 
 from aiodaft.actor import Actor
@@ -63,6 +64,43 @@ class Holder(Actor):
         """Seconds of the longest stall since `watch`."""
         assert self._watch is not None
         return self._watch.stop()
+
+
+class Worker(Actor):
+    """What graphs are made of."""
+
+    @method
+    async def step(self, value: int) -> int:
+        """Next to nothing."""
+        return value + 1
+
+    @method
+    async def loop(self, value: int, count: int) -> int:
+        """The same, so often."""
+        for _ in range(count):
+            value += 1
+        return value
+
+    @method
+    async def gather(self, values: list[int]) -> int:
+        """One of many."""
+        return sum(values)
+
+    @method
+    async def same(self, value: Any) -> Any:
+        """A large value, passed on."""
+        return value
+
+    @method
+    async def size(self, value: Any) -> int:
+        """A large value, received."""
+        return len(value)
+
+    @method
+    async def cpu(self) -> float:
+        """Seconds of processor time of this process."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return usage.ru_utime + usage.ru_stime
 
 
 class WithTorch(Actor):

@@ -42,6 +42,11 @@ _EXAMPLES: dict[int, Message] = {
     m.BORROW: (m.BORROW, 7),
     m.JOIN: (m.JOIN, "peer-a", 7, True),
     m.LEAVE: (m.LEAVE, "peer-a", 7, "peer-c"),
+    m.RING: (m.RING, m.RING_OFFERED),
+    m.RUN: (m.RUN, 8, 1, 1, None, (9,), ((0, 1.5), (1, b"payload", None, (), ()))),
+    m.FLOW: (m.FLOW, "peer-a", 8, 1, ((2, b"error", False),)),
+    m.REPORT: (m.REPORT, 8, 1, ((3,), (4, "x"))),
+    m.SKIP: (m.SKIP, 8, 1),
 }
 
 # Fields that may be of several types: (kind, position, what else may stand there).
@@ -52,6 +57,7 @@ _ALTERNATIVES: list[tuple[int, int, Any]] = [
       for blobs in (None, b"", ())),
     (m.ERROR, 3, None),
     (m.ERROR, 3, True),
+    (m.RUN, 4, 2500),
 ]  # fmt: skip
 
 # One value of every type that a frame can carry.

@@ -98,6 +98,10 @@ class DeviceKeeper(Actor):
         return devices.kind.device_of(tensor), float(tensor.sum())
 
     @method
+    def sum_on_thread(self, tensor: Tensor) -> float:
+        return float(tensor.sum())
+
+    @method
     async def add_in_place(self, tensor: Tensor, value: float) -> float:
         tensor.add_(value)
         return float(tensor[0])

@@ -1,0 +1,263 @@
+"""Plans: a captured dataflow, cut into what each process does of it. Pure.
+
+The values of a dataflow have numbers: first its inputs, then the results of its steps. A plan says for each process
+which steps it runs in which order, which values it needs from elsewhere, where each of its results goes, and what it
+reports to the graph's owner: the outputs, and whatever nobody else waits for, so that the owner knows when a run is
+over.
+
+The steps of one actor start in their order, each when its arguments are there, as calls made one by one do. A step
+that needs the result of the one before it cannot overlap with that: such a row is one *segment*, which is started
+once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Generic, TypeVar
+
+from aiodaft.exceptions import ImpossibleOrder
+
+from .ids import ActorId, PeerId
+from .mailbox import Rules
+
+ActorKey = tuple[PeerId, ActorId]
+DataT = TypeVar("DataT")
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+# Steps of a cycle that its error spells out.
+_SHOWN: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[DataT]):
+    """One call of a dataflow.
+
+    Attributes:
+        actor: Whom to call.
+        label: The method, such as "Model.execute".
+        line: Where the user wrote it.
+        rules: How its actor treats it.
+        needs: Numbers of the values that its arguments are made of.
+        data: What the shell needs in order to make the call.
+    """
+
+    actor: ActorKey
+    label: str
+    line: str
+    rules: Rules
+    needs: tuple[int, ...]
+    data: DataT
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Steps of one actor that run one after the other, as positions in the process's list.
+
+    Attributes:
+        steps: Positions.
+        needs: Values that must be there before it starts, each once.
+    """
+
+    steps: tuple[int, ...]
+    needs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SubPlan(Generic[DataT]):
+    """What one process does in each run.
+
+    Attributes:
+        process: The process.
+        steps: Its steps, in program order.
+        values: For each of them, the number of its result.
+        segments: How they are started, in this order.
+        inputs: Numbers of the graph's inputs that it needs.
+        receives: Values that it needs from other processes, by process.
+        sends: Where the result of a step goes, by the number of the value: other processes that need it.
+        reports: Results that it tells the owner of.
+        outputs: Those of them that the owner wants.
+        uses: How often the arguments of this process's steps are made of a value.
+        labels: What makes the values that are used here.
+    """
+
+    process: PeerId
+    steps: tuple[Step[DataT], ...]
+    values: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    inputs: tuple[int, ...]
+    receives: Mapping[PeerId, tuple[int, ...]]
+    sends: Mapping[int, tuple[PeerId, ...]]
+    reports: frozenset[int]
+    outputs: tuple[int, ...]
+    uses: Mapping[int, int]
+    labels: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Dataflow(Generic[DataT]):
+    """A captured dataflow.
+
+    Attributes:
+        inputs: How many inputs it has.
+        steps: Its calls, as they were made.
+        outputs: Numbers of the values that it gives.
+        orders: For actors whose steps are to start in another order than they were made in: positions of their steps.
+    """
+
+    inputs: int
+    steps: tuple[Step[DataT], ...]
+    outputs: tuple[int, ...]
+    orders: Mapping[ActorKey, Sequence[int]] = field(default_factory=dict[ActorKey, Sequence[int]])
+
+    def order_of(self, actor: ActorKey) -> Sequence[int]:
+        """The steps of an actor, in the order in which they start.
+
+        Raises:
+            ImpossibleOrder: An order that was given does not name each of them once.
+        """
+        made = [index for index, step in enumerate(self.steps) if step.actor == actor]
+        order = self.orders.get(actor)
+        if order is None:
+            return made
+        if sorted(order) != made:
+            raise ImpossibleOrder(f"the order of an actor's steps names {list(order)}, and its steps are {made}")
+        return order
+
+    def label_of(self, value: int) -> str:
+        """What makes a value."""
+        return f"input {value}" if value < self.inputs else self.steps[value - self.inputs].label
+
+    def with_actor(self, old: ActorKey, new: ActorKey) -> Dataflow[DataT]:
+        """The same, with another actor in the place of one."""
+        steps = tuple(replace(step, actor=new) if step.actor == old else step for step in self.steps)
+        orders = {new if actor == old else actor: order for actor, order in self.orders.items()}
+        return Dataflow(self.inputs, steps, self.outputs, orders)
+
+
+def make_plan(flow: Dataflow[DataT]) -> dict[PeerId, SubPlan[DataT]]:
+    """What each process does of a dataflow.
+
+    Raises:
+        ImpossibleOrder: Steps would wait for each other in a circle.
+    """
+    actors = _unique(step.actor for step in flow.steps)
+    orders = {actor: flow.order_of(actor) for actor in actors}
+    sequence = _sorted(flow, orders)
+    needed_by: dict[int, list[int]] = {}
+    for index in sequence:
+        for value in set(flow.steps[index].needs):
+            needed_by.setdefault(value, []).append(index)
+    processes = _unique(actor[0] for actor in actors)
+    return {process: _sub_plan(flow, process, sequence, needed_by) for process in processes}
+
+
+def _sub_plan(
+    flow: Dataflow[DataT], process: PeerId, sequence: Sequence[int], needed_by: Mapping[int, Sequence[int]]
+) -> SubPlan[DataT]:
+    mine = [index for index in sequence if flow.steps[index].actor[0] == process]
+    own = {flow.inputs + index for index in mine}
+    uses: dict[int, int] = {}
+    for index in mine:
+        for value in flow.steps[index].needs:
+            uses[value] = uses.get(value, 0) + 1
+    receives: dict[PeerId, list[int]] = {}
+    for value in sorted(uses):
+        if value >= flow.inputs and value not in own:
+            receives.setdefault(flow.steps[value - flow.inputs].actor[0], []).append(value)
+    sends: dict[int, tuple[PeerId, ...]] = {}
+    for value in sorted(own):
+        others = _unique(flow.steps[index].actor[0] for index in needed_by.get(value, ()))
+        sends[value] = tuple(other for other in others if other != process)
+    outputs = tuple(value for value in _unique(flow.outputs) if value in own)
+    return SubPlan(
+        process=process,
+        steps=tuple(flow.steps[index] for index in mine),
+        values=tuple(flow.inputs + index for index in mine),
+        segments=_segments(flow, mine),
+        inputs=tuple(value for value in sorted(uses) if value < flow.inputs),
+        receives={other: tuple(values) for other, values in receives.items()},
+        sends=sends,
+        reports=frozenset(outputs) | {value for value in own if value not in needed_by},
+        outputs=outputs,
+        uses=uses,
+        labels={value: flow.label_of(value) for value in uses},
+    )
+
+
+def _segments(flow: Dataflow[DataT], mine: Sequence[int]) -> tuple[Segment, ...]:
+    """Cut the steps of one process into rows that cannot overlap anyway."""
+    rows: list[tuple[list[int], list[int]]] = []
+    last: dict[ActorKey, int] = {}
+    for position, index in enumerate(mine):
+        step = flow.steps[index]
+        row = rows[last[step.actor]] if step.actor in last else None
+        if row is not None and _continues(flow, mine, row, step):
+            row[0].append(position)
+        else:
+            last[step.actor] = len(rows)
+            rows.append(([position], list(_unique(step.needs))))
+    return tuple(Segment(tuple(steps), tuple(needs)) for steps, needs in rows)
+
+
+def _continues(flow: Dataflow[DataT], mine: Sequence[int], row: tuple[list[int], list[int]], step: Step[DataT]) -> bool:
+    """Whether a step follows on a row of its actor without having to wait for anything else."""
+    steps, needs = row
+    before = flow.steps[mine[steps[-1]]].rules
+    if step.rules.on_thread is not before.on_thread or not (_is_simple(step.rules) and _is_simple(before)):
+        return False
+    made = {flow.inputs + mine[position] for position in steps}
+    return flow.inputs + mine[steps[-1]] in step.needs and made.union(needs).issuperset(step.needs)
+
+
+def _is_simple(rules: Rules) -> bool:
+    return rules.ordered and rules.concurrency is None
+
+
+def _sorted(flow: Dataflow[DataT], orders: Mapping[ActorKey, Sequence[int]]) -> list[int]:
+    """The steps in an order that every data edge and every actor's order agree with (Kahn's algorithm)."""
+    before: list[set[int]] = [
+        {value - flow.inputs for value in step.needs if value >= flow.inputs} for step in flow.steps
+    ]
+    for order in orders.values():
+        for earlier, later in itertools.pairwise(order):
+            before[later].add(earlier)
+    after: dict[int, list[int]] = {}
+    for index, needed in enumerate(before):
+        for other in needed:
+            after.setdefault(other, []).append(index)
+    missing = [len(needed) for needed in before]
+    ready = [index for index, count in enumerate(missing) if not count]
+    done: list[int] = []
+    while ready:
+        index = ready.pop()
+        done.append(index)
+        for later in after.get(index, ()):
+            missing[later] -= 1
+            if not missing[later]:
+                ready.append(later)
+    if len(done) < len(flow.steps):
+        raise _circle(flow, before, set(range(len(flow.steps))).difference(done))
+    # As the user wrote it, unless somebody gave another order.
+    return done if flow.orders else sorted(done)
+
+
+def _circle(flow: Dataflow[DataT], before: Sequence[set[int]], stuck: set[int]) -> ImpossibleOrder:
+    """Walk back from a stuck step, always to one that is stuck too, until one comes again."""
+    path = [min(stuck)]
+    while True:
+        earlier = min(before[path[-1]] & stuck)
+        if earlier in path:
+            break
+        path.append(earlier)
+    circle = path[path.index(earlier) :]
+    lines = [f"  {flow.steps[index].label} ({flow.steps[index].line})" for index in circle]
+    if len(lines) > _SHOWN:
+        lines[_SHOWN:] = [f"  ... and {len(circle) - _SHOWN} more"]
+    text = "\n".join(lines)
+    return ImpossibleOrder(f"these steps wait for each other in a circle, each for the next:\n{text}")
+
+
+def _unique(items: Iterable[KeyT]) -> list[KeyT]:
+    return list(dict.fromkeys(items))

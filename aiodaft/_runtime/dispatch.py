@@ -1,0 +1,78 @@
+"""What handles each kind of message; and the messages that belong to no part of a process in particular."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from aiodaft._protocol import messages as m
+from aiodaft._protocol.ids import PeerId
+from aiodaft.exceptions import PeerLost, RemoteProtocolError
+from aiodaft_transport import TransportError
+
+if TYPE_CHECKING:
+    from .link import Link
+    from .peer import Peer
+
+
+class Dispatch:
+    """The messages that come to one process."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    def handlers(self) -> list[Callable[[Link, m.Message], object]]:
+        """What handles each kind, by its number."""
+        peer = self._peer
+        table: dict[int, Callable[[Link, m.Message], object]] = {
+            m.CALL: peer.hosted.call_came,
+            m.SEND: peer.hosted.send_came,
+            m.CANCEL: peer.hosted.cancel_came,
+            m.CREDIT: peer.hosted.credit_came,
+            m.ADOPTED: peer.hosted.adopted_came,
+            m.REPLY: peer.replies.replied,
+            m.RESULT: peer.replies.answered,
+            m.STORED: peer.replies.answered,
+            m.ERROR: peer.replies.answered,
+            m.ITEM: peer.replies.item_came,
+            m.PULL: peer.transfer.asked,
+            m.VALUE: peer.transfer.answered,
+            m.MOVED: peer.transfer.answered,
+            m.BROKEN: peer.transfer.answered,
+            m.JOIN: peer.transfer.relays.join_came,
+            m.LEAVE: peer.transfer.relays.leave_came,
+            m.BORROW: peer.refs.borrow_came,
+            m.RELEASE: self._release_came,
+            m.NOTE: self._note_came,
+            m.INTRODUCE: self._introduction_came,
+            m.BYE: self._bye_came,
+            m.RING: peer.upgrades.came,
+            **peer.graphs.handlers,
+        }
+        return [table.get(kind, self._unexpected) for kind in range(m.KINDS)]
+
+    def _introduction_came(self, link: Link, message: m.Message) -> None:
+        connection = socket.socket(fileno=link.take_fd())
+        if link.remote != self._peer.options.home:
+            connection.close()
+            raise RemoteProtocolError(f"{link.remote} introduces peers, which only the node may")
+        self._peer.attach(PeerId(message[1]), connection)
+
+    def _note_came(self, link: Link, message: m.Message) -> None:
+        _, name, note, count = message
+        fds = [link.take_fd() for _ in range(count)]
+        try:
+            self._peer.store.transport_named(name).note_received(link, note, fds)
+        except TransportError as error:
+            raise RemoteProtocolError(f"{link.remote} sent a wrong note: {error}") from error
+
+    def _release_came(self, link: Link, message: m.Message) -> None:
+        for number in message[1]:
+            self._peer.store.drop((link.remote, number))
+
+    def _bye_came(self, link: Link, message: m.Message) -> None:
+        link.close(PeerLost(message[1]))
+
+    def _unexpected(self, link: Link, message: m.Message) -> None:
+        raise RemoteProtocolError(f"{link.remote} sent an unexpected message of kind {message[0]}")

@@ -1,0 +1,381 @@
+"""A process's part in graphs: it knows their plans, takes in what comes for each run, and starts the steps.
+
+The steps of a run are calls in their actors' mailboxes like any others, in the lane of the graph's owner. Each process
+says of each of its results exactly once what became of it, to every process that needs it: whatever fails, is skipped
+or dies, nobody waits for ever, and a run is forgotten when the last value has come and the last step is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+
+from aiodaft._protocol.codec import pack, pack_exts
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.messages import FLOW, REPORT, RUN, SKIP, Message
+from aiodaft._protocol.plan import SubPlan
+from aiodaft.exceptions import DaftError
+from aiodaft_transport import TransportError
+
+from .arguments import Arguments
+from .failures import copy_error
+from .flow import Item, Value, fetch, value_of
+from .incoming import IncomingCall
+from .kept import Kept
+from .rows import Row, RowCall
+from .serialization import PLAIN, SLOT
+
+if TYPE_CHECKING:
+    from .link import Link, Neighbour
+    from .own_graphs import OwnGraph
+    from .peer import Peer
+
+# A value that is the value of a ref.
+_FIRST_SLOT: Final = bytes((PLAIN,)) + pack(pack_exts(SLOT, 0))
+
+Plan: TypeAlias = SubPlan[Arguments]
+
+
+class Part:
+    """What this process does of one graph."""
+
+    def __init__(self, peer: Peer, owner: PeerId, number: int, plan: Plan) -> None:
+        self.peer = peer
+        self.owner = owner
+        self.number = number
+        self.plan = plan
+        self.runs: dict[int, Run] = {}
+        # Which segments wait for a value.
+        self.waiting: dict[int, list[int]] = {}
+        for index, segment in enumerate(plan.segments):
+            for value in segment.needs:
+                self.waiting.setdefault(value, []).append(index)
+        self.missing = [len(segment.needs) for segment in plan.segments]
+        self.rows = [Row(self, segment) for segment in plan.segments]
+        self.foreign = len(plan.inputs) + sum(map(len, plan.receives.values()))
+        # Refs inside results, by run: they are held until their receivers must have registered them.
+        self.pins: dict[int, list[Any]] = {}
+        # Values of refs from outside the graph, by step and place.
+        self.outside: dict[tuple[int, int], Value] = {}
+
+    def unpin(self, oldest: int) -> None:
+        """All runs before that one are over."""
+        for number in [number for number in self.pins if number < oldest]:
+            del self.pins[number]
+
+    def run(self, number: int) -> Run:
+        """A run; its values may come before its beginning does."""
+        run = self.runs.get(number)
+        if run is None:
+            run = self.runs[number] = Run(self, number)
+            for remote in self.plan.receives:
+                link = self.peer.links.get(remote)
+                if link is not None and link.lost is not None:
+                    self.peer.tasks.create_task(self._explain_loss(run, link), name="explain a lost actor")
+        return run
+
+    async def _explain_loss(self, run: Run, link: Link) -> None:
+        run.lost(link.remote, await self.peer.explanation(link))
+
+    def neighbour(self, remote: PeerId) -> Neighbour:
+        """The way to another process, or to this one."""
+        return self.peer.loopback if remote == self.peer.id else self.peer.link_to(remote)
+
+
+class Run:
+    """One run of a graph, in one process."""
+
+    __slots__ = ("_held", "_open", "_to_come", "calls", "missing", "number", "numbers", "part", "values")
+
+    def __init__(self, part: Part, number: int) -> None:
+        self.part = part
+        self.number = number
+        self.values: dict[int, Value] = {}
+        self.missing = part.missing.copy()
+        self.calls: list[RowCall] = []
+        # The owner's numbers of the results.
+        self.numbers: dict[int, int] = {}
+        # What steps of this process may still look into.
+        self._held: list[Kept] = []
+        # Segments that are not over, and results that are not given; values that have not come.
+        self._open = len(part.plan.segments)
+        self._to_come = part.foreign
+
+    def begin(self, left: int | None, numbers: tuple[int, ...], items: tuple[Item, ...], neighbour: Neighbour) -> None:
+        """The owner starts it."""
+        part = self.part
+        plan, peer = part.plan, part.peer
+        self.numbers = dict(zip(plan.outputs, numbers, strict=True))
+        self.came(items, neighbour)
+        deadline = None if left is None else peer.loop.time() + left / 1000
+        calls = [RowCall(self, row) for row in part.rows]
+        for call, missing in zip(calls, self.missing, strict=True):
+            call.ready = not missing
+            call.deadline = deadline
+        # All are known before the first may end.
+        self.calls = calls
+        for call in calls:
+            call.deliver()
+
+    def came(self, items: tuple[Item, ...], neighbour: Neighbour) -> None:
+        """Values came from another process."""
+        for item in items:
+            value = value_of(item)
+            if value is None:
+                self.part.peer.tasks.create_task(self._fetch(item, neighbour), name="fetch a value of a graph")
+            else:
+                self._put_foreign(item[0], value)
+
+    async def _fetch(self, item: Item, neighbour: Neighbour) -> None:
+        self._put_foreign(item[0], await fetch(self.part.peer, neighbour, item))
+
+    def _put_foreign(self, index: int, value: Value) -> None:
+        if index not in self.values:
+            self._to_come -= 1
+            value.for_uses(self.part.plan.uses[index])
+            self.put(index, value)
+            self._forget_if_over()
+
+    def put(self, index: int, value: Value) -> None:
+        """A value is there: what waited for it may start."""
+        self.values[index] = value
+        for segment in self.part.waiting.get(index, ()):
+            self.missing[segment] -= 1
+            if not self.missing[segment] and self.calls:
+                call = self.calls[segment]
+                call.ready = True
+                if not call.over:
+                    call.cell.look_again()
+
+    def give(self, index: int, value: Value) -> None:
+        """A step of this process is over: tell everybody who needs to know, once they can have its result."""
+        kept = value.kept
+        if kept is None or (kept.ready and not self._outlives(index, kept)):
+            self._tell(index, value)
+        else:
+            self._open += 1
+            self.part.peer.tasks.create_task(self._give_later(index, value, kept), name="give a value of a graph")
+
+    def _outlives(self, index: int, kept: Kept) -> bool:
+        """Whether steps here may still look into it when its owner, who gets it, has freed it."""
+        return index in self.numbers and index in self.part.plan.uses and not kept.is_inline
+
+    async def _give_later(self, index: int, value: Value, kept: Kept) -> None:
+        peer = self.part.peer
+        try:
+            if self._outlives(index, kept):
+                await value.fetch_own(peer)
+            else:
+                await peer.store.make_ready(kept)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the steps that need the value fail of it
+            kept.release()
+            value = Value.of_error(error, executed=True)
+        self._tell(index, value)
+        self._one_over()
+
+    def _tell(self, index: int, value: Value) -> None:
+        part = self.part
+        plan = part.plan
+        if value.kept is not None and value.kept.refs:
+            part.pins.setdefault(self.number, []).extend(value.kept.refs)
+        if index in part.waiting:
+            self.put(index, value)
+        for remote in plan.sends[index]:
+            neighbour = part.neighbour(remote)
+            item = self._item(index, value, neighbour)
+            part.peer.graphs.send(neighbour, (FLOW, part.owner, part.number, self.number, (item,)))
+        if index in plan.reports:
+            neighbour = part.neighbour(part.owner)
+            item = self._report(index, value, neighbour)
+            part.peer.graphs.send(neighbour, (REPORT, part.number, self.number, (item,)))
+        elif value.kept is not None:
+            self._let_go(index, value.kept)
+
+    def _let_go(self, index: int, kept: Kept) -> None:
+        # The grants keep the block until the others are done with it.
+        if index in self.part.plan.uses:
+            self._held.append(kept)
+        else:
+            kept.release()
+
+    def _item(self, index: int, value: Value, neighbour: Neighbour) -> Item:
+        try:
+            return value.item(index, self.part.peer, neighbour)
+        except (DaftError, TransportError) as error:
+            return Value.of_error(error, executed=True).item(index, self.part.peer, neighbour)
+
+    def _report(self, index: int, value: Value, neighbour: Neighbour) -> Item:
+        number = self.numbers.get(index)
+        kept = value.kept
+        if number is not None and kept is not None and not (kept.ready and kept.is_inline):
+            self.part.peer.store.entries[self.part.owner, CallId(number)] = kept
+            return (index,)
+        if number is None and value.failure is None:
+            # The owner only has to know that the step is over.
+            item: Item = (index,)
+        else:
+            item = self._item(index, value, neighbour)
+        if kept is not None:
+            self._let_go(index, kept)
+        return item
+
+    def lost(self, remote: PeerId, error: DaftError) -> None:
+        """A process is gone: what it has not given will not come."""
+        for index in self.part.plan.receives.get(remote, ()):
+            self._put_foreign(index, Value.of_error(copy_error(error), executed=error.executed))
+
+    def skip(self) -> None:
+        """Nobody wants its results: what has not begun will not, what runs is cancelled."""
+        for call in self.calls:
+            if not call.over:
+                call.cell.cancel(call)
+
+    def _forget_if_over(self) -> None:
+        if not (self._open or self._to_come):
+            self.part.runs.pop(self.number, None)
+            self.calls = []
+            for kept in self._held:
+                kept.release()
+
+    # As the caller of its rows.
+
+    @property
+    def id(self) -> PeerId:
+        """The graph's owner."""
+        return self.part.owner
+
+    def answer(self, call: IncomingCall, result: Any) -> None:
+        """A row is over."""
+        assert isinstance(call, RowCall)
+        call.flush()
+        if not call.over:
+            call.over = True
+            self._one_over()
+
+    def fail(self, call: IncomingCall, error: BaseException, *, executed: bool | None) -> None:
+        """A row will not go on."""
+        assert isinstance(call, RowCall)
+        if not call.over:
+            call.flush()
+            call.give_up(error, executed=executed)
+            self._one_over()
+
+    def _one_over(self) -> None:
+        self._open -= 1
+        self._forget_if_over()
+
+    async def answer_encoded(self, call: IncomingCall, result: Any) -> None:
+        raise AssertionError("rows give their results themselves")
+
+    def answer_kept(self, call: IncomingCall, kept: Kept) -> None:
+        raise AssertionError("rows give their results themselves")
+
+    async def item(self, call: IncomingCall, value: Any) -> None:
+        raise AssertionError("rows are no streams")
+
+
+class Graphs:
+    """The graphs that a process owns or takes part in."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._parts: dict[tuple[PeerId, int], Part] = {}
+        self.own: dict[int, OwnGraph] = {}
+        self.handlers: dict[int, Callable[[Neighbour, Message], object]] = {
+            RUN: self.run_came,
+            FLOW: self.flow_came,
+            REPORT: self.report_came,
+            SKIP: self.skip_came,
+        }
+
+    # Parts.
+
+    async def install(self, owner: PeerId, number: int, plan: Plan) -> None:
+        """Take part in a graph. Refs from outside are waited for: their values are constants.
+
+        Raises:
+            AttributeError: An actor of the plan has no such method.
+        """
+        part = Part(self._peer, owner, number, plan)
+        for remote in {owner, *plan.receives, *(other for others in plan.sends.values() for other in others)}:
+            if remote != self._peer.id:
+                self._peer.upgrades.want(self._peer.link_to(remote))
+        for position, step in enumerate(plan.steps):
+            for place, ref in enumerate(step.data.outside):
+                part.outside[position, place] = await self._constant(ref)
+        self._parts[owner, number] = part
+
+    async def _constant(self, ref: Any) -> Value:
+        peer = self._peer
+        descriptor = peer.refs.describe(ref)
+        return await fetch(peer, peer.loopback, (0, _FIRST_SLOT, None, (), (descriptor,)))
+
+    def uninstall(self, owner: PeerId, number: int) -> None:
+        """Take no more part in a graph, which has no runs under way."""
+        self._parts.pop((owner, number), None)
+
+    def send(self, neighbour: Neighbour, message: Message) -> None:
+        """Say something to a process, or to this one."""
+        if neighbour is self._peer.loopback:
+            self._peer.loop.call_soon(self.handlers[message[0]], neighbour, message)
+        else:
+            cast("Link", neighbour).send(message)
+
+    def run_came(self, link: Neighbour, message: Message) -> None:
+        """RUN came."""
+        _, graph, run, oldest, left, numbers, items = message
+        part = self._parts[link.remote, graph]
+        if part.pins:
+            part.unpin(oldest)
+        part.run(run).begin(left, numbers, items, link)
+
+    def flow_came(self, link: Neighbour, message: Message) -> None:
+        """FLOW came; nobody may want it any more."""
+        _, owner, graph, run, items = message
+        part = self._parts.get((owner, graph))
+        if part is not None:
+            part.run(run).came(items, link)
+
+    def skip_came(self, link: Neighbour, message: Message) -> None:
+        """SKIP came; the run may be over."""
+        _, graph, number = message
+        part = self._parts.get((link.remote, graph))
+        run = None if part is None else part.runs.get(number)
+        if run is not None:
+            run.skip()
+
+    def report_came(self, link: Neighbour, message: Message) -> None:
+        """REPORT came."""
+        _, graph, run, items = message
+        own = self.own.get(graph)
+        if own is not None:
+            own.reported(run, items, link)
+
+    def calls(self) -> Iterator[RowCall]:
+        """Every call of a graph that is queued or runs here."""
+        for part in self._parts.values():
+            for run in part.runs.values():
+                yield from (call for call in run.calls if not call.over)
+
+    def in_flight(self, link: Link) -> int:
+        """Calls and runs under way that wait for a process: their errors tell of its end."""
+        remote, session = link.remote, link.session
+        calls = len(session.calls) - session.waiting
+        own = sum(graph.in_flight_with(remote) for graph in self.own.values())
+        return calls + own + sum(len(part.runs) for part in self._parts.values() if remote in part.plan.receives)
+
+    def owner_lost(self, remote: PeerId) -> None:
+        """A process is gone: nobody wants its graphs any more."""
+        for key in [key for key in self._parts if key[0] == remote]:
+            part = self._parts.pop(key)
+            for run in list(part.runs.values()):
+                run.skip()
+            part.runs.clear()
+
+    def link_lost(self, remote: PeerId, error: DaftError) -> None:
+        """A process is gone, and this is why: its values will not come."""
+        for part in self._parts.values():
+            for run in list(part.runs.values()):
+                run.lost(remote, error)
+        for own in list(self.own.values()):
+            own.lost(remote, error)

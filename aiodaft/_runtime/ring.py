@@ -1,0 +1,214 @@
+"""A stream of bytes from one process to another through shared memory: one writes, one reads, no lock, no syscall.
+
+Two rings and two doorbells (eventfds) make a connection. The bytes written are published by moving the head, which
+only the writer does; the reader moves the tail. Both are 8-byte words in cache lines of their own, and on x86-64
+stores become visible in the order in which they were made, so what the head covers has been written.
+
+Who is about to sleep says so in a flag and looks once more; who moved the head or the tail looks at the flag, and
+rings the doorbell. Each writes one word and then reads the other's, and that is the one order that a processor may
+turn round: a barrier stands between. Where Python has no way to say so, the doorbell is rung always.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from collections.abc import Callable
+from mmap import mmap
+from typing import Final
+
+# Words, each in a line of its own.
+_HEAD: Final = 0
+_TAIL: Final = 8
+_READER_SLEEPS: Final = 16
+_WRITER_SLEEPS: Final = 24
+_WORDS: Final = 32
+_HEADER: Final = _WORDS * 8
+
+# Bytes that one direction holds; what does not fit waits in the writer.
+CAPACITY: Final = 128 << 10
+SIZE: Final = 2 * (_HEADER + CAPACITY)
+
+# Whether stores are seen in order, and a locked instruction is a full barrier.
+ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
+
+_lock = threading.Lock()
+_acquire, _release = _lock.acquire, _lock.release
+
+
+def barrier() -> None:
+    """Nothing after it is read before what stands before it is written."""
+    # Taking a lock is a locked instruction, also when nobody else wants it.
+    _acquire()
+    _release()
+
+
+class _Direction:
+    """One of the two rings, as mapped here."""
+
+    __slots__ = ("_data", "_words")
+
+    def __init__(self, region: memoryview, start: int) -> None:
+        self._words = region[start : start + _HEADER].cast("Q")
+        self._data = region[start + _HEADER : start + _HEADER + CAPACITY]
+
+    def release(self) -> None:
+        self._words.release()
+        self._data.release()
+
+
+class RingWriter(_Direction):
+    """The writing end."""
+
+    __slots__ = ("_head", "_ring_doorbell")
+
+    def __init__(self, region: memoryview, start: int, ring_doorbell: Callable[[], object]) -> None:
+        super().__init__(region, start)
+        self._head = 0
+        self._ring_doorbell = ring_doorbell
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write as much as there is room for; returns how many bytes that was."""
+        words = self._words
+        count = min(len(data), CAPACITY - (self._head - words[_TAIL]))
+        if not count:
+            return 0
+        at = self._head % CAPACITY
+        first = CAPACITY - at
+        if count <= first:
+            self._data[at : at + count] = data if count == len(data) else data[:count]
+        else:
+            self._data[at:] = data[:first]
+            self._data[: count - first] = data[first:count]
+        self._head += count
+        words[_HEAD] = self._head
+        barrier()
+        if words[_READER_SLEEPS] or not ORDERED:
+            words[_READER_SLEEPS] = 0
+            self._ring_doorbell()
+        return count
+
+    def wait_for_room(self) -> bool:
+        """Ask for the doorbell when there is room; False if there is some already."""
+        words = self._words
+        words[_WRITER_SLEEPS] = 1
+        barrier()
+        return bool(self._head - words[_TAIL] == CAPACITY)
+
+
+class RingReader(_Direction):
+    """The reading end."""
+
+    __slots__ = ("_ring_doorbell", "_tail")
+
+    def __init__(self, region: memoryview, start: int, ring_doorbell: Callable[[], object]) -> None:
+        super().__init__(region, start)
+        self._tail = 0
+        self._ring_doorbell = ring_doorbell
+
+    @property
+    def filled(self) -> bool:
+        """Whether there is something to read."""
+        return self._words[_HEAD] != self._tail
+
+    def read(self, most: int) -> bytes:
+        """What was written, at most so many bytes; empty if there is nothing."""
+        words = self._words
+        count = min(words[_HEAD] - self._tail, most)
+        if not count:
+            return b""
+        at = self._tail % CAPACITY
+        first = CAPACITY - at
+        if count <= first:
+            data = bytes(self._data[at : at + count])
+        else:
+            data = bytes(self._data[at:]) + bytes(self._data[: count - first])
+        self._tail += count
+        words[_TAIL] = self._tail
+        barrier()
+        if words[_WRITER_SLEEPS]:
+            words[_WRITER_SLEEPS] = 0
+            self._ring_doorbell()
+        return data
+
+    def sleep(self) -> None:
+        """Ask for the doorbell; call `barrier` and look once more before trusting in it."""
+        self._words[_READER_SLEEPS] = 1
+
+    def wake(self) -> None:
+        """Look without being asked."""
+        self._words[_READER_SLEEPS] = 0
+
+
+class RingPair:
+    """Both directions, as one side has them. Owns the mapping and both doorbells."""
+
+    def __init__(self, memory: int, ours: int, theirs: int, *, first: bool) -> None:
+        self.doorbell = ours
+        self._theirs = theirs
+        self._mapping = mmap(memory, SIZE)
+        self._region = memoryview(self._mapping)
+        here, there = (0, SIZE // 2) if first else (SIZE // 2, 0)
+        self.writer = RingWriter(self._region, here, self._ring)
+        self.reader = RingReader(self._region, there, self._ring)
+        self._closed = False
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._theirs, 1)
+
+    def quiet(self) -> None:
+        """Take note of the doorbell."""
+        try:
+            os.eventfd_read(self.doorbell)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        """Unmap, and close the doorbells. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.writer.release()
+        self.reader.release()
+        self._region.release()
+        self._mapping.close()
+        os.close(self.doorbell)
+        os.close(self._theirs)
+
+
+def offer_rings() -> tuple[RingPair, tuple[int, int, int]]:
+    """New rings: our side, and what the other side needs: memory, its doorbell, ours. The caller closes the first.
+
+    Raises:
+        OSError: There are no descriptors or no memory left.
+    """
+    memory = os.memfd_create("aiodaft-ring", os.MFD_CLOEXEC)
+    opened = [memory]
+    try:
+        os.ftruncate(memory, SIZE)
+        opened += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
+        _, ours, theirs = opened
+        return RingPair(memory, ours, theirs, first=True), (memory, theirs, ours)
+    except BaseException:
+        for fd in opened:
+            os.close(fd)
+        raise
+
+
+def take_rings(memory: int, ours: int, theirs: int) -> RingPair:
+    """The other side of what `offer_rings` gave. Takes over the descriptors.
+
+    Raises:
+        OSError: They are not what they should be.
+    """
+    try:
+        if os.fstat(memory).st_size != SIZE:
+            raise OSError("the memory has not the size of two rings")
+        return RingPair(memory, ours, theirs, first=False)
+    except (OSError, ValueError):
+        os.close(ours)
+        os.close(theirs)
+        raise
+    finally:
+        os.close(memory)

@@ -1,0 +1,121 @@
+"""Looks at the rings of a process: for a short while again and again, and after that asleep until a doorbell rings.
+
+An answer that comes within microseconds is found by looking; being woken costs tens of them. How long looking pays is
+measured: while what comes next comes late, or there is one processor only, or a thread of this process works (which
+looking would keep from the interpreter), it sleeps at once. A process without traffic takes no time at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Final, Protocol
+
+from .ring import ORDERED, RingPair, barrier
+
+# Seconds of looking after the last sign of life.
+_LOOK: Final = 100e-6
+# Gaps that are longer than this count as this long.
+_LONG: Final = 10 * _LOOK
+# How much of the average gap each new one makes up.
+# Gaps that are shorter on average are worth looking.
+_OFTEN: Final = 3 * _LOOK
+_WEIGHT: Final = 1 / 8
+
+_now = time.perf_counter
+
+
+class RingUser(Protocol):
+    """A link, as the waiter sees it."""
+
+    def ring_readable(self) -> None:
+        """There is something to read."""
+        ...
+
+    def ring_writable(self) -> None:
+        """There may be room again."""
+        ...
+
+
+class Waiter:
+    """Waits for every ring of one process."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        # A new tuple with every change, so that a loop over the old one notices.
+        self._rings: tuple[tuple[RingPair, RingUser], ...] = ()
+        # Jobs of actors' threads under way.
+        self.threads = 0
+        self._may_look = ORDERED and len(os.sched_getaffinity(0)) > 1
+        self._looking = False
+        self._since = 0.0
+        self._gap = 0.0
+
+    def add(self, ring: RingPair, user: RingUser) -> None:
+        """Begin to read a ring."""
+        self._rings = (*self._rings, (ring, user))
+        self._loop.add_reader(ring.doorbell, self._rang, ring, user)
+        self.look()
+
+    def remove(self, ring: RingPair) -> None:
+        """Look at a ring no more."""
+        kept = tuple(entry for entry in self._rings if entry[0] is not ring)
+        if len(kept) < len(self._rings):
+            self._rings = kept
+            self._loop.remove_reader(ring.doorbell)
+
+    def look(self) -> None:
+        """There was a sign of life: something was sent, and may be answered soon."""
+        self._since = _now()
+        if not self._looking:
+            self._looking = True
+            self._wake()
+            self._loop.call_soon(self._turn)
+
+    def _rang(self, ring: RingPair, user: RingUser) -> None:
+        ring.quiet()
+        user.ring_writable()
+        if self._read():
+            self._came()
+        self.look()
+
+    def _turn(self) -> None:
+        if self._read():
+            self._came()
+            self._since = _now()
+        elif not self._worth_looking() and self._asleep():
+            self._looking = False
+            return
+        self._loop.call_soon(self._turn)
+
+    def _worth_looking(self) -> bool:
+        return self._may_look and not self.threads and self._gap < _OFTEN and _now() - self._since < _LOOK
+
+    def _came(self) -> None:
+        self._gap += (min(_now() - self._since, _LONG) - self._gap) * _WEIGHT
+
+    def _read(self) -> bool:
+        found = False
+        rings = self._rings
+        for ring, user in rings:
+            if ring.reader.filled:
+                found = True
+                user.ring_readable()
+                if self._rings is not rings:
+                    break
+        return found
+
+    def _asleep(self) -> bool:
+        """Fall asleep, unless something came in the last moment."""
+        for ring, _ in self._rings:
+            ring.reader.sleep()
+        barrier()
+        if any(ring.reader.filled for ring, _ in self._rings):
+            self._wake()
+            return False
+        return True
+
+    def _wake(self) -> None:
+        for ring, _ in self._rings:
+            ring.reader.wake()

@@ -1,0 +1,106 @@
+"""The floor of graphs: two asyncio processes pass a few bytes to and fro through shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from aiodaft._runtime.ring import RingPair, offer_rings, take_rings
+from aiodaft._runtime.waiter import Waiter
+
+from .results import timed
+
+_SERVE: Final = """
+import asyncio, sys
+from aiodaft.bench.pingpong import serve
+try:
+    from uvloop import new_event_loop
+except ImportError:
+    from asyncio import new_event_loop
+with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    runner.run(serve(*map(int, sys.argv[1:])))
+"""
+_MESSAGE: Final = b"ping"
+
+
+class _Server:
+    """Sends back what comes; what ends with a full stop is the last."""
+
+    def __init__(self, ring: RingPair, waiter: Waiter) -> None:
+        self._ring = ring
+        self._waiter = waiter
+        self.over = asyncio.Event()
+
+    def ring_readable(self) -> None:
+        data = self._ring.reader.read(4096)
+        if data.endswith(b"."):
+            self.over.set()
+        self._waiter.look()
+        self._ring.writer.write(data)
+
+    def ring_writable(self) -> None:
+        """It never is full."""
+
+
+async def serve(memory: int, ours: int, theirs: int) -> None:
+    """Be the other side."""
+    ring, waiter = take_rings(memory, ours, theirs), Waiter(asyncio.get_running_loop())
+    server = _Server(ring, waiter)
+    waiter.add(ring, server)
+    await server.over.wait()
+
+
+class PingPong:
+    """This side."""
+
+    def __init__(self, ring: RingPair, pid: int) -> None:
+        self.pid = pid
+        self._ring = ring
+        self._loop = asyncio.get_running_loop()
+        self.waiter = Waiter(self._loop)
+        self._answer: asyncio.Future[bytes] = self._loop.create_future()
+        self.waiter.add(ring, self)
+
+    def ring_readable(self) -> None:
+        """An answer came."""
+        self._answer.set_result(self._ring.reader.read(4096))
+
+    def ring_writable(self) -> None:
+        """It never is full."""
+
+    async def call(self, data: bytes = _MESSAGE) -> None:
+        """One round trip."""
+        answer = self._answer = self._loop.create_future()
+        self.waiter.look()
+        self._ring.writer.write(data)
+        await answer
+
+    async def round_trip(self, count: int) -> float:
+        """Seconds that a round trip takes."""
+
+        async def work() -> None:
+            for _ in range(count):
+                await self.call()
+
+        return await timed(work()) / count
+
+
+@asynccontextmanager
+async def open_pingpong() -> AsyncGenerator[PingPong, None]:
+    """Another process at the end of a pair of rings."""
+    ring, fds = offer_rings()
+    process = subprocess.Popen([sys.executable, "-c", _SERVE, *map(str, fds)], pass_fds=fds)  # noqa: ASYNC220 - a bench
+    os.close(fds[0])
+    side = PingPong(ring, process.pid)
+    try:
+        yield side
+    finally:
+        await side.call(b".")
+        side.waiter.remove(ring)
+        ring.close()
+        process.wait()

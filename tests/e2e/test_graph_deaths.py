@@ -1,0 +1,71 @@
+"""Graphs when actors die, scopes end and runtimes close (row CO5)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from graph_actors import Node
+
+import aiodaft
+
+
+async def spawn(rt: Any, count: int) -> list[Any]:
+    return list(await asyncio.gather(*(rt.spawn(Node, f"n{index}") for index in range(count))))
+
+
+async def test_the_error_of_a_side_effect_ends_the_scope(rt: aiodaft.Runtime) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with rt.scope() as scope, scope.spawn(Node, "side") as a:
+
+            def flow(x: Any) -> Any:
+                a.on_loop(x)
+                return a.same(x)
+
+            async with aiodaft.compile(flow) as graph:
+                assert await graph(1) == 1
+                assert await graph(13) == 13
+                await asyncio.Event().wait()
+    assert caught.group_contains(ValueError, match="side does not take 13")
+
+
+async def test_a_dead_actor_fails_its_runs_and_is_replaced(rt: aiodaft.Runtime) -> None:
+    a, b, c = await spawn(rt, 3)
+    async with (
+        aiodaft.compile(lambda x: c.same(b.die(a.same(x)))) as graph,
+        aiodaft.compile(lambda x: c.same(a.same(x))) as other,
+    ):
+        assert await graph("good") == "good"
+        runs = [graph(x) for x in ("die", "in flight", "in flight")]
+        for run in runs:
+            with pytest.raises(aiodaft.ActorDied, match="killed by SIGKILL") as caught:
+                await run
+            assert caught.value.actor.startswith("Node-")
+            assert caught.value.signal == "SIGKILL"
+        # Until it is replaced, runs fail; the other actors and graphs live on.
+        with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
+            await graph("later")
+        assert await other(1) == 1
+        await graph.replace(b, await rt.spawn(Node))
+        assert await asyncio.gather(*(graph(x) for x in range(20))) == list(range(20))
+        with pytest.raises(ValueError, match="has no part in"):
+            await graph.replace(b, a)
+        assert [(await actor.state())[1:] for actor in (a, c)] == [(0, 0), (0, 0)]
+
+
+async def test_a_runtime_that_closes_fails_the_runs_under_way() -> None:
+    async with aiodaft.Runtime(preload=(), stop_grace=0) as rt:
+        a, b = await spawn(rt, 2)
+        run = aiodaft.compile(lambda x: b.same(a.wait(x)))(1)
+    with pytest.raises((aiodaft.ActorDied, aiodaft.RuntimeClosed)):
+        await run
+
+
+async def test_without_shared_memory_graphs_go_over_the_links() -> None:
+    async with aiodaft.Runtime(preload=(), transport="tcp") as rt:
+        a, b = await spawn(rt, 2)
+        async with aiodaft.compile(lambda x: b.same([a.same(x), x])) as graph:
+            for data in (1, b"small", b"large" * 100_000):
+                assert await graph(data) == [data, data]
+        assert rt.traffic().control > 0

@@ -1,0 +1,157 @@
+"""Plans: every step once, every value to whoever needs it, in an order that can be kept, or refused."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.mailbox import Rules
+from aiodaft._protocol.plan import ActorKey, Dataflow, Step, SubPlan, make_plan
+from aiodaft.exceptions import ImpossibleOrder
+
+LOOP, THREAD, BOUNDED = Rules("go"), Rules("work", on_thread=True), Rules("few", concurrency=1)
+
+
+def actor(process: int, number: int = 16) -> ActorKey:
+    return PeerId(f"worker-{process}"), ActorId(number)
+
+
+def step(key: ActorKey, *needs: int, rules: Rules = LOOP, line: str = "x.py:1") -> Step[None]:
+    return Step(key, f"A.{rules.name}", line, rules, needs, None)
+
+
+@st.composite
+def flows(draw: st.DrawFn) -> Dataflow[None]:
+    inputs = draw(st.integers(0, 3))
+    steps: list[Step[None]] = []
+    for index in range(draw(st.integers(1, 12))):
+        known = inputs + index
+        needs = draw(st.lists(st.integers(0, known - 1), max_size=3)) if known else []
+        key = actor(draw(st.integers(0, 2)), draw(st.integers(16, 17)))
+        steps.append(step(key, *needs, rules=draw(st.sampled_from([LOOP, THREAD, BOUNDED]))))
+    outputs = draw(st.lists(st.integers(inputs, inputs + len(steps) - 1), min_size=1, max_size=3))
+    return Dataflow(inputs, tuple(steps), tuple(outputs))
+
+
+def run(plans: dict[PeerId, SubPlan[None]], inputs: int) -> tuple[list[int], set[int]]:
+    """Play a run, each segment as late as its needs and its actor's order make it: the steps done, the reports."""
+    has: dict[PeerId, set[int]] = {process: set(plan.inputs) for process, plan in plans.items()}
+    waiting = {
+        (process, key): deque(segment for segment in plan.segments if plan.steps[segment.steps[0]].actor == key)
+        for process, plan in plans.items()
+        for key in {step.actor for step in plan.steps}
+    }
+    done: list[int] = []
+    reports: set[int] = set()
+    progress = True
+    while progress:
+        progress = False
+        for (process, _), segments in waiting.items():
+            plan = plans[process]
+            if not segments or not has[process].issuperset(segments[0].needs):
+                continue
+            progress = True
+            made = set(segments[0].needs)
+            for position in segments.popleft().steps:
+                value = plan.values[position]
+                assert made.issuperset(plan.steps[position].needs), "a row has what its steps need"
+                made.add(value)
+                has[process].add(value)
+                done.append(value - inputs)
+                reports |= {value} & plan.reports
+                for other in plan.sends[value]:
+                    assert value in plans[other].receives[process]
+                    has[other].add(value)
+    return done, reports
+
+
+@given(flow=flows())
+@settings(max_examples=300, deadline=None)
+def test_every_plan_runs_each_step_once_and_reports_outputs_and_ends(flow: Dataflow[None]) -> None:
+    plans = make_plan(flow)
+    done, reports = run(plans, flow.inputs)
+    assert sorted(done) == list(range(len(flow.steps)))
+    used = {value for step in flow.steps for value in step.needs}
+    ends = {flow.inputs + index for index in range(len(flow.steps))} - used
+    assert reports == ends | set(flow.outputs)
+    for process, plan in plans.items():
+        assert process not in plan.receives
+        assert sum(len(values) for values in plan.receives.values()) == len(
+            {value for step in plan.steps for value in step.needs if value >= flow.inputs} - set(plan.values)
+        )
+
+
+@given(flow=flows())
+@settings(max_examples=100, deadline=None)
+def test_steps_of_an_actor_keep_their_order(flow: Dataflow[None]) -> None:
+    for plan in make_plan(flow).values():
+        for key in {step.actor for step in plan.steps}:
+            order = [
+                position for segment in plan.segments for position in segment.steps if plan.steps[position].actor == key
+            ]
+            assert order == sorted(order)
+
+
+def test_a_chain_on_one_actor_is_one_row() -> None:
+    a = actor(1)
+    plan = make_plan(Dataflow(1, tuple(step(a, index) for index in range(128)), (128,)))[a[0]]
+    assert [len(segment.steps) for segment in plan.segments] == [128]
+    assert plan.segments[0].needs == (0,)
+
+
+@pytest.mark.parametrize(
+    ("steps", "rows"),
+    [
+        ((step(actor(1), 0), step(actor(1), 1, rules=THREAD)), [1, 1]),  # the loop, then the thread
+        ((step(actor(1), 0, rules=BOUNDED), step(actor(1), 1, rules=BOUNDED)), [1, 1]),  # each counts by itself
+        ((step(actor(1), 0), step(actor(1), 0)), [1, 1]),  # they may overlap
+        ((step(actor(1), 0), step(actor(2), 1), step(actor(1), 1, 2)), [1, 1]),  # the second waits for another actor
+        ((step(actor(1)), step(actor(1), 1, 0)), [1, 1]),  # the first does not wait for the input
+        ((step(actor(1), 0), step(actor(1), 1, 0)), [2]),
+    ],
+)
+def test_a_row_is_what_could_not_overlap_and_waits_for_nothing_else(
+    steps: tuple[Step[None], ...], rows: list[int]
+) -> None:
+    plan = make_plan(Dataflow(1, steps, (len(steps),)))[actor(1)[0]]
+    assert [len(segment.steps) for segment in plan.segments] == rows
+
+
+def test_orders_that_wait_for_each_other_are_refused_with_the_circle_and_its_lines() -> None:
+    # The order in which two ranks that both send first would get stuck.
+    a, b = actor(1), actor(2)
+    steps = (
+        step(a, line="pipe.py:10"),
+        step(b, 0, line="pipe.py:11"),
+        step(b, line="pipe.py:12"),
+        step(a, 2, line="pipe.py:13"),
+        step(a, 3, line="pipe.py:14"),
+    )
+    assert set(make_plan(Dataflow(0, steps, (1, 4)))) == {a[0], b[0]}
+    stuck = Dataflow(0, steps, (1, 4), {a: [3, 0, 4], b: [1, 2]})
+    with pytest.raises(ImpossibleOrder, match="circle") as caught:
+        make_plan(stuck)
+    assert sorted(re.findall(r"pipe\.py:\d+", str(caught.value))) == [f"pipe.py:{line}" for line in (10, 11, 12, 13)]
+
+
+def test_an_order_of_other_steps_is_refused() -> None:
+    a = actor(1)
+    with pytest.raises(ImpossibleOrder, match=r"names \[0, 0\]"):
+        make_plan(Dataflow(0, (step(a), step(a)), (1,), {a: [0, 0]}))
+
+
+def test_a_given_order_is_kept() -> None:
+    a = actor(1)
+    plan = make_plan(Dataflow(0, (step(a), step(a)), (0, 1), {a: [1, 0]}))[a[0]]
+    assert plan.values == (1, 0)
+
+
+def test_another_actor_takes_the_place_of_one() -> None:
+    flow = Dataflow(1, (step(actor(1), 0), step(actor(2), 1)), (2,), {actor(1): [0]})
+    moved = flow.with_actor(actor(1), actor(3))
+    assert set(make_plan(moved)) == {actor(2)[0], actor(3)[0]}

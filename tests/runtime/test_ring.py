@@ -1,0 +1,179 @@
+"""Rings: what is written is read, whole and in order; whoever sleeps is woken; nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiodaft._runtime import ring as rings
+from aiodaft._runtime.ring import CAPACITY, RingPair, barrier, offer_rings, take_rings
+from aiodaft._runtime.waiter import Waiter
+
+
+def make_pair() -> tuple[RingPair, RingPair]:
+    first, (memory, theirs, ours) = offer_rings()
+    # As they come through a socket: the other side has descriptors of its own.
+    second = take_rings(os.dup(memory), os.dup(theirs), os.dup(ours))
+    os.close(memory)
+    return first, second
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[RingPair, RingPair]]:
+    first, second = make_pair()
+    yield first, second
+    first.close()
+    second.close()
+
+
+def rang(ring: RingPair) -> bool:
+    try:
+        return bool(os.eventfd_read(ring.doorbell))
+    except BlockingIOError:
+        return False
+
+
+_SIZES = st.integers(1, 2 * CAPACITY)
+_ACTIONS = st.lists(st.tuples(st.sampled_from(["write", "read"]), _SIZES), max_size=30)
+
+
+@given(_ACTIONS)
+@settings(max_examples=60, deadline=None)
+def test_bytes_come_out_as_they_went_in(actions: list[tuple[str, int]]) -> None:
+    first, second = make_pair()
+    source, sent, received = random.Random(1), b"", b""
+    try:
+        for action, size in actions:
+            if action == "write":
+                data = source.randbytes(size)
+                room = CAPACITY - (len(sent) - len(received))
+                count = first.writer.write(data)
+                assert count == min(size, room)
+                sent += data[:count]
+            else:
+                received += second.reader.read(size)
+            assert second.reader.filled == (len(received) < len(sent))
+        received += second.reader.read(CAPACITY)
+        assert received == sent
+    finally:
+        first.close()
+        second.close()
+
+
+def test_both_directions_are_apart(pair: tuple[RingPair, RingPair]) -> None:
+    first, second = pair
+    first.writer.write(b"there")
+    second.writer.write(b"back")
+    assert (first.reader.read(10), second.reader.read(10)) == (b"back", b"there")
+
+
+def test_who_sleeps_is_woken_once_and_who_looks_is_not(pair: tuple[RingPair, RingPair]) -> None:
+    first, second = pair
+    if rings.ORDERED:
+        first.writer.write(b"x")
+        assert not rang(second)
+    second.reader.sleep()
+    barrier()
+    first.writer.write(b"y")
+    assert rang(second)
+    if rings.ORDERED:
+        first.writer.write(b"z")
+        assert not rang(second)
+
+
+def test_a_full_ring_rings_the_writer_when_there_is_room(pair: tuple[RingPair, RingPair]) -> None:
+    first, second = pair
+    assert first.writer.write(bytes(CAPACITY + 1)) == CAPACITY
+    assert first.writer.wait_for_room()
+    assert not rang(first)
+    second.reader.read(1)
+    assert rang(first)
+    assert first.writer.write(b"ab") == 1
+    second.reader.read(10)
+    assert not first.writer.wait_for_room()
+
+
+def test_memory_of_another_size_is_refused_and_nothing_stays_open() -> None:
+    memory = os.memfd_create("other")
+    with pytest.raises(OSError, match="two rings"):
+        take_rings(memory, os.eventfd(0), os.eventfd(0))
+
+
+class Collector:
+    """Takes what comes, and passes it on to whoever waits."""
+
+    def __init__(self, ring: RingPair) -> None:
+        self.ring = ring
+        self.data = b""
+        self.wanted = 0
+        self.complete = asyncio.Event()
+        self.room = asyncio.Event()
+
+    def ring_readable(self) -> None:
+        self.data += self.ring.reader.read(4096)
+        if len(self.data) >= self.wanted:
+            self.complete.set()
+
+    def ring_writable(self) -> None:
+        self.room.set()
+
+    async def take(self, count: int) -> bytes:
+        self.wanted = count
+        if len(self.data) < count:
+            self.complete.clear()
+            await self.complete.wait()
+        taken, self.data = self.data[:count], self.data[count:]
+        return taken
+
+
+@pytest.mark.parametrize("looking", [True, False])
+async def test_no_wake_up_is_lost_between_two_waiters(pair: tuple[RingPair, RingPair], looking: bool) -> None:
+    """A thousand round trips through every way of waiting; a lost wake-up would hang."""
+    loop = asyncio.get_running_loop()
+    ends = [Collector(ring) for ring in pair]
+    waiters = [Waiter(loop), Waiter(loop)]
+    for waiter, end in zip(waiters, ends, strict=True):
+        waiter._may_look = looking and waiter._may_look
+        waiter.add(end.ring, end)
+    try:
+        for number in range(1000):
+            data = number.to_bytes(2, "big")
+            for here, there in ((0, 1), (1, 0)):
+                waiters[here].look()
+                ends[here].ring.writer.write(data)
+                assert await ends[there].take(2) == data
+    finally:
+        for waiter, end in zip(waiters, ends, strict=True):
+            waiter.remove(end.ring)
+
+
+async def test_a_waiter_without_traffic_falls_asleep(pair: tuple[RingPair, RingPair]) -> None:
+    first, second = pair
+    waiter = Waiter(asyncio.get_running_loop())
+    end = Collector(second)
+    waiter.add(second, end)
+    # Nothing but the doorbell wakes it: there is no turn of the loop that it asked for.
+    while waiter._looking:
+        await asyncio.sleep(0)
+    first.writer.write(b"x")
+    assert await end.take(1) == b"x"
+    waiter.remove(second)
+
+
+async def test_nobody_looks_while_a_thread_of_the_process_works(pair: tuple[RingPair, RingPair]) -> None:
+    """Looking would keep the interpreter from it."""
+    waiter = Waiter(asyncio.get_running_loop())
+    end = Collector(pair[1])
+    waiter.add(pair[1], end)
+    waiter.threads = 1
+    waiter.look()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not waiter._looking
+    waiter.remove(pair[1])

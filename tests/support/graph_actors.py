@@ -1,0 +1,120 @@
+"""Actors for compiled graphs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import aiodaft
+from aiodaft import Actor, Ref, method
+from aiodaft._runtime.current import current_peer
+
+
+@dataclass
+class Box:
+    """A container."""
+
+    content: Any
+
+
+class Node(Actor):
+    """Computes, remembers what it did, and fails when told to."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.log: list[Any] = []
+        self.total = 0
+        self.gate = asyncio.Event()
+
+    @method
+    async def on_loop(self, *values: Any) -> Any:
+        return self._mix("loop", values)
+
+    @method
+    def on_thread(self, *values: Any) -> Any:
+        return self._mix("thread", values)
+
+    @method(concurrency=1)
+    async def one_at_a_time(self, *values: Any) -> Any:
+        await asyncio.sleep(0)
+        return self._mix("one", values)
+
+    @method
+    async def spoil(self, value: Any) -> Any:
+        """Changes its argument, which must be nobody else's."""
+        if isinstance(value, list):
+            value.append("spoilt")
+        return value
+
+    def _mix(self, kind: str, values: tuple[Any, ...]) -> Any:
+        if any(value == 13 for value in values):
+            raise ValueError(f"{self.name} does not take 13")
+        self.total += 1
+        numbers = [value if isinstance(value, int) else len(str(value)) for value in values]
+        number = (sum(numbers) * 7 + len(numbers)) % 17
+        return number if number % 3 else [kind, number, *numbers]
+
+    @method
+    async def note(self, entry: Any) -> None:
+        self.log.append(entry)
+
+    @method
+    async def notes(self) -> list[Any]:
+        return self.log
+
+    @method
+    async def same(self, value: Any = None) -> Any:
+        return value
+
+    @method
+    async def boxed(self, value: Any) -> Any:
+        """A ref of this process, inside a result."""
+        return Box(Ref(current_peer().refs.put(value, "boxed")))
+
+    @method
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @method
+    async def keep(self, ref: Box) -> Any:
+        return ref.content
+
+    @method
+    async def wait(self, value: Any = None) -> Any:
+        await self.gate.wait()
+        return value
+
+    @method
+    async def open(self) -> None:
+        self.gate.set()
+
+    @method
+    async def die(self, value: Any) -> Any:
+        if value == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return value
+
+    @method
+    async def words(self, text: str) -> Any:
+        for word in text.split():
+            yield word
+
+    @method
+    async def compile_with(self, other: Node, value: int) -> list[Any]:
+        """A graph of a worker's own, over itself and another actor."""
+
+        def flow(x: aiodaft.Ref[int]) -> aiodaft.Ref[int]:
+            return other.on_loop(x)
+
+        async with aiodaft.compile(flow) as graph:
+            return [await graph(value), await graph(value + 1)]
+
+    @method
+    async def state(self) -> tuple[int, int, int]:
+        """Plans here, runs under way, bytes kept for others."""
+        graphs = current_peer().graphs
+        parts = graphs._parts.values()
+        return len(graphs._parts), sum(len(part.runs) for part in parts), graphs._peer.store.stored_bytes()

@@ -42,7 +42,7 @@ class CallState(RefState):
 
     @property
     def producer(self) -> PeerId:
-        return self.target.remote
+        return self.peer.id if self.link is None else self.link.remote
 
     @property
     def sink(self) -> ErrorSink | None:

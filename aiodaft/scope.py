@@ -114,7 +114,8 @@ class Scope(Spawner):
         for state in self._held:
             if state.error is not None and not state.seen:
                 state.seen = True
-                errors.append(state.error)
+                if not any(state.error is other for other in errors):
+                    errors.append(state.error)
         self._errors, self._held = [], {}
         return errors
 

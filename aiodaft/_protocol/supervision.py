@@ -100,6 +100,7 @@ class Siblings(Generic[ChildT, EvidenceT]):
         self._children: dict[ChildT, Kind] = {}
         self._down: set[ChildT] = set()
         self._failures: deque[tuple[float, EvidenceT]] = deque()
+        self._failed_together: set[ChildT] = set()
 
     def add(self, child: ChildT, kind: Kind) -> None:
         """A child was spawned, and is up."""
@@ -135,8 +136,13 @@ class Siblings(Generic[ChildT, EvidenceT]):
             self.remove(child)
             return Gone(child)
         self._down.add(child)
-        self._failures.append((now, evidence))
-        while self._failures[0][0] <= now - self._period:
+        if self._failures and self._failures[-1][1] is evidence and child not in self._failed_together:
+            # The end of a process is one failure, however many of its actors are siblings.
+            self._failed_together.add(child)
+        else:
+            self._failures.append((now, evidence))
+            self._failed_together = {child}
+        while self._failures and self._failures[0][0] <= now - self._period:
             self._failures.popleft()
         count = len(self._failures)
         if count > self._intensity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import textwrap
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -230,5 +231,5 @@ def _limit_reached(life: Life, policy: Restart, evidence: tuple[BaseException, .
         error.exit_code, error.signal, error.oom = last.exit_code, last.signal, last.oom
     for index, attempt in enumerate(evidence, 1):
         text = "".join(traceback.format_exception_only(attempt)).rstrip()
-        error.add_note(f"death {index} of {len(evidence)}: {text}")
+        error.add_note(f"death {index} of {len(evidence)}: " + textwrap.indent(text, "  ").lstrip())
     return error

@@ -19,22 +19,26 @@ AT_ONCE = Backoff(base=0)
 class Mortal(Actor):
     """Counts, dies when told to, and notes its lives in a file."""
 
-    def __init__(self, start: Any = 0, path: str = "", *, deaths: int = 0) -> None:
+    def __init__(self, start: Any = 0, notes: str = "", *, fails_in: tuple[int, ...] = (), gate: str = "") -> None:
+        """From the second life on, the constructor waits until somebody opens the gate, a FIFO."""
         self.value = start
-        self.path = path
+        self.notes = notes
         self.note("made")
-        if path and self.lives() <= deaths:
-            raise ValueError(f"cannot be made in life {self.lives()}")
-        self.gate = asyncio.Event()
+        life = self.noted().count("made") if notes else 1
+        if gate and life > 1:
+            with open(gate, encoding="utf-8"):
+                pass
+        if life in fails_in:
+            raise ValueError(f"cannot be made in life {life}")
 
     def note(self, what: str) -> None:
         """Append a line to the file, which outlives the process."""
-        if self.path:
-            with open(self.path, "a", encoding="utf-8") as file:
+        if self.notes:
+            with open(self.notes, "a", encoding="utf-8") as file:
                 file.write(f"{what}\n")
 
-    def lives(self) -> int:
-        return Path(self.path).read_text(encoding="utf-8").count("made\n")
+    def noted(self) -> list[str]:
+        return Path(self.notes).read_text(encoding="utf-8").splitlines()
 
     @method
     async def pid(self) -> int:
@@ -56,13 +60,18 @@ class Mortal(Actor):
     @method
     async def wait(self) -> str:
         self.note("waiting")
-        await self.gate.wait()
-        return "waited"
+        await asyncio.Event().wait()
+        return "never"
 
     @method
     async def die(self, how: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), how)
         await asyncio.Event().wait()
+
+    @method
+    async def fail(self) -> None:
+        self.note("failing")
+        raise aiodaft.ActorDied("raised by the method itself")
 
     @method
     async def exit(self, code: int) -> None:
@@ -84,11 +93,37 @@ class Mortal(Actor):
         return attempt, os.getpid(), value
 
 
+class Member(Mortal):
+    """One of several siblings: says when it comes and goes."""
+
+    def __init__(self, name: str, notes: str) -> None:
+        self.name = name
+        super().__init__(0, notes)
+
+    def note(self, what: str) -> None:
+        super().note(f"{self.name} {what}")
+
+    async def __aenter__(self) -> Member:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.note("left")
+
+
 class Heir(Mortal, restart=Restart(intensity=5, backoff=AT_ONCE)):
     """Gets back what it had counted."""
 
     async def on_restart(self, epoch: int) -> None:
         self.value = f"epoch {epoch}"
+
+
+class ThreadedHeir(Mortal):
+    """The same in a def method, which may refuse."""
+
+    def on_restart(self, epoch: int) -> None:
+        if self.value == "refuse":
+            raise RuntimeError("the checkpoint is gone")
+        self.value = f"epoch {epoch} on a thread"
 
 
 class Caller(Actor):
@@ -100,10 +135,6 @@ class Caller(Actor):
     @method
     async def keep(self, other: Any) -> None:
         self.other = other
-
-    @method
-    async def add(self, value: Any) -> Any:
-        return await self.other.add(value)
 
     @method
     async def ask(self, name: str, *args: Any) -> Any:

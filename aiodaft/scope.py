@@ -260,11 +260,14 @@ class Scope(Spawner):
         Raises:
             ActorDied: The actor is gone for good.
         """
-        target = self._target(actor)
-        if isinstance(target, Followed):
-            handle = Handle(await self._runtime.supervisor.address(target.number), class_of(handle_of(actor)))
-            return cast("T", Service(handle, handle.__dict__["_class"]) if isinstance(actor, Service) else handle)
-        return actor
+        handle, target = handle_of(actor), self._target(actor)
+        if not isinstance(target, Followed):
+            return actor
+        address = await self._runtime.supervisor.address(target.number)
+        if address is target_of(handle):
+            return actor
+        new = Handle(address, class_of(handle))
+        return cast("T", Service(new, class_of(handle)) if isinstance(actor, Service) else new)
 
     def _target(self, actor: object) -> Target:
         """Where an actor is, whatever incarnation of it the handle leads to."""

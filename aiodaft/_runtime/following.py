@@ -70,7 +70,8 @@ class Followed(Target):
     __slots__ = ("__weakref__", "_finding", "_hall", "_waiting", "ended", "owner")
 
     def __init__(self, peer: Peer, place: Whereabouts, owner: PeerId, label: str, sink: ErrorSink | None) -> None:
-        super().__init__(peer, place.peer or peer.id, place.actor, label, sink)
+        # A handle may have travelled for long: without a connection to that process it is worth asking.
+        super().__init__(peer, place.peer if place.peer in peer.links else peer.id, place.actor, label, sink)
         self.owner = owner
         self.ended: DaftError | None = None
         # Calls that wait, by number; the link without a socket bounds them, and lets them be cancelled.
@@ -307,8 +308,8 @@ class Followers:
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = Followed(self._peer, place, owner, label, sink)
-        elif place.peer and epoch_of(place.actor) > known.epoch:
-            known.move(place)
+        elif epoch_of(place.actor) > known.epoch:
+            known.leave()
         return known
 
 

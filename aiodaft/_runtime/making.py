@@ -16,8 +16,8 @@ from .refkinds import CallState
 from .tasks import logger
 
 if TYPE_CHECKING:
-    from .peer import Peer
     from .kept import Kept
+    from .peer import Peer
 
 
 # Said to whom it concerns when an actor is stopped.

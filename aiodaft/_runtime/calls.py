@@ -315,6 +315,9 @@ class Outgoing:
         if cell is None:
             target.missed(request, None)
             return
+        if not isinstance(request.state, TellState):
+            # It may have waited elsewhere.
+            request.state.link = None
         caller = peer.local_caller
         call = IncomingCall(caller, peer.id, request.number, cell, request.spec, request.mode, request.args)
         call.deadline = request.deadline

@@ -231,7 +231,8 @@ class FollowedCall(CallState):
         if self.settled or self._made_again(error):
             return
         if self._doubtful and isinstance(error, DaftError) and error.executed is False:
-            error.with_executed(None)
+            # Others may wait with the same error, and know more.
+            error = copy_error(error).with_executed(None)
         super().on_error(error)
 
     def _made_again(self, error: BaseException) -> bool:

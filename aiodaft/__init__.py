@@ -4,6 +4,7 @@ from aiodaft import exceptions
 from aiodaft._protocol.liveness import Patience
 from aiodaft._runtime.traffic import Traffic
 from aiodaft.actor import Actor
+from aiodaft.attempt import current_attempt
 from aiodaft.channel import Channel
 from aiodaft.deadline import deadline
 from aiodaft.exceptions import (
@@ -22,20 +23,24 @@ from aiodaft.exceptions import (
     OwnerDied,
     PeerLost,
     RemoteError,
+    RestartLimitReached,
     RuntimeClosed,
     SerializationError,
     SpawnFailed,
+    StaleHandle,
 )
 from aiodaft.graph import Graph, compile
 from aiodaft.group import Group
+from aiodaft.info import ActorInfo
 from aiodaft.memory import Registration, empty, register
 from aiodaft.methods import method
 from aiodaft.placement import Placement, Spawned
 from aiodaft.program import run, start, stop
 from aiodaft.ref import Ref, Refs, Stream, borrow, lazy
 from aiodaft.runtime import Runtime
-from aiodaft.scope import ActorInfo, Scope
+from aiodaft.scope import Scope
 from aiodaft.service import Service
+from aiodaft.supervision import Backoff, Restart
 from aiodaft.web import cancel_on_disconnect
 
 __version__ = "0.1.0"
@@ -44,6 +49,7 @@ __all__ = [
     "Actor",
     "ActorDied",
     "ActorInfo",
+    "Backoff",
     "BorrowError",
     "CallCancelled",
     "Channel",
@@ -66,6 +72,8 @@ __all__ = [
     "Refs",
     "Registration",
     "RemoteError",
+    "Restart",
+    "RestartLimitReached",
     "Runtime",
     "RuntimeClosed",
     "Scope",
@@ -73,11 +81,13 @@ __all__ = [
     "Service",
     "SpawnFailed",
     "Spawned",
+    "StaleHandle",
     "Stream",
     "Traffic",
     "borrow",
     "cancel_on_disconnect",
     "compile",
+    "current_attempt",
     "deadline",
     "empty",
     "exceptions",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 from aiodaft._protocol.ledger import Demand
 from aiodaft._protocol.liveness import Patience
 from aiodaft.methods import MethodSpec, specs_of
+from aiodaft.supervision import Restart, check_alone
 
 if TYPE_CHECKING:
     from aiodaft.ref import Ref, Stream
@@ -22,10 +23,16 @@ class Actor:
     What an instance needs is said in the class line, `class Model(Actor, gpus=1)`, and overridden by
     `rt.on(gpus=...)`. If the class has `__aenter__` and `__aexit__`, the runtime enters the instance before its first
     call and leaves it when the actor is stopped.
+
+    With a restart policy, `class Model(Actor, restart=Restart(...))`, the class may have a method
+    `on_restart(self, epoch: int)`, `def` or `async def`: it runs in each new incarnation, after the constructor and
+    before any call, to get back state (a checkpoint, say). `epoch` counts the attempts to restart the actor; if the
+    method fails, that is one more death.
     """
 
     __aiodaft_demand__: ClassVar[Demand] = Demand()
     __aiodaft_patience__: ClassVar[Patience | None] = None
+    __aiodaft_restart__: ClassVar[Restart | None] = None
 
     def __init_subclass__(
         cls,
@@ -34,9 +41,13 @@ class Actor:
         gpus: float | None = None,
         resources: Mapping[str, float] | None = None,
         patience: Patience | None = None,
+        restart: Restart | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
+        if restart is not None:
+            cls.__aiodaft_restart__ = check_alone(restart)
+        _check_hook(cls)
         base = cls.__aiodaft_demand__
         cls.__aiodaft_demand__ = Demand(
             cpus=base.cpus if cpus is None else cpus,
@@ -44,6 +55,16 @@ class Actor:
             custom=base.custom if resources is None else dict(resources),
         )
         cls.__aiodaft_patience__ = patience or cls.__aiodaft_patience__
+
+
+def _check_hook(cls: type) -> None:
+    hook = cls.__dict__.get("on_restart")
+    if hook is None:
+        return
+    try:
+        inspect.signature(hook).bind(None, 1)
+    except TypeError:
+        raise TypeError(f"{cls.__name__}.on_restart takes the epoch of the new incarnation, and nothing else") from None
 
 
 class CallTarget(Protocol):

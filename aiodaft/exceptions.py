@@ -13,10 +13,12 @@ DaftError
 │   ├── Overloaded           more calls are waiting than the runtime allows
 │   ├── InsufficientResources  there is not that much of it; says what there is
 │   ├── SpawnFailed          the actor's process did not come up
+│   ├── StaleHandle          the handle leads to an earlier incarnation of the actor
 │   ├── NameTaken            another actor has the name
 │   └── NameNotFound         nobody has the name
 ├── OutcomeUnknown           the world broke while the call was under way
 │   ├── ActorDied            the actor's process ended, or the actor was stopped
+│   │   └── RestartLimitReached  it died more often than its restart policy allows; has all the deaths
 │   ├── PeerLost             the connection to a process ended, or it did not answer and was killed
 │   └── OwnerDied            the process that owned a ref ended, and the value with it
 ├── DeadlineExceeded         the time given to a call is over; also a TimeoutError
@@ -55,9 +57,11 @@ __all__ = [
     "ProtocolError",
     "RemoteError",
     "RemoteProtocolError",
+    "RestartLimitReached",
     "RuntimeClosed",
     "SerializationError",
     "SpawnFailed",
+    "StaleHandle",
     "WaitingCall",
 ]
 
@@ -137,6 +141,12 @@ class SpawnFailed(NotDelivered):
     """The process of a new actor did not come up, or could not load the actor's class."""
 
 
+class StaleHandle(NotDelivered):
+    """The actor was restarted, and the handle, as declared, does not follow: `rt.rebind(handle)` gives one that leads
+    to the new incarnation.
+    """
+
+
 class NameTaken(NotDelivered):
     """Another actor has this name."""
 
@@ -173,6 +183,18 @@ class ActorDied(OutcomeUnknown):
     exit_code: int | None = None
     signal: str | None = None
     oom: bool = False
+
+
+class RestartLimitReached(ActorDied):
+    """The actor, or one of its siblings, died more often than its restart policy allows, and stays dead.
+
+    Attributes:
+        attempts: What ended each incarnation within the policy's period, oldest first: an `ActorDied`, or what kept
+            it from being made. The notes have them all as text.
+    """
+
+    executed = False
+    attempts: tuple[BaseException, ...] = ()
 
 
 class PeerLost(OutcomeUnknown):

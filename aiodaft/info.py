@@ -13,6 +13,7 @@ from aiodaft.exceptions import DaftError
 if TYPE_CHECKING:
     from aiodaft._runtime.calls import Target
     from aiodaft._runtime.node import Process
+    from aiodaft._runtime.supervisor import Life
     from aiodaft.ref import Ref
 
 __all__ = ["ActorInfo", "look_at"]
@@ -43,6 +44,9 @@ class ActorInfo:
         abandoned: Calls that run on although nobody waits for them: cancelled, past their deadline, or of a caller
             that is gone.
         stored_bytes: Bytes of results that its process keeps for others.
+        epoch: The number of its incarnation; each attempt to restart it takes the next.
+        restarts: How often it came up again.
+        last_error: What ended the incarnation before, or kept the next from being made.
     """
 
     name: str
@@ -60,16 +64,25 @@ class ActorInfo:
     done: int = 0
     abandoned: int = 0
     stored_bytes: int = 0
+    epoch: int = 0
+    restarts: int = 0
+    last_error: BaseException | None = None
 
 
-async def look_at(target: Target, cls: type, names: tuple[str, ...], node: str) -> ActorInfo:
-    """What its process says, or else what the node knows: of one that does not answer within a second, that is all."""
+async def look_at(target: Target, cls: type, names: tuple[str, ...], node: str, life: Life | None) -> ActorInfo:
+    """What its process says, or else what the node knows: of one that does not answer within a second, that is all.
+
+    Its `life` is what is known of its restarts, if it is supervised.
+    """
     node_agent = target.peer.node_agent()
     before: Process | None = await node_agent.process_of(target.remote)
     report = None if before is None else {} if before.vitals.suspect else await _report(target)
     process = await node_agent.process_of(target.remote)
+    restarts: dict[str, Any] = {}
+    if life is not None:
+        restarts = {"epoch": life.epoch, "restarts": life.restarts, "last_error": life.last_error}
     if process is None:
-        return ActorInfo(target.label, cls.__name__, names, 0, node, (), alive=False)
+        return ActorInfo(target.label, cls.__name__, names, 0, node, (), alive=False, **restarts)
     vitals = process.vitals
     known: dict[str, Any] = {"running": (vitals.last_method,)} if report == {} and vitals.last_method else {}
     return ActorInfo(
@@ -84,6 +97,7 @@ async def look_at(target: Target, cls: type, names: tuple[str, ...], node: str) 
         silent_for=vitals.silent_for,
         loop_lag=vitals.loop_lag,
         **(report or known),
+        **restarts,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from aiodaft._protocol.mailbox import Rules
@@ -16,7 +17,7 @@ from aiodaft_transport import check_name
 if TYPE_CHECKING:
     from aiodaft.ref import Ref, Stream
 
-__all__ = ["Method", "MethodSpec", "Sig", "StreamMethod", "StreamSig", "method", "plain_spec", "specs_of"]
+__all__ = ["Method", "MethodSpec", "Options", "Sig", "StreamMethod", "StreamSig", "method", "plain_spec", "specs_of"]
 
 P = ParamSpec("P")
 P1 = ParamSpec("P1")
@@ -30,20 +31,35 @@ S = TypeVar("S")
 _SPECS: Final = "__aiodaft_specs__"
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was said to `@method`.
+
+    Attributes:
+        rules: When its calls start.
+        transport: How its large results travel, if not as everything else.
+        retries: How often a call is sent again to a new incarnation.
+    """
+
+    rules: Rules
+    transport: str | None = None
+    retries: int = 0
+
+
 class MethodSpec:
     """What both sides know of a method."""
 
     __slots__ = (
-        "_hidden", "_signature", "fn", "high", "is_stream", "label", "low", "name", "rules", "transport",
+        "_hidden", "_signature", "fn", "high", "is_stream", "label", "low", "name", "retries", "rules",
+        "transport",
     )  # fmt: skip
 
-    def __init__(
-        self, label: str, name: str, fn: Callable[..., Any], rules: Rules, transport: str | None, *, hidden: int = 0
-    ) -> None:
+    def __init__(self, label: str, name: str, fn: Callable[..., Any], options: Options, *, hidden: int = 0) -> None:
         self.name = name
         self.fn = fn
-        self.rules = rules
-        self.transport = transport
+        self.rules = options.rules
+        self.transport = transport = options.transport
+        self.retries = options.retries
         self.label = label
         # Leading arguments that are the runtime's own, not the user's.
         self._hidden = hidden
@@ -105,10 +121,9 @@ class StreamSig(Protocol[P, R_co]):
 class _MethodBase:
     """Stands in the class for a decorated function."""
 
-    def __init__(self, fn: Callable[..., Any], rules: Rules, transport: str | None) -> None:
+    def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         self.fn = fn
-        self.rules = rules
-        self.transport = transport
+        self.options = options
         self.__name__ = fn.__name__
         self.__qualname__ = fn.__qualname__
         self.__module__ = fn.__module__
@@ -224,9 +239,23 @@ def method(fn: Callable[Concatenate[S, P], AsyncIterator[R]], /) -> StreamMethod
 @overload
 def method(fn: Callable[Concatenate[S, P], R], /) -> Method[P, R]: ...
 @overload
-def method(*, ordered: bool = True, concurrency: int | None = None, transport: str | None = None) -> _Decorator: ...
 def method(
-    fn: Any = None, /, *, ordered: bool = True, concurrency: int | None = None, transport: str | None = None
+    *,
+    ordered: bool = True,
+    concurrency: int | None = None,
+    transport: str | None = None,
+    idempotent: bool = False,
+    retries: int | None = None,
+) -> _Decorator: ...
+def method(
+    fn: Any = None,
+    /,
+    *,
+    ordered: bool = True,
+    concurrency: int | None = None,
+    transport: str | None = None,
+    idempotent: bool = False,
+    retries: int | None = None,
 ) -> Any:
     """Make a method callable from other processes.
 
@@ -239,31 +268,58 @@ def method(
         ordered: False lets a call start before earlier ones of the same caller.
         concurrency: How many calls of this method may run at a time in one actor; for `async def` only.
         transport: How its large results travel, if not as everything else: "shm", "ucx" or "tcp".
+        idempotent: Running it twice does no harm: a call that died with an incarnation of an actor that is restarted
+            is made again to the next one, which sees the number of the attempt in `aiodaft.current_attempt()`. What
+            the method itself raises is never a reason.
+        retries: How often, at most; once, unless said.
 
     Raises:
         TypeError: The function cannot be a remote method; says why.
     """
-    if fn is None:
-        return lambda function: method_with(function, ordered=ordered, concurrency=concurrency, transport=transport)
-    return method_with(fn, ordered=ordered, concurrency=concurrency, transport=transport)
+
+    def decorate(function: Any) -> _MethodBase:
+        on_thread = _check_function(function)
+        name = function.__qualname__
+        _check_concurrency(name, concurrency, on_thread)
+        rules = Rules(function.__name__, on_thread=on_thread, ordered=ordered, concurrency=concurrency)
+        options = Options(rules, transport, _check_retries(name, function, idempotent, retries))
+        return (StreamMethod if inspect.isasyncgenfunction(function) else Method)(function, options)
+
+    return decorate if fn is None else decorate(fn)
 
 
-def method_with(fn: Any, *, ordered: bool, concurrency: int | None, transport: str | None) -> _MethodBase:
-    """What `method` does."""
+def _check_function(fn: Any) -> bool:
+    """Whether the function runs on the actor's thread."""
     if isinstance(fn, staticmethod | classmethod | property):
         raise TypeError(f"@method goes on a plain method, not on a {type(fn).__name__}")
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"@method goes on a function, not on {fn!r:.80}")
     if inspect.isgeneratorfunction(fn):
         raise TypeError(f"{fn.__qualname__} is a generator: make it an async generator (async def ... yield) to stream")
-    stream, on_loop = inspect.isasyncgenfunction(fn), inspect.iscoroutinefunction(fn)
-    if concurrency is not None:
-        if not (stream or on_loop):
-            raise TypeError(f"{fn.__qualname__}: `concurrency` is for async def; def methods run one at a time anyway")
-        if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
-            raise TypeError(f"{fn.__qualname__}: `concurrency` is a positive integer, not {concurrency!r}")
-    rules = Rules(fn.__name__, on_thread=not (stream or on_loop), ordered=ordered, concurrency=concurrency)
-    return (StreamMethod if stream else Method)(fn, rules, transport)
+    return not (inspect.isasyncgenfunction(fn) or inspect.iscoroutinefunction(fn))
+
+
+def _check_concurrency(name: str, concurrency: Any, on_thread: bool) -> None:
+    if concurrency is None:
+        return
+    if on_thread:
+        raise TypeError(f"{name}: `concurrency` is for async def; def methods run one at a time anyway")
+    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
+        raise TypeError(f"{name}: `concurrency` is a positive integer, not {concurrency!r}")
+
+
+def _check_retries(name: str, fn: Any, idempotent: bool, retries: Any) -> int:
+    if not idempotent:
+        if retries is not None:
+            raise TypeError(f"{name}: `retries` needs `idempotent=True`: only you can know that running twice is safe")
+        return 0
+    if inspect.isasyncgenfunction(fn):
+        raise TypeError(f"{name} is a stream: it cannot be made again, because items of it have been taken")
+    if retries is None:
+        return 1
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 1:
+        raise TypeError(f"{name}: `retries` is a positive integer, not {retries!r}")
+    return retries
 
 
 def specs_of(cls: type) -> dict[str, MethodSpec]:
@@ -274,7 +330,7 @@ def specs_of(cls: type) -> dict[str, MethodSpec]:
         for name in dir(cls):
             found = inspect.getattr_static(cls, name)
             if isinstance(found, _MethodBase):
-                specs[name] = MethodSpec(f"{cls.__name__}.{name}", name, found.fn, found.rules, found.transport)
+                specs[name] = MethodSpec(f"{cls.__name__}.{name}", name, found.fn, found.options)
         setattr(cls, _SPECS, specs)
     return specs
 
@@ -289,4 +345,4 @@ def plain_spec(cls: type, name: str) -> MethodSpec:
     if fn is None or not callable(fn):
         raise AttributeError(f"{cls.__name__} has no public method {name!r}")
     asynchronous = inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn)
-    return MethodSpec(f"{cls.__name__}.{name}", name, fn, Rules(name, on_thread=not asynchronous), None)
+    return MethodSpec(f"{cls.__name__}.{name}", name, fn, Options(Rules(name, on_thread=not asynchronous)))

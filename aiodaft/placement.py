@@ -13,6 +13,7 @@ from aiodaft._protocol.ledger import Demand
 from aiodaft._protocol.liveness import Patience
 from aiodaft.actor import Actor
 from aiodaft.service import Service
+from aiodaft.supervision import Kind, Restart, check_alone
 
 if TYPE_CHECKING:
     from aiodaft.group import Group
@@ -81,6 +82,7 @@ class Constraints:
     node: str | None = None
     beside: Any = None
     patience: Patience | None = None
+    restart: Restart | Kind | None = None
 
     def demand(self, cls: type) -> Demand:
         """What an actor of this class needs here."""
@@ -115,6 +117,7 @@ class Spawner(ABC):
         node: str | None = None,
         with_: object = None,
         patience: Patience | None = None,
+        restart: Restart | Kind | None = None,
     ) -> Placement:
         """Say where the next actors go.
 
@@ -126,12 +129,18 @@ class Spawner(ABC):
             with_: An actor in whose process they live: refs between them cost nothing.
             patience: How long one that does not answer is waited for; of those that share a process, the most
                 patient one counts. Overrides the class line.
+            restart: What happens when one of them dies. A policy is for each of them alone, whatever the class line
+                or the scope says; "permanent", "transient" or "temporary" changes only that.
 
         Raises:
-            ValueError: An amount is no number, or negative.
+            ValueError: An amount is no number, or negative; or the policy is about siblings.
         """
         scope, _ = self._spawning()
-        constraints = Constraints(cpus, gpus, resources, node, with_, patience)
+        if isinstance(restart, str):
+            Restart(restart)
+        elif restart is not None:
+            check_alone(restart)
+        constraints = Constraints(cpus, gpus, resources, node, with_, patience, restart)
         # Odd numbers are found out here, at the line that says them.
         constraints.demand(Actor)
         return Placement(scope, constraints)

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from aiodaft._protocol.ids import COORDINATOR, NODE, ActorId, PeerId
+from aiodaft._protocol.ids import COORDINATOR, NODE, SUPERVISOR, ActorId, PeerId
 from aiodaft._protocol.ledger import Ledger
 from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.naming import check_name as check_actor_name
@@ -31,6 +31,7 @@ from aiodaft._runtime.node import Node, gpus_of_this_machine
 from aiodaft._runtime.nursery import Nursery
 from aiodaft._runtime.peer import Peer, PeerOptions
 from aiodaft._runtime.stacking import stack_of_all
+from aiodaft._runtime.supervisor import Supervisor
 from aiodaft._runtime.tasks import shield_from_anyio
 from aiodaft._runtime.traffic import Traffic
 from aiodaft.actor import Actor, Handle, class_of
@@ -107,7 +108,7 @@ class Runtime(Scope):
         self._fork = sys.platform == "linux" if fork is None else fork
         self._uvloop = has_uvloop() if uvloop is None else uvloop
         self._env = env or Env()
-        self._ledger: Ledger[tuple[PeerId, ActorId]] = Ledger(
+        self._ledger: Ledger[ActorId] = Ledger(
             cpus=len(os.sched_getaffinity(0)) if cpus is None else cpus,
             gpus=gpus_of_this_machine() if gpus is None else gpus,
             custom=resources,
@@ -175,6 +176,9 @@ class Runtime(Scope):
         self._nursery.on_rung = self._answer_door
         self.node = peer.node_agent()
         self.coordinator = cast("Coordinator", peer.handle(peer_id, COORDINATOR, "coordinator", Coordinator))
+        self.supervisor = Supervisor(peer)
+        self.supervisor.on_over = lambda number: self._release_names(peer_id, number)
+        peer.add_cell(SUPERVISOR, "supervisor", self.supervisor)
         set_process_peer(peer)
 
     async def _shut(self) -> None:
@@ -240,9 +244,13 @@ class Runtime(Scope):
         self._labels[cls.__name__] += 1
         return f"{cls.__name__}-{self._labels[cls.__name__]}"
 
-    def _process_ended(self, remote: PeerId) -> None:
+    def _process_ended(self, remote: PeerId, error: OutcomeUnknown, wanted: bool) -> None:
+        self._release_names(remote, None)
+        self.supervisor.process_ended(remote, error, wanted)
+
+    def _release_names(self, remote: PeerId, actor: ActorId | None) -> None:
         if self._ended is None:
-            self.coordinator.release.tell(remote, None)
+            self.coordinator.release.tell(remote, actor)
 
     def _actor_died(self, remote: PeerId, actor: ActorId, error: OutcomeUnknown) -> None:
         scope = self._owner_of(remote, actor)
@@ -277,9 +285,10 @@ class Runtime(Scope):
         """
         check_actor_name(name)
         target, cls = self._target(actor), class_of(handle_of(actor))
-        # One that is gone would keep the name for ever.
-        await self._agent(target.remote).report(target.actor)
-        await self.coordinator.register(name, target.remote, target.actor, target.label, _class_names(cls))
+        if self.supervisor.find(target) is None:
+            # One that is gone would keep the name for ever.
+            await self.peer.agent_of(target.remote).report(target.actor)
+        await self.coordinator.register(name, *target.identity, target.label, _class_names(cls))
 
     async def lookup(self, name: str, cls: type[ActorT]) -> ActorT:
         """The actor with a name.
@@ -287,11 +296,14 @@ class Runtime(Scope):
         Raises:
             NameNotFound: There is none.
             TypeError: It is of another class.
+            ActorDied: It is gone for good.
         """
         found = await self.coordinator.lookup(check_actor_name(name))
         if _class_names(cls)[0] not in found.class_names:
             raise TypeError(f"{name!r} is {found.label}, which is no {cls.__name__}")
-        return cast("ActorT", Handle(Target(self.peer, found.peer, found.actor, found.label, self), cls))
+        supervised = found.peer == self.peer.id
+        plain = Target(self.peer, found.peer, found.actor, found.label, self)
+        return cast("ActorT", Handle(await self.supervisor.address(found.actor) if supervised else plain, cls))
 
     def traffic(self) -> Traffic:
         """What this process sent to actors and received from them, since the runtime was opened.
@@ -327,7 +339,7 @@ class Runtime(Scope):
 
     def __repr__(self) -> str:
         state = "closed" if self._ended else "not open" if self._peer is None else "open"
-        return f"<Runtime {state}, {len(self._owned)} actors>"
+        return f"<Runtime {state}, {len(self._belongings)} actors>"
 
 
 def has_uvloop() -> bool:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
-from aiodaft._protocol.ids import AGENT, ActorId, PeerId
-from aiodaft._runtime.agent import Agent, host_spec
+from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._runtime.belongings import Belongings
 from aiodaft._runtime.calls import Target
+from aiodaft._runtime.following import Followed, Pinned
+from aiodaft._runtime.making import Recipe
 from aiodaft._runtime.tasks import logger, shield_from_anyio
 from aiodaft.actor import Handle, class_of, target_of
-from aiodaft.exceptions import CallCancelled, DaftError, OutcomeUnknown, RuntimeClosed, SerializationError, SpawnFailed
+from aiodaft.exceptions import CallCancelled, OutcomeUnknown, RuntimeClosed
 from aiodaft.group import Group
 from aiodaft.info import ActorInfo, look_at
 from aiodaft.placement import Constraints, Spawner
-from aiodaft.ref import Ref
 from aiodaft.service import Service
+from aiodaft.supervision import Restart
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.node import Place
     from aiodaft._runtime.refs import RefState
     from aiodaft.runtime import Runtime
 
-__all__ = ["ActorInfo", "Scope"]
+__all__ = ["Scope"]
+
+T = TypeVar("T")
 
 
 class Scope(Spawner):
@@ -33,12 +36,10 @@ class Scope(Spawner):
     cancels what runs. Errors of refs that nobody looked at are raised as an ExceptionGroup when it ends.
     """
 
-    def __init__(self, runtime: Runtime, parent: Scope | None = None) -> None:
+    def __init__(self, runtime: Runtime, parent: Scope | None = None, restart: Restart | None = None) -> None:
         self._runtime = runtime
         self._parent = parent
-        self._owned: dict[tuple[PeerId, ActorId], Target] = {}
-        # Actors that are being made, by the call that makes them.
-        self._making: dict[Ref[Any], Target] = {}
+        self._belongings = Belongings(runtime, self, restart)
         self._children: list[Scope] = []
         self._errors: list[BaseException] = []
         self._held: dict[RefState, None] = {}
@@ -93,7 +94,9 @@ class Scope(Spawner):
                     await asyncio.wait([closing])
                 except asyncio.CancelledError as cancelled:
                     if interrupted is None:
-                        self._runtime.peer.tasks.create_task(self._kill_all(), name="kill the actors of a scope")
+                        self._runtime.peer.tasks.create_task(
+                            self._belongings.kill_all(), name="kill the actors of a scope"
+                        )
                     interrupted = cancelled
         closing.result()
         if self._parent is not None:
@@ -104,35 +107,15 @@ class Scope(Spawner):
         for child in reversed(self._children):
             child._closing = True
             await child._close_all(graceful=graceful)
-        await self._stop_making()
-        targets = list(reversed(self._owned.values()))
-        if graceful:
-            for target in targets:
-                await self._stop_actor(target, self._runtime.stop_grace)
-        else:
-            await asyncio.gather(*(self._stop_actor(target, 0) for target in targets))
-        await asyncio.gather(*(self._vacate(target) for target in targets))
-
-    async def _stop_making(self) -> None:
-        making = dict(self._making)
-        for ref in making:
-            ref.cancel()
-        await asyncio.gather(*(ref.ready() for ref in making))
-        await asyncio.gather(*(self._vacate(target) for target in making.values()))
-
-    async def _kill_all(self) -> None:
-        """The closing itself was cancelled: no more grace."""
-        node = self._runtime.node
-        await asyncio.gather(
-            *(node.kill(target.remote, "its scope was cancelled").ready() for target in self._owned.values())
-        )
+        await self._belongings.stop_all(graceful=graceful)
 
     def _collect(self) -> list[BaseException]:
         errors = self._errors
         for state in self._held:
             if state.error is not None and not state.seen:
                 state.seen = True
-                errors.append(state.error)
+                if not any(state.error is other for other in errors):
+                    errors.append(state.error)
         self._errors, self._held = [], {}
         return errors
 
@@ -166,10 +149,20 @@ class Scope(Spawner):
 
     # Spawning.
 
-    def scope(self) -> Scope:
-        """A scope inside this one: `async with rt.scope() as s`."""
+    def scope(self, *, restart: Restart | None = None) -> Scope:
+        """A scope inside this one: `async with rt.scope() as s`.
+
+        Args:
+            restart: What happens when an actor dies that was spawned in this scope itself (not in one inside it):
+                all those are siblings. It goes before the policy of the class line, and after that of `on`.
+
+        Raises:
+            TypeError: That is no policy.
+        """
+        if restart is not None and not isinstance(restart, Restart):
+            raise TypeError(f"restart={restart!r:.80} is no aiodaft.Restart")
         self.check_open("a scope cannot be opened")
-        child = Scope(self._runtime, self)
+        child = Scope(self._runtime, self, restart)
         self._children.append(child)
         return child
 
@@ -178,7 +171,7 @@ class Scope(Spawner):
         self._task = None
 
     def _owner_of(self, remote: PeerId, actor: ActorId) -> Scope | None:
-        if (remote, actor) in self._owned:
+        if (remote, actor) in self._belongings:
             return self
         found = (child._owner_of(remote, actor) for child in self._children)
         return next((scope for scope in found if scope is not None), None)
@@ -198,53 +191,12 @@ class Scope(Spawner):
         """Make an actor (what `spawn` does when awaited)."""
         what = f"{cls.__name__} cannot be spawned"
         self.check_open(what)
-        label = label or self._runtime.new_label(cls)
-        target = await self._place(cls, constraints, label)
-        agent = Target(target.peer, target.remote, AGENT, f"agent of {target.remote}", None)
-        try:
-            self.check_open(what)
-            making = agent.call(host_spec(cls), (target.actor, label, cls, *args), kwargs)
-            self._making[making] = target
-            try:
-                await making
-            finally:
-                del self._making[making]
-            self.check_open(what)
-        except BaseException as error:
-            with shield_from_anyio():
-                await self._undo(target)
-            if isinstance(error, CallCancelled):
-                self.check_open(what)
-            if isinstance(error, SerializationError) and isinstance(error.__cause__, ImportError):
-                raise SpawnFailed(f"{label} cannot be made: its process cannot load what it needs: {error}") from error
-            raise
-        self._owned[target.remote, target.actor] = target
-        return Handle(target, cls)
-
-    async def _place(self, cls: type, constraints: Constraints, label: str) -> Target:
-        """Find room for an actor, and a process."""
         runtime = self._runtime
         if constraints.node not in (None, runtime.node_name):
-            raise ValueError(
-                f"{cls.__name__} cannot be spawned: there is no node {constraints.node!r}; "
-                f"this runtime has {runtime.node_name!r}"
-            )
-        beside = None if constraints.beside is None else self._process_of(constraints.beside)
-        placing: Ref[Place] = runtime.node.place(label, constraints.demand(cls), beside, constraints.patience_with(cls))
-        try:
-            place = await placing
-        except asyncio.CancelledError:
-            if placing.done() and placing.exception() is None:
-                # The place was found in the very moment of the cancellation: nobody else knows of it.
-                place = await placing
-                with shield_from_anyio():
-                    await self._undo(Target(runtime.peer, place.peer, place.actor, label, self))
-            raise
-        return Target(runtime.peer, place.peer, place.actor, label, self)
-
-    async def _undo(self, target: Target) -> None:
-        undoing = self._runtime.start_task(self._vacate(target), f"take back {target.label}")
-        await asyncio.wait([undoing])
+            raise ValueError(f"{what}: there is no node {constraints.node!r}; this runtime has {runtime.node_name!r}")
+        beside = None if constraints.beside is None else self._target(constraints.beside)
+        recipe = Recipe(cls, label or runtime.new_label(cls), args, kwargs)
+        return await self._belongings.make(recipe, constraints, beside)
 
     async def spawn_group(
         self, n: int, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
@@ -272,7 +224,7 @@ class Scope(Spawner):
         Cancellation: the actor is killed.
         """
         target = self._target(actor)
-        stopping = self._runtime.start_task(self._stop_and_vacate(target), f"stop {target.label}")
+        stopping = self._runtime.start_task(self._belongings.stop(target), f"stop {target.label}")
         with shield_from_anyio():
             try:
                 await asyncio.wait([stopping])
@@ -283,9 +235,7 @@ class Scope(Spawner):
 
     async def kill(self, actor: object) -> None:
         """End an actor's process at once, with every actor in it. Calls under way fail with ActorDied. Idempotent."""
-        target = self._target(actor)
-        await self._runtime.node.kill(target.remote, "killed by its owner")
-        self._owned.pop((target.remote, target.actor), None)
+        await self._belongings.kill(self._target(actor))
 
     async def stop_group(self, group: Group[Any]) -> None:
         """Stop every member of a group, the last rank first."""
@@ -295,44 +245,36 @@ class Scope(Spawner):
         for handle in reversed(handles):
             await self.stop(handle)
 
-    async def _stop_and_vacate(self, target: Target) -> None:
-        await self._stop_actor(target, self._runtime.stop_grace)
-        await self._vacate(target)
-
-    async def _stop_actor(self, target: Target, grace: float) -> None:
-        # A process that does not answer (it is frozen, or C code holds its interpreter) is ended all the same.
-        patience = grace + 2 * self._runtime.cancel_grace + 1.0
-        try:
-            async with asyncio.timeout(patience):
-                await self._agent(target.remote).stop(target.actor, "stopped by its owner", grace)
-        except (DaftError, TimeoutError) as error:
-            logger.debug("%s was gone before it was stopped: %s", target.label, error)
-
-    async def _vacate(self, target: Target) -> None:
-        self._owned.pop((target.remote, target.actor), None)
-        runtime = self._runtime
-        await runtime.coordinator.release(target.remote, target.actor)
-        await runtime.node.vacate(target.remote, target.actor, "stopped by its owner")
-
     # Looking.
 
     async def info(self, actor: object) -> ActorInfo:
         """How an actor is doing; also of one that does not answer, from what its node knows."""
         target, runtime = self._target(actor), self._runtime
-        names = await runtime.coordinator.names_of(target.remote, target.actor)
-        return await look_at(target, class_of(handle_of(actor)), names, runtime.node_name)
+        names = await runtime.coordinator.names_of(*target.identity)
+        life = runtime.supervisor.find(target)
+        return await look_at(target, class_of(handle_of(actor)), names, runtime.node_name, life)
 
-    def _agent(self, remote: PeerId) -> Agent:
-        return self._runtime.peer.agent_of(remote)
+    async def rebind(self, actor: T) -> T:
+        """A handle of the actor's incarnation that is there now, or comes next; the same one if it follows by itself.
+
+        Raises:
+            ActorDied: The actor is gone for good.
+        """
+        handle, target = handle_of(actor), self._target(actor)
+        if not isinstance(target, Followed):
+            return actor
+        address = await self._runtime.supervisor.address(target.number)
+        if address is target_of(handle):
+            return actor
+        new = Handle(address, class_of(handle))
+        return cast("T", Service(new, class_of(handle)) if isinstance(actor, Service) else new)
 
     def _target(self, actor: object) -> Target:
+        """Where an actor is, whatever incarnation of it the handle leads to."""
         target = cast("Target", target_of(handle_of(actor)))
         if target.peer is not self._runtime.peer:
             raise ValueError(f"{target.label} belongs to another runtime")
-        return target
-
-    def _process_of(self, actor: object) -> PeerId:
-        return self._target(actor).remote
+        return target.life if isinstance(target, Pinned) else target
 
 
 def handle_of(actor: object) -> object:

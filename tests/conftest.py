@@ -69,7 +69,7 @@ async def shared_runtime() -> AsyncIterator[aiodaft.Runtime]:
 async def module_rt(shared_runtime: aiodaft.Runtime, nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
     """The module's runtime, without actors at the beginning and at the end."""
     yield shared_runtime
-    for target in reversed(list(shared_runtime._owned.values())):
+    for target in shared_runtime._belongings:
         await shared_runtime.stop(Handle(target, Echo))
 
 

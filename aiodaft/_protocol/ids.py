@@ -6,14 +6,33 @@ from typing import Final, NewType
 
 # A process: unique in its cluster and in time.
 PeerId = NewType("PeerId", str)
-# An actor within its process.
+# One incarnation of an actor: its number, which stays, and above it its epoch, which grows with each restart. What is
+# addressed to one incarnation can never reach another.
 ActorId = NewType("ActorId", int)
 # A call, and the value it will give: unique within the process that made the call.
 CallId = NewType("CallId", int)
 
-# Every process hosts two actors that serve its peers; the controller (or a node process) hosts two more.
+# Every process hosts two actors that serve its peers; the controller (or a node process) hosts more.
 AGENT: Final = ActorId(0)
 CHANNELS: Final = ActorId(3)
 NODE: Final = ActorId(1)
 COORDINATOR: Final = ActorId(2)
+SUPERVISOR: Final = ActorId(4)
 FIRST_USER_ACTOR: Final = ActorId(16)
+
+_EPOCH_SHIFT: Final = 32
+
+
+def incarnation(actor: ActorId, epoch: int) -> ActorId:
+    """The id of another incarnation of an actor."""
+    return ActorId(number_of(actor) | epoch << _EPOCH_SHIFT)
+
+
+def number_of(actor: ActorId) -> ActorId:
+    """What all incarnations of an actor have in common: the id of the first."""
+    return ActorId(actor & (1 << _EPOCH_SHIFT) - 1)
+
+
+def epoch_of(actor: ActorId) -> int:
+    """How often the actor has been restarted."""
+    return actor >> _EPOCH_SHIFT

@@ -71,6 +71,11 @@ class Ledger(Generic[HolderT]):
         self._holders[holder] = (label, demand, chosen)
         return chosen
 
+    def gpus_of(self, holder: HolderT) -> tuple[int, ...]:
+        """The numbers of a holder's GPUs."""
+        _, _, chosen = self._holders.get(holder, ("", Demand(), ()))
+        return chosen
+
     def give_back(self, holder: HolderT, *, keep_gpus: bool = False) -> None:
         """Return what a holder had, or all but its GPUs; nothing if it had nothing."""
         label, demand, chosen = self._holders.pop(holder, ("", Demand(), ()))

@@ -85,8 +85,9 @@ _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     HELLO: (_INT, _INT, _STR, _INT),
     # call id, actor, method, plain positional arguments
     CALL: (_INT, _INT, _STR, _TUPLE),
-    # call id, actor, method, what is wanted, milliseconds left, payload, blobs, refs, descriptors of awaited refs
-    SEND: (_INT, _INT, _STR, _INT, (_None, int), _BYTES, _BLOBS, _TUPLE, _TUPLE),
+    # call id, actor, method, what is wanted, milliseconds left, payload, blobs, refs, descriptors of awaited refs, how
+    # often it was sent before
+    SEND: (_INT, _INT, _STR, _INT, (_None, int), _BYTES, _BLOBS, _TUPLE, _TUPLE, _INT),
     # call id, plain value
     REPLY: (_INT, _PLAIN),
     # call id, payload, blobs, refs

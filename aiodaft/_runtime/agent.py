@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.deadlock import CallAt, Waiting
-from aiodaft._protocol.ids import ActorId, CallId, PeerId
+from aiodaft._protocol.ids import ActorId, CallId, PeerId, incarnation
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, WaitingCall
-from aiodaft.methods import MethodSpec, method, plain_spec, specs_of
+from aiodaft.methods import MethodSpec, Options, method, plain_spec, specs_of
 from aiodaft.stack import ProcessStack
 
 from .arguments import Sealed
@@ -30,14 +31,22 @@ class Agent(Actor):
 
     @method
     async def host(self, actor: int, label: str, cls: type, /, *args: Any, **kwargs: Any) -> None:
-        """Make an actor here. Its constructor runs on the actor's own thread, so that a slow one stalls nobody."""
-        cell = Cell(self._peer, ActorId(actor), label, _spec_finder(cls))
+        """Make an actor here. Its constructor runs on the actor's own thread, so that a slow one stalls nobody.
+
+        Sent again, with the same arguments, it makes the next incarnation.
+        """
+        call = current_call.get()
+        assert call is not None
+        epoch = call.attempt
+        cell = Cell(self._peer, incarnation(ActorId(actor), epoch), label, _spec_finder(cls))
         try:
             cell.instance = await cell.thread.run(lambda: cls(*args, **kwargs))
             enter = getattr(cls, "__aenter__", None)
             if enter is not None:
                 entered = await enter(cell.instance)
                 cell.instance = cell.instance if entered is None else entered
+            if epoch and issubclass(cls, Actor):
+                await _tell_restarted(cell, cls, epoch)
         except BaseException as error:
             cell.thread.close()
             add_note(error, f"raised while {label} was made (pid {self._peer.pid}, {self._peer.node})")
@@ -140,7 +149,18 @@ class Agent(Actor):
 def host_spec(cls: type) -> MethodSpec:
     """The method that makes an actor, named in errors by the actor's class."""
     spec = specs_of(Agent)["host"]
-    return MethodSpec(cls.__name__, spec.name, spec.fn, spec.rules, None, hidden=3)
+    return MethodSpec(cls.__name__, spec.name, spec.fn, Options(spec.rules), hidden=3)
+
+
+async def _tell_restarted(cell: Cell, cls: type, epoch: int) -> None:
+    """Have a new incarnation get back what it needs of the state of the one before."""
+    hook: Any = getattr(cls, "on_restart", None)
+    if hook is None:
+        return
+    if inspect.iscoroutinefunction(hook):
+        await hook(cell.instance, epoch)
+    else:
+        await cell.thread.run(lambda: hook(cell.instance, epoch))
 
 
 def _spec_finder(cls: type) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
@@ -14,7 +13,7 @@ from aiodaft.ref import Ref, Stream
 
 from .callers import all_plain
 from .failures import add_note, copy_error
-from .incoming import IncomingCall, current_call
+from .incoming import IncomingCall, current_call, current_deadline
 from .kept import Kept
 from .pickling import TooLong, home
 from .refkinds import CallState
@@ -48,10 +47,15 @@ class Target:
         return f"{self.label} in {self.remote}"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Target) and (self.remote, self.actor) == (other.remote, other.actor)
+        return isinstance(other, Target) and self.identity == other.identity
 
     def __hash__(self) -> int:
-        return hash((self.remote, self.actor))
+        return hash(self.identity)
+
+    @property
+    def identity(self) -> tuple[PeerId, ActorId]:
+        """What the actor is known by, for as long as it lives."""
+        return self.remote, self.actor
 
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
         """Call a method and return a ref of its result at once."""
@@ -81,26 +85,60 @@ class Target:
         """How a handle is pickled."""
         return _rebuild_handle, (self.remote, self.actor, self.label, cls)
 
+    def missed(self, request: Request, link: Link | None) -> None:
+        """The actor is not where a call was to go: its process is gone, or (no link) is this one and has no such actor.
+
+        Raises:
+            Overloaded: Too many calls are waiting.
+        """
+        if link is None:
+            request.state.on_error(ActorDied(f"{self.label} was stopped", executed=False))
+        else:
+            self.peer.tasks.create_task(self._explain(request, link), name="explain a lost actor")
+
+    async def _explain(self, request: Request, link: Link) -> None:
+        error = copy_error(await self.peer.explanation(link))
+        request.state.on_error(error.with_executed(False))
+
 
 def _rebuild_handle(remote: PeerId, actor: ActorId, label: str, cls: type) -> Any:
     peer: Peer = home()
     return peer.handle(remote, actor, label, cls)
 
 
-@dataclass(slots=True, eq=False)
-class Request:
+class Request:  # noqa: B903 - on the path of every call: a dataclass with these defaults costs more
     """A call to be made."""
 
-    target: Target
-    spec: MethodSpec
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    number: CallId
-    mode: int
-    # Who waits for the answer.
-    state: State
+    # Defaults live in the class: most calls are made once, and at once.
     # On the loop's clock.
     deadline: float | None = None
+    # Where the caller's work on accelerators goes, if the arguments could not be encoded at once.
+    streams: Sequence[Any] | None = None
+    # The encoded arguments, until they are sent.
+    kept: Kept | None = None
+    # The call may have to be made again: they are kept after that, and whoever says so releases them.
+    again = False
+    # How often it was made before.
+    attempt = 0
+
+    def __init__(
+        self,
+        target: Target,
+        spec: MethodSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        number: CallId,
+        mode: int,
+        state: State,
+    ) -> None:
+        self.target = target
+        self.spec = spec
+        self.args = args
+        self.kwargs = kwargs
+        self.number = number
+        self.mode = mode
+        # Who waits for the answer.
+        self.state = state
 
 
 class CallSink(Protocol):
@@ -137,46 +175,84 @@ class Outgoing:
             return
         link = peer.link_to(target.remote)
         if link.lost is not None:
-            peer.tasks.create_task(self._fail_lost(link, state), name="explain a lost actor")
+            target.missed(request, link)
             return
         if not isinstance(state, TellState):
             state.link = link
-        if request.mode == WANT_REPLY and not request.kwargs and deadline is None and all_plain(args):
+        plain = request.mode == WANT_REPLY and not request.kwargs and deadline is None and not request.attempt
+        if plain and all_plain(args):
             link.submit(request.number, state, (CALL, request.number, target.actor, request.spec.name, args))
         else:
             self._submit_encoded(link, request)
 
+    def submit_later(self, request: Request) -> None:
+        """Send a call that had to wait, or has to be made again: with the deadline that it had."""
+        token = current_deadline.set(request.deadline)
+        try:
+            self.submit(request)
+        except Exception as error:  # noqa: BLE001 - the caller is not here any more; its ref is where errors go
+            request.state.on_error(error)
+        finally:
+            current_deadline.reset(token)
+
+    def prepare(self, request: Request) -> bool:
+        """Encode the arguments of a call that has to wait, so that it is made with what they are now.
+
+        What takes long is left for later. False if the call failed, because an argument has.
+
+        Raises:
+            SerializationError: An argument cannot travel.
+        """
+        if request.kept is not None or (not request.kwargs and all_plain(request.args)):
+            return True
+        try:
+            kept = self._peer.store.keep(*_value_of(request), resolve=True)
+        except TooLong:
+            self._note_streams(request)
+            return True
+        if not self._use_inputs(kept, request):
+            return False
+        request.kept = kept
+        # Whoever may send it again releases it, so it may take memory of its own.
+        if kept.is_inline or request.again:
+            self._peer.store.pack_now(kept)
+        return True
+
     # The slower ways.
 
     def _submit_encoded(self, link: Link, request: Request) -> None:
-        spec, number, state = request.spec, request.number, request.state
-        parts = [(spec.argument(index), arg) for index, arg in enumerate(request.args)]
-        names = Names(spec.label, (*parts, *request.kwargs.items()))
-        value = [list(request.args), request.kwargs]
-        try:
-            kept = self._peer.store.keep(value, names, resolve=True)
-        except TooLong:
-            link.submit(number, state, None)
-            coro = self._encode_then_send(link, request, value, names, self._peer.store.current_streams())
-            self._peer.tasks.create_task(coro, name=f"encode the arguments of {spec.label}")
-            return
-        if not self._use_inputs(kept, request):
-            return
-        if self._peer.store.pack_now(kept) and kept.ready:
+        number, state, kept, store = request.number, request.state, request.kept, self._peer.store
+        if kept is None:
+            try:
+                kept = store.keep(*_value_of(request), resolve=True)
+            except TooLong:
+                self._note_streams(request)
+                link.submit(number, state, None)
+                coro = self._encode_then_send(link, request)
+                self._peer.tasks.create_task(coro, name=f"encode the arguments of {request.spec.label}")
+                return
+            if not self._use_inputs(kept, request):
+                return
+            request.kept = kept
+        if store.pack_now(kept) and kept.ready:
             link.submit(number, state, self._message(link, request, kept), kept.encoded.size)
         else:
             link.submit(number, state, None)
             self._peer.tasks.create_task(self._pack_then_send(link, request, kept), name="copy arguments")
 
-    async def _encode_then_send(
-        self, link: Link, request: Request, value: Any, names: Names, streams: Sequence[Any]
-    ) -> None:
+    def _note_streams(self, request: Request) -> None:
+        if request.streams is None:
+            request.streams = self._peer.store.current_streams()
+
+    async def _encode_then_send(self, link: Link, request: Request) -> None:
         try:
-            kept = await self._peer.store.keep_anywhere(value, names, resolve=True, streams=streams)
+            kept = await self._peer.store.keep_anywhere(*_value_of(request), resolve=True, streams=request.streams)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
             self._fail_unsent(link, request, error)
             return
-        if self._use_inputs(kept, request):
+        # The connection may have ended meanwhile, and the call been made again over another one.
+        if request.kept is None and self._use_inputs(kept, request):
+            request.kept = kept
             await self._pack_then_send(link, request, kept)
         else:
             link.session.withdraw(request.number)
@@ -188,12 +264,12 @@ class Outgoing:
             self._fail_unsent(link, request, error)
             return
         if link.lost is not None or not link.session.is_waiting(request.number):
-            kept.release()
+            _let_go(request, kept)
             return
         try:
             message = self._message(link, request, kept)
         except Exception as error:  # noqa: BLE001 - a lent buffer was written to, or there is no descriptor left
-            kept.release()
+            _let_go(request, kept)
             self._fail_unsent(link, request, error)
         else:
             link.provide(request.number, message, kept.encoded.size)
@@ -207,17 +283,17 @@ class Outgoing:
         peer, deadline = self._peer, request.deadline
         blobs = kept.blobs_for(link)
         # The grant keeps the block until the callee is done with it.
-        kept.release()
+        _let_go(request, kept)
         left = None if deadline is None else max(0, int((deadline - peer.loop.time()) * 1000))
         refs = tuple(peer.refs.describe(ref) for ref in kept.refs)
         slots = peer.refs.describe_values(kept.encoded.slots)
         head = (SEND, request.number, request.target.actor, request.spec.name, request.mode)
-        return (*head, left, kept.payload, blobs, refs, slots)
+        return (*head, left, kept.payload, blobs, refs, slots, request.attempt)
 
     def _use_inputs(self, kept: Kept, request: Request) -> bool:
         """Hold the refs among the arguments while the call is under way; False if one has failed already."""
         refs = [*kept.encoded.slots, *kept.refs]
-        if not refs:
+        if not refs or request.state.inputs is not None:
             return True
         inputs = [state_of(ref) for ref in refs]
         for used in inputs:
@@ -237,11 +313,15 @@ class Outgoing:
         peer, target = self._peer, request.target
         cell = peer.cells.get(target.actor)
         if cell is None:
-            request.state.on_error(ActorDied(f"{target.label} was stopped", executed=False))
+            target.missed(request, None)
             return
+        if not isinstance(request.state, TellState):
+            # It may have waited elsewhere.
+            request.state.link = None
         caller = peer.local_caller
         call = IncomingCall(caller, peer.id, request.number, cell, request.spec, request.mode, request.args)
         call.deadline = request.deadline
+        call.attempt = request.attempt
         call.kwargs = request.kwargs
         caller.states[request.number] = request.state
         caller.calls[request.number] = call
@@ -265,6 +345,16 @@ class Outgoing:
 
         self._peer.call_soon(submit)
 
-    async def _fail_lost(self, link: Link, state: State) -> None:
-        error = copy_error(await self._peer.explanation(link))
-        state.on_error(error.with_executed(False))
+
+def _value_of(request: Request) -> tuple[Any, Names]:
+    """The arguments as one value, and what to call its parts."""
+    spec = request.spec
+    parts = [(spec.argument(index), arg) for index, arg in enumerate(request.args)]
+    return [list(request.args), request.kwargs], Names(spec.label, (*parts, *request.kwargs.items()))
+
+
+def _let_go(request: Request, kept: Kept) -> None:
+    """The arguments were sent, or never will be."""
+    if not request.again:
+        kept.release()
+        request.kept = None

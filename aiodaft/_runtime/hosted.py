@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from aiodaft._protocol.ids import ActorId, CallId, PeerId
+from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._protocol.messages import ERROR, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
-from aiodaft.exceptions import ActorDied, DaftError, RemoteProtocolError
+from aiodaft.exceptions import ActorDied, DaftError, RemoteProtocolError, StaleHandle
 
 from .callers import RemoteCaller
 from .decoding import is_heavy
@@ -46,13 +46,14 @@ class Hosted:
 
     def send_came(self, link: Link, message: Message) -> None:
         """SEND came."""
-        _, number, actor, name, mode, left, payload, blobs, refs, slots = message
+        _, number, actor, name, mode, left, payload, blobs, refs, slots, attempt = message
         if mode not in (WANT_REPLY, WANT_STREAM, WANT_NOTHING):
             raise RemoteProtocolError(f"{link.remote} makes a call of unknown mode {mode}")
         call = self._accept(link, number, actor, name, mode, ())
         if call is None:
             self._peer.transfer.decline(link, blobs)
             return
+        call.attempt = attempt
         if left is not None:
             call.deadline = self._peer.loop.time() + left / 1000
         if mode == WANT_STREAM:
@@ -111,7 +112,7 @@ class Hosted:
         cell = self._peer.cells.get(actor)
         spec = None if cell is None else cell.find_spec(name)
         if cell is None or spec is None:
-            self._turn_away(link, number, cell, name)
+            self._turn_away(link, number, actor, name)
             return None
         caller = self._callers.get(link.remote) or self.caller(link)
         call = IncomingCall(caller, link.remote, number, cell, spec, mode, args)
@@ -119,12 +120,15 @@ class Hosted:
             raise RemoteProtocolError(f"{link.remote} uses the number of call {number} twice")
         return call
 
-    def _turn_away(self, link: Link, number: CallId, cell: Cell | None, name: str) -> None:
+    def _turn_away(self, link: Link, number: CallId, actor: ActorId, name: str) -> None:
         error: Exception
-        if cell is None:
-            error = ActorDied("the actor was stopped", executed=False)
-        else:
+        cell = self._peer.cells.get(actor)
+        if cell is not None:
             error = AttributeError(f"{cell.name} has no remote method {name!r:.80}")
+        elif any(number_of(other) == number_of(actor) for other in self._peer.cells):
+            error = StaleHandle("the actor was restarted: the handle leads to an earlier incarnation of it")
+        else:
+            error = ActorDied("the actor was stopped", executed=False)
         link.send((ERROR, number, encode_error(error), False))
 
     async def _bring(

@@ -66,6 +66,8 @@ class IncomingCall:
     # When it is too late, on the loop's clock.
     deadline: float | None = None
     timer: asyncio.TimerHandle | None = None
+    # How often it was made before; for the call that makes an actor, the actor's epoch.
+    attempt = 0
     # Its arguments are here; it was handed to its task or thread; that took it up (of a row: the last call); it
     # never will start.
     ready = True

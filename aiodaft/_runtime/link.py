@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import NOTE, Message
+from aiodaft._protocol.messages import INTRODUCE, NOTE, Message
 from aiodaft._protocol.session import STALL, Session
 from aiodaft.exceptions import DaftError, PeerLost, ProtocolError, RemoteProtocolError
 from aiodaft_transport import Control
@@ -362,3 +362,11 @@ class Link:
                 while self._socket is not None and (data := self._socket.recv(_READ_SIZE)):
                     self._receive(memoryview(data))
         return self._socket is not None
+
+
+def introduce(first: Link, second: Link) -> None:
+    """Connect the processes at the ends of two links with each other."""
+    ends = socket.socketpair()
+    for link, other, end in ((first, second, ends[0]), (second, first, ends[1])):
+        with end:
+            link.send_fds((INTRODUCE, other.remote), (end.fileno(),))

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, number_of
 from aiodaft._protocol.ledger import Demand, Ledger
 from aiodaft._protocol.liveness import Order, Patience
 from aiodaft._protocol.messages import BYE
@@ -22,6 +22,7 @@ from aiodaft.methods import method
 from .dumps import take_dump
 from .failures import decode_error
 from .incoming import current_call
+from .link import introduce
 from .nursery import Child, Ending, Nursery
 from .postmortem import OomKills, activity, condition, died, given_up
 from .pulse import Vitals
@@ -82,7 +83,8 @@ class Worker:
     @property
     def names(self) -> str:
         """What it is called in errors."""
-        return " and ".join(self.placed.values())
+        # An actor that was restarted here was placed more than once.
+        return " and ".join(dict.fromkeys(self.placed.values()))
 
     def process(self) -> Process:
         """What others may know of it."""
@@ -98,17 +100,14 @@ class Node(Actor):
     """One machine."""
 
     def __init__(
-        self,
-        peer: Peer,
-        nursery: Nursery,
-        ledger: Ledger[tuple[PeerId, ActorId]],
-        *,
-        uvloop: bool,
-        patience: Patience,
+        self, peer: Peer, nursery: Nursery, ledger: Ledger[ActorId], *, uvloop: bool, patience: Patience
     ) -> None:
         self._peer = peer
         self._nursery = nursery
+        # What actors have, by their numbers: a restart changes nothing.
         self._ledger = ledger
+        # Those whose slots outlive their processes, with their patience.
+        self._kept: dict[ActorId, Patience | None] = {}
         self._uvloop = uvloop
         self._patience = patience
         self._oom_kills = OomKills()
@@ -121,12 +120,14 @@ class Node(Actor):
         # Told of an actor that died with nobody waiting for it, and of errors nobody holds.
         self.on_died: Callable[[PeerId, ActorId, OutcomeUnknown], object] = lambda peer, actor, error: None
         self.on_unheld: Callable[[BaseException], object] = lambda error: None
-        # Told of every process that ended.
-        self.on_ended: Callable[[PeerId], object] = lambda peer: None
+        # Told of every process that ended, how, and whether that was wanted.
+        self.on_ended: Callable[[PeerId, OutcomeUnknown, bool], object] = lambda peer, error, wanted: None
         nursery.on_ended = self._child_ended
 
     @method
-    async def place(self, label: str, demand: Demand, beside: str | None, patience: Patience | None) -> Place:
+    async def place(
+        self, label: str, demand: Demand, beside: str | None, patience: Patience | None, keep: bool = False
+    ) -> Place:
         """Find room for an actor, and a process: a new one, or the one of an actor that it is to live with.
 
         Args:
@@ -134,42 +135,60 @@ class Node(Actor):
             demand: What it needs.
             beside: The process it is to live in.
             patience: How long that is waited for when it does not answer; the runtime's, unless said.
+            keep: Whether it may be restarted: what it has stays its own until it is vacated for good.
 
         Raises:
             InsufficientResources: There is not enough; nothing was reserved.
             SpawnFailed: The process did not start.
         """
-        actor = ActorId(next(self._actor_numbers))
-        if beside is not None:
-            worker = self._place_beside(label, demand, actor, PeerId(beside))
-            if patience is not None:
-                worker.child.pulse.widen(patience)
-            return Place(worker.id, actor, worker.gpus)
-        worker_id = self._peer.env.new_peer_id("worker")
-        gpus = self._ledger.take((worker_id, actor), label, demand)
-        try:
-            worker = await self._start_worker(worker_id, label, gpus)
-        except BaseException:
-            self._ledger.give_back((worker_id, actor))
-            raise
-        worker.child.pulse.begin(patience or self._patience)
-        worker.add(actor, label)
-        return Place(worker_id, actor, gpus)
-
-    def _place_beside(self, label: str, demand: Demand, actor: ActorId, beside: PeerId) -> Worker:
-        worker = self._workers.get(beside)
-        if worker is None or worker.wanted is not None:
-            raise ActorDied(f"{label} was to live with an actor that is gone", executed=False)
-        if demand.gpus:
+        if beside is not None and demand.gpus:
             raise InsufficientResources(
                 f"{label} lives in the process of another actor and shares its GPUs: ask for none"
             )
-        self._ledger.take((beside, actor), label, demand)
+        actor = ActorId(next(self._actor_numbers))
+        gpus = self._ledger.take(actor, label, demand)
+        try:
+            place = await self._move_in(label, actor, beside, gpus, patience)
+        except BaseException:
+            self._ledger.give_back(actor)
+            raise
+        if keep:
+            self._kept[actor] = patience
+        return place
+
+    @method
+    async def place_again(self, label: str, actor: int, beside: str | None) -> Place:
+        """Find a process for the next incarnation of an actor that has its slot, and its patience.
+
+        Raises:
+            ActorDied: The actor that it lives with is gone for good.
+            SpawnFailed: The process did not start.
+        """
+        number = number_of(ActorId(actor))
+        return await self._move_in(label, ActorId(actor), beside, self._ledger.gpus_of(number), self._kept.get(number))
+
+    async def _move_in(
+        self, label: str, actor: ActorId, beside: str | None, gpus: tuple[int, ...], patience: Patience | None
+    ) -> Place:
+        if beside is None:
+            worker = await self._start_worker(label, gpus)
+            worker.child.pulse.begin(patience or self._patience)
+        else:
+            worker = self._host(label, PeerId(beside))
+            if patience is not None:
+                worker.child.pulse.widen(patience)
         worker.add(actor, label)
+        return Place(worker.id, actor, worker.gpus)
+
+    def _host(self, label: str, beside: PeerId) -> Worker:
+        worker = self._workers.get(beside)
+        if worker is None or worker.wanted is not None:
+            raise ActorDied(f"{label} was to live with an actor that is gone", executed=False)
         return worker
 
-    async def _start_worker(self, worker_id: PeerId, label: str, gpus: tuple[int, ...]) -> Worker:
+    async def _start_worker(self, label: str, gpus: tuple[int, ...]) -> Worker:
         options = self._peer.options
+        worker_id = self._peer.env.new_peer_id("worker")
         settings = WorkerSettings(
             id=worker_id,
             node=options.node,
@@ -199,15 +218,22 @@ class Node(Actor):
         return worker
 
     @method
-    async def vacate(self, peer: str, actor: int, reason: str) -> None:
-        """An actor is stopped: free what it had, and end its process if it was the last one there."""
+    async def vacate(self, peer: str, actor: int, reason: str, keep: bool = False) -> None:
+        """An actor is stopped: free what it had, and end its process if it was the last one there.
+
+        With `keep`, its slot stays its own, for its next incarnation.
+        """
+        number = number_of(ActorId(actor))
+        if not keep:
+            self._kept.pop(number, None)
         worker = self._workers.get(PeerId(peer))
         if worker is None:
+            self._free(number)
             return
         worker.actors.pop(ActorId(actor), None)
         if worker.actors:
             # The GPUs belong to the process: who shares them goes on using them.
-            self._ledger.give_back((worker.id, ActorId(actor)), keep_gpus=True)
+            self._free(number, keep_gpus=True)
             return
         if worker.wanted is not None:
             await asyncio.shield(worker.child.ended)
@@ -219,6 +245,10 @@ class Node(Actor):
                 await asyncio.shield(worker.child.ended)
         except TimeoutError:
             await self._nursery.end(worker.child)
+
+    def _free(self, number: ActorId, *, keep_gpus: bool = False) -> None:
+        if number not in self._kept:
+            self._ledger.give_back(number, keep_gpus=keep_gpus)
 
     @method
     async def kill(self, peer: str, reason: str) -> None:
@@ -244,7 +274,7 @@ class Node(Actor):
         # Both may ask at the same time; the answer to the first is the answer to both.
         if pair not in self._introduced:
             self._introduced.add(pair)
-            self._peer.introduce(self._peer.link_to(first), self._peer.link_to(second))
+            introduce(self._peer.link_to(first), self._peer.link_to(second))
 
     @method
     async def obituary(self, peer: str, in_flight: int) -> DaftError:
@@ -311,8 +341,8 @@ class Node(Actor):
         while len(self._endings) > _REMEMBERED:
             del self._endings[next(iter(self._endings))]
         for actor in worker.placed:
-            self._ledger.give_back((worker.id, actor))
-        self.on_ended(worker.id)
+            self._free(number_of(actor))
+        self.on_ended(worker.id, error, worker.wanted is not None)
         if worker.wanted is None:
             self._unreported[worker.id] = worker
             self._peer.loop.call_later(_BLAME_DELAY, self._report, worker, error)

@@ -33,6 +33,7 @@ from .channels import Channels
 from .deadlocks import Deadlocks
 from .dispatch import Dispatch
 from .env import Env
+from .following import Followers
 from .graphs import Graphs
 from .hosted import Hosted
 from .hosting import Cell
@@ -107,7 +108,9 @@ class Peer:
         self.transfer = Transfer(self)
         self.replies = Replies(self)
         # Where calls go; something else takes them while a graph is captured.
-        self.outgoing: CallSink = Outgoing(self)
+        self.sender = Outgoing(self)
+        self.outgoing: CallSink = self.sender
+        self.followers = Followers(self)
         self.hosted = Hosted(self)
         self.local_caller = LocalCaller(self)
         self.loopback = Loopback(self)
@@ -234,13 +237,6 @@ class Peer:
         if link.explanation is None:
             return PeerLost(f"the connection to {link.remote} ended: {link.lost}")
         return await asyncio.shield(link.explanation)
-
-    def introduce(self, first: Link, second: Link) -> None:
-        """Connect two peers of this process with each other."""
-        ends = socket.socketpair()
-        for link, other, end in ((first, second, ends[0]), (second, first, ends[1])):
-            with end:
-                link.send_fds((m.INTRODUCE, other.remote), (end.fileno(),))
 
     # What the parts need of each other.
 

@@ -42,7 +42,7 @@ class CallState(RefState):
 
     @property
     def producer(self) -> PeerId:
-        return self.target.remote
+        return self.peer.id if self.link is None else self.link.remote
 
     @property
     def sink(self) -> ErrorSink | None:
@@ -92,7 +92,7 @@ class CallState(RefState):
         if self.settled or self._cancelling:
             return not self.settled
         self._cancelling = True
-        if self.target.remote == self.peer.id:
+        if self.link is None and self.target.remote == self.peer.id:
             self.peer.cancel_local(self.number)
         elif self.link is None or self.link.session.withdraw(self.number):
             # Without a link, the callee was gone already.

@@ -12,7 +12,7 @@ from aiodaft._protocol.mailbox import Rules
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._protocol.plan import Segment, Step
 from aiodaft.exceptions import ActorDied
-from aiodaft.methods import MethodSpec
+from aiodaft.methods import MethodSpec, Options
 
 from .callers import capture, is_plain
 from .failures import add_note, as_call_error
@@ -48,7 +48,7 @@ class Row:
         self.methods = [self._method(step) for step in steps]
         rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, row=len(steps) > 1)
         run: Callable[..., Any] = RowCall.run_on_thread if rules.on_thread else RowCall.run_on_loop
-        self.spec = MethodSpec(steps[0].label, rules.name, run, rules, None)
+        self.spec = MethodSpec(steps[0].label, rules.name, run, Options(rules))
         # Results that somebody outside the row waits for.
         self.leaving = {
             index for _, index, _ in self.steps if plan.sends[index] or index in plan.reports or index in part.waiting
@@ -57,7 +57,7 @@ class Row:
     def _method(self, step: Step[Arguments]) -> MethodSpec:
         if self.cell is None:
             # Every run will say so.
-            return MethodSpec(step.label, step.data.method, _missing, step.rules, None)
+            return MethodSpec(step.label, step.data.method, _missing, Options(step.rules))
         spec = self.cell.find_spec(step.data.method)
         if spec is None:
             raise AttributeError(f"{self.cell.name} has no remote method {step.data.method!r:.80} ({step.line})")

@@ -13,9 +13,10 @@ import pytest
 from actors import Echo, Relay
 from leaks import is_alive
 from stuck import Stuck, Unhurried
+from supervised import AT_ONCE
 
 import aiodaft
-from aiodaft import Patience, info
+from aiodaft import Patience, Restart, info
 from aiodaft._runtime import node, nursery
 
 # What is tested uses timers of the loop and nothing else of it.
@@ -76,6 +77,24 @@ async def test_d60_one_that_stays_stopped_is_given_up_and_everybody_hears(rt: ai
     with theirs:
         rt.peer.attach(remote, ours)
         assert theirs.recv(1 << 10) == b""
+
+
+async def test_one_that_is_given_up_is_restarted_with_the_patience_and_the_gpus_that_it_had(
+    rt: aiodaft.Runtime,
+) -> None:
+    policy = Restart(intensity=2, period=600, backoff=AT_ONCE)
+    stuck = await rt.on(gpus=1, patience=QUICK, restart=policy).spawn(Stuck)
+    before = await rt.info(stuck)
+    for epoch in (1, 2):
+        with pytest.raises(aiodaft.PeerLost, match="has not answered"):
+            await stuck.stop_itself()
+        assert await stuck.echo("back") == "back"
+        seen = await rt.info(stuck)
+        assert (seen.name, seen.gpus, seen.alive) == (before.name, before.gpus, True)
+        assert (seen.epoch, seen.restarts) == (epoch, epoch)
+        assert isinstance(seen.last_error, aiodaft.PeerLost)
+        processes = (await rt.stack()).processes
+        assert [process.pid for process in processes if seen.name in process.actors] == [seen.pid]
 
 
 async def test_d61_c_code_that_keeps_the_interpreter_is_given_up_unless_the_actor_is_excused(

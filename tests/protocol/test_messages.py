@@ -22,7 +22,7 @@ _MIB = 1 << 20
 _EXAMPLES: dict[int, Message] = {
     m.HELLO: (m.HELLO, 1, 1, "peer-a", 100),
     m.CALL: (m.CALL, 1, 16, "add", (1, 2.5, "x", b"y", None, True)),
-    m.SEND: (m.SEND, 2, 16, "use", m.WANT_REPLY, None, b"payload", None, (), ()),
+    m.SEND: (m.SEND, 2, 16, "use", m.WANT_REPLY, None, b"payload", None, (), (), 0),
     m.REPLY: (m.REPLY, 1, 3),
     m.RESULT: (m.RESULT, 2, b"payload", b"buffers", (("peer-a", 7, "peer-b", "Model.make"),)),
     m.STORED: (m.STORED, 3, 1 << 30),

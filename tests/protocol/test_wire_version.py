@@ -23,11 +23,11 @@ _CONTROLLER_1: Final[list[tuple[str, Message]]] = [
         "95010110a36164649701fecb4004000000000000a378c3a9c40200ffc0c3",
         (1, 1, 16, "add", (1, -2, 2.5, "x\xe9", b"\x00\xff", None, True)),
     ),
-    ("9a020210a375736500c0c4020090c09090", (2, 2, 16, "use", 0, None, b"\x00\x90", None, (), ())),
-    # Grants, descriptors of refs, a deadline.
+    ("9b020210a375736500c0c4020090c0909000", (2, 2, 16, "use", 0, None, b"\x00\x90", None, (), (), 0)),
+    # Grants, descriptors of refs, a deadline, a second attempt.
     (
-        "9a020310a5747261696e01cd09c4c40301910593c4056772616e7407ce400000009194aa636f6e74726f6c6c657209a8776f"
-        "726b65722d32aa4d6f64656c2e6d616b659293c4020005c09094aa636f6e74726f6c6c657208a8776f726b65722d32aa4d6f64656c2e73746570",
+        "9b020310a5747261696e01cd09c4c40301910593c4056772616e7407ce400000009194aa636f6e74726f6c6c657209a877"
+        "6f726b65722d32aa4d6f64656c2e6d616b659293c4020005c09094aa636f6e74726f6c6c657208a8776f726b65722d32aa4d6f64656c2e7374657001",
         (
             2,
             3,
@@ -39,9 +39,13 @@ _CONTROLLER_1: Final[list[tuple[str, Message]]] = [
             (b"grant", 7, 1073741824),
             (("controller", 9, "worker-2", "Model.make"),),
             ((b"\x00\x05", None, ()), ("controller", 8, "worker-2", "Model.step")),
+            1,
         ),
     ),
-    ("9a020402a36c6f670200c40300a178c406696e6c696e659090", (2, 4, 2, "log", 2, 0, b"\x00\xa1x", b"inline", (), ())),
+    (
+        "9b020402a36c6f670200c40300a178c406696e6c696e65909000",
+        (2, 4, 2, "log", 2, 0, b"\x00\xa1x", b"inline", (), (), 0),
+    ),
     ("920702", (7, 2)),
     ("93090310", (9, 3, 16)),
     ("930aa8776f726b65722d31cf0000010000000000", (10, "worker-1", 1099511627776)),

@@ -1,0 +1,169 @@
+"""Who is started again when an actor has died, after how long, and when it is enough. Pure.
+
+The rules are those of OTP supervisors (https://www.erlang.org/doc/system/sup_princ.html): strategy, intensity,
+period, and for each child whether it is permanent, transient or temporary. The back-off is an addition of ours.
+"""
+
+# pyright: reportUnnecessaryIsInstance=false
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Final, Generic, Literal, TypeAlias, TypeVar
+
+Kind: TypeAlias = Literal["permanent", "transient", "temporary"]
+Strategy: TypeAlias = Literal["one_for_one", "one_for_all", "rest_for_one"]
+
+KINDS: Final = ("permanent", "transient", "temporary")
+STRATEGIES: Final = ("one_for_one", "one_for_all", "rest_for_one")
+
+ChildT = TypeVar("ChildT", bound=Hashable)
+EvidenceT = TypeVar("EvidenceT")
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How long a restart waits: `base * factor ** (n - 1)` seconds for the n-th one within the period.
+
+    Attributes:
+        base: Seconds before the first restart; 0 for no wait at all.
+        factor: By how much each wait is longer than the one before.
+        max: Seconds that no wait exceeds.
+        jitter: Part of each wait, 0 to 1, that is left to chance, so that not all that died together come back
+            together.
+    """
+
+    base: float = 0.1
+    factor: float = 2.0
+    max: float = 30.0
+    jitter: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("base", 0, float("inf")), ("factor", 1, float("inf")), ("max", 0, float("inf")), ("jitter", 0, 1),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                raise ValueError(f"{name}={value!r}: a number from {least} to {most:g} is needed")
+
+    def delay(self, count: int, chance: float = 0.0) -> float:
+        """Seconds before the restart that is the `count`-th within the period; `chance` is from 0 to 1."""
+        try:
+            wait = min(self.max, self.base * self.factor ** (count - 1))
+        except OverflowError:
+            wait = self.max
+        return wait * (1 - self.jitter * chance)
+
+
+@dataclass(frozen=True, slots=True)
+class Gone(Generic[ChildT]):
+    """The child is not started again, and nobody else is concerned."""
+
+    child: ChildT
+
+
+@dataclass(frozen=True, slots=True)
+class Again(Generic[ChildT]):
+    """Stop `stop` in this order, then start `start` in this order. Those of `gone` are among `stop`, and stay away."""
+
+    stop: tuple[ChildT, ...]
+    start: tuple[ChildT, ...]
+    gone: tuple[ChildT, ...]
+    # How many restarts the period has seen, this one included.
+    count: int
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp(Generic[ChildT, EvidenceT]):
+    """More restarts than the intensity allows: `down` stay down. The evidence of each failure, oldest first."""
+
+    down: tuple[ChildT, ...]
+    evidence: tuple[EvidenceT, ...]
+
+
+class Siblings(Generic[ChildT, EvidenceT]):
+    """The actors that one policy watches, in the order in which they were spawned.
+
+    A child is up until it has failed or its restart asks for its stop, and again when `came_up` says so.
+    """
+
+    def __init__(
+        self, strategy: Strategy, intensity: int, period: float, backoff: Backoff, chance: Callable[[], float]
+    ) -> None:
+        self._strategy = strategy
+        self._intensity = intensity
+        self._period = period
+        self._backoff = backoff
+        self._chance = chance
+        self._children: dict[ChildT, Kind] = {}
+        self._down: set[ChildT] = set()
+        self._failures: deque[tuple[float, EvidenceT]] = deque()
+        self._failed_together: set[ChildT] = set()
+
+    def add(self, child: ChildT, kind: Kind) -> None:
+        """A child was spawned, and is up."""
+        self._children[child] = kind
+
+    def remove(self, child: ChildT) -> None:
+        """Its owner stopped a child: it is no longer watched."""
+        self._children.pop(child, None)
+        self._down.discard(child)
+
+    def came_up(self, child: ChildT) -> None:
+        """A child runs again."""
+        self._down.discard(child)
+
+    @property
+    def down(self) -> tuple[ChildT, ...]:
+        """The children that are to be started, in that order."""
+        return tuple(child for child in self._children if child in self._down)
+
+    def failed(
+        self, child: ChildT, evidence: EvidenceT, *, normal: bool, now: float
+    ) -> Gone[ChildT] | Again[ChildT] | GiveUp[ChildT, EvidenceT]:
+        """A child ended by itself, or could not be started again.
+
+        Args:
+            child: Which one; it may be up or down.
+            evidence: What is known of it.
+            normal: It ended as it wanted to, with exit code 0.
+            now: Seconds of a clock that never jumps.
+        """
+        kind = self._children[child]
+        if kind == "temporary" or (kind == "transient" and normal):
+            self.remove(child)
+            return Gone(child)
+        self._down.add(child)
+        if self._failures and self._failures[-1][1] is evidence and child not in self._failed_together:
+            # The end of a process is one failure, however many of its actors are siblings.
+            self._failed_together.add(child)
+        else:
+            self._failures.append((now, evidence))
+            self._failed_together = {child}
+        while self._failures and self._failures[0][0] <= now - self._period:
+            self._failures.popleft()
+        count = len(self._failures)
+        if count > self._intensity:
+            return self._give_up()
+        stop = tuple(other for other in reversed(self._concerned(child)) if other not in self._down)
+        gone = tuple(other for other in stop if self._children[other] == "temporary")
+        self._down.update(stop)
+        for other in gone:
+            self.remove(other)
+        start = (child,) if self._strategy == "one_for_one" else self.down
+        return Again(stop, start, gone, count, self._backoff.delay(count, self._chance()))
+
+    def _concerned(self, child: ChildT) -> list[ChildT]:
+        children = list(self._children)
+        if self._strategy == "one_for_one":
+            return [child]
+        return children if self._strategy == "one_for_all" else children[children.index(child) :]
+
+    def _give_up(self) -> GiveUp[ChildT, EvidenceT]:
+        decision = GiveUp(self.down, tuple(evidence for _, evidence in self._failures))
+        self._children.clear()
+        self._down.clear()
+        self._failures.clear()
+        return decision

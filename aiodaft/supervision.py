@@ -1,0 +1,80 @@
+"""Restart policies, in the words of OTP supervisors: what happens when an actor dies by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aiodaft._protocol.supervision import KINDS, STRATEGIES, Backoff, Kind, Strategy
+
+__all__ = ["Backoff", "Kind", "Restart", "Strategy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """What happens when an actor dies: `rt.on(restart=Restart(intensity=3, period=60)).spawn(Model)`.
+
+    A restart is a new process in the same slot (its resources and GPUs stay assigned): the constructor runs again
+    with the original arguments, then the class's `on_restart(epoch)` if it has one. Calls that were under way fail
+    with `ActorDied` and are never made again by themselves.
+
+    Given to an actor, in its class line or by `on`, it is for that actor alone. Given to a scope, it is for all
+    actors spawned in that scope itself, which then are siblings with one strategy and one count of restarts.
+
+    Attributes:
+        kind: "permanent" actors are always restarted; "transient" ones unless they ended with exit code 0;
+            "temporary" ones never, and their death is no error of the scope.
+        strategy: Who is restarted when one dies: "one_for_one" that one; "one_for_all" all siblings; "rest_for_one"
+            that one and those spawned after it. Siblings are stopped in the reverse order of their spawning, and
+            started in that order.
+        intensity: How many restarts are allowed within the period; one more is `RestartLimitReached`, which ends
+            the scope.
+        period: Seconds.
+        backoff: How long a restart waits.
+        follow: Whether handles lead to the new incarnation. Calls made in between wait for it; with False, handles
+            of an earlier one refuse with `StaleHandle`, and `rt.rebind(handle)` gives a new one.
+
+    Raises:
+        ValueError: A value is none of these, or the back-off is so slow that the intensity is never reached.
+    """
+
+    kind: Kind = "permanent"
+    strategy: Strategy = "one_for_one"
+    intensity: int = 1
+    period: float = 5.0
+    backoff: Backoff = field(default_factory=Backoff)
+    follow: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("kind", self.kind, KINDS), ("strategy", self.strategy, STRATEGIES)):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
+        if isinstance(self.intensity, bool) or not isinstance(self.intensity, int) or self.intensity < 0:
+            raise ValueError(f"intensity={self.intensity!r}: a number of restarts that is not negative is needed")
+        if not isinstance(self.period, int | float) or not 0 < self.period < float("inf"):
+            raise ValueError(f"period={self.period!r}: a positive number of seconds is needed")
+        if not isinstance(self.backoff, Backoff):
+            raise ValueError(f"backoff={self.backoff!r} is no Backoff")
+        waits = 0.0
+        for count in range(1, self.intensity + 1):
+            waits += self.backoff.delay(count)
+            if waits >= self.period:
+                raise ValueError(
+                    f"{count} restarts wait {waits:g} s in all, longer than the period of {self.period:g} s: their "
+                    f"limit of {self.intensity} would never be reached"
+                )
+
+
+def check_alone(policy: Restart) -> Restart:
+    """Return a policy if it can be that of a single actor.
+
+    Raises:
+        TypeError: It is no policy.
+        ValueError: Its strategy is about siblings.
+    """
+    if not isinstance(policy, Restart):
+        raise TypeError(f"restart={policy!r:.80} is no aiodaft.Restart")
+    if policy.strategy != "one_for_one":
+        raise ValueError(
+            f"strategy={policy.strategy!r} is about siblings: give it to their scope, `rt.scope(restart=...)`"
+        )
+    return policy

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from device_actors import DeviceKeeper, install
 from graph_actors import Node
-from host_devices import HostAccelerators
+from host_devices import HostAccelerators, HostDriver
 
 import aiodaft
 from aiodaft import Ref
@@ -19,8 +19,16 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SIZE = 1 << 18
 
 
-async def test_they_go_from_actor_to_actor_and_touch_no_host_memory(module_rt: aiodaft.Runtime) -> None:
-    here = install(module_rt.peer, 0)
+@pytest.fixture
+def here(module_rt: aiodaft.Runtime) -> HostDriver:
+    """The devices of this process."""
+    peer = module_rt.peer
+    return install(peer, 0) if peer.store._devices is None else peer.store.devices.transport.driver  # type: ignore[return-value]  # see above
+
+
+async def test_they_go_from_actor_to_actor_and_touch_no_host_memory(
+    module_rt: aiodaft.Runtime, here: HostDriver
+) -> None:
     a, b = await module_rt.spawn(DeviceKeeper, 0), await module_rt.spawn(DeviceKeeper, 0)
     beside = await module_rt.on(with_=a).spawn(Node)
 
@@ -47,17 +55,41 @@ async def test_they_go_from_actor_to_actor_and_touch_no_host_memory(module_rt: a
 
 
 async def test_what_one_step_writes_is_not_seen_by_others(module_rt: aiodaft.Runtime) -> None:
-    a = await module_rt.spawn(DeviceKeeper, 0)
+    a, b = await module_rt.spawn(DeviceKeeper, 0), await module_rt.spawn(DeviceKeeper, 0)
 
     def flow(size: Ref[int]) -> list[Ref[Any]]:
         made, other = a.make(size, 3.0), a.make_on_thread(size, 4.0)
-        return [step for value in (made, other) for step in (a.add_in_place(value, 1.0), a.sum_on_thread(value))]
+        values = (made, other)
+        written = [step for value in values for step in (a.add_in_place(value, 1.0), a.sum_on_thread(value))]
+        return [*written, *(b.add_in_place(value, 1.0) for value in values * 2)]
 
     async with aiodaft.compile(flow) as graph:
-        assert [await ref for ref in graph(SIZE)] == [4.0, SIZE * 3.0, 5.0, SIZE * 4.0]
+        assert [await ref for ref in graph(SIZE)] == [4.0, SIZE * 3.0, 5.0, SIZE * 4.0, 4.0, 5.0, 4.0, 5.0]
 
 
-async def test_nobody_gets_what_the_device_has_not_made_and_no_step_waits_for_it(module_rt: aiodaft.Runtime) -> None:
+async def test_a_step_has_its_value_though_its_owner_has_freed_it(module_rt: aiodaft.Runtime, here: HostDriver) -> None:
+    a, gate = await module_rt.spawn(DeviceKeeper, 0), await module_rt.spawn(Node)
+    beside = await module_rt.on(with_=a).spawn(Node)
+
+    def flow(size: Ref[int]) -> list[Ref[Any]]:
+        made = a.make(size, 3.0)
+        return [made, beside.same([made, gate.wait()])]
+
+    async with aiodaft.compile(flow) as graph:
+        made, late = graph(SIZE)
+        await made
+        del made
+        gc.collect()
+        # The object is not what it was, and the memory is others'.
+        await a.overwrite(1.0)
+        assert await a.make(SIZE, 7.0) is not None
+        await gate.open()
+        assert float((await late)[0].sum()) == SIZE * 3.0
+
+
+async def test_nobody_gets_what_the_device_has_not_made_and_no_step_waits_for_it(
+    module_rt: aiodaft.Runtime, here: HostDriver
+) -> None:
     a, b = await module_rt.spawn(DeviceKeeper, 0), await module_rt.spawn(DeviceKeeper, 0)
 
     def flow(size: Ref[int]) -> list[Ref[Any]]:

@@ -18,9 +18,9 @@ from .ring import ORDERED, RingPair, barrier
 _LOOK: Final = 100e-6
 # Gaps that are longer than this count as this long.
 _LONG: Final = 10 * _LOOK
-# How much of the average gap each new one makes up.
 # Gaps that are shorter on average are worth looking.
 _OFTEN: Final = 3 * _LOOK
+# How much of the average gap each new one makes up.
 _WEIGHT: Final = 1 / 8
 
 _now = time.perf_counter

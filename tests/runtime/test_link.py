@@ -12,6 +12,7 @@ from aiodaft._protocol.messages import HELLO, KINDS, NOTE, WIRE_VERSION, Message
 from aiodaft._protocol.session import Session
 from aiodaft._runtime.link import Link
 from aiodaft._runtime.replies import State
+from aiodaft._runtime.waiter import Waiter
 
 HERE, THERE = PeerId("here"), PeerId("there")
 GREETING: Message = (HELLO, WIRE_VERSION, WIRE_VERSION, THERE, 1)
@@ -31,6 +32,7 @@ class Owner:
     def __init__(self) -> None:
         self.came: list[Message] = []
         self.lost = asyncio.Event()
+        self.waiter = Waiter(asyncio.get_running_loop())
 
     @property
     def handlers(self) -> Sequence[Callable[[Link, Message], object]]:

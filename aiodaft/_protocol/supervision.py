@@ -52,7 +52,7 @@ class Backoff:
         try:
             wait = min(self.max, self.base * self.factor ** (count - 1))
         except OverflowError:
-            wait = self.max
+            wait = self.max if self.base else 0.0
         return wait * (1 - self.jitter * chance)
 
 

@@ -240,8 +240,10 @@ class FollowedCall(CallState):
         if not isinstance(error, NotDelivered | ActorDied | PeerLost) or error.executed or target.ended is not None:
             return False
         turned_away = error.executed is False and isinstance(error, StaleHandle | ActorDied)
-        if turned_away and self.link is not None and self.link.remote == target.remote:
-            # Its process lives, and has no such actor: the next call asks where that is.
+        told = target.owner == self.peer.id
+        if turned_away and not told and self.link is not None and self.link.remote == target.remote:
+            # Perhaps its process lives, and has no such actor: the next call asks where that is. (Perhaps an argument
+            # is lost.) The owner's own process is told of every move, and must not forget where the actor is.
             target.leave()
         if self._cancelling or request.attempt >= self.spec.retries:
             return False

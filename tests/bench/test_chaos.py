@@ -11,7 +11,7 @@ import pytest
 from aiodaft import ActorDied, CallCancelled, Overloaded, PeerLost
 from aiodaft.bench.chaos.deeds import WrongValue
 from aiodaft.bench.chaos.judge import Hang, judge
-from aiodaft.bench.chaos.plan import ACTORS, Deed, Op, rounds
+from aiodaft.bench.chaos.plan import ACTORS, Deed, Fault, Harm, Op, Round, rounds
 from aiodaft.bench.chaos.run import torment
 
 CALL = Op(100, Deed.CALL, 0.0, (0, 1, 2), 10)
@@ -28,6 +28,16 @@ def test_a_seed_decides_everything_that_is_tried() -> None:
 def test_numbers_of_calls_never_meet() -> None:
     ids = [op.id for round_ in islice(rounds(0), 50) for op in round_.ops]
     assert all(later - earlier >= ACTORS for earlier, later in pairwise(ids))
+
+
+def test_who_is_followed_must_come_back_unless_it_was_stopped() -> None:
+    faults = (
+        Fault(Harm.KILL, 0, 0, 0),
+        Fault(Harm.KILL, 0, 1, 0),
+        Fault(Harm.STOP, 0, 1, 0),
+        Fault(Harm.STOP, 0, 4, 0),
+    )
+    assert Round((), faults).survivors() == (0,)
 
 
 @pytest.mark.parametrize(
@@ -56,10 +66,12 @@ def test_the_judge(op: Op, error: BaseException | None, ran: Counter[int], hurt:
 
 
 async def test_a_little_chaos(tmp_path: Path) -> None:
-    report = await torment(11, 0, tmp_path, rounds_per_runtime=2)
+    report = await torment(2, 0, tmp_path, rounds_per_runtime=2)
     assert report.violations == []
     assert report.rounds == 2
-    assert report.faults.total() > 0
+    # One of those that are followed was killed.
+    assert report.faults == {"kill": 1, "freeze": 1}
+    assert report.returns == 1
     assert report.outcomes["value"] > 0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from actors import Echo
+from leaks import is_alive
 from supervised import AT_ONCE, Caller, Mortal
 
 import aiodaft
@@ -269,6 +270,20 @@ async def test_a_call_made_again_can_be_cancelled_and_ends_with_the_actor(
         await ended
     assert gone.value.executed is None
     assert gated.count("attempt 2") == 0
+
+
+async def test_what_befalls_an_argument_says_nothing_of_the_actor(module_rt: aiodaft.Runtime) -> None:
+    actor, other = await module_rt.on(restart=POLICY).spawn(Mortal), await module_rt.spawn(Mortal)
+    caller = await module_rt.spawn(Caller, actor)
+    call = actor.add(other.die())
+    with pytest.raises(aiodaft.ActorDied, match="needed by|SIGKILL") as caught:
+        await call
+    assert caught.value.executed is False
+    seen = await module_rt.info(actor)
+    assert (seen.alive, seen.epoch, await caller.ask("get")) == (True, 0, 0)
+    await module_rt.stop(actor)
+    # Its process was found, too.
+    assert not is_alive(seen.pid)
 
 
 async def test_a_deadline_bounds_all_attempts(module_rt: aiodaft.Runtime, tmp_path: Path) -> None:

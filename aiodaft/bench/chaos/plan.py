@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-__all__ = ["ACTORS", "Deed", "Fault", "Harm", "Op", "Round", "rounds"]
+__all__ = ["ACTORS", "FOLLOWED", "Deed", "Fault", "Harm", "Op", "Round", "rounds"]
 
 ACTORS: Final = 5
+# Those that are restarted when they are killed, and whose handles follow them.
+FOLLOWED: Final = (0, 1)
 # How long operations and faults of one round are spread, in seconds.
 _SPREAD: Final = 0.6
 _SIZES: Final = (10, 5_000, 70_000, 1 << 20, 9 << 20)
@@ -74,6 +76,11 @@ class Round:
 
     ops: tuple[Op, ...]
     faults: tuple[Fault, ...]
+
+    def survivors(self) -> tuple[int, ...]:
+        """Indices of the actors that must be there at its end, whatever was done to them: nobody stopped them."""
+        stopped = {fault.actor for fault in self.faults if fault.harm is Harm.STOP}
+        return tuple(index for index in FOLLOWED if index not in stopped)
 
 
 def rounds(seed: int) -> Iterator[Round]:

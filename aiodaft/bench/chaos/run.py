@@ -15,13 +15,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from aiodaft.exceptions import DaftError
+from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.runtime import Runtime
+from aiodaft.supervision import Backoff, Restart
 
 from .actors import Victim
 from .deeds import DEEDS, WrongValue
 from .judge import Hang, judge
-from .plan import ACTORS, Fault, Harm, Op, Round, rounds
+from .plan import ACTORS, FOLLOWED, Fault, Harm, Op, Round, rounds
 from .procfs import descendants
 
 __all__ = ["Report", "torment"]
@@ -30,6 +31,8 @@ __all__ = ["Report", "torment"]
 _HANG: Final = 60.0
 # A runtime is closed and looked at after so many rounds.
 _ROUNDS_PER_RUNTIME: Final = 12
+# More than a run can kill.
+_ALWAYS: Final = Restart(intensity=10_000, period=3600, backoff=Backoff(base=0))
 
 
 @dataclass
@@ -40,6 +43,8 @@ class Report:
     rounds: int = 0
     outcomes: Counter[str] = field(default_factory=Counter[str])
     faults: Counter[str] = field(default_factory=Counter[str])
+    # How often a killed actor came back.
+    returns: int = 0
     violations: list[str] = field(default_factory=list[str])
 
     def __str__(self) -> str:
@@ -47,6 +52,7 @@ class Report:
             f"seed {self.seed}: {self.rounds} rounds, {self.outcomes.total()} operations",
             "  outcomes: " + ", ".join(f"{name} {count}" for name, count in self.outcomes.most_common()),
             "  faults:   " + (", ".join(f"{name} {count}" for name, count in self.faults.most_common()) or "none"),
+            f"  killed actors that came back: {self.returns}",
             f"  broken promises: {len(self.violations)}",
             *(f"    {violation}" for violation in self.violations),
         ]
@@ -108,8 +114,22 @@ async def _one_runtime(plan: Iterable[Round], report: Report, notes: Path) -> No
 
 async def _repopulate(runtime: Runtime, actors: list[Victim], notes: Path) -> list[Victim]:
     """The same actors, with new ones in the places of those that are gone."""
-    kept = [actor if (await runtime.info(actor)).alive else None for actor in actors] or [None] * ACTORS
-    return [actor or await runtime.spawn(Victim, notes) for actor in kept]
+    there = [await _is_there(runtime, actor, followed=index in FOLLOWED) for index, actor in enumerate(actors)]
+    spawners = [runtime.on(restart=_ALWAYS) if index in FOLLOWED else runtime for index in range(ACTORS)]
+    return [
+        actors[index] if actors and there[index] else await spawner.spawn(Victim, notes)
+        for index, spawner in enumerate(spawners)
+    ]
+
+
+async def _is_there(runtime: Runtime, actor: Victim, *, followed: bool) -> bool:
+    """Whether an actor takes calls; one that is restarted is waited for."""
+    with suppress(ActorDied, TimeoutError):
+        async with asyncio.timeout(_HANG):
+            while not (alive := (await runtime.info(actor)).alive) and followed:
+                await runtime.rebind(actor)
+            return alive
+    return False
 
 
 async def _one_round(runtime: Runtime, actors: list[Victim], round_: Round, notes: Path, report: Report) -> None:
@@ -126,6 +146,10 @@ async def _one_round(runtime: Runtime, actors: list[Victim], round_: Round, note
         error = task.result()
         report.outcomes["value" if error is None else type(error).__name__] += 1
         report.violations += judge(op, error, ran, hurt=hurt)
+    for index in round_.survivors():
+        if not await _is_there(runtime, actors[index], followed=True):
+            report.violations.append(f"actor {index} was not stopped, and did not come back")
+        report.returns += (await runtime.info(actors[index])).pid != pids[index]
 
 
 def _what_ran(notes: Path) -> Counter[int]:

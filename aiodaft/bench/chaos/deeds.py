@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 from aiodaft.channel import Channel
 from aiodaft.deadline import deadline
-from aiodaft.exceptions import DaftError
 
 from .actors import Victim, made
 from .plan import ACTORS, Deed, Op
@@ -69,9 +67,9 @@ async def _channel(op: Op, actors: Sequence[Victim]) -> None:
     channel = Channel[int](4)
     sent = actors[op.actors[0]].send(op.id, channel, op.size)
     came = actors[op.actors[1]].receive(op.id + 1, channel)
-    first = next(asyncio.as_completed((sent, came)))
-    with suppress(DaftError):
-        await first
+    # Typeshed wants its own futures; asyncio takes refs.
+    either: Any = (sent, came)
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     # Where one side was killed, nobody else tells the other that no more will come.
     await channel.aclose()
     items = await came

@@ -350,7 +350,8 @@ class Link:
         self._outbox.drop()
         if self._socket is not None and self._drain_input():
             lost = PeerLost(f"the connection to {self.remote} broke: {error}")
-            lost.__cause__ = error
+            # Lost links are remembered: not so the frames of whoever wrote, and what these know.
+            lost.__cause__ = error.with_traceback(None)
             self.close(lost)
 
     def _drain_input(self) -> bool:

@@ -1,8 +1,8 @@
 """The whole control plane under seeded schedules: time, processes, sockets, threads and fate are simulated.
 
-What is checked of every schedule: no call runs twice, each ends in one way, nobody waits for ever, `.executed` says what
-is so, calls of one caller begin in order, values are right, and nothing is left of anything. To see one again, with
-everything that happened in it: `Program(seed)`, `run()`, and then `world.loop.trace`.
+What is checked of every schedule: no call runs twice, each ends in one way, nobody waits for ever, `.executed` is true,
+calls of one caller begin in order, values are right, and nothing is left of anything. To see one again, with all that
+happened in it: `program = Program(seed)`, `program.run()`, and then `program.world.loop.trace`.
 """
 
 from __future__ import annotations

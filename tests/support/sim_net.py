@@ -165,6 +165,11 @@ class SimSocket:
             net.wake(end.other)
         return segment.data[:count], segment.fds
 
+    def getsockopt(self, level: int, option: int) -> int:
+        assert (level, option) == (socket.SOL_SOCKET, socket.SO_ERROR)
+        # The next read tells.
+        return 0
+
     def close(self) -> None:
         self.end.net.close_fds([self._fd])
 

@@ -20,8 +20,9 @@ import aiodaft
 from aiodaft._protocol.ids import NODE
 from aiodaft._runtime import current
 from aiodaft._runtime.env import Env
-from aiodaft._runtime.nursery import Ending
+from aiodaft._runtime.nursery import Child, Ending
 from aiodaft._runtime.peer import Peer
+from aiodaft._runtime.pulse import Pulse, PulseWatch
 from aiodaft._runtime.worker import Worker, WorkerSettings
 from aiodaft.exceptions import SpawnFailed
 
@@ -108,15 +109,58 @@ class Output:
     last_lines = ()
 
 
-class SimChild:
+class PulseLine:
+    """What questions and answers about a worker's life travel over: the node's end of it."""
+
+    def __init__(self, loop: SimLoop, process: Process) -> None:
+        self._loop = loop
+        self._process = process
+        self._answers: deque[bytes] = deque()
+        self._open = True
+        self.answer: Callable[[], bytes] = bytes
+
+    def setblocking(self, flag: bool) -> None:
+        assert not flag
+
+    def fileno(self) -> int:
+        return 0 if self._open else -1
+
+    def send(self, question: bytes) -> None:
+        if not self._process.alive:
+            raise BrokenPipeError("nobody is there")
+        self._loop.later(self._loop.rng.random() * 0.01, self._loop.within, self._process, self._asked)
+
+    def _asked(self) -> None:
+        self._loop.later(self._loop.rng.random() * 0.01, self._answers.append, self.answer())
+
+    def recv(self, size: int) -> bytes:
+        if not self._answers:
+            raise BlockingIOError
+        return self._answers.popleft()
+
+    def close(self) -> None:
+        self._open = False
+
+
+class SimPulse(Pulse):
+    """The worker's end, without a thread."""
+
+    def start(self) -> None:
+        line: Any = self._connection
+        line.answer = lambda: self._answer(self._peer.env.monotonic())
+
+
+class SimChild(Child):
     """One worker, as the node sees it."""
 
     def __init__(self, number: int, process: Process, loop: SimLoop) -> None:
-        self.number = number
+        output: Any = Output()
+        line: Any = PulseLine(loop, process)
+        super().__init__(number, output, PulseWatch(line, loop), loop)
+        self.line = line
         self.process = process
-        self.output = Output()
-        self.started: asyncio.Future[int] = loop.create_future()
-        self.ended: asyncio.Future[Ending] = loop.create_future()
+        # No process of this machine has it.
+        self.pid = 10_000_000 + number
 
 
 class SimNursery:
@@ -145,7 +189,7 @@ class SimNursery:
     def _begin(self, child: SimChild, settings: bytes, connection: SimSocket) -> None:
         if not child.process.alive:
             return
-        worker = SimWorker(WorkerSettings.unpacked(settings), connection)  # type: ignore[arg-type]  # it does what links need
+        worker = SimWorker(WorkerSettings.unpacked(settings), connection, child.line)  # type: ignore[arg-type]  # it does what links need
         worker.process, worker.nursery = child.process, self
 
         async def live() -> None:
@@ -153,7 +197,7 @@ class SimNursery:
             self.ended(child.process, status, None)
 
         self._loop.start(child.process, live())
-        self._loop.within(self._home, _settle, child.started, 1000 + child.number)
+        self._loop.within(self._home, _settle, child.started, child.pid)
 
     def __contains__(self, number: int) -> bool:
         return number in self._children
@@ -171,15 +215,13 @@ class SimNursery:
         if process.alive:
             self._loop.kill(process)
             child = next(child for child in self._children.values() if child.process is process)
-            report = partial(self._report, child, Ending(1000 + child.number, code, signal_name))
+            report = partial(self._report, child, Ending(child.pid, code, signal_name))
             self._loop.later(self._loop.rng.random() * 0.02, self._loop.within, self._home, report)
 
     def _report(self, child: SimChild, ending: Ending) -> None:
         if self._children.pop(child.number, None) is None:
             return
-        if not child.started.done():
-            child.started.set_exception(SpawnFailed("the worker did not start"))
-            child.started.exception()
+        child.fail(SpawnFailed("the worker did not start"))
         _settle(child.ended, ending)
         self.on_ended(child, ending)
 
@@ -265,6 +307,7 @@ class World:
             "aiodaft.runtime.Peer": SimPeer,
             "aiodaft._runtime.worker.Peer": SimPeer,
             "aiodaft._runtime.worker.Env": self.env,
+            "aiodaft._runtime.worker.Pulse": SimPulse,
             "aiodaft._runtime.worker.offer_dump": lambda: None,
             "aiodaft._runtime.hosting.ActorThread": SimThread,
             "aiodaft._runtime.peer.Offload": SimOffload,

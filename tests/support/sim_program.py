@@ -84,7 +84,10 @@ class Program:
             self.world.cut(self.rng.choice(links))
 
     def _pause(self) -> None:
-        self.world.pause(self.rng.choice([*self.world.workers, self.world.controller]), self.rng.expovariate(10))
+        process = self.rng.choice([*self.world.workers, self.world.controller])
+        # A worker that stays stopped is given up.
+        for_long = process is not self.world.controller and self.rng.random() < 0.1
+        self.world.pause(process, 45.0 if for_long else self.rng.expovariate(10))
 
     # What a client does.
 

@@ -344,8 +344,10 @@ class World:
         self.net.close_all()
 
 
-# An error of a tell, of a ref that a random program drops, and of one that it drops in a worker.
-_EXPECTED: Final = ("called by tell()", "a ref that nobody holds failed", "and nobody holds its ref")
+# An error of a tell, of a ref that a random program drops, of one that it drops in a worker, and of a stopped worker.
+_EXPECTED: Final = (
+    "called by tell()", "a ref that nobody holds failed", "and nobody holds its ref", "has not answered for",
+)  # fmt: skip
 
 
 class _Logs(logging.Handler):

@@ -37,8 +37,9 @@ def failures(seeds: range) -> dict[int, list[str]]:
     return found
 
 
-def test_three_hundred_schedules_keep_every_promise() -> None:
-    assert failures(range(300)) == {}
+@pytest.mark.parametrize("part", range(3))
+def test_three_hundred_schedules_keep_every_promise(part: int) -> None:
+    assert failures(range(100 * part, 100 * (part + 1))) == {}
 
 
 @pytest.mark.soak

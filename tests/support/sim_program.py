@@ -14,8 +14,8 @@ import aiodaft
 from aiodaft import Ref
 from aiodaft._runtime.peer import Peer
 
-# Longer than every grace time, pause and search.
-_QUIET: Final = 60.0
+# Longer than every grace time and search.
+_QUIET: Final = 5.0
 
 
 class Program:
@@ -191,6 +191,8 @@ class Program:
                 await actor.drop()
         # What is in cycles (errors are, with their frames) is collected here only, so that each run is the same.
         await asyncio.sleep(_QUIET)
+        while any(process.paused for process in self.world.workers):
+            await asyncio.sleep(_QUIET)
         for _ in range(4):
             # What one process lets go of, another one may.
             collect()

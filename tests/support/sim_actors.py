@@ -56,6 +56,8 @@ class History:
         self.wrong: list[str] = []
         # Of each caller and actor, the ordered call that began last.
         self._last: dict[tuple[str, str], int] = {}
+        # The processes that each actor has lived in, the latest one last.
+        self._homes: dict[str, list[str]] = {}
 
     def made(self, handle: Any, size: int = 0, *, ordered: bool = True) -> int:
         """A call is about to be made."""
@@ -70,6 +72,11 @@ class History:
         call.began += 1
         if call.began > 1:
             self.wrong.append(f"call {number} ran {call.began} times")
+        home, homes = self.loop.current.name, self._homes.setdefault(call.actor, [])
+        if home not in homes:
+            homes.append(home)
+        elif home != homes[-1]:
+            self.wrong.append(f"call {number} ran in an earlier incarnation of its actor")
         if call.ordered:
             last = self._last.get((call.caller, call.actor), -1)
             if last > number:
@@ -116,7 +123,8 @@ class History:
 
 
 _EXPECTED: Final = {
-    "ActorDied", "CallCancelled", "DeadlineExceeded", "OwnerDied", "PeerLost", "RuntimeClosed", "SerializationError",
+    "ActorDied", "CallCancelled", "DeadlineExceeded", "OwnerDied", "PeerLost", "RestartLimitReached", "RuntimeClosed",
+    "SerializationError", "StaleHandle",
 }  # fmt: skip
 
 

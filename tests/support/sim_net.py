@@ -142,11 +142,6 @@ class SimSocket:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
         return len(data), ancillary, 0, None
 
-    def recv(self, size: int) -> bytes:
-        data, fds = self._take(size)
-        assert not fds
-        return data
-
     def _take(self, size: int) -> tuple[bytes, list[int]]:
         end, net = self.end, self.end.net
         if not end.arrived:
@@ -298,6 +293,10 @@ class Network:
                 os.close(fd)
 
     # What `socket` does.
+
+    def __getattr__(self, name: str) -> Any:
+        # Constants, and what sends descriptors by the methods above.
+        return getattr(socket, name)
 
     def socketpair(self) -> tuple[SimSocket, SimSocket]:
         return self.pair(self.loop.current, self.loop.current)

@@ -13,6 +13,7 @@ from sim_world import World
 import aiodaft
 from aiodaft import Ref
 from aiodaft._runtime.peer import Peer
+from aiodaft.supervision import Restart
 
 # Longer than every grace time and search.
 _QUIET: Final = 5.0
@@ -65,12 +66,15 @@ class Program:
         self.history.judge()
 
     async def _spawn(self, rt: aiodaft.Runtime) -> None:
-        first, second = await asyncio.gather(rt.spawn(Subject), rt.spawn(Subject))
+        place: Any = rt
+        if self.rng.random() < 0.5:
+            place = rt.on(restart=Restart(intensity=self.rng.choice([1, 3]), follow=self.rng.random() < 0.7))
+        first, second = await asyncio.gather(rt.spawn(Subject), place.spawn(Subject))
         self.actors = [first, second]
         if self.rng.random() < 0.5:
             self.actors.append(await rt.on(with_=first).spawn(Subject))
         if self.rng.random() < 0.5:
-            self.actors.append(await rt.spawn(Subject))
+            self.actors.append(await place.spawn(Subject))
 
     # Fate.
 

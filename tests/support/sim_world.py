@@ -311,8 +311,10 @@ class World:
             "aiodaft._runtime.worker.offer_dump": lambda: None,
             "aiodaft._runtime.hosting.ActorThread": SimThread,
             "aiodaft._runtime.peer.Offload": SimOffload,
-            "aiodaft._runtime.peer.socket": self.net,
+            "aiodaft._runtime.dispatch.socket": self.net,
+            "aiodaft._runtime.link.socket": self.net,
             "aiodaft._runtime.link.os": self.net,
+            "aiodaft._runtime.outbox.os": self.net,
         }
         logs = _Logs(self.loop.problems)
         logger = logging.getLogger("aiodaft")

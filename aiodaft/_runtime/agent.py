@@ -124,10 +124,7 @@ class Agent(Actor):
     @method
     async def give_back(self, number: int) -> None:
         """The calling process dropped a ref of this one."""
-        state = self._peer.refs.find(CallId(number))
-        if state is not None:
-            state.give_back(_caller())
-            state.free_if_unheld()
+        self._peer.refs.take_back(CallId(number), _caller())
 
     @method
     async def cancel(self, number: int) -> None:

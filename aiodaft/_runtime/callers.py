@@ -9,7 +9,7 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import ERROR, ITEM, PLAIN_TEXT_LIMIT, REPLY, RESULT, STORED
 from aiodaft.ref import Borrowed
 
-from .failures import encode_error
+from .failures import encode_error, passed_on
 from .kept import Kept
 from .serialization import FLAT, Names
 from .streams import StreamState
@@ -160,7 +160,7 @@ class LocalCaller:
     def fail(self, call: IncomingCall, error: BaseException, *, executed: bool | None) -> None:
         state = self._finish(call)
         if state is not None:
-            state.on_error(error)
+            state.on_error(passed_on(error, executed=executed))
 
     async def item(self, call: IncomingCall, value: Any) -> None:
         state = self.states.get(call.number)

@@ -12,7 +12,7 @@ from aiodaft.exceptions import ActorDied, RuntimeClosed
 from aiodaft.ref import Ref, Stream
 
 from .callers import all_plain
-from .failures import add_note, copy_error
+from .failures import add_note, copy_error, passed_on
 from .incoming import IncomingCall, current_call, current_deadline
 from .kept import Kept
 from .pickling import TooLong, home
@@ -301,7 +301,7 @@ class Outgoing:
                 used.mark_seen()
                 what = f"needed by {request.spec.label}, which did not run: its argument is the result of {used.label}"
                 add_note(used.error, what)
-                request.state.on_error(used.error)
+                request.state.on_error(passed_on(used.error, executed=False))
                 return False
         for used in inputs:
             used.add_use()

@@ -74,7 +74,16 @@ def copy_error(error: DaftError) -> DaftError:
     copied = error.__reduce__()
     twin: DaftError = copied[0](*copied[1])
     twin.__cause__ = error.__cause__
+    if hasattr(error, "__notes__"):
+        twin.__notes__ = list(error.__notes__)
     return twin
+
+
+def passed_on(error: BaseException, *, executed: bool | None) -> BaseException:
+    """The error of one call as that of another, which ran or not: the first one goes on saying what is true of it."""
+    if not isinstance(error, DaftError) or error.executed is executed:
+        return error
+    return copy_error(error).with_traceback(error.__traceback__).with_executed(executed)
 
 
 def _encode_object(error: BaseException) -> tuple[bytes | None, bytes | None]:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._protocol.messages import ERROR, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
-from aiodaft.exceptions import ActorDied, DaftError, RemoteProtocolError, StaleHandle
+from aiodaft.exceptions import ActorDied, RemoteProtocolError, StaleHandle
 
 from .callers import RemoteCaller
 from .decoding import is_heavy
-from .failures import add_note, encode_error
+from .failures import add_note, encode_error, passed_on
 from .incoming import IncomingCall
 from .kept import Arrived
 from .serialization import contains_ref, resolved
@@ -193,9 +193,7 @@ class Hosted:
         if call.over:
             return
         call.withdrawn = True
-        if isinstance(error, DaftError):
-            error.with_executed(False)
-        call.caller_link.fail(call, error, executed=False)
+        call.caller_link.fail(call, passed_on(error, executed=False), executed=False)
         call.cell.look_again()
 
 

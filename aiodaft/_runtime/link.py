@@ -350,7 +350,8 @@ class Link:
         self._outbox.drop()
         if self._socket is not None and self._drain_input():
             lost = PeerLost(f"the connection to {self.remote} broke: {error}")
-            lost.__cause__ = error
+            # Lost links are remembered: not so the frames of whoever wrote, and what these know.
+            lost.__cause__ = error.with_traceback(None)
             self.close(lost)
 
     def _drain_input(self) -> bool:
@@ -358,9 +359,15 @@ class Link:
         while self._ring is not None and self._ring.reader.filled:
             self.ring_readable()
         if self._ring is None:
+            # Not into the usual buffer: what is there may be what is being handled.
+            buffer = bytearray(_READ_SIZE)
             with suppress(BlockingIOError, OSError):
-                while self._socket is not None and (data := self._socket.recv(_READ_SIZE)):
-                    self._receive(memoryview(data))
+                while self._socket is not None:
+                    count, ancillary, _, _ = self._socket.recvmsg_into([buffer], _FD_SPACE)
+                    self._take_fds(ancillary)
+                    if not count:
+                        break
+                    self._receive(memoryview(buffer)[:count])
         return self._socket is not None
 
 

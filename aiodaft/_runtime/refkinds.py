@@ -134,6 +134,8 @@ class BorrowedState(RefState):
     """A ref that another process owns."""
 
     own = False
+    # The owner counts, or is about to count, this process among those that hold it.
+    registered = False
 
     def __init__(self, peer: Peer, owner: PeerId, number: CallId, producer: PeerId, label: str) -> None:
         self.peer = peer

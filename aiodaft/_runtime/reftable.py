@@ -30,7 +30,10 @@ class RefTable:
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self._own: dict[CallId, RefState] = {}
+        # Weak: an error knows the frames it was raised through, these know refs, and refs that nobody else has must go.
+        self._own: weakref.WeakValueDictionary[CallId, RefState] = weakref.WeakValueDictionary()
+        # Those that other processes hold.
+        self._lent: dict[CallId, RefState] = {}
         self._borrowed: weakref.WeakValueDictionary[tuple[PeerId, CallId], BorrowedState] = (
             weakref.WeakValueDictionary()
         )
@@ -44,10 +47,24 @@ class RefTable:
         state = self._own.get(number)
         if state is not None:
             state.borrow(peer)
+            self._lent[number] = state
+
+    def take_back(self, number: CallId, peer: PeerId) -> None:
+        """Another process dropped a ref of this one."""
+        state = self._lent.get(number)
+        if state is not None:
+            state.give_back(peer)
+            self._returned(state)
+
+    def _returned(self, state: RefState) -> None:
+        if not state.borrowers:
+            del self._lent[state.number]
+            state.free_if_unheld()
 
     def forget(self, state: RefState) -> None:
         """A ref of this process is freed."""
         self._own.pop(state.number, None)
+        self._lent.pop(state.number, None)
 
     def put(self, value: Any, label: str, via: str | None = None) -> PutState:
         """Make a value of this process nameable; a small one is captured now, a large one by the helper thread.
@@ -149,6 +166,7 @@ class RefTable:
         if state is None:
             state = BorrowedState(self._peer, owner, number, producer, label)
             self._borrowed[owner, number] = state
+            state.registered = True
             # Holds the ref while the owner is asked.
             ref: Ref[Any] = Ref(state.hold())
             await self._register(state, link)
@@ -174,8 +192,12 @@ class RefTable:
 
     def give_back(self, state: BorrowedState) -> None:
         """Nobody in this process holds a borrowed ref any more."""
-        if self._borrowed.pop((state.owner, state.number), None) is not None and self._peer.closed is None:
+        # A state that was found by the garbage collector is not in the table any more, and perhaps another one is.
+        if self._borrowed.get((state.owner, state.number)) is state:
+            del self._borrowed[state.owner, state.number]
+        if state.registered and self._peer.closed is None:
             self._peer.agent_of(state.owner).give_back.tell(state.number)
+        state.registered = False
 
     def cancel_borrowed(self, state: BorrowedState) -> None:
         """Ask the owner to cancel the call."""
@@ -187,6 +209,6 @@ class RefTable:
 
     def peer_lost(self, remote: PeerId) -> None:
         """A process is gone, and with it what it had borrowed."""
-        for state in list(self._own.values()):
+        for state in list(self._lent.values()):
             state.forget(remote)
-            state.free_if_unheld()
+            self._returned(state)

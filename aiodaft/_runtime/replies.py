@@ -117,9 +117,7 @@ class Replies:
             sent = not link.session.withdraw(number)
             if sent:
                 link.session.settle(number)
-            if not (sent and link.connected):
-                twin.with_executed(False)
-            state.on_lost(twin)
+            state.on_lost(twin.with_executed(None if sent and link.connected else False))
 
 
 def _unasked(link: Link, number: CallId) -> RemoteProtocolError:

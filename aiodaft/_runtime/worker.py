@@ -119,7 +119,8 @@ class Worker:
 
     def _report_unheld(self, error: BaseException, label: str) -> None:
         logger.error("%s failed, and nobody holds its ref", label, exc_info=error)
-        self._peer.node_agent().unheld.tell(encode_error(error))
+        if self._peer.closed is None:
+            self._peer.node_agent().unheld.tell(encode_error(error))
 
 
 def run_forked(parent: int, packed: bytes, link: int, out: int, err: int, pulse: int) -> int:

@@ -1,0 +1,117 @@
+"""The whole control plane under seeded schedules: time, processes, sockets, threads and fate are simulated.
+
+What is checked of every schedule: no call runs twice, each ends in one way, nobody waits for ever, `.executed` is true,
+calls of one caller begin in order, values are right, and nothing is left of anything. To see one again, with all that
+happened in it: `program = Program(seed)`, `program.run()`, and then `program.world.loop.trace`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sim_program import Program
+
+from aiodaft._protocol.mailbox import Mailbox
+from aiodaft._runtime.link import Link
+from aiodaft._runtime.reftable import RefTable
+from aiodaft._runtime.replies import Replies
+from aiodaft.exceptions import DaftError
+
+SUPPORT = Path(__file__).parent.parent / "support"
+
+
+def failures(seeds: range) -> dict[int, list[str]]:
+    """The first few seeds that show something wrong."""
+    found: dict[int, list[str]] = {}
+    for seed in seeds:
+        if wrong := Program(seed).run():
+            found[seed] = wrong
+        if len(found) == 3:
+            break
+    return found
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_three_hundred_schedules_keep_every_promise(part: int) -> None:
+    assert failures(range(100 * part, 100 * (part + 1))) == {}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(10))
+def test_ten_thousand_schedules_keep_every_promise(part: int) -> None:
+    assert failures(range(1000 * part, 1000 * (part + 1))) == {}
+
+
+def trace_of(seed: int) -> list[tuple[Any, ...]]:
+    program = Program(seed)
+    program.run()
+    return program.world.loop.trace
+
+
+def test_a_seed_can_be_run_again() -> None:
+    for seed in range(20):
+        assert trace_of(seed) == trace_of(seed)
+
+
+def test_a_seed_is_the_same_in_another_process() -> None:
+    # Hashes of strings differ there, and with them the order of sets.
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from sim_program import Program; p = Program(7); p.run(); "
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    command = [sys.executable, "-c", f"{code} print(p.world.loop.trace)", str(SUPPORT)]
+    assert subprocess.check_output(command, env=environment, text=True).strip() == str(trace_of(7))
+
+
+# Bugs that are planted, each in one place, and what is seen of them.
+
+
+def start_again(mailbox: Mailbox[Any]) -> list[Any]:
+    started = startable(mailbox)
+    return started + started[:1]
+
+
+startable = Mailbox.startable
+
+
+def start_at_once(mailbox: Mailbox[Any], entry: Any) -> bool:
+    if not entry.ready:
+        return arrive(mailbox, entry)
+    mailbox._start(entry)
+    return True
+
+
+arrive = Mailbox.arrive
+
+
+def forget_calls(replies: Replies, link: Link, error: DaftError) -> None:
+    link.session.calls.clear()
+
+
+def say_it_did_not_run(replies: Replies, link: Link, error: DaftError) -> None:
+    for number, state in list(link.session.calls.items()):
+        if not link.session.withdraw(number):
+            link.session.settle(number)
+        state.on_lost(type(error)(*error.args, executed=False))
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "bug", "seen"),
+    [
+        (Mailbox, "startable", start_again, "ran 2 times"),
+        (Mailbox, "arrive", start_at_once, "which was made later"),
+        (Replies, "link_lost", forget_calls, "somebody waits"),
+        (Replies, "link_lost", say_it_did_not_run, "does not say whether it ran"),
+        (RefTable, "take_back", lambda table, number, peer: None, "own refs"),
+    ],
+)
+def test_a_planted_bug_is_found(
+    monkeypatch: pytest.MonkeyPatch, where: type, name: str, bug: Callable[..., Any], seen: str
+) -> None:
+    monkeypatch.setattr(where, name, bug)
+    assert any(seen in wrong for seed in range(60) for wrong in Program(seed).run())

@@ -1,0 +1,252 @@
+"""An event loop for many simulated processes: its clock jumps to the next timer, and a seed decides who is next.
+
+Callbacks of one process run in the order in which asyncio would run them, because code may rely on that. Which process
+has the next turn, and how long anything between processes takes, is drawn from the seed, so a run can be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import heapq
+import itertools
+import random
+import sys
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import contextmanager, suppress
+from contextvars import Context, copy_context
+from functools import partial
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+# Seconds after which nothing new is to be expected: some look at what waits for as long as it does.
+_FOREVER: Final = 300.0
+
+
+class NothingLeft(Exception):
+    """Somebody still waits, and nothing will ever happen: this is a hang."""
+
+
+class Process:
+    """What runs in one simulated process: it shares nothing with others, and can be stopped or killed as a whole."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.alive = True
+        self.paused = False
+        self.ready: deque[asyncio.Handle] = deque()
+        self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        # Closed by the kernel when the process ends.
+        self.on_death: list[Callable[[], object]] = []
+
+    @property
+    def runnable(self) -> bool:
+        return bool(self.ready) and self.alive and not self.paused
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    """Runs all processes of a simulation in one thread."""
+
+    def __init__(self, seed: object) -> None:
+        super().__init__()
+        self.rng = random.Random(f"{seed}")
+        # What belongs to no process: the kernel, the network, fate.
+        self.outside = Process("outside")
+        self.processes = [self.outside]
+        self.current = self.outside
+        # What happened, in short: equal for equal seeds.
+        self.trace: list[tuple[Any, ...]] = []
+        self.problems: list[str] = []
+        self._now = 0.0
+        self._timers: list[tuple[float, int, Process, asyncio.TimerHandle]] = []
+        self._numbers = itertools.count()
+        # Tasks of killed processes: nothing of them may run, also not because they are collected.
+        self._graves: list[Any] = []
+        self.readers: dict[int, Callable[[], object]] = {}
+        self.writers: dict[int, Callable[[], object]] = {}
+        # Told of descriptors that somebody begins to watch.
+        self.on_watch: Callable[[int], object] = lambda fd: None
+
+    # Processes.
+
+    def new_process(self, name: str) -> Process:
+        process = Process(name)
+        self.processes.append(process)
+        return process
+
+    def start(self, process: Process, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a coroutine as the main task of a process."""
+        before, self.current = self.current, process
+        try:
+            return self.create_task(coro, context=Context())
+        finally:
+            self.current = before
+
+    def within(self, process: Process, callback: Callable[..., object], *args: Any) -> None:
+        """Run something in the next turn of a process."""
+        if process.alive:
+            process.ready.append(asyncio.Handle(callback, args, self, Context()))
+
+    def later(self, seconds: float, callback: Callable[..., object], *args: Any) -> None:
+        """Let something happen that is not part of any process."""
+        self.at(self._now + seconds, callback, *args)
+
+    def at(self, when: float, callback: Callable[..., object], *args: Any) -> None:
+        """The same at a certain time."""
+        self._schedule(self.outside, when, callback, args, Context())
+
+    def kill(self, process: Process) -> None:
+        """End a process as SIGKILL does: not one line of it runs any more."""
+        if not process.alive:
+            return
+        self.note("kill", process.name)
+        process.alive = False
+        self._graves += [process.ready, *process.tasks]
+        process.ready = deque()
+        for callback in process.on_death:
+            callback()
+
+    def note(self, *what: Any) -> None:
+        """Remember what happened."""
+        self.trace.append((round(self._now, 9), self.current.name, *what))
+
+    # The parts of a loop.
+
+    def create_task(self, coro: Any, *, name: str | None = None, context: Any = None) -> asyncio.Task[Any]:
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        self.current.tasks.add(task)
+        if not self.current.alive:
+            # It has just ended itself; what it still says in this turn has no consequences.
+            self._graves.append(task)
+        return task
+
+    def time(self) -> float:
+        return self._now
+
+    def _call_soon(self, callback: Any, args: Any, context: Any) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        if self.current.alive and not self._closed:
+            self.current.ready.append(handle)
+        return handle
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        return self._call_soon(callback, args, context)
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        return self._call_soon(callback, args, context)
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        return self._schedule(self.current, self._now + delay, callback, args, context)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        return self._schedule(self.current, when, callback, args, context)
+
+    def _schedule(self, process: Process, when: float, callback: Any, args: Any, context: Any) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._numbers), process, handle))
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It is skipped when its time comes."""
+
+    def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:
+        # As asyncio does: the context is that of whoever begins to watch.
+        self.readers[fd] = partial(copy_context().run, callback, *args)
+        self.on_watch(fd)
+
+    def remove_reader(self, fd: Any) -> bool:
+        return self.readers.pop(fd, None) is not None
+
+    def add_writer(self, fd: Any, callback: Any, *args: Any) -> None:
+        # As asyncio does: the context is that of whoever begins to watch.
+        self.writers[fd] = partial(copy_context().run, callback, *args)
+        self.on_watch(fd)
+
+    def remove_writer(self, fd: Any) -> bool:
+        return self.writers.pop(fd, None) is not None
+
+    def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:
+        """Signals are sent by other means."""
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if not self._closed:
+            self.problems.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    # Running.
+
+    def _run_once(self) -> None:
+        runnable = [process for process in self.processes if process.runnable]
+        if not runnable:
+            self._jump()
+            return
+        process = self.current = self.rng.choice(runnable) if len(runnable) > 1 else runnable[0]
+        for _ in range(len(process.ready)):
+            if not process.alive or self._stopping:
+                break
+            handle = process.ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+        self.current = self.outside
+
+    def _jump(self) -> None:
+        while self._timers:
+            when, _, process, handle = heapq.heappop(self._timers)
+            if handle.cancelled():
+                continue
+            if when > _FOREVER:
+                break
+            if process.alive:
+                self._now = max(self._now, when)
+                process.ready.append(handle)
+                return
+            self._graves.append(handle)
+        raise NothingLeft
+
+    def run_main(self, process: Process, coro: Coroutine[Any, Any, T]) -> T:
+        """Run until the main task of a process is over.
+
+        Raises:
+            NothingLeft: It never will be.
+        """
+        return self.run_until_complete(self.start(process, coro))
+
+    def bury(self) -> None:
+        """Let go of everything; what is collected now runs its `finally` blocks, which nobody sees any more."""
+        self.close()
+        self._graves.clear()
+        self._timers.clear()
+        self.readers.clear()
+        self.writers.clear()
+        left = [task for process in self.processes for task in process.tasks if not task.done()]
+        for process in self.processes:
+            process.ready.clear()
+            process.on_death.clear()
+        with quiet():
+            while left:
+                with suppress(BaseException):
+                    left.pop().get_coro().close()
+        # What ends leaves something to be collected as well.
+        collect()
+        collect()
+
+
+@contextmanager
+def quiet() -> Generator[None, None, None]:
+    """Nobody hears what becomes of processes that ended long ago."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        sys.unraisablehook = hook
+
+
+def collect() -> None:
+    """Collect garbage."""
+    with quiet():
+        gc.collect()

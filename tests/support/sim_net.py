@@ -1,0 +1,305 @@
+"""Sockets between simulated processes: bytes take their time, come in pieces, and links are cut at any byte."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from types import TracebackType
+from typing import Any, Self
+
+from sim_loop import Process, SimLoop
+
+# Real descriptors are smaller.
+_FIRST_FD = 1_000_000
+
+
+@dataclass
+class Weather:
+    """How the network behaves in one simulation.
+
+    Attributes:
+        delay: The longest that bytes are under way, in seconds.
+        room: Bytes that a socket takes before it has to be read.
+        chop: How often one read gets only part of what is there.
+    """
+
+    delay: float = 0.001
+    room: int = 64 << 10
+    chop: float = 0.0
+
+
+@dataclass
+class Segment:
+    """Bytes that were written at once, and the descriptors that came with them."""
+
+    data: bytes
+    fds: list[int] = field(default_factory=list)
+
+
+class End:
+    """One end of a stream."""
+
+    def __init__(self, net: Network) -> None:
+        self.net = net
+        self.other: End
+        # Open descriptors of it, and the process that has them; none while they travel.
+        self.fds: dict[int, Process | None] = {}
+        self.arrived: deque[Segment] = deque()
+        self.under_way: deque[Segment] = deque()
+        # Bytes of both.
+        self.load = 0
+        self.last_arrival = 0.0
+        self.closed = False
+        # Nothing more will come.
+        self.ended = False
+        self.broken = False
+
+    @property
+    def room(self) -> int:
+        """Bytes that the other side can write to this end now."""
+        return self.net.weather.room - self.load
+
+    def close(self) -> None:
+        """The last descriptor is closed: the other side reads what is under way, and then the end."""
+        if self.closed:
+            return
+        self.closed = True
+        self.net.drop(self)
+        self.other.travel(None)
+
+    def travel(self, segment: Segment | None) -> None:
+        """Something (None: the end) was sent to this end."""
+        loop, rng = self.net.loop, self.net.loop.rng
+        if segment is not None:
+            self.under_way.append(segment)
+            self.load += len(segment.data)
+        arrival = loop.time() + rng.random() * self.net.weather.delay
+        self.last_arrival = max(self.last_arrival, arrival)
+        loop.at(self.last_arrival, self._arrive, segment)
+
+    def _arrive(self, segment: Segment | None) -> None:
+        if segment is None:
+            self.ended = True
+        elif not self.under_way or self.under_way[0] is not segment:
+            # The link was cut meanwhile.
+            return
+        else:
+            self.arrived.append(self.under_way.popleft())
+        self.net.wake(self)
+
+    def cut(self) -> None:
+        """Lose what is under way from some byte on, and end."""
+        coming, self.under_way = self.under_way, deque()
+        torn = False
+        for segment in coming:
+            kept = 0 if torn else self.net.loop.rng.randrange(len(segment.data) + 1)
+            torn = kept < len(segment.data)
+            if kept:
+                self.arrived.append(Segment(segment.data[:kept], segment.fds))
+            else:
+                self.net.close_fds(segment.fds)
+        self.ended = self.broken = True
+        self.net.wake(self)
+
+
+class SimSocket:
+    """What a process holds of an end; the part of `socket.socket` that links use."""
+
+    def __init__(self, end: End, fd: int) -> None:
+        self.end = end
+        self._fd = fd
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def setblocking(self, flag: bool) -> None:
+        assert not flag
+
+    def send(self, data: Any) -> int:
+        return self.sendmsg([data])
+
+    def sendmsg(self, buffers: list[Any], ancillary: Any = ()) -> int:
+        (data,) = buffers
+        target = self.end.other
+        if self.end.closed or self.end.broken or target.closed:
+            raise BrokenPipeError("the other side is gone")
+        sent = min(len(data), target.room)
+        if sent <= 0:
+            raise BlockingIOError
+        net = self.end.net
+        fds = [net.dup(fd, None) for level, kind, passed in ancillary for fd in array.array("i", passed)]
+        target.travel(Segment(bytes(data[:sent]), fds))
+        return sent
+
+    def recvmsg_into(self, buffers: list[bytearray], space: int = 0) -> tuple[int, list[Any], int, None]:
+        data, fds = self._take(len(buffers[0]))
+        buffers[0][: len(data)] = data
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
+        return len(data), ancillary, 0, None
+
+    def _take(self, size: int) -> tuple[bytes, list[int]]:
+        end, net = self.end, self.end.net
+        if not end.arrived:
+            if end.ended:
+                return b"", []
+            raise BlockingIOError
+        segment = end.arrived.popleft()
+        count = min(size, len(segment.data))
+        if count > 1 and net.loop.rng.random() < net.weather.chop:
+            count = net.loop.rng.randrange(1, count + 1)
+        if count < len(segment.data):
+            end.arrived.appendleft(Segment(segment.data[count:]))
+        end.load -= count
+        net.own(segment.fds)
+        if net._writable(end.other):
+            net.wake(end.other)
+        return segment.data[:count], segment.fds
+
+    def getsockopt(self, level: int, option: int) -> int:
+        assert (level, option) == (socket.SOL_SOCKET, socket.SO_ERROR)
+        # The next read tells.
+        return 0
+
+    def close(self) -> None:
+        self.end.net.close_fds([self._fd])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Network:
+    """All sockets of a simulation. Stands in for the modules `os` and `socket` where links and peers use those."""
+
+    def __init__(self, loop: SimLoop, weather: Weather) -> None:
+        self.loop = loop
+        self.weather = weather
+        self._numbers = count(_FIRST_FD)
+        self._open: dict[int, End] = {}
+        self._real: set[int] = set()
+        # Ends whose reader or writer will be called.
+        self._woken: set[int] = set()
+        self.ends: list[End] = []
+        loop.on_watch = lambda fd: self.wake(self._open[fd])
+
+    def pair(self, first: Process | None, second: Process | None) -> tuple[SimSocket, SimSocket]:
+        """Two connected sockets."""
+        ends = End(self), End(self)
+        ends[0].other, ends[1].other = ends[1], ends[0]
+        self.ends.append(ends[0])
+        return SimSocket(ends[0], self._new_fd(ends[0], first)), SimSocket(ends[1], self._new_fd(ends[1], second))
+
+    def _new_fd(self, end: End, owner: Process | None) -> int:
+        fd = next(self._numbers)
+        self._open[fd] = end
+        end.fds[fd] = owner
+        self._close_at_death(fd, owner)
+        return fd
+
+    def _close_at_death(self, fd: int, owner: Process | None) -> None:
+        if owner is not None:
+            owner.on_death.append(lambda: self.close_fds([fd]))
+
+    def links(self) -> list[End]:
+        """One end of each connection that is open."""
+        self.ends = [end for end in self.ends if not (end.closed or end.other.closed or end.broken)]
+        return self.ends
+
+    def cut(self, end: End) -> None:
+        """Cut a connection."""
+        end.cut()
+        end.other.cut()
+
+    def wake(self, end: End) -> None:
+        """Something may have changed: tell those who watch, as long as it is so."""
+        for fd, owner in list(end.fds.items()):
+            watched = fd in self.loop.readers or fd in self.loop.writers
+            if owner is not None and watched and fd not in self._woken and (self._readable(end) or self._writable(end)):
+                self._woken.add(fd)
+                self.loop.within(owner, self._serve, fd, end)
+
+    def _serve(self, fd: int, end: End) -> None:
+        self._woken.discard(fd)
+        if fd in self.loop.readers and self._readable(end):
+            self.loop.note("read", fd)
+            self.loop.readers[fd]()
+        if fd in self.loop.writers and self._writable(end):
+            self.loop.writers[fd]()
+        if not end.closed and ((fd in self.loop.readers and self._readable(end)) or fd in self.loop.writers):
+            self.wake(end)
+
+    def _readable(self, end: End) -> bool:
+        return bool(end.arrived) or end.ended
+
+    def _writable(self, end: End) -> bool:
+        # As unix sockets are: not for a few bytes.
+        return end.other.room * 2 > self.weather.room or end.other.closed or end.broken
+
+    def drop(self, end: End) -> None:
+        """Nobody will read what came to an end."""
+        for segment in (*end.arrived, *end.under_way):
+            self.close_fds(segment.fds)
+        end.arrived.clear()
+        end.under_way.clear()
+
+    # What `os` does.
+
+    def dup(self, fd: int, owner: Process | str | None = "current") -> int:
+        if fd < _FIRST_FD:
+            copy = os.dup(fd)
+            self._real.add(copy)
+            return copy
+        return self._new_fd(self._open[fd], self.loop.current if owner == "current" else None)
+
+    def close(self, fd: int) -> None:
+        self.close_fds([fd])
+
+    def close_fds(self, fds: list[int]) -> None:
+        for fd in fds:
+            if fd < _FIRST_FD:
+                self._real.discard(fd)
+                os.close(fd)
+                continue
+            end = self._open.pop(fd, None)
+            if end is not None:
+                del end.fds[fd]
+                self.loop.readers.pop(fd, None)
+                self.loop.writers.pop(fd, None)
+                if not end.fds:
+                    end.close()
+
+    def own(self, fds: list[int]) -> None:
+        """Descriptors have come to the process that runs."""
+        for fd in fds:
+            if fd < _FIRST_FD:
+                self._real.discard(fd)
+            else:
+                self._open[fd].fds[fd] = self.loop.current
+                self._close_at_death(fd, self.loop.current)
+
+    def close_all(self) -> None:
+        """Close the real descriptors that were under way."""
+        for fd in self._real:
+            with suppress(OSError):
+                os.close(fd)
+
+    # What `socket` does.
+
+    def __getattr__(self, name: str) -> Any:
+        # Constants, and what sends descriptors by the methods above.
+        return getattr(socket, name)
+
+    def socketpair(self) -> tuple[SimSocket, SimSocket]:
+        return self.pair(self.loop.current, self.loop.current)
+
+    def socket(self, *, fileno: int) -> SimSocket:
+        return SimSocket(self._open[fileno], fileno)

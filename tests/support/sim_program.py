@@ -1,0 +1,238 @@
+"""A random program for simulations: several clients of several actors, and fate."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any, Final
+
+from sim_actors import Boom, Box, History, Onlooker, Subject, value_of
+from sim_loop import NothingLeft, collect
+from sim_world import World
+
+import aiodaft
+from aiodaft import Ref
+from aiodaft._runtime.peer import Peer
+from aiodaft.supervision import Restart
+
+# Longer than every grace time and search.
+_QUIET: Final = 5.0
+
+
+class Program:
+    """What one seed does."""
+
+    def __init__(self, seed: object) -> None:
+        self.world = World(seed)
+        self.rng = self.world.rng
+        self.history = History(self.world.loop)
+        self.actors: list[Any] = []
+        self.refs: list[Ref[Any]] = []
+        # Some seeds are peaceful, some are full of one kind of trouble.
+        self.kills = self.rng.choice([0, 0, 1, 2])
+        self.cuts = self.rng.choice([0, 0, 0, 1, 2])
+        self.pauses = self.rng.choice([0, 1, 3])
+        self.cancels = self.rng.choice([0.0, 0.2, 0.5])
+
+    def run(self) -> list[str]:
+        """Run it; returns what went wrong."""
+        Onlooker.history = self.history
+        try:
+            self.world.run(self._main())
+        except NothingLeft:
+            pending = [call.number for call in self.history.calls if call.outcome is None]
+            self.history.wrong.append(f"nothing happens any more, and somebody waits, perhaps for one of {pending}")
+        finally:
+            self.refs.clear()
+            self.actors.clear()
+        return self.history.wrong + self.world.loop.problems
+
+    async def _main(self) -> None:
+        rt = self.world.runtime(cancel_grace=self.rng.choice([0.05, 2.0]))
+        await rt.__aenter__()
+        # No death and no error ends this program before it has looked at everything.
+        rt.detach()
+        try:
+            await self._spawn(rt)
+            for happens, count in ((self._kill, self.kills), (self._cut, self.cuts), (self._pause, self.pauses)):
+                for _ in range(count):
+                    self.world.loop.later(self.rng.expovariate(20), happens)
+            await asyncio.gather(*(self._client() for _ in range(self.rng.randint(1, 3))))
+            self.refs.clear()
+            await self._check_tables()
+        finally:
+            with suppress(BaseExceptionGroup):
+                await rt.aclose()
+        self.history.judge()
+
+    async def _spawn(self, rt: aiodaft.Runtime) -> None:
+        place: Any = rt
+        if self.rng.random() < 0.5:
+            place = rt.on(restart=Restart(intensity=self.rng.choice([1, 3]), follow=self.rng.random() < 0.7))
+        first, second = await asyncio.gather(rt.spawn(Subject), place.spawn(Subject))
+        self.actors = [first, second]
+        if self.rng.random() < 0.5:
+            self.actors.append(await rt.on(with_=first).spawn(Subject))
+        if self.rng.random() < 0.5:
+            self.actors.append(await place.spawn(Subject))
+
+    # Fate.
+
+    def _kill(self) -> None:
+        if self.world.workers:
+            self.world.kill(self.rng.choice(self.world.workers))
+
+    def _cut(self) -> None:
+        links = self.world.net.links()
+        if links:
+            self.world.cut(self.rng.choice(links))
+
+    def _pause(self) -> None:
+        process = self.rng.choice([*self.world.workers, self.world.controller])
+        # A worker that stays stopped is given up.
+        for_long = process is not self.world.controller and self.rng.random() < 0.1
+        self.world.pause(process, 45.0 if for_long else self.rng.expovariate(10))
+
+    # What a client does.
+
+    async def _client(self) -> None:
+        waiting: list[asyncio.Task[None]] = []
+        for _ in range(self.rng.randint(2, 8)):
+            if self.rng.random() < 0.2:
+                with suppress(aiodaft.DeadlineExceeded):
+                    async with aiodaft.deadline(self.rng.expovariate(30)):
+                        self._step(waiting)
+                        await asyncio.sleep(self.rng.random() * 0.02)
+            else:
+                self._step(waiting)
+            if self.rng.random() < 0.5:
+                await asyncio.sleep(self.rng.expovariate(200))
+        if waiting:
+            await asyncio.wait(waiting)
+            for task in waiting:
+                if not task.cancelled() and task.exception() is not None:
+                    self.history.wrong.append(f"a client failed: {task.exception()!r}")
+
+    def _step(self, waiting: list[asyncio.Task[None]]) -> None:
+        loop = self.world.loop
+        if self.rng.random() < 0.1:
+            waiting.append(loop.create_task(self._consume()))
+            return
+        number, ref = self._call()
+        self.refs.append(ref)
+        if self.rng.random() < 0.1:
+            self.refs.remove(ref)
+        waiting.append(loop.create_task(self._watch(number, ref)))
+
+    async def _watch(self, number: int, ref: Ref[Any]) -> None:
+        """Wait for a call; perhaps give up, and see then how it ended."""
+        waiter = self.world.loop.create_task(self.history.settle(number, ref))
+        if self.rng.random() < self.cancels:
+            await asyncio.sleep(self.rng.expovariate(100))
+            if self.rng.random() < 0.3:
+                ref.cancel()
+            else:
+                waiter.cancel()
+                if self.rng.random() < 0.2:
+                    await asyncio.sleep(0)
+                    waiter.cancel()
+        await asyncio.wait([waiter])
+        with suppress(aiodaft.DaftError, Boom, asyncio.CancelledError):
+            waiter.result()
+        # Whoever asks again gets the same answer.
+        with suppress(aiodaft.DaftError, Boom):
+            await self.history.settle(number, ref)
+
+    async def _consume(self) -> None:
+        actor, count = self.rng.choice(self.actors), self.rng.randint(0, 40)
+        number = self.history.made(actor)
+        enough = self.rng.choice([count, count // 2])
+        got: list[Any] = []
+        with suppress(aiodaft.DaftError):
+            async for item in actor.items(number, count):
+                got.append(item)
+                if len(got) == enough:
+                    break
+            if len(got) < enough:
+                self.history.wrong.append(f"stream {number} ended after {len(got)} of {enough} items")
+        if got != [value_of(index, index % 3) for index in range(len(got))]:
+            self.history.wrong.append(f"stream {number} gave something else")
+
+    def _call(self) -> tuple[int, Ref[Any]]:
+        rng, history = self.rng, self.history
+        actor, other, third = rng.choice(self.actors), rng.choice(self.actors), rng.choice(self.actors)
+        size, seconds = rng.randrange(3), rng.expovariate(100)
+        name = rng.choice(_METHODS)
+        number = history.made(actor, size, ordered=name != "aside")
+        if name in ("nap", "aside", "narrow", "stubborn"):
+            return number, getattr(actor, name)(number, size, seconds)
+        if name in ("at_once", "compute", "look"):
+            return number, getattr(actor, name)(number, size)
+        if name == "fail":
+            return number, actor.fail(number, seconds)
+        if name in ("fail_on_thread", "fail_to_encode", "leave"):
+            return number, getattr(actor, name)(number)
+        if name == "relay":
+            return number, actor.relay(number, size, other, seconds)
+        if name == "pair":
+            return number, actor.pair(number, size, other, third, seconds)
+        parts = rng.choices(self.refs, k=rng.randint(1, 3)) if self.refs else []
+        if name == "keep":
+            return number, actor.keep(
+                number, size, Box(parts[0] if parts else actor.aside(self._extra(actor), 2, 0.01))
+            )
+        return number, getattr(actor, name)(number, size, *parts)
+
+    def _extra(self, actor: Any) -> int:
+        return self.history.made(actor, 2, ordered=False)
+
+    # When everything is over.
+
+    async def _check_tables(self) -> None:
+        """Nothing is left of any call or value in a process that lives."""
+        for actor in self.actors:
+            with suppress(aiodaft.DaftError):
+                await actor.drop()
+        # What is in cycles (errors are, with their frames) is collected here only, so that each run is the same.
+        await asyncio.sleep(_QUIET)
+        while any(process.paused for process in self.world.workers):
+            await asyncio.sleep(_QUIET)
+        for _ in range(4):
+            # What one process lets go of, another one may.
+            collect()
+            await asyncio.sleep(1)
+            left = self._left()
+            if not left:
+                break
+        self.history.wrong += left
+
+    def _left(self) -> list[str]:
+        living = [(peer, process) for peer, process in self.world.peers if process.alive and peer.closed is None]
+        found = {process.name: {name: what for name, what in tables(peer).items() if what} for peer, process in living}
+        return [f"left in {name}: {what}" for name, what in found.items() if what]
+
+
+def tables(peer: Peer) -> dict[str, Any]:
+    """Everything that a process remembers of calls and values that are not over."""
+    links = [link for link in peer.links.values() if link.lost is None]
+    transports = peer.store._transports.values()
+    return {
+        "calls": [call for link in links for call in link.session.calls.values()],
+        "incoming": peer.incoming_calls(),
+        "local": peer.local_caller.states,
+        "pins": [caller.pins for caller in peer.hosted._callers.values() if caller.pins],
+        "values": list(peer.store.entries),
+        "own refs": list(peer.refs._own),
+        "borrowed refs": list(peer.refs._borrowed),
+        "pulls": list(peer.transfer._pulls),
+        "fetching": list(peer.transfer.relays._fetching),
+        "blocks": sum(transport.arena.live_blocks() for transport in transports),
+        "running": [cell.name for cell in peer.cells.values() if cell.active or cell.abandoned],
+        "queued": [cell.name for cell in peer.cells.values() if cell.mailbox.queued],
+    }
+
+
+_METHODS: Final = (
+    "nap", "nap", "at_once", "at_once", "compute", "compute", "aside", "narrow", "fail", "fail_on_thread",
+    "fail_to_encode", "stubborn", "combine", "combine", "combine_on_thread", "keep", "look", "relay", "pair", "leave",
+)  # fmt: skip

@@ -1,0 +1,43 @@
+"""What the documents name is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from aiodaft import exceptions
+
+ROOT = Path(__file__).parent.parent
+PROMISES = ROOT / "docs" / "promises.md"
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+LINK = re.compile(r"\[([^]]*)\]\(([^)]+)\)")
+
+
+def links(document: Path) -> list[tuple[str, str]]:
+    return [(text, target) for text, target in LINK.findall(document.read_text()) if "://" not in target]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files(document: Path) -> None:
+    assert [target for _, target in links(document) if not (document.parent / target).is_file()] == []
+
+
+def test_every_promise_names_a_test_file() -> None:
+    tests = [(text, target) for text, target in links(PROMISES) if "/tests/" in target]
+    assert {text for text, _ in tests} == {Path(target).stem for _, target in tests}
+    # Up to what is not promised, each paragraph is a promise; a table belongs to the paragraph after it.
+    promised = PROMISES.read_text().partition("## Not promised")[0]
+    paragraphs = [part for part in promised.strip().split("\n\n")[2:] if not part.startswith(("#", "|", "Whatever"))]
+    assert [part for part in paragraphs if "/tests/" not in part] == []
+
+
+def test_the_promises_know_every_error_and_no_other() -> None:
+    named = set(re.findall(r"`(\w+)`", PROMISES.read_text()))
+    errors = {name for name in exceptions.__all__ if issubclass(getattr(exceptions, name), Exception)}
+    assert errors - named == set()
+    looks_like_one = re.compile(r"[A-Z]\w+(Error|Exceeded|Died|Lost|Closed|Failed|Cancelled|Detected|Reached|Handle)$")
+    builtin = {"AttributeError", "TypeError", "CancelledError"}
+    assert {name for name in named - errors - builtin if looks_like_one.match(name)} == set()

@@ -87,9 +87,7 @@ class History:
         """Wait for a call, and remember how it ended."""
         try:
             value = await ref
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
+        except Exception as error:
             own = isinstance(error, Boom) and error.args == (number,)
             executed = getattr(error, "executed", None)
             self._ended(number, Outcome(type(error).__name__, executed, own, f"{error!r:.200}"))

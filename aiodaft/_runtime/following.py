@@ -264,6 +264,8 @@ class FollowedCall(CallState):
         kept, self.request.kept = self.request.kept, None
         if kept is not None and self.request.again:
             kept.release()
+        # Refs among the arguments are not kept alive by the ref of the result.
+        self.request.args, self.request.kwargs = (), {}
 
 
 class Pinned(Target):

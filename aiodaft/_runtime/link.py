@@ -58,6 +58,10 @@ class Neighbour(Control, Protocol):
         """Why it ended, once it has."""
         ...
 
+    def send(self, message: Message) -> None:
+        """Say something to the process. What is said after the end is lost."""
+        ...
+
 
 class LinkOwner(Protocol):
     """What a link needs of its process."""
@@ -165,7 +169,7 @@ class Link:
         self._pack(message)
         # The caller may close its own before ours are sent.
         self._take_packed(tuple(os.dup(fd) for fd in fds))
-        self._write()
+        self._outbox.flush()
 
     def take_fd(self) -> int:
         """The next descriptor that came along.
@@ -239,7 +243,9 @@ class Link:
     def _write(self) -> None:
         if self._socket is not None:
             self._collected = 0
-            self._outbox.write(self.session.data_to_send())
+            data = self.session.data_to_send()
+            if data:
+                self._outbox.write(data)
 
     # Rings.
 
@@ -266,8 +272,7 @@ class Link:
     def ring_readable(self) -> None:
         """There is something in the ring; some of it is handled now."""
         if self._ring is not None:
-            self.flush_soon()
-            self._receive(memoryview(self._ring.reader.read(_READ_SIZE)))
+            self._receive(self._ring.reader.read(_READ_SIZE))
 
     def ring_writable(self) -> None:
         """There may be room in the ring again."""
@@ -301,7 +306,6 @@ class Link:
             self.close(PeerLost(f"the connection to {self.remote} ended"))
             return
         self.traffic.control_received += count
-        self.flush_soon()
         self._receive(memoryview(self._buffer)[:count])
         # The next read would say so, but of a socket that has data and an error uvloop tells once, and never again.
         code = 0 if self._socket is None else self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -322,7 +326,8 @@ class Link:
         if ended and self._socket is not None:
             self.close(PeerLost(f"the connection to {self.remote} ended"))
 
-    def _receive(self, data: memoryview) -> None:
+    def _receive(self, data: bytes | memoryview) -> None:
+        corked, self._corked = self._corked, True
         try:
             messages = self.session.receive_data(data)
             self.traffic.messages_received += len(messages)
@@ -337,6 +342,9 @@ class Link:
             wrong = RemoteProtocolError(f"{self.remote} sent what cannot be handled: {type(error).__name__}: {error}")
             wrong.__cause__ = error
             self.close(wrong)
+        if not corked:
+            # What the handlers have said goes together.
+            self._uncork()
 
     def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         for level, kind, content in ancillary:

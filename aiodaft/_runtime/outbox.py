@@ -36,8 +36,9 @@ class Outbox:
         self._waiting: deque[tuple[memoryview, tuple[int, ...], RingPair | None]] = deque()
 
     def attach(self, connection: socket.socket) -> None:
-        """There is a socket now."""
+        """There is a socket now, for what waits already."""
         self._socket = connection
+        self.flush()
 
     def add(self, data: bytes, fds: tuple[int, ...]) -> None:
         """Queue bytes, and descriptors, which are closed once they are sent."""
@@ -48,11 +49,8 @@ class Outbox:
         connection, ring = self._socket, self.ring
         assert connection is not None
         if self._waiting:
-            if data:
-                self.add(data, ())
+            self.add(data, ())
             self.flush()
-            return
-        if not data:
             return
         # The usual case: all of it goes at once.
         try:

@@ -22,7 +22,7 @@ from .failures import copy_error
 from .flow import Flowing, Item, Value, fetch, is_failure, item_of, value_of
 from .incoming import IncomingCall
 from .kept import Kept
-from .rows import Row, RowCall
+from .rows import Job, Row, RowCall
 from .serialization import PLAIN, SLOT
 
 if TYPE_CHECKING:
@@ -51,14 +51,13 @@ class Part:
             for value in segment.needs:
                 self.waiting.setdefault(value, []).append(index)
         self.missing = [len(segment.needs) for segment in plan.segments]
-        self.rows = [Row(self, segment) for segment in plan.segments]
         self.foreign = len(plan.inputs) + sum(map(len, plan.receives.values()))
-        # Where a result stands among those whose numbers the owner gives.
-        self.places = {index: place for place, index in enumerate(plan.outputs)}
         others = {owner, *plan.receives, *itertools.chain.from_iterable(plan.sends.values())}
         self.ways: dict[PeerId, Neighbour] = {
             remote: peer.loopback if remote == peer.id else peer.link_to(remote) for remote in others
         }
+        self.way = self.ways[owner]
+        self.rows = [Row(self, segment) for segment in plan.segments]
         # Refs inside results, by run: they are held until their receivers must have registered them.
         self.pins: dict[int, list[Any]] = {}
         # Values of refs from outside the graph, by step and place.
@@ -154,68 +153,63 @@ class Run:
                 if not call.over:
                     call.cell.look_again()
 
-    def give(self, index: int, value: Flowing) -> None:
+    def give(self, job: Job, value: Flowing) -> None:
         """A step of this process is over: tell everybody who needs to know, once they can have its result."""
-        kept = value.kept if type(value) is Value else None
-        if type(value) is not Value or kept is None or (kept.ready and not self._outlives(index, kept)):
-            self._tell(index, value)
+        if type(value) is not Value or value.kept is None:
+            self._tell(job, value, None)
+        elif value.kept.ready and not self._outlives(job, value.kept):
+            self._tell(job, value, value.kept)
         else:
             self._open += 1
-            self.part.peer.tasks.create_task(self._give_later(index, value, kept), name="give a value of a graph")
+            self.part.peer.tasks.create_task(self._give_later(job, value, value.kept), name="give a value of a graph")
 
-    def _outlives(self, index: int, kept: Kept) -> bool:
+    def _outlives(self, job: Job, kept: Kept) -> bool:
         """Whether steps here may still look into it when its owner, who gets it, has freed it."""
-        return index in self.part.places and index in self.part.plan.uses and not kept.is_inline
+        return job.place is not None and job.used and not kept.is_inline
 
-    async def _give_later(self, index: int, value: Value, kept: Kept) -> None:
-        given: Flowing = value
+    async def _give_later(self, job: Job, value: Value, kept: Kept | None) -> None:
         peer = self.part.peer
+        assert kept is not None
         try:
-            if self._outlives(index, kept):
+            if self._outlives(job, kept):
                 await value.fetch_own(peer)
             else:
                 await peer.store.make_ready(kept)
         except Exception as error:  # noqa: BLE001 - whatever it is, the steps that need the value fail of it
             kept.release()
-            given = Value.of_error(error, executed=True)
-        self._tell(index, given)
+            value, kept = Value.of_error(error, executed=True), None
+        self._tell(job, value, kept)
         self._one_over()
 
-    def _tell(self, index: int, value: Flowing) -> None:
-        part = self.part
-        kept = value.kept if type(value) is Value else None
+    def _tell(self, job: Job, value: Flowing, kept: Kept | None) -> None:
+        part, index = self.part, job.index
         if kept is not None and kept.refs:
             part.pins.setdefault(self.number, []).extend(kept.refs)
-        if index in part.waiting:
+        if job.waited:
             self.put(index, value)
-        for remote in part.plan.sends[index]:
-            way = part.ways[remote]
+        for way in job.flows:
             item = item_of(value, index, part.peer, way, executed=True)
             way.send((FLOW, part.owner, part.number, self.number, (item,)))
-        if index in part.plan.reports:
-            way = part.ways[part.owner]
-            way.send((REPORT, part.number, self.number, (self._report(index, value, kept, way),)))
+        if job.reported:
+            part.way.send((REPORT, part.number, self.number, (self._report(job, value, kept),)))
         elif kept is not None:
-            self._let_go(index, kept)
+            self._let_go(job, kept)
 
-    def _report(self, index: int, value: Flowing, kept: Kept | None, way: Neighbour) -> Item:
-        part = self.part
-        place = part.places.get(index)
+    def _report(self, job: Job, value: Flowing, kept: Kept | None) -> Item:
+        part, place = self.part, job.place
         if kept is not None and place is not None and not (kept.ready and kept.is_inline):
             part.peer.store.entries[part.owner, CallId(self.numbers[place])] = kept
-            return (index,)
-        if place is None and not is_failure(value):
-            # The owner only has to know that the step is over.
-            item: Item = (index,)
-        else:
-            item = item_of(value, index, part.peer, way, executed=True)
+            return (job.index,)
+        # Without a place, the owner only has to know that the step is over.
+        wanted = place is not None or is_failure(value)
+        item = item_of(value, job.index, part.peer, part.way, executed=True) if wanted else (job.index,)
         if kept is not None:
-            self._let_go(index, kept)
+            self._let_go(job, kept)
         return item
 
-    def _let_go(self, index: int, kept: Kept) -> None:
+    def _let_go(self, job: Job, kept: Kept) -> None:
         # The grants keep the block until the others are done with it.
-        if index in self.part.plan.uses:
+        if job.used:
             self._held = [*(self._held or ()), kept]
         else:
             kept.release()
@@ -328,6 +322,9 @@ class Graphs:
         _, owner, graph, run, items = message
         part = self._parts.get((owner, graph))
         if part is not None:
+            if run not in part.runs:
+                # It was sent before this, and woke nobody.
+                self._peer.waiter.look()
             part.run(run).came(items, link)
 
     def skip_came(self, link: Neighbour, message: Message) -> None:
@@ -368,6 +365,8 @@ class Graphs:
 
     def link_lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone, and this is why: its values will not come."""
+        # There may be runs that wait for them, and have not been noticed yet.
+        self._peer.waiter.look()
         for part in self._parts.values():
             for run in list(part.runs.values()):
                 run.lost(remote, error)

@@ -62,6 +62,14 @@ class Neighbour(Control, Protocol):
         """Say something to the process. What is said after the end is lost."""
         ...
 
+    def send_quietly(self, message: Message) -> None:
+        """The same, at once; if the process sleeps, it may notice only when something else wakes it."""
+        ...
+
+    def wake(self) -> None:
+        """See to it that the process notices what was sent quietly."""
+        ...
+
 
 class LinkOwner(Protocol):
     """What a link needs of its process."""
@@ -136,6 +144,22 @@ class Link:
             return
         self._pack(message)
         self._sent_one()
+
+    def send_quietly(self, message: Message) -> None:
+        """Send a message that the peer has no use for before something else wakes it: such a wake-up is saved."""
+        if self._outbox.ring is None or self.lost is not None:
+            self.send(message)
+            return
+        # What was said before may be awaited.
+        self._write()
+        self._pack(message)
+        self.traffic.messages_sent += 1
+        self._outbox.write(self.session.data_to_send(), wake=False)
+
+    def wake(self) -> None:
+        """Let the peer notice what was sent quietly."""
+        if self._outbox.ring is not None:
+            self._outbox.ring.writer.wake_reader()
 
     def _sent_one(self) -> None:
         self.traffic.messages_sent += 1

@@ -37,6 +37,11 @@ class Loopback:
         """What a graph says to this process; it hears of it in the loop's next turn."""
         self._peer.loop.call_soon(self._peer.graphs.handlers[message[0]], self, message)
 
+    send_quietly = send
+
+    def wake(self) -> None:
+        """It never sleeps."""
+
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
         """Hand a note to the transport."""
         self._peer.store.transport_named(transport).note_received(self, note, [os.dup(fd) for fd in fds])

@@ -44,8 +44,8 @@ class Outbox:
         """Queue bytes, and descriptors, which are closed once they are sent."""
         self._waiting.append((memoryview(data), fds, self.ring))
 
-    def write(self, data: bytes) -> None:
-        """Send bytes, after what waits."""
+    def write(self, data: bytes, *, wake: bool = True) -> None:
+        """Send bytes, after what waits. Through a ring, they need not wake who reads it."""
         connection, ring = self._socket, self.ring
         assert connection is not None
         if self._waiting:
@@ -59,7 +59,7 @@ class Outbox:
                 self._traffic.control_sent += sent
             else:
                 self._look()
-                sent = ring.writer.write(data)
+                sent = ring.writer.write(data, wake=wake)
         except BlockingIOError:
             sent = 0
         except OSError as error:

@@ -49,8 +49,10 @@ class OwnGraph:
         self._ways: dict[PeerId, Neighbour] = {
             process: peer.loopback if process == peer.id else peer.link_to(process) for process in self.plans
         }
-        self._routes = [(process, self._ways[process], plan) for process, plan in self.plans.items()]
-        self._outputs = [(value, *specs[value - flow.inputs]) for value in dict.fromkeys(flow.outputs)]
+        # Who waits for others comes first, and is not woken: what it waits for comes after that, and does it.
+        plans = sorted(self.plans.items(), key=lambda entry: not entry[1].follows)
+        self._routes = [(process, self._ways[process], plan) for process, plan in plans]
+        self._outputs = dict.fromkeys(flow.outputs)
         self._peer = peer
         self._number = peer.next_number()
         # Sent or not; those that are not wait, and the first of these until it is ready.
@@ -97,8 +99,8 @@ class OwnGraph:
         run.deadline = peer.deadline()
         long = self._take_inputs(run, args)
         refs: dict[int, Ref[Any]] = {}
-        for value, target, spec in self._outputs:
-            state = run.states[value] = self._state(run, target, spec)
+        for value in self._outputs:
+            state = run.states[value] = self._state(run, value)
             refs[value] = Ref(state)
         self._runs[run.number] = run
         self._waiting.append(run)
@@ -111,7 +113,8 @@ class OwnGraph:
             self._pump()
         return refs
 
-    def _state(self, run: OwnRun, target: Target, spec: MethodSpec) -> ResultState:
+    def _state(self, run: OwnRun, value: int) -> ResultState:
+        target, spec = self.specs[value - self.flow.inputs]
         link = None if target.remote == self._peer.id else cast("Link", self._ways[target.remote])
         return ResultState(run, target, spec, link)
 
@@ -172,10 +175,13 @@ class OwnGraph:
         peer, inputs = self._peer, run.inputs
         left = None if run.deadline is None else max(0, int((run.deadline - peer.loop.time()) * 1000))
         oldest = next(iter(self._runs))
+        # Whoever may have to say that the time is over has to know when; and who waits for the dead is not woken.
+        quiet = left is None and not any([way.lost for way in self._ways.values()])
         for process, way, plan in self._routes:
             items = tuple([item_of(inputs[index], index, peer, way, executed=False) for index in plan.inputs])
             numbers = tuple([run.states[value].number for value in plan.outputs])
-            way.send((RUN, self._number, run.number, oldest, left, numbers, items))
+            send = way.send_quietly if quiet and plan.follows else way.send
+            send((RUN, self._number, run.number, oldest, left, numbers, items))
             if way.lost is not None:
                 peer.tasks.create_task(self._explain_loss(run, process), name="explain a lost actor")
         run.drop_inputs()
@@ -227,7 +233,7 @@ class OwnGraph:
 
     def _nobody(self, run: OwnRun, index: int) -> ResultState:
         """A step whose result nobody holds: its error is for whoever looks after such errors."""
-        state = self._state(run, *self.specs[index - self.flow.inputs])
+        state = self._state(run, index)
         state.handles = 0
         if run.cancelled:
             state.expect_cancellation()
@@ -267,6 +273,8 @@ class OwnGraph:
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone: what it has not reported will not come."""
+        for way in self._ways.values():
+            way.wake()
         for run in [run for run in self._runs.values() if run.sent]:
             self._lost_run(run, remote, error)
 

@@ -36,20 +36,26 @@ class InputFailed(Exception):
 class Job:
     """What all runs know of a step."""
 
-    __slots__ = ("data", "fn", "index", "label", "leaves", "line", "position", "slots", "transport")
-
     def __init__(self, part: Part, position: int, method: MethodSpec) -> None:
-        step = part.plan.steps[position]
+        plan = part.plan
+        step = plan.steps[position]
         self.position = position
-        self.index = index = part.plan.values[position]
+        self.index = index = plan.values[position]
         self.label = step.label
         self.line = step.line
         self.data = step.data
         self.slots = step.data.slots
         self.fn = method.fn
         self.transport = method.transport
-        # Somebody outside the row waits for its result.
-        self.leaves = bool(part.plan.sends[index]) or index in part.plan.reports or index in part.waiting
+        # Who gets its result: rows of this process; others; the owner, who has given it a number if it is an output.
+        self.waited = index in part.waiting
+        self.flows = tuple([part.ways[remote] for remote in plan.sends[index]])
+        self.reported = index in plan.reports
+        self.place = plan.outputs.index(index) if index in plan.outputs else None
+        # Steps of this process use it.
+        self.used = index in plan.uses
+        # Somebody outside the row waits for it.
+        self.leaves = self.waited or self.reported or bool(self.flows)
 
 
 class Row:
@@ -235,7 +241,7 @@ class RowCall(IncomingCall):
             return
         job = self.row.jobs[self._given]
         self._given += 1
-        self.run.give(job.index, value)
+        self.run.give(job, value)
 
     def give_up(self, error: BaseException, *, executed: bool | None) -> None:
         """There will be no more results."""
@@ -245,7 +251,7 @@ class RowCall(IncomingCall):
             if number > self._given:
                 before = self.row.jobs[number - 1].label
                 value = Value.of_error(value.error_for(job.label, before), executed=False)
-            self.run.give(job.index, value)
+            self.run.give(job, value)
         self.over = True
         self.args = ()
 

@@ -176,7 +176,7 @@ class OwnGraph:
         left = None if run.deadline is None else max(0, int((run.deadline - peer.loop.time()) * 1000))
         oldest = next(iter(self._runs))
         # Whoever may have to say that the time is over has to know when; and who waits for the dead is not woken.
-        quiet = left is None and not any([way.lost for way in self._ways.values()])
+        quiet = left is None and not any(way.lost for way in self._ways.values())
         for process, way, plan in self._routes:
             items = tuple([item_of(inputs[index], index, peer, way, executed=False) for index in plan.inputs])
             numbers = tuple([run.states[value].number for value in plan.outputs])

@@ -242,7 +242,8 @@ class Run:
     def answer(self, call: IncomingCall, result: Any) -> None:
         """A row is over."""
         assert isinstance(call, RowCall)
-        call.flush()
+        if call.rules.on_thread:
+            call.flush()
         if not call.over:
             call.over = True
             self._one_over()

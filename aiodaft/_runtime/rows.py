@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.mailbox import Rules
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .arguments import Arguments
     from .graphs import Part, Run
     from .hosting import Cell
+
+
+_NO_KWARGS: Final[dict[str, Any]] = {}
 
 
 class InputFailed(Exception):
@@ -45,6 +48,8 @@ class Job:
         self.line = step.line
         self.data = step.data
         self.slots = step.data.slots
+        # Its arguments are the values of the slots, as they are.
+        self.bare = step.data.flat is not None and all(is_slot for is_slot, _ in step.data.flat)
         self.fn = method.fn
         self.transport = method.transport
         # Who gets its result: rows of this process; others; the owner, who has given it a number if it is an output.
@@ -196,30 +201,29 @@ class RowCall(IncomingCall):
 
     async def _fetch_own(self, job: Job) -> None:
         """Fetch what a step needs and was made in this process."""
-        for value in self._values(job):
+        for slot in job.slots:
+            value = self.run.values.get(slot)
             if type(value) is Value and value.kept is not None:
                 await value.fetch_own(self.cell.peer)
 
     def _arguments(self, job: Job, *, patient: bool) -> tuple[Any, Any]:
         store = self.cell.peer.store
-        values = self._values(job)
-        encoded = [value for value in values if type(value) is Value]
-        taken: list[Any] = values
+        run = self.run
+        taken: list[Any] = []
+        encoded: list[Value] | None = None
+        for slot in job.slots:
+            value = run.part.outside[job.position, -slot - 1] if slot < 0 else run.values[slot]
+            taken.append(value)
+            if type(value) is Value:
+                if value.failure is not None:
+                    source = run.part.plan.labels.get(slot, "a ref from outside the graph")
+                    raise InputFailed(value.error_for(job.label, source))
+                encoded = [*(encoded or ()), value]
         if encoded:
-            taken = [value.take(store, patient=patient) if type(value) is Value else value for value in values]
+            taken = [value.take(store, patient=patient) if type(value) is Value else value for value in taken]
             for value in encoded:
                 value.used()
-        return job.data.make(store, taken, patient=patient)
-
-    def _values(self, job: Job) -> list[Flowing]:
-        values: list[Flowing] = []
-        for slot in job.slots:
-            value = self.run.part.outside[job.position, -slot - 1] if slot < 0 else self.run.values[slot]
-            if type(value) is Value and value.failure is not None:
-                source = self.run.part.plan.labels.get(slot, "a ref from outside the graph")
-                raise InputFailed(value.error_for(job.label, source))
-            values.append(value)
-        return values
+        return (taken, _NO_KWARGS) if job.bare else job.data.make(store, taken, patient=patient)
 
     def _failure(self, job: Job, error: BaseException, executed: bool) -> Value:
         caught = as_call_error(error, f"raised by {job.label} in {self.cell.where}")

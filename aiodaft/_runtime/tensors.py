@@ -108,7 +108,7 @@ class TensorTable:
         self, group: list[tuple[int, torch.Tensor]], sources: list[Source], specs: dict[int, Spec]
     ) -> None:
         extents = [_extent(tensor) for _, tensor in group]
-        low, high = min(extents)[0], max([high for _, high in extents])
+        low, high = min(extents)[0], max(high for _, high in extents)
         first_index, first = group[0]
         compact = len(group) == 1 and high - low > first.numel() * first.element_size()
         # What is empty is nowhere.

@@ -11,7 +11,7 @@ from .failures import add_note, decode_error, encode_error
 from .kept import Arrived, Kept
 
 if TYPE_CHECKING:
-    from .link import Neighbour
+    from .neighbour import Neighbour
     from .peer import Peer
     from .store import Store
 

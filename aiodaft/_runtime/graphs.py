@@ -26,7 +26,8 @@ from .rows import Job, Row, RowCall
 from .serialization import PLAIN, SLOT
 
 if TYPE_CHECKING:
-    from .link import Link, Neighbour
+    from .link import Link
+    from .neighbour import Neighbour
     from .own_graphs import OwnGraph
     from .peer import Peer
 

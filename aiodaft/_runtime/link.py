@@ -20,7 +20,6 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INTRODUCE, NOTE, Message
 from aiodaft._protocol.session import STALL, Session
 from aiodaft.exceptions import DaftError, PeerLost, ProtocolError, RemoteProtocolError
-from aiodaft_transport import Control
 
 from .outbox import Outbox, close_all
 from .ring import RingPair
@@ -38,37 +37,6 @@ _READ_SIZE: Final = 16 << 10
 _BATCH: Final = 64
 _MAX_FDS: Final = 8
 _FD_SPACE: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
-
-
-class Neighbour(Control, Protocol):
-    """Where a value comes from: another process over a link, or this one."""
-
-    @property
-    def remote(self) -> PeerId:
-        """Id of the process."""
-        ...
-
-    @property
-    def traffic(self) -> Traffic:
-        """What went over it."""
-        ...
-
-    @property
-    def lost(self) -> Exception | None:
-        """Why it ended, once it has."""
-        ...
-
-    def send(self, message: Message) -> None:
-        """Say something to the process. What is said after the end is lost."""
-        ...
-
-    def send_quietly(self, message: Message) -> None:
-        """The same, at once; if the process sleeps, it may notice only when something else wakes it."""
-        ...
-
-    def wake(self) -> None:
-        """See to it that the process notices what was sent quietly."""
-        ...
 
 
 class LinkOwner(Protocol):

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
 
     from .calls import Target
-    from .link import Link, Neighbour
+    from .link import Link
+    from .neighbour import Neighbour
     from .peer import Peer
 
 

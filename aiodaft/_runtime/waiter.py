@@ -70,7 +70,7 @@ class Waiter:
     def look(self) -> None:
         """There was a sign of life: something was sent, and may be answered soon."""
         self._since = _now()
-        if not self._looking:
+        if self._rings and not self._looking:
             self._looking = True
             self._wake()
             self._loop.call_soon(self._turn)

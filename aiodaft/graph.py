@@ -92,7 +92,8 @@ class Graph(Generic[P, R]):
     or that part of it which depends on the step. The rings between processes stay after the graph is closed: calls
     made one by one use them too.
 
-    Leaving the block waits for the runs under way; leaving it by an error cancels them.
+    Leaving the block waits for the runs under way; leaving it by an error cancels them. A graph that nobody holds any
+    more is closed when the last of its runs is over.
 
     Cancellation: cancelling the last of a run's results that somebody wanted skips the steps that have not begun, and
     cancels those that run.
@@ -161,6 +162,9 @@ class Graph(Generic[P, R]):
         if error_type is not None:
             self._core.cancel("its graph was left by an error")
         await self.aclose()
+
+    def __del__(self) -> None:
+        self._core.drop()
 
     def __repr__(self) -> str:
         return f"<Graph of {len(self._core.flow.steps)} calls to {len(self._core.plans)} processes>"

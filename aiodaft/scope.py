@@ -235,7 +235,8 @@ class Scope(Spawner):
 
     async def kill(self, actor: object) -> None:
         """End an actor's process at once, with every actor in it. Calls under way fail with ActorDied. Idempotent."""
-        await self._belongings.kill(self._target(actor))
+        target = self._target(actor)
+        await self._runtime.start_task(self._belongings.kill(target), f"kill {target.label}")
 
     async def stop_group(self, group: Group[Any]) -> None:
         """Stop every member of a group, the last rank first."""

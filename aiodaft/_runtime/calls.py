@@ -12,8 +12,9 @@ from aiodaft.exceptions import ActorDied, RuntimeClosed
 from aiodaft.ref import Ref, Stream
 
 from .callers import all_plain
+from .current import current_deadline
 from .failures import add_note, copy_error, passed_on
-from .incoming import IncomingCall, current_call, current_deadline
+from .incoming import IncomingCall, current_call
 from .kept import Kept
 from .pickling import TooLong, home
 from .refkinds import CallState

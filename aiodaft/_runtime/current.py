@@ -1,4 +1,4 @@
-"""Which peer user code means that names none: `Channel()`, `empty()`."""
+"""What surrounds user code: the peer that it means where it names none (`Channel()`, `empty()`), and its deadline."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from aiodaft.exceptions import RuntimeClosed
 if TYPE_CHECKING:
     from .peer import Peer
 
+# When the surrounding call, or `aiodaft.deadline()`, ends the time for everything inside; on the loop's clock.
+current_deadline: ContextVar[float | None] = ContextVar("aiodaft_current_deadline", default=None)
 _context_peer: ContextVar[Peer | None] = ContextVar("aiodaft_peer", default=None)
 # Open peers of this process, oldest first. A worker has exactly one.
 _open_peers: list[Peer] = []

@@ -30,6 +30,7 @@ from .agent import Agent
 from .callers import LocalCaller
 from .calls import CallSink, Outgoing, Target
 from .channels import Channels
+from .current import current_deadline
 from .deadlocks import Deadlocks
 from .dispatch import Dispatch
 from .env import Env
@@ -37,7 +38,7 @@ from .following import Followers
 from .graphs import Graphs
 from .hosted import Hosted
 from .hosting import Cell
-from .incoming import IncomingCall, current_deadline
+from .incoming import IncomingCall
 from .link import Link
 from .loopback import Loopback
 from .offload import Offload

@@ -177,7 +177,7 @@ class Runtime(Scope):
         self.node = peer.node_agent()
         self.coordinator = cast("Coordinator", peer.handle(peer_id, COORDINATOR, "coordinator", Coordinator))
         self.supervisor = Supervisor(peer)
-        self.supervisor.on_over = lambda number: self._release_names(peer_id, number)
+        self.supervisor.on_over = lambda number: self.coordinator.release.tell(peer_id, number)
         peer.add_cell(SUPERVISOR, "supervisor", self.supervisor)
         set_process_peer(peer)
 
@@ -245,12 +245,9 @@ class Runtime(Scope):
         return f"{cls.__name__}-{self._labels[cls.__name__]}"
 
     def _process_ended(self, remote: PeerId, error: OutcomeUnknown, wanted: bool) -> None:
-        self._release_names(remote, None)
-        self.supervisor.process_ended(remote, error, wanted)
-
-    def _release_names(self, remote: PeerId, actor: ActorId | None) -> None:
         if self._ended is None:
-            self.coordinator.release.tell(remote, actor)
+            self.coordinator.release.tell(remote, None)
+            self.supervisor.process_ended(remote, error, wanted)
 
     def _actor_died(self, remote: PeerId, actor: ActorId, error: OutcomeUnknown) -> None:
         scope = self._owner_of(remote, actor)

@@ -23,6 +23,13 @@ def test_hello_says_hello() -> None:
     assert run_example("hello.py") == "hello, world\n"
 
 
+def test_what_dies_goes_on_from_its_checkpoint() -> None:
+    output = run_example("restarts.py")
+    said = [line for line in output.splitlines() if not line.startswith("Counter-1 died: restart")]
+    assert said[:5] == ["1 at attempt 1", "2 at attempt 1", "3 at attempt 2", "4 at attempt 1", "1 restart"]
+    assert said[5:] == ["Counter-1 died, which makes 3 deaths within 60 s: its policy allows 2 restarts"]
+
+
 @pytest.mark.timeout(60)
 def test_two_models_equal_one_and_nothing_passes_the_controller() -> None:
     output = run_example("two_models.py")

@@ -160,7 +160,8 @@ class LocalCaller:
     def fail(self, call: IncomingCall, error: BaseException, *, executed: bool | None) -> None:
         state = self._finish(call)
         if state is not None:
-            state.on_error(passed_on(error, executed=executed))
+            # What the method itself raised is what it says: a name that is not found is no call that ran.
+            state.on_error(error if executed else passed_on(error, executed=executed))
 
     async def item(self, call: IncomingCall, value: Any) -> None:
         state = self.states.get(call.number)

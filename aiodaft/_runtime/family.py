@@ -47,6 +47,7 @@ class Family:
 
     def join(self, life: Life, kind: Kind) -> None:
         """An actor was made, and is up from now on."""
+        life.recipe.made()
         self._lives.append(life)
         self._siblings.add(life, kind)
         life.become(State.UP)
@@ -85,10 +86,11 @@ class Family:
                 self._begin(life, again)
 
     def _begin(self, life: Life, again: Again[Life]) -> None:
+        others = len(again.start) - 1
         logger.warning(
-            "%s died: restart %d (of %d within %g s) in %.3g s, with %d siblings: %s",
-            life.label, again.count, self.policy.intensity, self.policy.period, again.delay, len(again.start) - 1,
-            life.last_error,
+            "%s died: restart %d (of %d within %g s)%s in %.3g s: %s",
+            life.label, again.count, self.policy.intensity, self.policy.period,
+            f", with {others} siblings," if others else "", again.delay, life.last_error,
         )  # fmt: skip
         for other in (*again.stop, *again.start):
             other.target.leave()
@@ -103,7 +105,6 @@ class Family:
 
     def _give_up(self, life: Life, down: tuple[Life, ...], evidence: tuple[BaseException, ...]) -> None:
         error = _limit_reached(life, self.policy, evidence)
-        logger.warning("%s", error)
         for other in list(self._lives):
             if other not in down:
                 other.become(State.RETIRED)

@@ -22,6 +22,7 @@ from aiodaft.exceptions import (
     DeadlineExceeded,
     NotDelivered,
     PeerLost,
+    RestartLimitReached,
     RuntimeClosed,
     StaleHandle,
 )
@@ -125,12 +126,19 @@ class Followed(Target):
             Overloaded: Too many calls are waiting.
         """
         if self.ended is not None:
-            request.state.on_error(copy_error(self.ended).with_executed(False))
+            request.state.on_error(_unsent(self.ended))
             return
-        number, state = request.number, request.state
+        number, state, sender = request.number, request.state, self.peer.sender
+        # Its state frees the arguments; those of streams and tells are freed when they are sent.
+        request.again = request.again or isinstance(state, FollowedCall)
         self._hall.session.submit(number, state, None)
-        if not self._prepare(request):
-            self._hall.session.withdraw(number)
+        waits = False
+        try:
+            waits = sender.prepare(request)
+        finally:
+            if not waits:
+                self._hall.session.withdraw(number)
+        if not waits:
             return
         if not isinstance(state, TellState):
             state.link = self._hall
@@ -140,15 +148,6 @@ class Followed(Target):
         if self._finding is None:
             self._finding = self.peer.tasks.create_task(self._find(link), name=f"find {self.label}")
 
-    def _prepare(self, request: Request) -> bool:
-        # Its state frees the arguments; those of streams and tells are freed when they are sent.
-        request.again = request.again or isinstance(request.state, FollowedCall)
-        try:
-            return self.peer.sender.prepare(request)
-        except BaseException:
-            self._hall.session.withdraw(request.number)
-            raise
-
     def _expire(self, request: Request) -> None:
         if self._take(request):
             late = DeadlineExceeded(f"the deadline of {request.spec.label} passed before it was sent", executed=False)
@@ -156,10 +155,14 @@ class Followed(Target):
 
     def _take(self, request: Request) -> bool:
         """Take a call out; False if it was cancelled meanwhile."""
-        _, timer = self._waiting.pop(request.number, (None, None))
+        self.forget(request.number)
+        return self._hall.session.withdraw(request.number)
+
+    def forget(self, number: CallId) -> None:
+        """A call does not wait any more."""
+        _, timer = self._waiting.pop(number, (None, None))
         if timer is not None:
             timer.cancel()
-        return self._hall.session.withdraw(request.number)
 
     async def _find(self, link: Link | None) -> None:
         """Ask where it is, which is answered when it is somewhere."""
@@ -207,20 +210,19 @@ class Followed(Target):
         if self.ended is None:
             self.ended = error
             self.leave()
-            self._fail_waiting(error, shared=True)
+            self._fail_waiting(error)
 
-    def _fail_waiting(self, error: BaseException, *, shared: bool = False) -> None:
+    def _fail_waiting(self, error: BaseException) -> None:
         for request, _ in list(self._waiting.values()):
             if self._take(request):
-                # The end of an actor is one error, however many wait for it.
-                own = error if shared or not isinstance(error, DaftError) else copy_error(error)
-                request.state.on_error(own.with_executed(False) if isinstance(own, DaftError) else own)
+                request.state.on_error(_unsent(error))
 
 
 class FollowedCall(CallState):
     """The result of a call of a supervised actor: the call may wait for an incarnation, and be made again."""
 
-    request: Request
+    # What to make again; until it is settled, because it knows this state.
+    request: Request | None = None
     # An attempt may have run.
     _doubtful = False
 
@@ -234,7 +236,7 @@ class FollowedCall(CallState):
 
     def _made_again(self, error: BaseException) -> bool:
         request, target = self.request, cast("Followed", self.target)
-        if not isinstance(error, NotDelivered | ActorDied | PeerLost) or error.executed or target.ended is not None:
+        if not isinstance(error, NotDelivered | ActorDied | PeerLost) or error.executed:
             return False
         turned_away = error.executed is False and isinstance(error, StaleHandle | ActorDied)
         told = target.owner == self.peer.id
@@ -242,7 +244,7 @@ class FollowedCall(CallState):
             # Perhaps its process lives, and has no such actor: the next call asks where that is. (Perhaps an argument
             # is lost.) The owner's own process is told of every move, and must not forget where the actor is.
             target.leave()
-        if self._cancelling or request.attempt >= self.spec.retries:
+        if self._cancelling or target.ended is not None or request is None or request.attempt >= self.spec.retries:
             return False
         request.attempt += 1
         self._doubtful = self._doubtful or error.executed is None
@@ -258,9 +260,11 @@ class FollowedCall(CallState):
         self._let_go()
 
     def _let_go(self) -> None:
-        kept, self.request.kept = self.request.kept, None
-        if kept is not None and self.request.again:
-            kept.release()
+        request, self.request = self.request, None
+        if request is not None:
+            cast("Followed", self.target).forget(request.number)
+            if request.again and request.kept is not None:
+                request.kept.release()
 
 
 class Pinned(Target):
@@ -276,23 +280,51 @@ class Pinned(Target):
         """How a handle is pickled."""
         return _rebuild, (self.life.owner, Whereabouts(self.remote, self.actor), self.label, cls, False)
 
+    def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
+        """Call a method and return a ref of its result at once."""
+        spec.check(args, kwargs)
+        number = self.peer.next_number()
+        state = PinnedCall(self, spec, number)
+        self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
+        return Ref(state)
+
     def missed(self, request: Request, link: Link | None) -> None:
         """The incarnation is gone."""
-        self.peer.tasks.create_task(self._refuse(request, link), name=f"refuse a call of {self.label}")
+        self.refuse(request.state, link)
 
-    async def _refuse(self, request: Request, link: Link | None) -> None:
-        error: BaseException
+    def refuse(self, state: State, link: Link | None) -> None:
+        """Fail a call that was not sent, and say why."""
+        self.peer.tasks.create_task(self._refuse(state, link), name=f"refuse a call of {self.label}")
+
+    async def _refuse(self, state: State, link: Link | None) -> None:
         try:
             lost = None if link is None else await self.peer.explanation(link)
             found = await self.life.supervisor().whereabouts(number_of(self.actor), wait=False)
         except Exception as problem:  # noqa: BLE001 - the caller gets it
-            error = problem
+            state.on_error(_unsent(problem))
+            return
+        stale = StaleHandle(f"{self.label} was restarted: this handle leads to its epoch {epoch_of(self.actor)}")
+        # Two processes may have fallen out; then it is still there.
+        state.on_error(_unsent(found.ended or (lost if lost is not None and found.peer == self.remote else stale)))
+
+
+class PinnedCall(CallState):
+    """The result of a call of one incarnation."""
+
+    def on_lost(self, error: DaftError) -> None:
+        """The connection ended: what was not sent over it is refused as everything later is."""
+        if error.executed is False and not self.settled:
+            cast("Pinned", self.target).refuse(self, self.link)
         else:
-            epoch = epoch_of(self.actor)
-            stale = StaleHandle(f"{self.label} was restarted: this handle leads to its incarnation of epoch {epoch}")
-            still_there = lost is not None and found.peer == self.remote
-            error = copy_error(found.ended or (lost if still_there and lost is not None else stale))
-        request.state.on_error(error.with_executed(False) if isinstance(error, DaftError) else error)
+            super().on_lost(error)
+
+
+def _unsent(error: BaseException) -> BaseException:
+    """The error of one more call that was not sent."""
+    if not isinstance(error, DaftError) or isinstance(error, RestartLimitReached):
+        # That an actor died too often is one error, however many wait for it.
+        return error
+    return copy_error(error).with_executed(False)
 
 
 class Followers:

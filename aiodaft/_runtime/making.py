@@ -49,6 +49,12 @@ class Recipe:
         peer.sender.submit(request)
         return Ref(state)
 
+    def made(self) -> None:
+        """The first one was made: from now on the encoded arguments are all there is."""
+        assert self._request is not None
+        self._args = self._request.args = ()
+        self._kwargs = self._request.kwargs = {}
+
     @property
     def _kept(self) -> Kept | None:
         return None if self._request is None else self._request.kept

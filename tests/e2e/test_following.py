@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
-from collections.abc import Callable
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from supervised import AT_ONCE, Caller, Mortal
 
 import aiodaft
 from aiodaft import Restart
+from aiodaft._protocol.ids import ActorId
 from aiodaft._runtime.current import current_peer
-from aiodaft._runtime.following import Followed
-from aiodaft.actor import target_of
+from aiodaft._runtime.following import NOWHERE, Followed, Whereabouts
+from aiodaft.actor import Handle, target_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -89,9 +91,13 @@ async def test_handles_that_do_not_follow_refuse_until_they_are_renewed(module_r
             return caller.ask("get")
 
         for ask in (old.get, from_another):
-            with pytest.raises(aiodaft.StaleHandle, match="leads to its incarnation of epoch 0") as caught:
+            with pytest.raises(aiodaft.StaleHandle, match="this handle leads to its epoch 0") as caught:
                 await ask()
             assert caught.value.executed is (ask is from_another)
+        # Also where nobody ever talked to that incarnation.
+        late = await module_rt.spawn(Caller, old)
+        with pytest.raises(aiodaft.StaleHandle, match="this handle leads to its epoch 0"):
+            await late.ask("get")
         new = await scope.rebind(old)
         assert new != old
         assert await new.get() == 0
@@ -328,26 +334,29 @@ async def test_what_is_old_news_changes_nothing(module_rt: aiodaft.Runtime) -> N
     assert isinstance(life, Followed)
 
 
-async def streaming(self: Any) -> Any:
-    yield self
-
-
-@pytest.mark.parametrize(
-    ("options", "fn", "why"),
-    [
-        ({"retries": 2}, lambda self: None, "`retries` needs `idempotent=True`"),
-        ({"idempotent": True, "retries": 0}, lambda self: None, "`retries` is a positive integer, not 0"),
-        ({"idempotent": True, "retries": True}, lambda self: None, "`retries` is a positive integer, not True"),
-        ({"idempotent": True}, streaming, "is a stream: it cannot be made again"),
-    ],
-)
-async def test_retries_are_checked_where_they_are_said(
-    options: dict[str, Any], fn: Callable[..., Any], why: str
+async def test_those_who_wait_for_an_actor_do_not_change_what_others_hear_of_its_end(
+    module_rt: aiodaft.Runtime,
 ) -> None:
-    with pytest.raises(TypeError, match=why):
-        aiodaft.method(**options)(fn)
+    peer = module_rt.peer
+    life = Followed(peer, Whereabouts(NOWHERE, ActorId(1 << 30)), peer.id, "a ghost", None)
+    waiting = Handle(life, Mortal).get()
+    error = aiodaft.ActorDied("calls that were under way get copies of this")
+    life.end(error)
+    with pytest.raises(aiodaft.ActorDied) as caught:
+        await waiting
+    assert (caught.value.executed, error.executed) == (False, None)
 
 
-async def test_an_attempt_is_that_of_a_call() -> None:
-    with pytest.raises(RuntimeError, match="no call runs here"):
-        aiodaft.current_attempt()
+async def test_a_call_that_is_over_leaves_nothing_to_collect(module_rt: aiodaft.Runtime) -> None:
+    actor = await module_rt.on(restart=POLICY).spawn(Mortal, [1])
+    gc.disable()
+    try:
+        # One whose answer is a value, one that is encoded, and one that is kept to be made again.
+        for call in (actor.pid, actor.get, lambda: actor.survive(0, [2])):
+            ref = call()
+            state = weakref.ref(ref._state)
+            await ref
+            del ref
+            assert state() is None
+    finally:
+        gc.enable()

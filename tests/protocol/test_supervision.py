@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any, Final, get_args
 
@@ -17,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+import aiodaft
 from aiodaft._protocol.ids import ActorId, epoch_of, incarnation, number_of
 from aiodaft._protocol.supervision import KINDS, STRATEGIES, Again, Backoff, GiveUp, Gone, Kind, Siblings, Strategy
 from aiodaft.supervision import Restart
@@ -248,3 +250,26 @@ def test_incarnations_have_different_ids_and_one_number() -> None:
         assert (number_of(actor), epoch_of(actor)) == (number, epoch)
         assert incarnation(actor, epoch + 1) == incarnation(ActorId(number), epoch + 1)
     assert incarnation(ActorId(16), 0) == 16
+
+
+async def streaming(self: Any) -> Any:
+    yield self
+
+
+@pytest.mark.parametrize(
+    ("options", "fn", "why"),
+    [
+        ({"retries": 2}, lambda self: None, "`retries` needs `idempotent=True`"),
+        ({"idempotent": True, "retries": 0}, lambda self: None, "`retries` is a positive integer, not 0"),
+        ({"idempotent": True, "retries": True}, lambda self: None, "`retries` is a positive integer, not True"),
+        ({"idempotent": True}, streaming, "is a stream: it cannot be made again"),
+    ],
+)
+def test_retries_are_checked_where_they_are_said(options: dict[str, Any], fn: Callable[..., Any], why: str) -> None:
+    with pytest.raises(TypeError, match=why):
+        aiodaft.method(**options)(fn)
+
+
+def test_an_attempt_is_that_of_a_call() -> None:
+    with pytest.raises(RuntimeError, match="no call runs here"):
+        aiodaft.current_attempt()

@@ -70,3 +70,12 @@ async def dataflows(rt: Runtime, channel: Channel[Tensor], a: Model) -> None:
     number: int = rt.put(3)  # E36 forgot await
     count: int = await rt.put(Tensor()).into(Tensor())  # E38 `into` returns its target
     lent: Ref[Tensor] = aiodaft.borrow(Tensor())  # E37 what is lent has the type of the value
+
+
+async def supervision(rt: Runtime) -> None:
+    aiodaft.Restart("always")  # E39 not a kind
+    aiodaft.Restart(strategy="all")  # E40 not a strategy
+    rt.on(restart="one_for_all")  # E41 not a kind
+    rt.scope(restart="permanent")  # E42 not a policy
+    wrong: int = await rt.rebind(rt)  # E43 a handle of another type
+    aiodaft.method(retries="twice")  # E44 not a number of retries

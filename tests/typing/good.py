@@ -8,7 +8,23 @@ from contextlib import suppress
 from typing import Any, assert_type
 
 import aiodaft
-from aiodaft import ActorInfo, Channel, Graph, Group, Ref, Refs, Runtime, Scope, Service, Spawned, Stream, lazy, method
+from aiodaft import (
+    ActorInfo,
+    Backoff,
+    Channel,
+    Graph,
+    Group,
+    Ref,
+    Refs,
+    Restart,
+    Runtime,
+    Scope,
+    Service,
+    Spawned,
+    Stream,
+    lazy,
+    method,
+)
 from aiodaft.pipeline import drive, one_f_one_b
 
 
@@ -75,6 +91,18 @@ class Model(aiodaft.Actor, gpus=1):
         for index in range(n):
             await out.send(Tensor(index))
         await out.aclose()
+
+
+class Lasting(Model, restart=Restart(intensity=3, period=60, backoff=Backoff(base=0.5, max=10))):
+    """Is restarted, and gets back its state."""
+
+    async def on_restart(self, epoch: int) -> None:
+        self.gain = float(epoch)
+
+    @method(idempotent=True, retries=2)
+    async def again(self, x: int) -> int:
+        assert_type(aiodaft.current_attempt(), int)
+        return x
 
 
 class Derived(Model):
@@ -270,6 +298,29 @@ class Stage(aiodaft.Actor):
         return len(done)
 
 
+async def supervised(rt: Runtime) -> None:
+    """Restart policies, for one and for siblings."""
+    async with rt.scope(restart=Restart(strategy="one_for_all")) as siblings:
+        lasting = await siblings.spawn(Lasting, "l")
+        assert_type(lasting, Lasting)
+        assert_type(lasting.again(1), Ref[int])
+        helper = await siblings.on(restart="temporary").spawn(Derived, "h")
+        assert_type(await rt.rebind(helper), Derived)
+        info = await rt.info(lasting)
+        assert_type((info.epoch, info.restarts, info.last_error), tuple[int, int, BaseException | None])
+    pinned = await rt.on(restart=Restart("transient", follow=False)).spawn(Derived, "p")
+    assert_type(pinned, Derived)
+    await rt.stop(pinned)
+    try:
+        pass
+    except* aiodaft.RestartLimitReached as group:
+        for error in group.exceptions:
+            if isinstance(error, aiodaft.RestartLimitReached):
+                assert_type(error.attempts, tuple[BaseException, ...])
+    except* aiodaft.StaleHandle:
+        pass
+
+
 async def pipelines(rt: Runtime) -> None:
     """Schedules."""
     async with rt.spawn(Stage) as a, rt.spawn(Stage) as b:
@@ -283,7 +334,7 @@ async def main() -> str:
     async with Runtime(gpus=8) as rt:
         assert_type(rt, Runtime)
         registered(aiodaft.Registration(list))
-        for part in (calls, refs, owners, groups, services, dataflows, pipelines):
+        for part in (calls, refs, owners, groups, services, dataflows, supervised, pipelines):
             await part(rt)
     started = await aiodaft.start()
     assert_type(started, Runtime)

@@ -7,10 +7,12 @@ its lifespan. The node agent and the coordinator live in this process, so nothin
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib.util
 import os
 import platform
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 from types import TracebackType
@@ -25,6 +27,7 @@ from aiodaft._runtime.coordinator import Coordinator
 from aiodaft._runtime.current import remove_process_peer, set_process_peer
 from aiodaft._runtime.door import answer
 from aiodaft._runtime.env import Env
+from aiodaft._runtime.forks import no_more, when_forked
 from aiodaft._runtime.isolation import prefix_of
 from aiodaft._runtime.link import Link
 from aiodaft._runtime.node import Node, gpus_of_this_machine
@@ -117,6 +120,8 @@ class Runtime(Scope):
         self._peer: Peer | None = None
         self._nursery: Nursery | None = None
         self._ended: str | None = None
+        # This is a forked child of the process that has it.
+        self.stayed_behind = False
 
     # The block.
 
@@ -180,32 +185,57 @@ class Runtime(Scope):
         self.supervisor.on_over = lambda number: self.coordinator.release.tell(peer_id, number)
         peer.add_cell(SUPERVISOR, "supervisor", self.supervisor)
         set_process_peer(peer)
+        atexit.register(self._left_open)
+        when_forked(self._stay_behind)
+
+    def _left_open(self) -> None:
+        if self._ended is None:
+            warnings.warn("a runtime was left open: its actors end with this process", ResourceWarning, 2, self)
+
+    def _end(self, why: str) -> tuple[Peer, Nursery] | None:
+        """It is not open any more; what there is to be closed, unless that was done."""
+        if self._ended is not None:
+            return None
+        self._ended = why
+        if self._peer is None or self._nursery is None:
+            return None
+        atexit.unregister(self._left_open)
+        no_more(self._stay_behind)
+        remove_process_peer(self._peer)
+        return self._peer, self._nursery
 
     async def _shut(self) -> None:
-        peer, nursery = self._peer, self._nursery
-        self._ended = "the runtime is closed"
-        if peer is None or nursery is None:
-            return
-        remove_process_peer(peer)
-        try:
-            await peer.aclose(self._ended)
-        finally:
-            await nursery.aclose()
+        parts = self._end("the runtime is closed")
+        if parts is not None:
+            peer, nursery = parts
+            try:
+                await peer.aclose("the runtime is closed")
+            finally:
+                await nursery.aclose()
 
     def abandon(self) -> None:
         """End the processes of a runtime whose loop is gone. Blocks until they are."""
-        peer, nursery = self._peer, self._nursery
-        self._ended = "the event loop it was opened on is gone"
-        if peer is None or nursery is None:
-            return
-        remove_process_peer(peer)
-        peer.abandon(self._ended)
-        nursery.abandon()
+        why = "the event loop it was opened on is gone"
+        parts = self._end(why)
+        if parts is not None:
+            peer, nursery = parts
+            peer.abandon(why)
+            nursery.abandon()
+
+    def _stay_behind(self) -> None:
+        """In a forked child: the parent goes on with its links and processes, and with what they have sent."""
+        why = "it stayed behind in the process that this one was forked from"
+        parts = self._end(why)
+        if parts is not None:
+            peer, nursery = parts
+            self.stayed_behind = True
+            peer.leave(why)
+            nursery.stay_behind()
 
     @property
     def is_stranded(self) -> bool:
-        """Whether the loop it was opened on has ended, so that nothing can be awaited there any more."""
-        return self._peer is not None and not self._peer.loop.is_running()
+        """Whether the loop it was opened on is not here any more, so that nothing can be awaited there."""
+        return self.stayed_behind or (self._peer is not None and not self._peer.loop.is_running())
 
     # What scopes need.
 

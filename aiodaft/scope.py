@@ -56,6 +56,9 @@ class Scope(Spawner):
     async def __aexit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._runtime.stayed_behind:
+            # A forked child leaves the block as well: what it owns is the parent's.
+            return
         cancelled = await self._uncancel(error)
         interrupted = await self._close(graceful=error is None and not self._errors)
         errors = self._collect()

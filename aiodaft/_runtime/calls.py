@@ -163,12 +163,12 @@ class Outgoing:
             Overloaded: Too many calls are waiting.
         """
         peer = self._peer
+        if peer.closed is not None:
+            raise RuntimeClosed(f"{request.spec.label} cannot be called: {peer.closed}")
         running = asyncio._get_running_loop()
         if running is not peer.loop:
             self._submit_elsewhere(running, request)
             return
-        if peer.closed is not None:
-            raise RuntimeClosed(f"{request.spec.label} cannot be called: {peer.closed}")
         target, state, args = request.target, request.state, request.args
         request.deadline = deadline = peer.deadline()
         if target.remote == peer.id:

@@ -15,8 +15,8 @@ from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExce
 
 from .actor_thread import ActorThread
 from .callers import is_plain
-from .failures import as_call_error
 from .current import current_deadline
+from .failures import as_call_error
 from .incoming import IncomingCall, current_call
 from .kept import Kept
 

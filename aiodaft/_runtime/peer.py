@@ -312,13 +312,23 @@ class Peer:
     def _open_transport(self, name: str) -> Transport:
         return open_transport(name, self, self.key, local=self.id)
 
-    def abandon(self, reason: str) -> None:
-        """Let go of everything where the loop does not run any more."""
+    def leave(self, reason: str) -> None:
+        """Close this process's ends of its links, and use the loop no more: it has ended, or is that of the parent."""
         self.closed = reason
+        self.waiter.abandon()
         for link in self.links.values():
             link.abandon()
+
+    def abandon(self, reason: str) -> None:
+        """Let go of everything where the loop does not run any more."""
+        self.leave(reason)
         self.offload.abandon()
         self.store.close()
+
+    def check_open(self, what: str) -> None:
+        """Raise RuntimeClosed if nothing works any more."""
+        if self.closed is not None:
+            raise RuntimeClosed(f"{what}: {self.closed}")
 
     async def aclose(self, reason: str) -> None:
         """End every link, task and thread, and free every value. Idempotent."""

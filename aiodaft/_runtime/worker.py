@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any, TextIO, cast
 
 from aiodaft._protocol.codec import pack, unpack
@@ -20,6 +21,7 @@ from .current import set_process_peer
 from .dumps import offer_dump
 from .env import Env
 from .failures import encode_error
+from .forks import leave_signals, when_forked
 from .link import Link
 from .peer import Peer, PeerOptions
 from .processes import die_with_parent
@@ -68,6 +70,7 @@ class Worker:
         """Serve; returns the exit status."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._end, 128 + signal.SIGTERM)
+        when_forked(leave_signals)
         settings = self._settings
         options = PeerOptions(
             id=PeerId(settings.id),
@@ -85,6 +88,7 @@ class Worker:
         peer.on_unheld = self._report_unheld
         self._peer = peer
         set_process_peer(peer)
+        when_forked(partial(peer.leave, "it stayed behind in the actor's process, which this one was forked from"))
         Pulse(self._pulse, peer).start()
         peer.attach(options.home, self._connection)
         await self._over.wait()

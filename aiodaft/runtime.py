@@ -27,7 +27,6 @@ from aiodaft._runtime.coordinator import Coordinator
 from aiodaft._runtime.current import remove_process_peer, set_process_peer
 from aiodaft._runtime.door import answer
 from aiodaft._runtime.env import Env
-from aiodaft._runtime.forks import no_more, when_forked
 from aiodaft._runtime.isolation import prefix_of
 from aiodaft._runtime.link import Link
 from aiodaft._runtime.node import Node, gpus_of_this_machine
@@ -184,9 +183,9 @@ class Runtime(Scope):
         self.supervisor = Supervisor(peer)
         self.supervisor.on_over = lambda number: self.coordinator.release.tell(peer_id, number)
         peer.add_cell(SUPERVISOR, "supervisor", self.supervisor)
+        peer.on_forked = self._stay_behind
         set_process_peer(peer)
         atexit.register(self._left_open)
-        when_forked(self._stay_behind)
 
     def _left_open(self) -> None:
         if self._ended is None:
@@ -200,7 +199,6 @@ class Runtime(Scope):
         if self._peer is None or self._nursery is None:
             return None
         atexit.unregister(self._left_open)
-        no_more(self._stay_behind)
         remove_process_peer(self._peer)
         return self._peer, self._nursery
 
@@ -223,13 +221,10 @@ class Runtime(Scope):
             nursery.abandon()
 
     def _stay_behind(self) -> None:
-        """In a forked child: the parent goes on with its links and processes, and with what they have sent."""
-        why = "it stayed behind in the process that this one was forked from"
-        parts = self._end(why)
+        parts = self._end("it stayed behind in the process that this one was forked from")
         if parts is not None:
-            peer, nursery = parts
             self.stayed_behind = True
-            peer.leave(why)
+            _, nursery = parts
             nursery.stay_behind()
 
     @property

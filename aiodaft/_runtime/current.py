@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from aiodaft.exceptions import RuntimeClosed
 
+from .forks import when_forked
+
 if TYPE_CHECKING:
     from .peer import Peer
 
@@ -19,6 +21,7 @@ _open_peers: list[Peer] = []
 
 def set_process_peer(peer: Peer) -> None:
     """A peer was opened."""
+    when_forked(_leave_all)
     _open_peers.append(peer)
     _context_peer.set(peer)
 
@@ -27,6 +30,13 @@ def remove_process_peer(peer: Peer) -> None:
     """A peer was closed."""
     if peer in _open_peers:
         _open_peers.remove(peer)
+
+
+def _leave_all() -> None:
+    peers = _open_peers[:]
+    _open_peers.clear()
+    for peer in peers:
+        peer.stay_behind()
 
 
 def current_peer() -> Peer:

@@ -356,8 +356,9 @@ class Link:
         self._outbox.drop()
         if self._socket is not None and self._drain_input():
             lost = PeerLost(f"the connection to {self.remote} broke: {error}")
-            # Lost links are remembered: not so the frames of whoever wrote, and what these know.
+            # Lost links are remembered: not so the frames of whoever wrote, nor what was being handled there.
             lost.__cause__ = error.with_traceback(None)
+            error.__context__ = None
             self.close(lost)
 
     def _drain_input(self) -> bool:

@@ -122,6 +122,8 @@ class Peer:
         # Told of errors that nobody holds and no scope owns, of processes that ended, and of a wish to exit.
         self.on_unheld: Callable[[BaseException, str], object] = _log_unheld
         self.on_exit: Callable[[BaseException], object] = _ignore_exit
+        # Told, in a forked child, that it stayed behind.
+        self.on_forked: Callable[[], object] = lambda: None
         self.explain: Callable[[Link, Exception], Awaitable[DaftError]] = _explain_plainly
         self.key = key
         self._numbers = itertools.count(1)
@@ -318,6 +320,11 @@ class Peer:
         self.waiter.abandon()
         for link in self.links.values():
             link.abandon()
+
+    def stay_behind(self) -> None:
+        """In a forked child: the parent goes on with links and actors, and with what they send."""
+        self.leave("the runtime stayed behind in the process that this one was forked from")
+        self.on_forked()
 
     def abandon(self, reason: str) -> None:
         """Let go of everything where the loop does not run any more."""

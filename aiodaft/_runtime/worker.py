@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Any, TextIO, cast
 
 from aiodaft._protocol.codec import pack, unpack
@@ -88,7 +87,6 @@ class Worker:
         peer.on_unheld = self._report_unheld
         self._peer = peer
         set_process_peer(peer)
-        when_forked(partial(peer.leave, "it stayed behind in the actor's process, which this one was forked from"))
         Pulse(self._pulse, peer).start()
         peer.attach(options.home, self._connection)
         await self._over.wait()

@@ -89,6 +89,7 @@ async def test_a_child_that_lives_on_does_not_keep_the_runtime_from_ending() -> 
     finally:
         child.kill()
         child.join()
+        child.close()
 
 
 async def test_children_of_an_actor_are_refused_as_well_and_are_not_the_actor(rt: aiodaft.Runtime) -> None:

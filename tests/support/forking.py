@@ -64,7 +64,10 @@ def terminate_a_child() -> int | None:
     ready.wait()
     child.terminate()
     child.join()
-    return child.exitcode
+    try:
+        return child.exitcode
+    finally:
+        child.close()
 
 
 class Forker(Actor):

@@ -185,7 +185,9 @@ async def test_spawning_that_is_cancelled_leaves_nothing(rt: aiodaft.Runtime) ->
 
 
 SCRIPT = """
-    import asyncio, os, sys
+    import asyncio, os, signal, sys
+    # A job in the background, as this test may be, inherits that nobody listens to Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path.insert(0, {support!r})
     import aiodaft
     from actors import Sleeper

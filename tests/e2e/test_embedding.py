@@ -96,8 +96,12 @@ def test_a_loop_that_was_closed_under_a_started_runtime_does_not_prevent_the_nex
     pids: list[int] = []
 
     async def cell() -> None:
-        rt = await aiodaft.start()
-        pids.append((await rt.info(await rt.spawn(Echo))).pid)
+        rt = await aiodaft.start(preload=())
+        echo = await rt.spawn(Echo)
+        pids.append((await rt.info(echo)).pid)
+        # Leaves its link a ring.
+        async with aiodaft.compile(lambda x: echo.echo(x)) as graph:
+            assert await graph(1) == 1
 
     async def last() -> None:
         await cell()

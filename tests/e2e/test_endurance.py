@@ -78,8 +78,7 @@ async def test_tiny_calls_by_the_thousand_leave_nothing(rt: aiodaft.Runtime, cou
     await thousand_at_a_time(count)
     gc.collect()
     for now, earlier in zip((resident(os.getpid()), resident(pid)), before, strict=True):
-        # Nothing that is kept of a call would fit.
-        assert now - earlier < 4 * MIB + 8 * count
+        assert now - earlier < 2 * MIB
     (link,) = (link for link in rt.peer.links.values() if link.lost is None)
     assert (link.session.calls, link.incoming) == ({}, {})
 

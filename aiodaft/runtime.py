@@ -7,12 +7,12 @@ its lifespan. The node agent and the coordinator live in this process, so nothin
 from __future__ import annotations
 
 import asyncio
-import atexit
 import importlib.util
 import os
 import platform
 import sys
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 from types import TracebackType
@@ -185,11 +185,7 @@ class Runtime(Scope):
         peer.add_cell(SUPERVISOR, "supervisor", self.supervisor)
         peer.on_forked = self._stay_behind
         set_process_peer(peer)
-        atexit.register(self._left_open)
-
-    def _left_open(self) -> None:
-        if self._ended is None:
-            warnings.warn("a runtime was left open: its actors end with this process", ResourceWarning, 2, self)
+        self._left_open = weakref.finalize(self, _warn_left_open)
 
     def _end(self, why: str) -> tuple[Peer, Nursery] | None:
         """It is not open any more; what there is to be closed, unless that was done."""
@@ -198,7 +194,7 @@ class Runtime(Scope):
         self._ended = why
         if self._peer is None or self._nursery is None:
             return None
-        atexit.unregister(self._left_open)
+        self._left_open.detach()
         remove_process_peer(self._peer)
         return self._peer, self._nursery
 
@@ -362,6 +358,10 @@ class Runtime(Scope):
     def __repr__(self) -> str:
         state = "closed" if self._ended else "not open" if self._peer is None else "open"
         return f"<Runtime {state}, {len(self._belongings)} actors>"
+
+
+def _warn_left_open() -> None:
+    warnings.warn("a runtime was left open: its actors end with it, and nobody waits for them", ResourceWarning, 2)
 
 
 def has_uvloop() -> bool:

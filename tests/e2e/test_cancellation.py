@@ -351,7 +351,7 @@ async def test_a_call_that_begins_when_one_with_a_deadline_ends_has_none(rt: aio
         first = sleeper.time_left_alone()
     second = sleeper.time_left_alone()
     await sleeper.unblock()
-    assert await first < 50
+    assert await first <= 50.002
     assert await second == float("inf")
 
 

@@ -169,8 +169,6 @@ def test_h117_a_runtime_that_is_left_open_is_warned_of_once() -> None:
     """)
     pid, length = map(int, done.stdout.split())
     assert length == 1_000_000
-    # The second line says where to learn more.
-    assert done.stderr.count(": ResourceWarning") == done.stderr.count("Warning: a runtime was left open") == 1
-    assert len(done.stderr.splitlines()) == 2
+    assert done.stderr.count("Warning") == done.stderr.count("ResourceWarning: a runtime was left open") == 1
     while is_alive(pid):
         os.sched_yield()

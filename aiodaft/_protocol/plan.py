@@ -80,6 +80,7 @@ class SubPlan(Generic[DataT]):
         outputs: Those of them that the owner wants.
         uses: How often the arguments of this process's steps are made of a value.
         labels: What makes the values that are used here.
+        follows: Nothing of it can begin before a value has come from another process.
     """
 
     process: PeerId
@@ -93,6 +94,7 @@ class SubPlan(Generic[DataT]):
     outputs: tuple[int, ...]
     uses: Mapping[int, int]
     labels: Mapping[int, str]
+    follows: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +173,12 @@ def _sub_plan(
         others = _unique(flow.steps[index].actor[0] for index in needed_by.get(value, ()))
         sends[value] = tuple(other for other in others if other != process)
     outputs = tuple(value for value in _unique(flow.outputs) if value in own)
+    segments = _segments(flow, mine)
     return SubPlan(
         process=process,
         steps=tuple(flow.steps[index] for index in mine),
         values=tuple(flow.inputs + index for index in mine),
-        segments=_segments(flow, mine),
+        segments=segments,
         inputs=tuple(value for value in sorted(uses) if value < flow.inputs),
         receives={other: tuple(values) for other, values in receives.items()},
         sends=sends,
@@ -183,6 +186,7 @@ def _sub_plan(
         outputs=outputs,
         uses=uses,
         labels={value: flow.label_of(value) for value in uses},
+        follows=all(any(value >= flow.inputs for value in segment.needs) for segment in segments),
     )
 
 

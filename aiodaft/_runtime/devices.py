@@ -15,7 +15,7 @@ from .values import Encoded, Source
 if TYPE_CHECKING:
     import torch
 
-    from .link import Neighbour
+    from .neighbour import Neighbour
 
 
 class Accelerators(Protocol):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiodaft.exceptions import DaftError, RemoteProtocolError
+from aiodaft.exceptions import DaftError
+from aiodaft_transport import TransportError
 
 from .failures import add_note, decode_error, encode_error
 from .kept import Arrived, Kept
 
 if TYPE_CHECKING:
-    from .link import Neighbour
+    from .neighbour import Neighbour
     from .peer import Peer
     from .store import Store
 
+# What travels in a frame as it is (see `is_plain`).
+Plain: TypeAlias = str | bytes | float | bool | None
 # See `messages`: (index, plain), (index, error, executed), (index, payload, blobs, refs, slots) or (index,).
 Item: TypeAlias = tuple[Any, ...]
 
@@ -23,12 +26,14 @@ class NotAtHand(Exception):
 
 
 class Value:
-    """An input, or the result of a step, in one run."""
+    """An input, or the result of a step, in one run; one that needs encoding, or a failure.
 
-    __slots__ = ("_arrived", "_plain", "_slots", "_uses", "executed", "failure", "kept", "source")
+    What travels in a frame as it is stands for itself.
+    """
 
-    def __init__(self, plain: Any = None) -> None:
-        self._plain = plain
+    __slots__ = ("_arrived", "_slots", "_uses", "executed", "failure", "kept", "source")
+
+    def __init__(self) -> None:
         self._arrived: Arrived | None = None
         self._slots: list[Arrived] = []
         self._uses = 0
@@ -79,9 +84,7 @@ class Value:
             return store.decode_now(own, refs=own.refs, patient=patient)
         arrived, slots = self._arrived, self._slots
         if arrived is None:
-            if self.kept is not None:
-                raise NotAtHand
-            return self._plain
+            raise NotAtHand
         if self._uses != 1:
             # Others use it too, maybe at this moment: what one of them does to its own must not show in theirs.
             arrived, slots = store.copy(arrived), [store.copy(slot) for slot in slots]
@@ -112,28 +115,40 @@ class Value:
         if self.failure is not None:
             return (index, self.failure, self.executed)
         kept = self.kept
-        if kept is None:
-            return (index, self._plain)
+        assert kept is not None
         refs = tuple(peer.refs.describe(ref) for ref in kept.refs)
         slots = peer.refs.describe_values(kept.encoded.slots) if kept.encoded.slots else ()
         return (index, kept.payload, kept.blobs_for(neighbour), refs, slots)
 
 
+Flowing: TypeAlias = Value | Plain
+
+
+def is_failure(value: Flowing) -> bool:
+    """Whether there is no value."""
+    return type(value) is Value and value.failure is not None
+
+
+def item_of(value: Flowing, index: int, peer: Peer, neighbour: Neighbour, *, executed: bool) -> Item:
+    """What is said of a value to another process; `executed` is for the case that this fails."""
+    if type(value) is not Value:
+        return (index, value)
+    try:
+        return value.item(index, peer, neighbour)
+    except (DaftError, TransportError) as error:
+        return Value.of_error(error, executed=executed).item(index, peer, neighbour)
+
+
 def value_of(item: Item) -> Value | None:
-    """The value that an item brings with it; None if it has to be fetched."""
-    size = len(item)
-    if size == 2:
-        return Value(item[1])
+    """The value that an item of more than two parts brings with it; None if it has to be fetched."""
     value = Value()
-    if size == 3:
+    if len(item) == 3:
         _, value.failure, value.executed = item
-    elif size == 5:
-        _, payload, blobs, refs, slots = item
-        if refs or slots or isinstance(blobs, tuple):
-            return None
-        value._arrived = Arrived(payload, blobs, [], [])
-    elif size != 1:
-        raise RemoteProtocolError(f"a value of a graph has {size} fields")
+        return value
+    _, payload, blobs, refs, slots = item
+    if refs or slots or isinstance(blobs, tuple):
+        return None
+    value._arrived = Arrived(payload, blobs, [], [])
     return value
 
 

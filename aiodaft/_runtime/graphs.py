@@ -7,6 +7,7 @@ or dies, nobody waits for ever, and a run is forgotten when the last value has c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -15,18 +16,18 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import FLOW, REPORT, RUN, SKIP, Message
 from aiodaft._protocol.plan import SubPlan
 from aiodaft.exceptions import DaftError
-from aiodaft_transport import TransportError
 
 from .arguments import Arguments
 from .failures import copy_error
-from .flow import Item, Value, fetch, value_of
+from .flow import Flowing, Item, Value, fetch, is_failure, item_of, value_of
 from .incoming import IncomingCall
 from .kept import Kept
-from .rows import Row, RowCall
+from .rows import Job, Row, RowCall
 from .serialization import PLAIN, SLOT
 
 if TYPE_CHECKING:
-    from .link import Link, Neighbour
+    from .link import Link
+    from .neighbour import Neighbour
     from .own_graphs import OwnGraph
     from .peer import Peer
 
@@ -51,8 +52,13 @@ class Part:
             for value in segment.needs:
                 self.waiting.setdefault(value, []).append(index)
         self.missing = [len(segment.needs) for segment in plan.segments]
-        self.rows = [Row(self, segment) for segment in plan.segments]
         self.foreign = len(plan.inputs) + sum(map(len, plan.receives.values()))
+        others = {owner, *plan.receives, *itertools.chain.from_iterable(plan.sends.values())}
+        self.ways: dict[PeerId, Neighbour] = {
+            remote: peer.loopback if remote == peer.id else peer.link_to(remote) for remote in others
+        }
+        self.way = self.ways[owner]
+        self.rows = [Row(self, segment) for segment in plan.segments]
         # Refs inside results, by run: they are held until their receivers must have registered them.
         self.pins: dict[int, list[Any]] = {}
         # Values of refs from outside the graph, by step and place.
@@ -69,17 +75,13 @@ class Part:
         if run is None:
             run = self.runs[number] = Run(self, number)
             for remote in self.plan.receives:
-                link = self.peer.links.get(remote)
-                if link is not None and link.lost is not None:
-                    self.peer.tasks.create_task(self._explain_loss(run, link), name="explain a lost actor")
+                way = self.ways[remote]
+                if way.lost is not None:
+                    self.peer.tasks.create_task(self._explain_loss(run, cast("Link", way)), name="explain a lost actor")
         return run
 
     async def _explain_loss(self, run: Run, link: Link) -> None:
         run.lost(link.remote, await self.peer.explanation(link))
-
-    def neighbour(self, remote: PeerId) -> Neighbour:
-        """The way to another process, or to this one."""
-        return self.peer.loopback if remote == self.peer.id else self.peer.link_to(remote)
 
 
 class Run:
@@ -90,36 +92,39 @@ class Run:
     def __init__(self, part: Part, number: int) -> None:
         self.part = part
         self.number = number
-        self.values: dict[int, Value] = {}
+        self.values: dict[int, Flowing] = {}
         self.missing = part.missing.copy()
         self.calls: list[RowCall] = []
         # The owner's numbers of the results.
-        self.numbers: dict[int, int] = {}
+        self.numbers: tuple[int, ...] = ()
         # What steps of this process may still look into.
-        self._held: list[Kept] = []
+        self._held: list[Kept] | None = None
         # Segments that are not over, and results that are not given; values that have not come.
-        self._open = len(part.plan.segments)
+        self._open = len(part.rows)
         self._to_come = part.foreign
 
     def begin(self, left: int | None, numbers: tuple[int, ...], items: tuple[Item, ...], neighbour: Neighbour) -> None:
         """The owner starts it."""
         part = self.part
-        plan, peer = part.plan, part.peer
-        self.numbers = dict(zip(plan.outputs, numbers, strict=True))
+        self.numbers = numbers
         self.came(items, neighbour)
-        deadline = None if left is None else peer.loop.time() + left / 1000
         calls = [RowCall(self, row) for row in part.rows]
-        for call, missing in zip(calls, self.missing, strict=True):
-            call.ready = not missing
-            call.deadline = deadline
+        if left is not None:
+            deadline = part.peer.loop.time() + left / 1000
+            for call in calls:
+                call.deadline = deadline
         # All are known before the first may end.
         self.calls = calls
-        for call in calls:
+        for call, missing in zip(calls, self.missing, strict=True):
+            call.ready = not missing
             call.deliver()
 
     def came(self, items: tuple[Item, ...], neighbour: Neighbour) -> None:
         """Values came from another process."""
         for item in items:
+            if len(item) == 2:
+                self._put_foreign(*item)
+                continue
             value = value_of(item)
             if value is None:
                 self.part.peer.tasks.create_task(self._fetch(item, neighbour), name="fetch a value of a graph")
@@ -129,14 +134,16 @@ class Run:
     async def _fetch(self, item: Item, neighbour: Neighbour) -> None:
         self._put_foreign(item[0], await fetch(self.part.peer, neighbour, item))
 
-    def _put_foreign(self, index: int, value: Value) -> None:
+    def _put_foreign(self, index: int, value: Flowing) -> None:
         if index not in self.values:
             self._to_come -= 1
-            value.for_uses(self.part.plan.uses[index])
+            if type(value) is Value:
+                value.for_uses(self.part.plan.uses[index])
             self.put(index, value)
-            self._forget_if_over()
+            if not self._open:
+                self._forget_if_over()
 
-    def put(self, index: int, value: Value) -> None:
+    def put(self, index: int, value: Flowing) -> None:
         """A value is there: what waited for it may start."""
         self.values[index] = value
         for segment in self.part.waiting.get(index, ()):
@@ -147,77 +154,66 @@ class Run:
                 if not call.over:
                     call.cell.look_again()
 
-    def give(self, index: int, value: Value) -> None:
+    def give(self, job: Job, value: Flowing) -> None:
         """A step of this process is over: tell everybody who needs to know, once they can have its result."""
-        kept = value.kept
-        if kept is None or (kept.ready and not self._outlives(index, kept)):
-            self._tell(index, value)
+        if type(value) is not Value or value.kept is None:
+            self._tell(job, value, None)
+        elif value.kept.ready and not self._outlives(job, value.kept):
+            self._tell(job, value, value.kept)
         else:
             self._open += 1
-            self.part.peer.tasks.create_task(self._give_later(index, value, kept), name="give a value of a graph")
+            self.part.peer.tasks.create_task(self._give_later(job, value, value.kept), name="give a value of a graph")
 
-    def _outlives(self, index: int, kept: Kept) -> bool:
+    def _outlives(self, job: Job, kept: Kept) -> bool:
         """Whether steps here may still look into it when its owner, who gets it, has freed it."""
-        return index in self.numbers and index in self.part.plan.uses and not kept.is_inline
+        return job.place is not None and job.used and not kept.is_inline
 
-    async def _give_later(self, index: int, value: Value, kept: Kept) -> None:
+    async def _give_later(self, job: Job, value: Value, kept: Kept | None) -> None:
         peer = self.part.peer
+        assert kept is not None
         try:
-            if self._outlives(index, kept):
+            if self._outlives(job, kept):
                 await value.fetch_own(peer)
             else:
                 await peer.store.make_ready(kept)
         except Exception as error:  # noqa: BLE001 - whatever it is, the steps that need the value fail of it
             kept.release()
-            value = Value.of_error(error, executed=True)
-        self._tell(index, value)
+            value, kept = Value.of_error(error, executed=True), None
+        self._tell(job, value, kept)
         self._one_over()
 
-    def _tell(self, index: int, value: Value) -> None:
-        part = self.part
-        plan = part.plan
-        if value.kept is not None and value.kept.refs:
-            part.pins.setdefault(self.number, []).extend(value.kept.refs)
-        if index in part.waiting:
+    def _tell(self, job: Job, value: Flowing, kept: Kept | None) -> None:
+        part, index = self.part, job.index
+        if kept is not None and kept.refs:
+            part.pins.setdefault(self.number, []).extend(kept.refs)
+        if job.waited:
             self.put(index, value)
-        for remote in plan.sends[index]:
-            neighbour = part.neighbour(remote)
-            item = self._item(index, value, neighbour)
-            part.peer.graphs.send(neighbour, (FLOW, part.owner, part.number, self.number, (item,)))
-        if index in plan.reports:
-            neighbour = part.neighbour(part.owner)
-            item = self._report(index, value, neighbour)
-            part.peer.graphs.send(neighbour, (REPORT, part.number, self.number, (item,)))
-        elif value.kept is not None:
-            self._let_go(index, value.kept)
+        for way in job.flows:
+            item = item_of(value, index, part.peer, way, executed=True)
+            way.send((FLOW, part.owner, part.number, self.number, (item,)))
+        if job.reported:
+            part.way.send((REPORT, part.number, self.number, (self._report(job, value, kept),)))
+        elif kept is not None:
+            self._let_go(job, kept)
 
-    def _let_go(self, index: int, kept: Kept) -> None:
+    def _report(self, job: Job, value: Flowing, kept: Kept | None) -> Item:
+        part, place = self.part, job.place
+        if kept is not None and place is not None and not (kept.ready and kept.is_inline):
+            part.peer.store.entries[part.owner, CallId(self.numbers[place])] = kept
+            return (job.index,)
+        # Without a place, the owner only has to know that the step is over.
+        wanted = place is not None or is_failure(value)
+        item = item_of(value, job.index, part.peer, part.way, executed=True) if wanted else (job.index,)
+        if kept is not None:
+            self._let_go(job, kept)
+        return item
+
+    def _let_go(self, job: Job, kept: Kept) -> None:
         # The grants keep the block until the others are done with it.
-        if index in self.part.plan.uses:
-            self._held.append(kept)
+        if job.used:
+            self._held = [*(self._held or ()), kept]
         else:
             kept.release()
-
-    def _item(self, index: int, value: Value, neighbour: Neighbour) -> Item:
-        try:
-            return value.item(index, self.part.peer, neighbour)
-        except (DaftError, TransportError) as error:
-            return Value.of_error(error, executed=True).item(index, self.part.peer, neighbour)
-
-    def _report(self, index: int, value: Value, neighbour: Neighbour) -> Item:
-        number = self.numbers.get(index)
-        kept = value.kept
-        if number is not None and kept is not None and not (kept.ready and kept.is_inline):
-            self.part.peer.store.entries[self.part.owner, CallId(number)] = kept
-            return (index,)
-        if number is None and value.failure is None:
-            # The owner only has to know that the step is over.
-            item: Item = (index,)
-        else:
-            item = self._item(index, value, neighbour)
-        if kept is not None:
-            self._let_go(index, kept)
-        return item
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone: what it has not given will not come."""
@@ -234,7 +230,7 @@ class Run:
         if not (self._open or self._to_come):
             self.part.runs.pop(self.number, None)
             self.calls = []
-            for kept in self._held:
+            for kept in self._held or ():
                 kept.release()
 
     # As the caller of its rows.
@@ -247,7 +243,8 @@ class Run:
     def answer(self, call: IncomingCall, result: Any) -> None:
         """A row is over."""
         assert isinstance(call, RowCall)
-        call.flush()
+        if call.rules.on_thread:
+            call.flush()
         if not call.over:
             call.over = True
             self._one_over()
@@ -314,13 +311,6 @@ class Graphs:
         """Take no more part in a graph, which has no runs under way."""
         self._parts.pop((owner, number), None)
 
-    def send(self, neighbour: Neighbour, message: Message) -> None:
-        """Say something to a process, or to this one."""
-        if neighbour is self._peer.loopback:
-            self._peer.loop.call_soon(self.handlers[message[0]], neighbour, message)
-        else:
-            cast("Link", neighbour).send(message)
-
     def run_came(self, link: Neighbour, message: Message) -> None:
         """RUN came."""
         _, graph, run, oldest, left, numbers, items = message
@@ -334,6 +324,9 @@ class Graphs:
         _, owner, graph, run, items = message
         part = self._parts.get((owner, graph))
         if part is not None:
+            if run not in part.runs:
+                # It was sent before this, and woke nobody.
+                self._peer.waiter.look()
             part.run(run).came(items, link)
 
     def skip_came(self, link: Neighbour, message: Message) -> None:
@@ -374,6 +367,8 @@ class Graphs:
 
     def link_lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone, and this is why: its values will not come."""
+        # There may be runs that wait for them, and have not been noticed yet.
+        self._peer.waiter.look()
         for part in self._parts.values():
             for run in list(part.runs.values()):
                 run.lost(remote, error)

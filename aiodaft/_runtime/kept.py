@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiodaft_transport.device import DeviceBlock
 
     from .devices import Devices
-    from .link import Neighbour
+    from .neighbour import Neighbour
 
 
 class Arrived:  # noqa: B903 - on the path of every call: a dataclass costs more

@@ -20,7 +20,6 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INTRODUCE, NOTE, Message
 from aiodaft._protocol.session import STALL, Session
 from aiodaft.exceptions import DaftError, PeerLost, ProtocolError, RemoteProtocolError
-from aiodaft_transport import Control
 
 from .outbox import Outbox, close_all
 from .ring import RingPair
@@ -38,25 +37,6 @@ _READ_SIZE: Final = 16 << 10
 _BATCH: Final = 64
 _MAX_FDS: Final = 8
 _FD_SPACE: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
-
-
-class Neighbour(Control, Protocol):
-    """Where a value comes from: another process over a link, or this one."""
-
-    @property
-    def remote(self) -> PeerId:
-        """Id of the process."""
-        ...
-
-    @property
-    def traffic(self) -> Traffic:
-        """What went over it."""
-        ...
-
-    @property
-    def lost(self) -> Exception | None:
-        """Why it ended, once it has."""
-        ...
 
 
 class LinkOwner(Protocol):
@@ -133,6 +113,22 @@ class Link:
         self._pack(message)
         self._sent_one()
 
+    def send_quietly(self, message: Message) -> None:
+        """Send a message that the peer has no use for before something else wakes it: such a wake-up is saved."""
+        if self._outbox.ring is None or self.lost is not None:
+            self.send(message)
+            return
+        # What was said before may be awaited.
+        self._write()
+        self._pack(message)
+        self.traffic.messages_sent += 1
+        self._outbox.write(self.session.data_to_send(), wake=False)
+
+    def wake(self) -> None:
+        """Let the peer notice what was sent quietly."""
+        if self._outbox.ring is not None:
+            self._outbox.ring.writer.wake_reader()
+
     def _sent_one(self) -> None:
         self.traffic.messages_sent += 1
         self._collected += 1
@@ -165,7 +161,7 @@ class Link:
         self._pack(message)
         # The caller may close its own before ours are sent.
         self._take_packed(tuple(os.dup(fd) for fd in fds))
-        self._write()
+        self._outbox.flush()
 
     def take_fd(self) -> int:
         """The next descriptor that came along.
@@ -241,7 +237,9 @@ class Link:
     def _write(self) -> None:
         if self._socket is not None:
             self._collected = 0
-            self._outbox.write(self.session.data_to_send())
+            data = self.session.data_to_send()
+            if data:
+                self._outbox.write(data)
 
     # Rings.
 
@@ -268,8 +266,7 @@ class Link:
     def ring_readable(self) -> None:
         """There is something in the ring; some of it is handled now."""
         if self._ring is not None:
-            self.flush_soon()
-            self._receive(memoryview(self._ring.reader.read(_READ_SIZE)))
+            self._receive(self._ring.reader.read(_READ_SIZE))
 
     def ring_writable(self) -> None:
         """There may be room in the ring again."""
@@ -307,7 +304,6 @@ class Link:
             self.close(PeerLost(f"the connection to {self.remote} ended"))
             return
         self.traffic.control_received += count
-        self.flush_soon()
         self._receive(memoryview(self._buffer)[:count])
         # The next read would say so, but of a socket that has data and an error uvloop tells once, and never again.
         code = 0 if self._socket is None else self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -328,7 +324,8 @@ class Link:
         if ended and self._socket is not None:
             self.close(PeerLost(f"the connection to {self.remote} ended"))
 
-    def _receive(self, data: memoryview) -> None:
+    def _receive(self, data: bytes | memoryview) -> None:
+        corked, self._corked = self._corked, True
         try:
             messages = self.session.receive_data(data)
             self.traffic.messages_received += len(messages)
@@ -343,6 +340,9 @@ class Link:
             wrong = RemoteProtocolError(f"{self.remote} sent what cannot be handled: {type(error).__name__}: {error}")
             wrong.__cause__ = error
             self.close(wrong)
+        if not corked:
+            # What the handlers have said goes together.
+            self._uncork()
 
     def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         for level, kind, content in ancillary:

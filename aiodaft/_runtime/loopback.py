@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.messages import Message
 
 from .traffic import Traffic
 
@@ -31,6 +32,15 @@ class Loopback:
     def peer(self) -> str:
         """The process itself (what transports call it)."""
         return self._peer.id
+
+    def send(self, message: Message) -> None:
+        """What a graph says to this process; it hears of it in the loop's next turn."""
+        self._peer.loop.call_soon(self._peer.graphs.handlers[message[0]], self, message)
+
+    send_quietly = send
+
+    def wake(self) -> None:
+        """It never sleeps."""
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
         """Hand a note to the transport."""

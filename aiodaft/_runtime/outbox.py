@@ -36,23 +36,21 @@ class Outbox:
         self._waiting: deque[tuple[memoryview, tuple[int, ...], RingPair | None]] = deque()
 
     def attach(self, connection: socket.socket) -> None:
-        """There is a socket now."""
+        """There is a socket now, for what waits already."""
         self._socket = connection
+        self.flush()
 
     def add(self, data: bytes, fds: tuple[int, ...]) -> None:
         """Queue bytes, and descriptors, which are closed once they are sent."""
         self._waiting.append((memoryview(data), fds, self.ring))
 
-    def write(self, data: bytes) -> None:
-        """Send bytes, after what waits."""
+    def write(self, data: bytes, *, wake: bool = True) -> None:
+        """Send bytes, after what waits. Through a ring, they need not wake who reads it."""
         connection, ring = self._socket, self.ring
         assert connection is not None
         if self._waiting:
-            if data:
-                self.add(data, ())
+            self.add(data, ())
             self.flush()
-            return
-        if not data:
             return
         # The usual case: all of it goes at once.
         try:
@@ -61,7 +59,7 @@ class Outbox:
                 self._traffic.control_sent += sent
             else:
                 self._look()
-                sent = ring.writer.write(data)
+                sent = ring.writer.write(data, wake=wake)
         except BlockingIOError:
             sent = 0
         except OSError as error:

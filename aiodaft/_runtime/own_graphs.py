@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import RUN, SKIP
 from aiodaft._protocol.plan import Dataflow, SubPlan, make_plan
 from aiodaft.exceptions import DaftError, RuntimeClosed
 from aiodaft.ref import Ref
-from aiodaft_transport import TransportError
 
 from .arguments import Arguments, Sealed
 from .callers import is_plain
 from .failures import copy_error, decode_error
-from .flow import Item, Value
+from .flow import Item, Value, item_of
 from .kept import Arrived
 from .pickling import TooLong
 from .runs import OwnRun, ResultState
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
 
     from .calls import Target
-    from .link import Neighbour
+    from .link import Link
+    from .neighbour import Neighbour
     from .peer import Peer
 
 
@@ -47,15 +47,20 @@ class OwnGraph:
         self.plans = make_plan(flow)
         self.reports = {value: process for process, plan in self.plans.items() for value in plan.reports}
         self.max_in_flight = max_in_flight
-        self._outputs = tuple(dict.fromkeys(flow.outputs))
-        self._routes = [(process, plan.inputs, plan.outputs) for process, plan in self.plans.items()]
+        self._ways: dict[PeerId, Neighbour] = {
+            process: peer.loopback if process == peer.id else peer.link_to(process) for process in self.plans
+        }
+        # Who waits for others comes first, and is not woken: what it waits for comes after that, and does it.
+        plans = sorted(self.plans.items(), key=lambda entry: not entry[1].follows)
+        self._routes = [(process, self._ways[process], plan) for process, plan in plans]
+        self._outputs = dict.fromkeys(flow.outputs)
         self._peer = peer
         self._number = peer.next_number()
+        # Sent or not; those that are not wait, and the first of these until it is ready.
         self._runs: dict[int, OwnRun] = {}
         self._waiting: deque[OwnRun] = deque()
         self._last_run = 0
-        self._idle: asyncio.Event = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Future[None] | None = None
         self._installed = False
         self._broken: BaseException | None = None
         self._closed = False
@@ -94,26 +99,32 @@ class OwnGraph:
         run = OwnRun(self, self._last_run)
         run.deadline = peer.deadline()
         long = self._take_inputs(run, args)
+        refs: dict[int, Ref[Any]] = {}
         for value in self._outputs:
-            run.states[value] = ResultState(run, *self.specs[value - self.flow.inputs])
+            state = run.states[value] = self._state(run, value)
+            refs[value] = Ref(state)
         self._runs[run.number] = run
         self._waiting.append(run)
-        self._idle.clear()
         if long:
+            run.ready = False
             peer.tasks.create_task(
                 self._pack(run, long, peer.store.current_streams()), name="copy the inputs of a graph"
             )
         else:
-            run.ready = True
             self._pump()
-        return {value: Ref(state) for value, state in run.states.items()}
+        return refs
+
+    def _state(self, run: OwnRun, value: int) -> ResultState:
+        target, spec = self.specs[value - self.flow.inputs]
+        link = None if target.remote == self._peer.id else cast("Link", self._ways[target.remote])
+        return ResultState(run, target, spec, link)
 
     def _take_inputs(self, run: OwnRun, args: tuple[Any, ...]) -> list[tuple[int, Any]]:
         """Encode the inputs; those that take long are left for later, and returned."""
         long: list[tuple[int, Any]] = []
         for index, arg in enumerate(args):
             if is_plain(arg):
-                run.inputs.append(Value(arg))
+                run.inputs.append(arg)
                 continue
             try:
                 kept = self._peer.store.keep(arg, _names(index, arg), resolve=True)
@@ -131,7 +142,8 @@ class OwnGraph:
         store = self._peer.store
         try:
             for index, arg in long:
-                kept = run.inputs[index].kept
+                value = run.inputs[index]
+                kept = value.kept if type(value) is Value else None
                 if kept is None:
                     kept = await store.keep_anywhere(arg, _names(index, arg), resolve=True, streams=streams)
                     run.take(kept)
@@ -161,43 +173,40 @@ class OwnGraph:
                 self._send(run)
 
     def _send(self, run: OwnRun) -> None:
-        peer = self._peer
+        peer, inputs = self._peer, run.inputs
         left = None if run.deadline is None else max(0, int((run.deadline - peer.loop.time()) * 1000))
         oldest = next(iter(self._runs))
-        for process, inputs, outputs in self._routes:
-            neighbour: Neighbour = peer.loopback if process == peer.id else peer.link_to(process)
-            items = tuple([self._item(run.inputs[index], index, neighbour) for index in inputs])
-            numbers = tuple([run.states[value].number for value in outputs])
-            peer.graphs.send(neighbour, (RUN, self._number, run.number, oldest, left, numbers, items))
-            if neighbour.lost is not None:
+        # Whoever may have to say that the time is over has to know when; and who waits for the dead is not woken.
+        quiet = left is None and not any(way.lost for way in self._ways.values())
+        for process, way, plan in self._routes:
+            items = tuple([item_of(inputs[index], index, peer, way, executed=False) for index in plan.inputs])
+            numbers = tuple([run.states[value].number for value in plan.outputs])
+            send = way.send_quietly if quiet and plan.follows else way.send
+            send((RUN, self._number, run.number, oldest, left, numbers, items))
+            if way.lost is not None:
                 peer.tasks.create_task(self._explain_loss(run, process), name="explain a lost actor")
         run.drop_inputs()
 
-    def _item(self, value: Value, index: int, neighbour: Neighbour) -> Item:
-        try:
-            return value.item(index, self._peer, neighbour)
-        except (DaftError, TransportError) as error:
-            return Value.of_error(error, executed=False).item(index, self._peer, neighbour)
-
     async def _explain_loss(self, run: OwnRun, process: PeerId) -> None:
-        self._lost_run(run, process, await self._peer.explanation(self._peer.links[process]))
+        self._lost_run(run, process, await self._peer.explanation(cast("Link", self._ways[process])))
 
     # Reports.
 
     def reported(self, number: int, items: tuple[Item, ...], neighbour: Neighbour) -> None:
         """Results came, or the news that steps are over."""
         run = self._runs.get(number)
+        if run is None:
+            return
+        missing = run.missing
         for item in items:
-            index = item[0]
-            if run is None or index not in run.missing:
+            if item[0] not in missing:
                 continue
-            refs = item[3] if len(item) == 5 else ()
-            if refs:
+            if len(item) == 5 and item[3]:
                 self._peer.tasks.create_task(self._adopt(run, item, neighbour), name="adopt refs")
                 continue
-            del run.missing[index]
+            del missing[item[0]]
             self._settle(run, item, [])
-        if run is not None and not run.missing:
+        if not missing:
             self._end(run)
 
     async def _adopt(self, run: OwnRun, item: Item, neighbour: Neighbour) -> None:
@@ -209,23 +218,23 @@ class OwnGraph:
                 self._end(run)
 
     def _settle(self, run: OwnRun, item: Item, refs: list[Ref[Any]]) -> None:
-        index = item[0]
-        state = run.states.get(index)
+        state = run.states.get(item[0])
+        size = len(item)
         if state is None:
-            if len(item) == 3:
-                self._fail(self._nobody(run, index), item)
-        elif len(item) == 1:
-            state.on_stored()
-        elif len(item) == 2:
+            if size == 3:
+                self._fail(self._nobody(run, item[0]), item)
+        elif size == 2:
             state.on_plain(item[1])
-        elif len(item) == 3:
+        elif size == 1:
+            state.on_stored()
+        elif size == 3:
             self._fail(state, item)
         else:
             state.on_result(Arrived(item[1], item[2], [], refs))
 
     def _nobody(self, run: OwnRun, index: int) -> ResultState:
         """A step whose result nobody holds: its error is for whoever looks after such errors."""
-        state = ResultState(run, *self.specs[index - self.flow.inputs])
+        state = self._state(run, index)
         state.handles = 0
         if run.cancelled:
             state.expect_cancellation()
@@ -240,10 +249,10 @@ class OwnGraph:
     def _end(self, run: OwnRun) -> None:
         if self._runs.pop(run.number, None) is not None:
             run.over()
-            if not self._runs:
-                self._idle.set()
             if self._waiting:
                 self._pump()
+            elif self._idle is not None and not (self._runs or self._idle.done()):
+                self._idle.set_result(None)
 
     # Ending.
 
@@ -256,9 +265,8 @@ class OwnGraph:
 
     def skip(self, run: OwnRun) -> None:
         """Tell everybody that nobody wants a run's results."""
-        for process in self.plans:
-            neighbour: Neighbour = self._peer.loopback if process == self._peer.id else self._peer.link_to(process)
-            self._peer.graphs.send(neighbour, (SKIP, self._number, run.number))
+        for way in self._ways.values():
+            way.send((SKIP, self._number, run.number))
 
     def in_flight_with(self, remote: PeerId) -> int:
         """Runs under way that a process takes part in."""
@@ -266,6 +274,8 @@ class OwnGraph:
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone: what it has not reported will not come."""
+        for way in self._ways.values():
+            way.wake()
         for run in [run for run in self._runs.values() if run.sent]:
             self._lost_run(run, remote, error)
 
@@ -297,7 +307,9 @@ class OwnGraph:
         """
         self._closed = True
         try:
-            await self._idle.wait()
+            if self._runs:
+                self._idle = self._idle or self._peer.loop.create_future()
+                await asyncio.shield(self._idle)
         except asyncio.CancelledError:
             self.cancel("its graph was closed")
             raise

@@ -18,7 +18,7 @@ from .refs import HERE, RefState, state_of
 from .serialization import Names
 
 if TYPE_CHECKING:
-    from .link import Neighbour
+    from .neighbour import Neighbour
     from .peer import Peer
 
 # Bytes of values that go along with one call: more would hold up what comes after it, and a frame is bounded.

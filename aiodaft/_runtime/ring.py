@@ -68,8 +68,8 @@ class RingWriter(_Direction):
         self._head = 0
         self._ring_doorbell = ring_doorbell
 
-    def write(self, data: bytes | memoryview) -> int:
-        """Write as much as there is room for; returns how many bytes that was."""
+    def write(self, data: bytes | memoryview, *, wake: bool = True) -> int:
+        """Write as much as there is room for; returns how many bytes that was. A reader that sleeps may sleep on."""
         words = self._words
         count = min(len(data), CAPACITY - (self._head - words[_TAIL]))
         if not count:
@@ -83,11 +83,17 @@ class RingWriter(_Direction):
             self._data[: count - first] = data[first:count]
         self._head += count
         words[_HEAD] = self._head
+        if wake:
+            self.wake_reader()
+        return count
+
+    def wake_reader(self) -> None:
+        """See to it that what was written is noticed soon."""
+        words = self._words
         barrier()
         if words[_READER_SLEEPS] or not ORDERED:
             words[_READER_SLEEPS] = 0
             self._ring_doorbell()
-        return count
 
     def wait_for_room(self) -> bool:
         """Ask for the doorbell when there is room; False if there is some already."""

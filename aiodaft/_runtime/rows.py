@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.mailbox import Rules
@@ -16,13 +16,16 @@ from aiodaft.methods import MethodSpec, Options
 
 from .callers import capture, is_plain
 from .failures import add_note, as_call_error
-from .flow import NotAtHand, Value
+from .flow import Flowing, NotAtHand, Value
 from .incoming import IncomingCall
 
 if TYPE_CHECKING:
     from .arguments import Arguments
     from .graphs import Part, Run
     from .hosting import Cell
+
+
+_NO_KWARGS: Final[dict[str, Any]] = {}
 
 
 class InputFailed(Exception):
@@ -33,26 +36,47 @@ class InputFailed(Exception):
         self.error = error
 
 
+class Job:
+    """What all runs know of a step."""
+
+    def __init__(self, part: Part, position: int, method: MethodSpec) -> None:
+        plan = part.plan
+        step = plan.steps[position]
+        self.position = position
+        self.index = index = plan.values[position]
+        self.label = step.label
+        self.line = step.line
+        self.data = step.data
+        self.slots = step.data.slots
+        # Its arguments are the values of the slots, as they are.
+        self.bare = step.data.flat is not None and all(is_slot for is_slot, _ in step.data.flat)
+        self.fn = method.fn
+        self.transport = method.transport
+        # Who gets its result: rows of this process; others; the owner, who has given it a number if it is an output.
+        self.waited = index in part.waiting
+        self.flows = tuple([part.ways[remote] for remote in plan.sends[index]])
+        self.reported = index in plan.reports
+        self.place = plan.outputs.index(index) if index in plan.outputs else None
+        # Steps of this process use it.
+        self.used = index in plan.uses
+        # Somebody outside the row waits for it.
+        self.leaves = self.waited or self.reported or bool(self.flows)
+
+
 class Row:
-    """What all runs know of a row: its steps, with their methods."""
+    """What all runs know of a row."""
 
     def __init__(self, part: Part, segment: Segment) -> None:
-        plan = part.plan
-        steps = [plan.steps[position] for position in segment.steps]
-        self.steps: list[tuple[int, int, Step[Arguments]]] = [
-            (position, plan.values[position], step) for position, step in zip(segment.steps, steps, strict=True)
-        ]
-        self.remote, self.actor = steps[0].actor
+        steps = [part.plan.steps[position] for position in segment.steps]
+        _, actor = steps[0].actor
         rules = steps[0].rules
-        self.cell = part.peer.cells.get(self.actor)
-        self.methods = [self._method(step) for step in steps]
-        rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, row=len(steps) > 1)
+        self.cell = part.peer.cells.get(actor)
+        self.jobs = [
+            Job(part, position, self._method(step)) for position, step in zip(segment.steps, steps, strict=True)
+        ]
+        self.rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, row=len(steps) > 1)
         run: Callable[..., Any] = RowCall.run_on_thread if rules.on_thread else RowCall.run_on_loop
-        self.spec = MethodSpec(steps[0].label, rules.name, run, Options(rules))
-        # Results that somebody outside the row waits for.
-        self.leaving = {
-            index for _, index, _ in self.steps if plan.sends[index] or index in plan.reports or index in part.waiting
-        }
+        self.spec = MethodSpec(steps[0].label, rules.name, run, Options(self.rules))
 
     def _method(self, step: Step[Arguments]) -> MethodSpec:
         if self.cell is None:
@@ -67,29 +91,37 @@ class Row:
 class RowCall(IncomingCall):
     """A row in one run, from its run's beginning to its end."""
 
+    # Nobody asks for these: its results go where the plan says.
+    number = CallId(0)
+    mode = WANT_REPLY
+    # Steps whose results were given; results that the thread made.
+    _given = 0
+    _batch: deque[Flowing] | None = None
+
     def __init__(self, run: Run, row: Row) -> None:
-        super().__init__(run, run.id, CallId(0), cast("Cell", row.cell), row.spec, WANT_REPLY, ())
-        self.run = run
+        self.run = self.caller_link = run
         self.row = row
-        # Steps whose results were given; results that the thread made.
-        self._given = 0
-        self._batch: deque[Value] = deque()
-        self._made: dict[int, Value] = {}
+        self.caller = run.part.owner
+        self.cell = cast("Cell", row.cell)
+        self.spec = row.spec
+        self.rules = row.rules
+        if row.rules.on_thread:
+            self._token = [None]
+            self._batch = deque()
 
     @property
     def label(self) -> str:
         """The step that runs, or is the next to."""
-        return self.row.steps[min(self._given, len(self.row.steps) - 1)][2].label
+        return self.row.jobs[min(self._given, len(self.row.jobs) - 1)].label
 
     def deliver(self) -> None:
         """Put it into its actor's mailbox."""
-        cell = self.run.part.peer.cells.get(self.row.actor)
-        if cell is None:
+        if self.row.cell is None:
             error = ActorDied("the actor was stopped", executed=False)
             self.run.fail(self, error, executed=False)
         else:
             self.args = (self,)
-            cell.deliver(self)
+            self.row.cell.deliver(self)
 
     # Running. Called by the cell as if they were methods of the instance.
 
@@ -98,24 +130,25 @@ class RowCall(IncomingCall):
         """Do the steps; no error of theirs leaves this."""
         # It would keep itself alive.
         call.args = ()
-        last = len(call.row.steps) - 1
-        for number, (_, index, step) in enumerate(call.row.steps):
-            method = call.row.methods[number]
-            if last and number == last:
+        jobs = call.row.jobs
+        last = jobs[-1]
+        value: Flowing
+        for job in jobs:
+            if job is last and len(jobs) > 1:
                 call.cell.last_begun(call)
             executed = False
             try:
                 try:
-                    args, kwargs = call._arguments(number, patient=False)
+                    args, kwargs = call._arguments(job, patient=False)
                 except NotAtHand:
-                    await call._fetch_own(number)
-                    args, kwargs = call._arguments(number, patient=False)
+                    await call._fetch_own(job)
+                    args, kwargs = call._arguments(job, patient=False)
                 executed = True
-                result = await method.fn(instance, *args, **kwargs)
+                result = await job.fn(instance, *args, **kwargs)
                 if is_plain(result):
-                    value = Value(result)
+                    value = result
                 else:
-                    kept = await capture(call.cell, result, step.label, "result", method.transport)
+                    kept = await capture(call.cell, result, job.label, "result", job.transport)
                     await call.cell.peer.store.pack(kept)
                     value = Value.of_kept(kept)
             except InputFailed as failed:
@@ -123,34 +156,36 @@ class RowCall(IncomingCall):
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
-                value = call._failure(step, error, executed)
-            call._made[index] = value
+                value = call._failure(job, error, executed)
+            call.run.values[job.index] = value
             call._give(value)
 
     @staticmethod
     def run_on_thread(instance: Any, call: RowCall) -> None:
         """Do the steps on the actor's thread; no error of theirs leaves this."""
         call.args = ()
-        store = call.cell.peer.store
-        last = len(call.row.steps) - 1
-        for number, (_, index, step) in enumerate(call.row.steps):
-            method = call.row.methods[number]
-            if last and number == last:
+        store, batch = call.cell.peer.store, call._batch
+        assert batch is not None
+        jobs = call.row.jobs
+        last = jobs[-1]
+        value: Flowing
+        for job in jobs:
+            if job is last and len(jobs) > 1:
                 call.cell.last_begun(call)
             executed = False
             try:
                 try:
-                    args, kwargs = call._arguments(number, patient=True)
+                    args, kwargs = call._arguments(job, patient=True)
                 except NotAtHand:
                     peer = call.cell.peer
-                    asyncio.run_coroutine_threadsafe(call._fetch_own(number), peer.loop).result()
-                    args, kwargs = call._arguments(number, patient=True)
+                    asyncio.run_coroutine_threadsafe(call._fetch_own(job), peer.loop).result()
+                    args, kwargs = call._arguments(job, patient=True)
                 executed = True
-                result = method.fn(instance, *args, **kwargs)
+                result = job.fn(instance, *args, **kwargs)
                 if is_plain(result):
-                    value = Value(result)
+                    value = result
                 else:
-                    kept = store.keep_patiently(result, step.label, method.transport)
+                    kept = store.keep_patiently(result, job.label, job.transport)
                     store.pack_here(kept)
                     value = Value.of_kept(kept)
             except InputFailed as failed:
@@ -158,42 +193,41 @@ class RowCall(IncomingCall):
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
-                value = call._failure(step, error, executed)
-            call._made[index] = value
-            call._batch.append(value)
-            if number < last and index in call.row.leaving:
+                value = call._failure(job, error, executed)
+            call.run.values[job.index] = value
+            batch.append(value)
+            if job.leaves and job is not last:
                 call.cell.thread.to_loop(call.flush)
 
-    async def _fetch_own(self, number: int) -> None:
+    async def _fetch_own(self, job: Job) -> None:
         """Fetch what a step needs and was made in this process."""
-        for value in self._values(number):
-            if value.kept is not None:
+        for slot in job.slots:
+            value = self.run.values.get(slot)
+            if type(value) is Value and value.kept is not None:
                 await value.fetch_own(self.cell.peer)
 
-    def _arguments(self, number: int, *, patient: bool) -> tuple[Any, Any]:
+    def _arguments(self, job: Job, *, patient: bool) -> tuple[Any, Any]:
         store = self.cell.peer.store
-        values = self._values(number)
-        taken = [value.take(store, patient=patient) for value in values]
-        for value in values:
-            value.used()
-        return self.row.steps[number][2].data.make(store, taken, patient=patient)
+        run = self.run
+        taken: list[Any] = []
+        encoded: list[Value] | None = None
+        for slot in job.slots:
+            value = run.part.outside[job.position, -slot - 1] if slot < 0 else run.values[slot]
+            taken.append(value)
+            if type(value) is Value:
+                if value.failure is not None:
+                    source = run.part.plan.labels.get(slot, "a ref from outside the graph")
+                    raise InputFailed(value.error_for(job.label, source))
+                encoded = [*(encoded or ()), value]
+        if encoded:
+            taken = [value.take(store, patient=patient) if type(value) is Value else value for value in taken]
+            for value in encoded:
+                value.used()
+        return (taken, _NO_KWARGS) if job.bare else job.data.make(store, taken, patient=patient)
 
-    def _values(self, number: int) -> list[Value]:
-        position, _, step = self.row.steps[number]
-        part = self.run.part
-        values: list[Value] = []
-        for slot in step.data.slots:
-            value = part.outside[position, -slot - 1] if slot < 0 else self._made.get(slot) or self.run.values[slot]
-            if value.failure is not None:
-                raise InputFailed(
-                    value.error_for(step.label, part.plan.labels.get(slot, "a ref from outside the graph"))
-                )
-            values.append(value)
-        return values
-
-    def _failure(self, step: Step[Arguments], error: BaseException, executed: bool) -> Value:
-        caught = as_call_error(error, f"raised by {step.label} in {self.cell.where}")
-        add_note(caught, f"a step of a graph, captured at {step.line}")
+    def _failure(self, job: Job, error: BaseException, executed: bool) -> Value:
+        caught = as_call_error(error, f"raised by {job.label} in {self.cell.where}")
+        add_note(caught, f"a step of a graph, captured at {job.line}")
         return Value.of_error(caught, executed=executed)
 
     # Its results, on the loop.
@@ -203,25 +237,25 @@ class RowCall(IncomingCall):
         while self._batch:
             self._give(self._batch.popleft())
 
-    def _give(self, value: Value) -> None:
+    def _give(self, value: Flowing) -> None:
         if self.over:
             # It was given up, and everybody has been told.
-            if value.kept is not None:
+            if type(value) is Value and value.kept is not None:
                 value.kept.release()
             return
-        _, index, _ = self.row.steps[self._given]
+        job = self.row.jobs[self._given]
         self._given += 1
-        self.run.give(index, value)
+        self.run.give(job, value)
 
     def give_up(self, error: BaseException, *, executed: bool | None) -> None:
         """There will be no more results."""
         value = Value.of_error(error, executed=executed)
-        for number in range(self._given, len(self.row.steps)):
-            _, index, step = self.row.steps[number]
+        for number in range(self._given, len(self.row.jobs)):
+            job = self.row.jobs[number]
             if number > self._given:
-                before = self.row.steps[number - 1][2].label
-                value = Value.of_error(value.error_for(step.label, before), executed=False)
-            self.run.give(index, value)
+                before = self.row.jobs[number - 1].label
+                value = Value.of_error(value.error_for(job.label, before), executed=False)
+            self.run.give(job, value)
         self.over = True
         self.args = ()
 

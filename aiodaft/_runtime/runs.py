@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from aiodaft.exceptions import CallCancelled, DaftError
 
 from .failures import copy_error
-from .flow import Value
+from .flow import Flowing, Value
 from .kept import Kept
 from .refkinds import CallState
 from .refs import RefState, state_of
@@ -16,17 +16,20 @@ if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
 
     from .calls import Target
+    from .link import Link
     from .own_graphs import OwnGraph
 
 
 class ResultState(CallState):
     """A result of a run, as the process that owns the graph knows it."""
 
-    def __init__(self, run: OwnRun, target: Target, spec: MethodSpec) -> None:
-        super().__init__(target, spec, target.peer.next_number())
+    def __init__(self, run: OwnRun, target: Target, spec: MethodSpec, link: Link | None) -> None:
+        self.peer = peer = target.peer
+        self.target = target
+        self.spec = spec
+        self.number = peer.next_number()
+        self.link = link
         self._run = run
-        if target.remote != target.peer.id:
-            self.link = target.peer.link_to(target.remote)
 
     def cancel(self, why: str) -> bool:
         """Want it no more; the run is cancelled when nobody wants any of its results."""
@@ -57,15 +60,18 @@ class ResultState(CallState):
 class OwnRun:
     """One run, from its start to the last report."""
 
+    __slots__ = ("cancelled", "deadline", "graph", "inputs", "missing", "number", "ready", "sent", "states", "used")
+
     def __init__(self, graph: OwnGraph, number: int) -> None:
         self.graph = graph
         self.number = number
         self.states: dict[int, ResultState] = {}
         # Values that have to be reported.
-        self.missing = dict.fromkeys(graph.reports)
-        self.inputs: list[Value] = []
-        self.used: list[RefState] = []
-        self.ready = False
+        self.missing = graph.reports.copy()
+        self.inputs: list[Flowing] = []
+        # Refs inside the inputs.
+        self.used: list[RefState] | None = None
+        self.ready = True
         self.sent = False
         self.cancelled = False
         self.deadline: float | None = None
@@ -75,7 +81,7 @@ class OwnRun:
         used = [state_of(ref) for ref in (*kept.encoded.slots, *kept.refs)]
         for state in used:
             state.add_use()
-        self.used += used
+        self.used = [*(self.used or ()), *used]
 
     def wanted(self) -> bool:
         """Whether somebody still wants a result."""
@@ -103,7 +109,7 @@ class OwnRun:
     def drop_inputs(self) -> None:
         """They were sent, or will not be."""
         for value in self.inputs:
-            if value.kept is not None:
+            if type(value) is Value and value.kept is not None:
                 value.kept.release()
         self.inputs = []
 
@@ -112,7 +118,9 @@ class OwnRun:
         if not self.ready:
             # Its inputs are being encoded; whoever does that comes back.
             return
-        self.drop_inputs()
-        for state in self.used:
-            state.drop_use(failed=False)
-        self.used = []
+        if self.inputs:
+            self.drop_inputs()
+        if self.used:
+            for state in self.used:
+                state.drop_use(failed=False)
+            self.used = None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from .devices import Devices
-    from .link import Neighbour
+    from .neighbour import Neighbour
 
 T = TypeVar("T")
 

@@ -107,8 +107,8 @@ class TensorTable:
     def _finish_group(
         self, group: list[tuple[int, torch.Tensor]], sources: list[Source], specs: dict[int, Spec]
     ) -> None:
-        low = min(_extent(tensor)[0] for _, tensor in group)
-        high = max(_extent(tensor)[1] for _, tensor in group)
+        extents = [_extent(tensor) for _, tensor in group]
+        low, high = min(extents)[0], max(high for _, high in extents)
         first_index, first = group[0]
         compact = len(group) == 1 and high - low > first.numel() * first.element_size()
         # What is empty is nowhere.
@@ -122,14 +122,14 @@ class TensorTable:
         source.version = _version_counter(original)
         if len(group) == 1:
             source.origin = _origin(original)
-        for index, tensor in group:
+        for (index, tensor), (start, _) in zip(group, extents, strict=True):
             stride = _contiguous_stride(tensor.shape) if compact else list(tensor.stride())
             specs[index] = [
                 len(sources),
                 str(tensor.dtype).removeprefix("torch."),
                 list(tensor.shape),
                 stride,
-                0 if compact else _extent(tensor)[0] - low,
+                0 if compact else start - low,
                 self._flags(index),
                 _device_name(self._originals[index]),
             ]
@@ -220,10 +220,12 @@ def _storage_key(tensor: torch.Tensor, index: int) -> tuple[str, int]:
 
 def _groups(members: list[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
     """Tensors of one storage that travel as one span: all of them, unless that sends too much between them."""
+    if len(members) == 1:
+        return [members]
     extents = [_extent(tensor) for _, tensor in members]
     span = max(high for _, high in extents) - min(low for low, _ in extents)
     covered = sum(high - low for low, high in extents)
-    if len(members) == 1 or span <= _SPAN_SLACK * covered:
+    if span <= _SPAN_SLACK * covered:
         return [members]
     groups: list[list[tuple[int, torch.Tensor]]] = []
     end = -1
@@ -238,8 +240,11 @@ def _groups(members: list[tuple[int, torch.Tensor]]) -> list[list[tuple[int, tor
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and end of a tensor in its storage."""
-    low = int(tensor.storage_offset()) * tensor.element_size()
-    return low, low + _span(tensor.shape, tensor.stride()) * tensor.element_size()
+    itemsize = tensor.element_size()
+    low = int(tensor.storage_offset()) * itemsize
+    # The usual case is the cheap one.
+    span = tensor.numel() if tensor.is_contiguous() else _span(tensor.shape, tensor.stride())
+    return low, low + span * itemsize
 
 
 def _span(size: Any, stride: Any) -> int:

@@ -23,7 +23,8 @@ from .relays import Fetching, Relays
 
 if TYPE_CHECKING:
     from .landing import Landing
-    from .link import Link, Neighbour
+    from .link import Link
+    from .neighbour import Neighbour
     from .peer import Peer
 
 # Where a value is: kept here, at another process, or nowhere because making it failed.

@@ -16,6 +16,8 @@ from .ring import ORDERED, RingPair, barrier
 
 # Seconds of looking after the last sign of life.
 _LOOK: Final = 100e-6
+# Seconds of looking before others who want the processor may have it in between.
+_ALONE: Final = _LOOK / 10
 # Gaps that are longer than this count as this long.
 _LONG: Final = 10 * _LOOK
 # Gaps that are shorter on average are worth looking.
@@ -72,7 +74,7 @@ class Waiter:
     def look(self) -> None:
         """There was a sign of life: something was sent, and may be answered soon."""
         self._since = _now()
-        if not self._looking:
+        if self._rings and not self._looking:
             self._looking = True
             self._wake()
             self._loop.call_soon(self._turn)
@@ -91,6 +93,8 @@ class Waiter:
         elif not self._worth_looking() and self._asleep():
             self._looking = False
             return
+        elif _now() - self._since > _ALONE:
+            os.sched_yield()
         self._loop.call_soon(self._turn)
 
     def _worth_looking(self) -> bool:

@@ -39,13 +39,17 @@ def flows(draw: st.DrawFn) -> Dataflow[None]:
 
 
 def run(plans: dict[PeerId, SubPlan[None]], inputs: int) -> tuple[list[int], set[int]]:
-    """Play a run, each segment as late as its needs and its actor's order make it: the steps done, the reports."""
+    """Play a run, each segment as late as its needs and its actor's order make it: the steps done, the reports.
+
+    Who follows hears of the run with the first value that comes.
+    """
     has: dict[PeerId, set[int]] = {process: set(plan.inputs) for process, plan in plans.items()}
     waiting = {
         (process, key): deque(segment for segment in plan.segments if plan.steps[segment.steps[0]].actor == key)
         for process, plan in plans.items()
         for key in {step.actor for step in plan.steps}
     }
+    awake = {process for process, plan in plans.items() if not plan.follows}
     done: list[int] = []
     reports: set[int] = set()
     progress = True
@@ -53,7 +57,7 @@ def run(plans: dict[PeerId, SubPlan[None]], inputs: int) -> tuple[list[int], set
         progress = False
         for (process, _), segments in waiting.items():
             plan = plans[process]
-            if not segments or not has[process].issuperset(segments[0].needs):
+            if process not in awake or not segments or not has[process].issuperset(segments[0].needs):
                 continue
             progress = True
             made = set(segments[0].needs)
@@ -67,6 +71,7 @@ def run(plans: dict[PeerId, SubPlan[None]], inputs: int) -> tuple[list[int], set
                 for other in plan.sends[value]:
                     assert value in plans[other].receives[process]
                     has[other].add(value)
+                    awake.add(other)
     return done, reports
 
 

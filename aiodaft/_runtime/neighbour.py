@@ -1,0 +1,42 @@
+"""Where values and news come from and go to: another process, or this one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.messages import Message
+from aiodaft_transport import Control
+
+from .traffic import Traffic
+
+
+class Neighbour(Control, Protocol):
+    """Where a value comes from: another process over a link, or this one."""
+
+    @property
+    def remote(self) -> PeerId:
+        """Id of the process."""
+        ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """What went over it."""
+        ...
+
+    @property
+    def lost(self) -> Exception | None:
+        """Why it ended, once it has."""
+        ...
+
+    def send(self, message: Message) -> None:
+        """Say something to the process. What is said after the end is lost."""
+        ...
+
+    def send_quietly(self, message: Message) -> None:
+        """The same, at once; if the process sleeps, it may notice only when something else wakes it."""
+        ...
+
+    def wake(self) -> None:
+        """See to it that the process notices what was sent quietly."""
+        ...

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from aiodaft._runtime.incoming import current_deadline
+from aiodaft._runtime.current import current_deadline
 from aiodaft.exceptions import DeadlineExceeded
 
 __all__ = ["deadline"]

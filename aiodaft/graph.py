@@ -190,6 +190,7 @@ def _target(actor: object) -> Target:
 
 
 def _check_loop(peer: Peer, what: str) -> None:
+    peer.check_open(f"{what} on an open runtime")
     if asyncio._get_running_loop() is not peer.loop:
         raise RuntimeError(f"{what} on the event loop of its runtime, not in another thread")
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from aiodaft._runtime.forks import leave_signals, no_more, when_forked
 from aiodaft.runtime import Runtime, has_uvloop
 
 __all__ = ["run", "start", "stop"]
@@ -84,9 +85,12 @@ async def _until_terminated(main: Coroutine[Any, Any, T]) -> T:
 
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         loop.add_signal_handler(signal.SIGTERM, terminate)
+        when_forked(leave_signals)
     try:
         return await main
     except asyncio.CancelledError:
         if terminated:
             raise SystemExit(128 + signal.SIGTERM) from None
         raise
+    finally:
+        no_more(leave_signals)

@@ -11,6 +11,8 @@ import importlib.util
 import os
 import platform
 import sys
+import warnings
+import weakref
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 from types import TracebackType
@@ -117,6 +119,8 @@ class Runtime(Scope):
         self._peer: Peer | None = None
         self._nursery: Nursery | None = None
         self._ended: str | None = None
+        # This is a forked child of the process that has it.
+        self.stayed_behind = False
 
     # The block.
 
@@ -179,33 +183,50 @@ class Runtime(Scope):
         self.supervisor = Supervisor(peer)
         self.supervisor.on_over = lambda number: self.coordinator.release.tell(peer_id, number)
         peer.add_cell(SUPERVISOR, "supervisor", self.supervisor)
+        peer.on_forked = self._stay_behind
         set_process_peer(peer)
+        self._left_open = weakref.finalize(self, _warn_left_open)
+
+    def _end(self, why: str) -> tuple[Peer, Nursery] | None:
+        """It is not open any more; what there is to be closed, unless that was done."""
+        if self._ended is not None:
+            return None
+        self._ended = why
+        if self._peer is None or self._nursery is None:
+            return None
+        self._left_open.detach()
+        remove_process_peer(self._peer)
+        return self._peer, self._nursery
 
     async def _shut(self) -> None:
-        peer, nursery = self._peer, self._nursery
-        self._ended = "the runtime is closed"
-        if peer is None or nursery is None:
-            return
-        remove_process_peer(peer)
-        try:
-            await peer.aclose(self._ended)
-        finally:
-            await nursery.aclose()
+        parts = self._end("the runtime is closed")
+        if parts is not None:
+            peer, nursery = parts
+            try:
+                await peer.aclose("the runtime is closed")
+            finally:
+                await nursery.aclose()
 
     def abandon(self) -> None:
         """End the processes of a runtime whose loop is gone. Blocks until they are."""
-        peer, nursery = self._peer, self._nursery
-        self._ended = "the event loop it was opened on is gone"
-        if peer is None or nursery is None:
-            return
-        remove_process_peer(peer)
-        peer.abandon(self._ended)
-        nursery.abandon()
+        why = "the event loop it was opened on is gone"
+        parts = self._end(why)
+        if parts is not None:
+            peer, nursery = parts
+            peer.abandon(why)
+            nursery.abandon()
+
+    def _stay_behind(self) -> None:
+        parts = self._end("it stayed behind in the process that this one was forked from")
+        if parts is not None:
+            self.stayed_behind = True
+            _, nursery = parts
+            nursery.stay_behind()
 
     @property
     def is_stranded(self) -> bool:
-        """Whether the loop it was opened on has ended, so that nothing can be awaited there any more."""
-        return self._peer is not None and not self._peer.loop.is_running()
+        """Whether the loop it was opened on is not here any more, so that nothing can be awaited there."""
+        return self.stayed_behind or (self._peer is not None and not self._peer.loop.is_running())
 
     # What scopes need.
 
@@ -337,6 +358,10 @@ class Runtime(Scope):
     def __repr__(self) -> str:
         state = "closed" if self._ended else "not open" if self._peer is None else "open"
         return f"<Runtime {state}, {len(self._belongings)} actors>"
+
+
+def _warn_left_open() -> None:
+    warnings.warn("a runtime was left open: its actors end with it, and nobody waits for them", ResourceWarning, 2)
 
 
 def has_uvloop() -> bool:

@@ -56,6 +56,9 @@ class Scope(Spawner):
     async def __aexit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._runtime.stayed_behind:
+            # A forked child leaves the block as well: what it owns is the parent's.
+            return
         cancelled = await self._uncancel(error)
         interrupted = await self._close(graceful=error is None and not self._errors)
         errors = self._collect()
@@ -235,7 +238,8 @@ class Scope(Spawner):
 
     async def kill(self, actor: object) -> None:
         """End an actor's process at once, with every actor in it. Calls under way fail with ActorDied. Idempotent."""
-        await self._belongings.kill(self._target(actor))
+        target = self._target(actor)
+        await self._runtime.start_task(self._belongings.kill(target), f"kill {target.label}")
 
     async def stop_group(self, group: Group[Any]) -> None:
         """Stop every member of a group, the last rank first."""

@@ -11,6 +11,7 @@ from aiodaft import exceptions
 
 ROOT = Path(__file__).parent.parent
 PROMISES = ROOT / "docs" / "promises.md"
+FAULTS = ROOT / "docs" / "faults.md"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 LINK = re.compile(r"\[([^]]*)\]\(([^)]+)\)")
@@ -41,3 +42,20 @@ def test_the_promises_know_every_error_and_no_other() -> None:
     looks_like_one = re.compile(r"[A-Z]\w+(Error|Exceeded|Died|Lost|Closed|Failed|Cancelled|Detected|Reached|Handle)$")
     builtin = {"AttributeError", "TypeError", "CancelledError"}
     assert {name for name in named - errors - builtin if looks_like_one.match(name)} == set()
+
+
+def test_every_fault_names_tests_that_there_are() -> None:
+    rows = re.findall(r"^\| ([A-Z]\d+) \| (.+) \| (.+) \|$", FAULTS.read_text(), re.MULTILINE)
+    numbers = [*range(1, 54), *range(100, 121)]
+    assert [int(number[1:]) for number, _, _ in rows] == numbers
+    shown = {number: LINK.findall(tests) for number, _, tests in rows}
+    assert {number for number, links in shown.items() if not links} == {"G106", "G107", "G110"}
+    named = [link for links in shown.values() for link in links]
+    assert [name for name, at in named if f"def test_{name}(" not in (FAULTS.parent / at).read_text()] == []
+
+
+def test_every_fault_that_a_test_is_named_after_names_that_test() -> None:
+    text = FAULTS.read_text()
+    named = re.compile(r"def test_((?:[abcgh]\d+_(?:and_)?)+\w+)\(")
+    tests = [name for path in (ROOT / "tests").rglob("test_*.py") for name in named.findall(path.read_text())]
+    assert [name for name in tests if f"[{name}]" not in text] == []

@@ -12,8 +12,9 @@ from aiodaft.exceptions import ActorDied, RuntimeClosed
 from aiodaft.ref import Ref, Stream
 
 from .callers import all_plain
+from .current import current_deadline
 from .failures import add_note, copy_error, passed_on
-from .incoming import IncomingCall, current_call, current_deadline
+from .incoming import IncomingCall, current_call
 from .kept import Kept
 from .pickling import TooLong, home
 from .refkinds import CallState
@@ -162,12 +163,12 @@ class Outgoing:
             Overloaded: Too many calls are waiting.
         """
         peer = self._peer
+        if peer.closed is not None:
+            raise RuntimeClosed(f"{request.spec.label} cannot be called: {peer.closed}")
         running = asyncio._get_running_loop()
         if running is not peer.loop:
             self._submit_elsewhere(running, request)
             return
-        if peer.closed is not None:
-            raise RuntimeClosed(f"{request.spec.label} cannot be called: {peer.closed}")
         target, state, args = request.target, request.state, request.args
         request.deadline = deadline = peer.deadline()
         if target.remote == peer.id:

@@ -227,7 +227,7 @@ class Endpoint:
 
     async def send(self, value: Any) -> None:
         """Send an item; waits while the channel is full."""
-        self._check_open()
+        self._peer.check_open("the channel cannot be used")
         state = self._peer.refs.put(value, "Channel.send")
         ref: Ref[Any] = Ref(state)
         await ref.ready()
@@ -247,7 +247,7 @@ class Endpoint:
     async def receive(self) -> Any:
         """The next item; cancelling this loses none."""
         async with self._receiving:
-            self._check_open()
+            self._peer.check_open("the channel cannot be used")
             if self._taking is None:
                 self._taking = self._peer.tasks.start(self._take(), name="receive")
             await asyncio.wait([self._taking])
@@ -280,7 +280,7 @@ class Endpoint:
 
     async def aclose(self) -> None:
         """Close the channel: what is in it can still be received."""
-        self._check_open()
+        self._peer.check_open("the channel cannot be used")
         while True:
             if self.host == self._peer.id:
                 moved = await self._local_close()
@@ -293,10 +293,6 @@ class Endpoint:
     async def _local_close(self) -> Moved | None:
         handle: Channels = self._peer.channels_of(self._peer.id)
         return await handle.close(self.id)
-
-    def _check_open(self) -> None:
-        if self._peer.closed is not None:
-            raise RuntimeClosed(f"the channel cannot be used: {self._peer.closed}")
 
     def _remote(self) -> Channels:
         return self._peer.channels_of(self.host)

@@ -1,4 +1,4 @@
-"""Which peer user code means that names none: `Channel()`, `empty()`."""
+"""What surrounds user code: the peer that it means where it names none (`Channel()`, `empty()`), and its deadline."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 
 from aiodaft.exceptions import RuntimeClosed
 
+from .forks import when_forked
+
 if TYPE_CHECKING:
     from .peer import Peer
 
+# When the surrounding call, or `aiodaft.deadline()`, ends the time for everything inside; on the loop's clock.
+current_deadline: ContextVar[float | None] = ContextVar("aiodaft_current_deadline", default=None)
 _context_peer: ContextVar[Peer | None] = ContextVar("aiodaft_peer", default=None)
 # Open peers of this process, oldest first. A worker has exactly one.
 _open_peers: list[Peer] = []
@@ -17,6 +21,7 @@ _open_peers: list[Peer] = []
 
 def set_process_peer(peer: Peer) -> None:
     """A peer was opened."""
+    when_forked(_leave_all)
     _open_peers.append(peer)
     _context_peer.set(peer)
 
@@ -25,6 +30,13 @@ def remove_process_peer(peer: Peer) -> None:
     """A peer was closed."""
     if peer in _open_peers:
         _open_peers.remove(peer)
+
+
+def _leave_all() -> None:
+    peers = _open_peers[:]
+    _open_peers.clear()
+    for peer in peers:
+        peer.stay_behind()
 
 
 def current_peer() -> Peer:

@@ -15,7 +15,6 @@ from aiodaft.exceptions import ActorDied, OutcomeUnknown, RestartLimitReached
 
 from .calls import Target
 from .following import Followed, Whereabouts
-from .incoming import current_deadline
 from .making import stop_actor
 from .supervisor import Life, State
 from .tasks import logger
@@ -133,8 +132,6 @@ class Family:
 
     async def _bring_back(self, key: Life | None) -> None:
         """Stop who has to be stopped, then start who has to be started, until nobody has to be."""
-        # Whatever it was that noticed the death, its deadline is not ours.
-        current_deadline.set(None)
         changed = self._working[key]
         try:
             while True:

@@ -30,7 +30,6 @@ from aiodaft.ref import Ref
 
 from .calls import Request, Target
 from .failures import copy_error
-from .incoming import current_deadline
 from .link import Link
 from .pickling import home
 from .refkinds import CallState
@@ -167,8 +166,6 @@ class Followed(Target):
 
     async def _find(self, link: Link | None) -> None:
         """Ask where it is, which is answered when it is somewhere."""
-        # It is asked for every call that waits, not for the one that came first.
-        current_deadline.set(None)
         try:
             # Its process is gone if the supervisor is to know more; two processes may also have fallen out.
             lost = None if link is None else await self.peer.explanation(link)

@@ -90,6 +90,16 @@ class ForkServer:
                 pass
         finally:
             self._sweep()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Be no fork server any more: this is a worker, or the end."""
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGCONT, DOORBELL):
+            signal.signal(number, signal.SIG_DFL)
+        self._selector.close()
+        for end in (self._node, self._wakeup, self._wakeup_end):
+            end.close()
 
     def _continued(self) -> None:
         """The parent is gone, or this process was stopped and is not any more.
@@ -162,12 +172,7 @@ class ForkServer:
             return pid
         status = 1
         try:
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGCONT, DOORBELL):
-                signal.signal(number, signal.SIG_DFL)
-            self._selector.close()
-            for end in (self._node, self._wakeup, self._wakeup_end):
-                end.close()
+            self._let_go()
             os.environ.update(environment)
             from .worker import run_forked  # noqa: PLC0415 - only the child needs it, and by then it is imported
 

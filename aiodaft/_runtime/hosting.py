@@ -15,8 +15,9 @@ from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExce
 
 from .actor_thread import ActorThread
 from .callers import is_plain
+from .current import current_deadline
 from .failures import as_call_error
-from .incoming import IncomingCall, current_call, current_deadline
+from .incoming import IncomingCall, current_call
 from .kept import Kept
 
 if TYPE_CHECKING:
@@ -140,8 +141,8 @@ class Cell:
         if self.mailbox.watching:
             self.peer.call_soon(self.look_again)
         current_call.set(call)
-        if call.deadline is not None:
-            current_deadline.set(call.deadline)
+        # Also if it has none: its context may be that of the call whose end let it begin.
+        current_deadline.set(call.deadline)
 
     def last_begun(self, call: IncomingCall) -> None:
         """In its task or thread: the last call of a row begins, so that those after the row may start."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 _NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 current_call: ContextVar[IncomingCall | None] = ContextVar("aiodaft_current_call", default=None)
-# When the surrounding call, or `aiodaft.deadline()`, ends the time for everything inside; on the loop's clock.
-current_deadline: ContextVar[float | None] = ContextVar("aiodaft_current_deadline", default=None)
 
 
 class Caller(Protocol):

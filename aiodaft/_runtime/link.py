@@ -198,11 +198,13 @@ class Link:
         self.flush_soon()
 
     def abandon(self) -> None:
-        """Close the socket where the loop does not run any more."""
+        """Close the socket and the rings where the loop does not run. The waiter looks at none any more."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        self._drop_rings()
+        ring = self._take_ring()
+        if ring is not None:
+            ring.close()
 
     def close(self, reason: Exception) -> None:
         """End the link. Idempotent. The owner hears of it."""
@@ -271,11 +273,15 @@ class Link:
         self._outbox.flush()
 
     def _drop_rings(self) -> None:
-        ring, self._ring = self._outbox.ring or self._ring, None
-        self._outbox.close()
+        ring = self._take_ring()
         if ring is not None:
             self._owner.waiter.remove(ring)
             ring.close()
+
+    def _take_ring(self) -> RingPair | None:
+        ring, self._ring = self._outbox.ring or self._ring, None
+        self._outbox.close()
+        return ring
 
     # Receiving.
 
@@ -350,8 +356,9 @@ class Link:
         self._outbox.drop()
         if self._socket is not None and self._drain_input():
             lost = PeerLost(f"the connection to {self.remote} broke: {error}")
-            # Lost links are remembered: not so the frames of whoever wrote, and what these know.
+            # Lost links are remembered: not so the frames of whoever wrote, nor what was being handled there.
             lost.__cause__ = error.with_traceback(None)
+            error.__context__ = None
             self.close(lost)
 
     def _drain_input(self) -> bool:

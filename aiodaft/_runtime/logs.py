@@ -24,45 +24,60 @@ _MAX_LINE: Final = 4 << 10
 class WorkerOutput:
     """Standard output and error of one worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, reading: dict[int, int]) -> None:
         # Changed when actors move in; set before the worker can print.
         self.name = ""
+        # Where each stream is read, until the worker has closed it; whoever reads has the lock.
+        self._reading = reading
+        self._lock = threading.Lock()
         self._last: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._partial = {1: b"", 2: b""}
-        self.closed = threading.Event()
-        self._open_streams = 2
+        self._partial = dict.fromkeys(reading, b"")
+        # Streams and lines that are still to be passed on.
+        self._unwritten: deque[tuple[int, list[str]]] = deque()
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """The last lines on standard error."""
+        """The last lines that were printed on standard error up to now."""
+        # The thread may not have come to them yet; what is there is no more than a pipe holds.
+        for _ in range(_PIPE_SIZE // _READ_SIZE):
+            if not self.read(2):
+                break
         return tuple(self._last)
 
-    def feed(self, stream: int, data: bytes) -> None:
-        """The worker printed something."""
-        *lines, rest = (self._partial[stream] + data).split(b"\n")
-        if len(rest) > _MAX_LINE:
-            lines.append(rest)
-            rest = b""
-        self._partial[stream] = rest
-        self._emit(stream, lines)
+    def read(self, stream: int) -> bytes | None:
+        """Take in what was printed: some of it, nothing at the end, None if there is no more yet. Any thread."""
+        with self._lock:
+            if stream not in self._reading:
+                return b""
+            try:
+                data = os.read(self._reading[stream], _READ_SIZE)
+            except BlockingIOError:
+                return None
+            *lines, rest = (self._partial[stream] + data).split(b"\n")
+            if rest and (not data or len(rest) > _MAX_LINE):
+                lines.append(rest)
+                rest = b""
+            self._partial[stream] = rest
+            texts = [line.decode("utf-8", "backslashreplace").rstrip("\r") for line in lines]
+            if stream == 2:
+                self._last.extend(text[:_MAX_LINE] for text in texts)
+            self._unwritten.append((stream, texts))
+            return data
 
-    def finish(self, stream: int) -> None:
-        """The worker closed a stream, most likely by ending."""
-        rest, self._partial[stream] = self._partial[stream], b""
-        self._emit(stream, [rest] if rest else [])
-        self._open_streams -= 1
-        if not self._open_streams:
-            self.closed.set()
-
-    def _emit(self, stream: int, lines: list[bytes]) -> None:
-        texts = [line.decode("utf-8", "backslashreplace").rstrip("\r") for line in lines]
-        if stream == 2:
-            self._last.extend(text[:_MAX_LINE] for text in texts)
-        target = sys.stdout if stream == 1 else sys.stderr
+    def pass_on(self) -> None:
+        """Print what was taken in; takes as long as whoever reads that."""
         # A program whose own output is gone must not lose its actors over it.
         with suppress(OSError, ValueError, AttributeError):
-            target.write("".join(f"({self.name}) {text}\n" for text in texts))
-            target.flush()
+            while self._unwritten:
+                stream, lines = self._unwritten.popleft()
+                target = sys.stdout if stream == 1 else sys.stderr
+                target.write("".join(f"({self.name}) {line}\n" for line in lines))
+                target.flush()
+
+    def close(self, stream: int) -> None:
+        """Read a stream no more."""
+        with self._lock:
+            os.close(self._reading.pop(stream))
 
 
 class LogPump:
@@ -80,16 +95,17 @@ class LogPump:
 
     def open(self) -> tuple[WorkerOutput, int, int]:
         """Pipes for a new worker: where its output is seen, and the two ends to write to, which the caller closes."""
-        output = WorkerOutput()
+        reading: dict[int, int] = {}
         ends: list[int] = []
         for stream in (1, 2):
-            reading, writing = os.pipe2(os.O_CLOEXEC)
+            reading[stream], writing = os.pipe2(os.O_CLOEXEC)
             with suppress(OSError):
                 fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
-            os.set_blocking(reading, False)
+            os.set_blocking(reading[stream], False)
             ends.append(writing)
-            with self._lock:
-                self._new.append((reading, (output, stream)))
+        output = WorkerOutput(reading)
+        with self._lock:
+            self._new += [(fd, (output, stream)) for stream, fd in reading.items()]
         if self._thread is None:
             self._thread = threading.Thread(target=self._pump, name="aiodaft logs", daemon=True)
             self._thread.start()
@@ -120,9 +136,11 @@ class LogPump:
                     self._read(key.fd, *key.data)
             if self._closing:
                 break
+        self._take_new()
         for key in list(self._selector.get_map().values()):
             if key.data is not None and self._read(key.fd, *key.data):
-                os.close(key.fd)
+                output, stream = key.data
+                output.close(stream)
         self._selector.close()
 
     def _take_new(self) -> None:
@@ -133,14 +151,9 @@ class LogPump:
 
     def _read(self, fd: int, output: WorkerOutput, stream: int) -> bool:
         """Pass on what is there; False once the worker has closed its end, and so this one is closed."""
-        try:
-            data = os.read(fd, _READ_SIZE)
-        except BlockingIOError:
-            return True
-        if data:
-            output.feed(stream, data)
-            return True
-        output.finish(stream)
-        self._selector.unregister(fd)
-        os.close(fd)
-        return False
+        data = output.read(stream)
+        output.pass_on()
+        if data == b"":
+            self._selector.unregister(fd)
+            output.close(stream)
+        return data != b""

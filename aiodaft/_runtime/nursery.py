@@ -193,16 +193,27 @@ class Nursery:
             os.close(fd)
         process.wait()
 
-    def abandon(self) -> None:
-        """As `aclose`, where the loop does not run any more."""
+    def leave(self) -> None:
+        """Close this process's ends of all sockets, without the loop."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        for child in self._children.values():
+            child.pulse.close()
+
+    def stay_behind(self) -> None:
+        """In a forked child: the parent goes on with the fork server."""
+        self.leave()
+        if self._process is not None:
+            # Whose child it is not, and which is not to be reaped here.
+            self._process.returncode = 0
+
+    def abandon(self) -> None:
+        """As `aclose`, where the loop does not run any more."""
+        self.leave()
         if self._process is not None:
             _end(self._process)
             self._process = None
-        for child in self._children.values():
-            child.pulse.close()
         self._logs.close()
 
     async def _ensure_started(self) -> None:

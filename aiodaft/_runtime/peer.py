@@ -30,6 +30,7 @@ from .agent import Agent
 from .callers import LocalCaller
 from .calls import CallSink, Outgoing, Target
 from .channels import Channels
+from .current import current_deadline
 from .deadlocks import Deadlocks
 from .dispatch import Dispatch
 from .env import Env
@@ -37,7 +38,7 @@ from .following import Followers
 from .graphs import Graphs
 from .hosted import Hosted
 from .hosting import Cell
-from .incoming import IncomingCall, current_deadline
+from .incoming import IncomingCall
 from .link import Link
 from .loopback import Loopback
 from .offload import Offload
@@ -121,6 +122,8 @@ class Peer:
         # Told of errors that nobody holds and no scope owns, of processes that ended, and of a wish to exit.
         self.on_unheld: Callable[[BaseException, str], object] = _log_unheld
         self.on_exit: Callable[[BaseException], object] = _ignore_exit
+        # Told, in a forked child, that it stayed behind.
+        self.on_forked: Callable[[], object] = lambda: None
         self.explain: Callable[[Link, Exception], Awaitable[DaftError]] = _explain_plainly
         self.key = key
         self._numbers = itertools.count(1)
@@ -311,13 +314,28 @@ class Peer:
     def _open_transport(self, name: str) -> Transport:
         return open_transport(name, self, self.key, local=self.id)
 
-    def abandon(self, reason: str) -> None:
-        """Let go of everything where the loop does not run any more."""
+    def leave(self, reason: str) -> None:
+        """Close this process's ends of its links, and use the loop no more: it has ended, or is that of the parent."""
         self.closed = reason
+        self.waiter.abandon()
         for link in self.links.values():
             link.abandon()
+
+    def stay_behind(self) -> None:
+        """In a forked child: the parent goes on with links and actors, and with what they send."""
+        self.leave("the runtime stayed behind in the process that this one was forked from")
+        self.on_forked()
+
+    def abandon(self, reason: str) -> None:
+        """Let go of everything where the loop does not run any more."""
+        self.leave(reason)
         self.offload.abandon()
         self.store.close()
+
+    def check_open(self, what: str) -> None:
+        """Raise RuntimeClosed if nothing works any more."""
+        if self.closed is not None:
+            raise RuntimeClosed(f"{what}: {self.closed}")
 
     async def aclose(self, reason: str) -> None:
         """End every link, task and thread, and free every value. Idempotent."""

@@ -60,7 +60,8 @@ def visible_pid(child: int | None = None) -> int:
 
 def _visible_children() -> list[int]:
     try:
-        with open("/proc/thread-self/children", encoding="ascii") as file:
+        # Bytes: a codec may have to be imported, which a signal handler that looks as well must not interrupt.
+        with open("/proc/thread-self/children", "rb") as file:
             return [int(pid) for pid in file.read().split()]
     except OSError:
         return []

@@ -258,6 +258,7 @@ class RefState(Tenure):
     def wait_settled(self) -> Generator[Any, None, None]:
         """Wait until the value exists somewhere, or the call failed. Raises nothing of the call."""
         if not self.settled:
+            self.peer.check_open(f"{self.label} cannot be awaited")
             future: asyncio.Future[None] = self.peer.loop.create_future()
             self.watch(lambda _: _wake([future]))
             yield from future.__await__()
@@ -277,6 +278,7 @@ class RefState(Tenure):
             yield from unread.__await__()
 
     def _wait_for_value(self) -> Generator[Any, None, None]:
+        self.peer.check_open(f"{self.label} cannot be awaited")
         if asyncio._get_running_loop() is not self.peer.loop:
             raise RuntimeError(f"{self.label} is awaited on another event loop than the one its runtime was opened on")
         future: asyncio.Future[None] = self.peer.loop.create_future()

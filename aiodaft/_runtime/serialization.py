@@ -10,7 +10,6 @@ between them.
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, NamedTuple
 
@@ -172,12 +171,12 @@ class Encoder(PicklerHooks):
     def _chunks(self, kind: str, items: list[Any]) -> Any:
         """A long container as pieces in a buffer of its own: packing it at once would hold the interpreter."""
         self.heavy = True
-        out = io.BytesIO()
+        out = bytearray()
         for start in range(0, len(items), CHUNK):
             part = items[start : start + CHUNK]
-            out.write(pack(self._walk_list(part)))
+            out += pack(self._walk_list(part))
             breathe()
-        return pack_exts(CHUNKS, [kind, self.add_source(out.getbuffer())])
+        return pack_exts(CHUNKS, [kind, self.add_source(memoryview(out))])
 
     def _walk_other(self, value: Any) -> Any:
         kind = type(value)

@@ -98,6 +98,7 @@ class StreamState:
             changed.set_result(None)
 
     async def _wait_change(self) -> None:
+        self.peer.check_open(f"{self.label} cannot be awaited")
         if self._changed is None:
             self._changed = self.peer.loop.create_future()
         # Several tasks may take from one stream; cancelling one must not wake the others.

@@ -7,7 +7,10 @@ import logging
 import sys
 from collections.abc import Coroutine, Generator
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
 from typing import Any, TypeVar
+
+from .current import current_deadline
 
 logger = logging.getLogger("aiodaft")
 
@@ -28,8 +31,13 @@ class TaskOwner:
         return task
 
     def start(self, coro: Coroutine[Any, Any, T], /, *, name: str) -> asyncio.Task[T]:
-        """Start a task whose result or error the caller takes, and that lives at most as long as its owner."""
-        task = asyncio.get_running_loop().create_task(coro, name=f"{self._name}: {name}")
+        """Start a task whose result or error the caller takes, and that lives at most as long as its owner.
+
+        The deadline of the caller is not that of the task: what it does is for others as well, or clears up.
+        """
+        context = copy_context()
+        context.run(current_deadline.set, None)
+        task = asyncio.get_running_loop().create_task(coro, name=f"{self._name}: {name}", context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

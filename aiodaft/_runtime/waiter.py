@@ -67,6 +67,10 @@ class Waiter:
             self._rings = kept
             self._loop.remove_reader(ring.doorbell)
 
+    def abandon(self) -> None:
+        """Look at none any more, where the loop does not run."""
+        self._rings = ()
+
     def look(self) -> None:
         """There was a sign of life: something was sent, and may be answered soon."""
         self._since = _now()

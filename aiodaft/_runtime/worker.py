@@ -20,6 +20,7 @@ from .current import set_process_peer
 from .dumps import offer_dump
 from .env import Env
 from .failures import encode_error
+from .forks import leave_signals, when_forked
 from .link import Link
 from .peer import Peer, PeerOptions
 from .processes import die_with_parent
@@ -68,6 +69,7 @@ class Worker:
         """Serve; returns the exit status."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._end, 128 + signal.SIGTERM)
+        when_forked(leave_signals)
         settings = self._settings
         options = PeerOptions(
             id=PeerId(settings.id),

@@ -57,14 +57,14 @@ async def test_a_call_that_waits_for_its_argument_holds_back_later_ones_unless_u
 
 async def test_eight_callers_keep_their_own_orders(rt: aiodaft.Runtime) -> None:
     log = await rt.spawn(Log)
-    relays = [await rt.on(with_=log).spawn(Relay) for _ in range(2)]
-    del relays
-    refs = [log.note((caller, index)) for index in range(200) for caller in range(8)]
-    await asyncio.gather(*refs)
+    # From this process, from the actor's own, and from six others.
+    relays = [await rt.on(with_=log).spawn(Relay), *(await rt.group(6, Relay))]
+    noted = [relay.note_all(log, caller, 1000) for caller, relay in enumerate(relays)]
+    await asyncio.gather(*noted, *(log.note((7, index)) for index in range(1000)))
     seen = await log.all()
-    assert len(seen) == 1600
+    assert len(seen) == 8000
     for caller in range(8):
-        assert [index for who, index in seen if who == caller] == list(range(200))
+        assert [index for who, index in seen if who == caller] == list(range(1000))
 
 
 async def test_async_calls_run_side_by_side(rt: aiodaft.Runtime) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
@@ -88,7 +89,19 @@ async def by_anyio_group(wait: Wait, drive: Drive) -> None:
         tasks.create_task(drive(group.cancel_scope.cancel))
 
 
+async def by_eager_task(wait: Wait, drive: Drive) -> None:
+    loop = asyncio.get_running_loop()
+    if sys.version_info >= (3, 12):
+        loop.set_task_factory(asyncio.eager_task_factory)
+    try:
+        await by_task(wait, drive)
+    finally:
+        loop.set_task_factory(None)
+
+
 CALLERS = [by_task, by_timeout, by_sibling, by_anyio_scope, by_anyio_deadline, by_anyio_group]
+if sys.version_info >= (3, 12):
+    CALLERS.append(by_eager_task)
 
 
 # Where the call is. Each gives what waits, what comes before the cancellation and after it, and what must be true then.

@@ -51,6 +51,17 @@ async def test_c35_an_exit_is_not_an_error_of_the_controller(rt: aiodaft.Runtime
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.parametrize("method", ["raise_named", "raise_named_on_thread"])
+@pytest.mark.parametrize(("name", "code"), [("KeyboardInterrupt", 130), ("SystemExit", 0)])
+async def test_a7_what_ends_a_program_ends_the_actor_and_not_its_caller(
+    rt: aiodaft.Runtime, method: str, name: str, code: int
+) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(aiodaft.ActorDied, match=f"ended with exit code {code}") as caught:
+        await getattr(failing, method)(name)
+    assert (caught.value.exit_code, caught.value.executed) == (code, None)
+
+
 async def test_c36_the_kernel_that_kills_for_want_of_memory_is_named_and_others_live() -> None:
     with little_memory(256 << 20) as group:
         async with aiodaft.Runtime(preload=(), stop_grace=1) as rt:
@@ -95,9 +106,11 @@ async def test_c37_a_call_to_a_dead_actor_fails_at_once_and_says_it_did_not_run(
     failing = await rt.spawn(Failing)
     with pytest.raises(aiodaft.ActorDied):
         await failing.kill_itself()
+    sent = rt.traffic().messages_sent
     with pytest.raises(aiodaft.ActorDied) as caught:
         await failing.use(1)
     assert caught.value.executed is False
+    assert rt.traffic().messages_sent == sent
 
 
 async def test_an_actor_that_calls_a_dead_one_gets_the_same_error(rt: aiodaft.Runtime) -> None:

@@ -96,8 +96,12 @@ def test_a_loop_that_was_closed_under_a_started_runtime_does_not_prevent_the_nex
     pids: list[int] = []
 
     async def cell() -> None:
-        rt = await aiodaft.start()
-        pids.append((await rt.info(await rt.spawn(Echo))).pid)
+        rt = await aiodaft.start(preload=())
+        echo = await rt.spawn(Echo)
+        pids.append((await rt.info(echo)).pid)
+        # Leaves its link a ring.
+        async with aiodaft.compile(lambda x: echo.echo(x)) as graph:
+            assert await graph(1) == 1
 
     async def last() -> None:
         await cell()
@@ -288,6 +292,8 @@ SCRIPT = """
     from actors import Echo, Sleeper
 
     async def main():
+        # Debug mode tells of these, which says more of the machine.
+        asyncio.get_running_loop().slow_callback_duration = 60
         async with aiodaft.Runtime() as rt:
             echo, sleeper = await rt.spawn(Echo), await rt.spawn(Sleeper)
             assert await asyncio.gather(echo.echo(1), echo.echo_on_thread(2)) == [1, 2]
@@ -314,11 +320,15 @@ SCRIPT = """
         ("__import__('anyio').run(main, backend_options=dict(use_uvloop=True))", "uvloop", True),
     ],
 )
-def test_the_same_program_runs_on_every_loop(run: str, loop: str, with_uvloop: bool) -> None:
+def test_the_same_program_runs_on_every_loop_and_nothing_is_warned_of(run: str, loop: str, with_uvloop: bool) -> None:
     block_uvloop = "" if with_uvloop else "sys.modules['uvloop'] = None"
     code = textwrap.dedent(SCRIPT).format(support=str(SUPPORT), run=run, block_uvloop=block_uvloop)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=25, check=False
+        [sys.executable, "-X", "dev", "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=25,
+        check=False,
     )
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["['sleep began', 'sleep cleaned up']", loop, "done"]

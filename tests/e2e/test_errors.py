@@ -52,6 +52,14 @@ async def test_an_exception_that_cannot_be_rebuilt_comes_as_text(rt: aiodaft.Run
     assert await failing.use("alive") == "alive"
 
 
+async def test_a_class_that_cannot_be_imported_here_comes_as_text(rt: aiodaft.Runtime) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(aiodaft.RemoteError, match="told all the same") as caught:
+        await failing.raise_unknown()
+    assert (caught.value.type_name, caught.value.executed) == ("known_here.LocalError", True)
+    assert await failing.use("alive") == "alive"
+
+
 async def test_a_huge_message_is_cut(rt: aiodaft.Runtime) -> None:
     failing = await rt.spawn(Failing)
     with pytest.raises(aiodaft.RemoteError) as caught:
@@ -66,6 +74,14 @@ async def test_a_cancellation_that_a_method_raises_fails_the_task_group(rt: aiod
         async with asyncio.TaskGroup() as group:
             group.create_task(failing.raise_cancelled().value())
     assert isinstance(caught.value.exceptions[0], aiodaft.CallCancelled)
+
+
+@pytest.mark.parametrize("method", ["raise_named", "raise_named_on_thread"])
+async def test_generator_exit_is_an_error_like_any_other(rt: aiodaft.Runtime, method: str) -> None:
+    failing = await rt.spawn(Failing)
+    with pytest.raises(RuntimeError, match="raised GeneratorExit"):
+        await getattr(failing, method)("GeneratorExit")
+    assert await failing.use("alive") == "alive"
 
 
 async def test_stop_iteration_does_not_end_the_callers_own_generators(rt: aiodaft.Runtime) -> None:

@@ -232,6 +232,22 @@ async def test_a_scope_that_ends_while_an_actor_is_made_takes_it_along(mrt: aiod
         await asyncio.wait([making])
 
 
+async def test_c45_a_constructor_that_hangs_is_given_up_at_the_deadline(mrt: aiodaft.Runtime, tmp_path: Path) -> None:
+    before = await mrt.resources()
+
+    async def spawn() -> None:
+        with pytest.raises(aiodaft.DeadlineExceeded):
+            async with aiodaft.deadline(1):
+                await mrt.on(gpus=1).spawn(StuckInConstructor, str(tmp_path / "pid"))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(spawn())
+        pid = await _made(tmp_path / "pid")
+    while is_alive(pid):
+        await asyncio.sleep(0)
+    assert await mrt.resources() == before
+
+
 async def test_a_runtime_that_ends_while_an_actor_is_made_takes_it_along(tmp_path: Path) -> None:
     async with aiodaft.Runtime(preload=()) as rt:
         making = asyncio.get_running_loop().create_task(rt.spawn(StuckInConstructor, str(tmp_path / "pid"))._begin())

@@ -86,6 +86,17 @@ def test_c53_a_terminated_controller_closes_its_scopes(tmp_path: Path) -> None:
         wait_gone(pids)
 
 
+def test_g108_a_controller_that_is_killed_while_a_graph_runs_leaves_nothing(tmp_path: Path) -> None:
+    with controller("runs a graph", tmp_path) as (process, pids):
+        assert process.stdout is not None
+        for _ in range(3):
+            assert process.stdout.readline() == "passed\n"
+        everybody = descendants(process.pid) | set(pids)
+        process.kill()
+        wait_gone(everybody)
+    assert list(tmp_path.iterdir()) == []
+
+
 @kill_points
 def test_c52_killed_while_payloads_move_nothing_stays(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)

@@ -96,6 +96,20 @@ async def test_an_error_in_a_scope_ends_that_scope_only(rt: aiodaft.Runtime) -> 
         await scope.spawn(Echo)
 
 
+async def test_b29_one_of_five_that_raises_ends_the_others(rt: aiodaft.Runtime) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with rt.scope() as scope:
+            group = await scope.group(5, Failing)
+            pids = [(await rt.info(member)).pid for member in group]
+            waiting = [member.wait() for member in group[:4]]
+            await asyncio.gather(*(member.count() for member in group[:4]))
+            group[4].raise_value_error("the fifth")
+            await asyncio.gather(*waiting)
+    assert [str(error) for error in caught.value.exceptions] == ["the fifth"]
+    assert all(ref.done() for ref in waiting)
+    assert not any(map(is_alive, pids))
+
+
 async def test_spawn_as_a_context_manager_stops_its_actor(rt: aiodaft.Runtime) -> None:
     async with rt.spawn(Echo) as echo, rt.group(2, Failing) as group:
         assert await echo.echo(1) == 1

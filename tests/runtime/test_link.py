@@ -13,6 +13,7 @@ from aiodaft._protocol.session import Session
 from aiodaft._runtime.link import Link
 from aiodaft._runtime.replies import State
 from aiodaft._runtime.waiter import Waiter
+from aiodaft.exceptions import PeerLost
 
 HERE, THERE = PeerId("here"), PeerId("there")
 GREETING: Message = (HELLO, WIRE_VERSION, WIRE_VERSION, THERE, 1)
@@ -55,3 +56,20 @@ async def test_a_peer_that_ends_with_something_unread_is_heard_to_its_last_word(
     theirs.close()
     await owner.lost.wait()
     assert owner.came == notes
+
+
+async def test_a_lost_link_does_not_remember_what_was_being_handled_when_it_broke() -> None:
+    owner = Owner()
+    session: Session[State] = Session(HERE, 2, remote=THERE, max_pending=1)
+    link = Link(owner, session, THERE, asyncio.get_running_loop())
+    ours, theirs = socket.socketpair()
+    link.attach(ours)
+    theirs.close()
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        link.send((NOTE, "shm", b"", 0))
+    assert isinstance(link.lost, PeerLost)
+    broken = link.lost.__cause__
+    assert isinstance(broken, BrokenPipeError)
+    assert (broken.__traceback__, broken.__context__, link.lost.__context__) == (None, None, None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from aiodaft._protocol.codec import unpack
 from aiodaft._runtime import forkserver as order
+from aiodaft._runtime.logs import LogPump
 from aiodaft._runtime.nursery import Nursery
 
 
@@ -72,3 +75,24 @@ async def test_what_a_cancelled_spawn_could_not_tell_is_told_by_the_next(monkeyp
         _, connection = await nursery.spawn(b"", {}, "actor")
         connection.close()
         assert received(server) == [order.CONFIGURE, order.SPAWN]
+
+
+def test_the_last_lines_are_known_before_the_thread_that_passes_them_on_has_seen_them() -> None:
+    pump = LogPump()
+    for number in range(20):
+        output, out, err = pump.open()
+        os.write(err, b"one\ntwo\nthr" if number % 2 else b"one\ntwo\nthree\n")
+        assert output.last_lines == (("one", "two") if number % 2 else ("one", "two", "three"))
+        os.close(err)
+        assert output.last_lines == ("one", "two", "thr" if number % 2 else "three")
+        os.close(out)
+    pump.close()
+
+
+def test_looking_for_children_imports_nothing() -> None:
+    """The fork server does it in a signal handler, in the middle of anything: of the same import, for instance."""
+    code = (
+        "import sys; from aiodaft._runtime import processes; known = set(sys.modules); "
+        "processes.children(); processes.visible_pid(1); processes._pid_inside(1); assert set(sys.modules) == known"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=25, check=True)

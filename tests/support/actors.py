@@ -131,10 +131,23 @@ class Sleeper(Actor):
         """How much of the deadline is left here, or one call further."""
         if other is not None:
             return await other.time_left()
-        from aiodaft._runtime.incoming import current_deadline
+        from aiodaft._runtime.current import current_deadline
 
         deadline = current_deadline.get()
         return float("inf") if deadline is None else deadline - asyncio.get_running_loop().time()
+
+    @method(concurrency=1)
+    async def time_left_alone(self) -> float:
+        """The same, once `unblock` was called."""
+        while not self.release.is_set():
+            await asyncio.sleep(0)
+        return await self.time_left()
+
+    @method
+    async def jump(self, hours: float) -> None:
+        """Put the clock on the wall of this process forward or back, and stop it."""
+        now = time.time()
+        time.time = lambda: now + 3600 * hours
 
     @method
     async def call(self, other: Sleeper, seconds: float) -> str:
@@ -204,6 +217,10 @@ class Relay(Actor):
     @method
     async def call_stubborn(self, other: Any) -> Any:
         return await other.stubborn(None)
+
+    @method
+    async def note_all(self, log: Log, caller: int, count: int) -> None:
+        await asyncio.gather(*(log.note((caller, index)) for index in range(count)))
 
     @method
     async def ref_of_other(self, other: Echo, value: Any) -> Any:

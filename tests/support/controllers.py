@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from actors import Echo, Sleeper
+from graph_actors import Node
 from odd_actors import Parent
 
 import aiodaft
@@ -49,6 +50,17 @@ async def stop_the_fork_server() -> None:
         assert rt._nursery.pid is not None
         os.kill(rt._nursery.pid, signal.SIGSTOP)
         await asyncio.Event().wait()
+
+
+async def run_a_graph() -> None:
+    """Has runs under way, over links that are rings."""
+    async with aiodaft.Runtime(preload=()) as rt:
+        await family(rt)
+        a, b = await rt.spawn(Node), await rt.spawn(Node)
+        async with aiodaft.compile(lambda x: b.same(a.same(x))) as graph:
+            while True:
+                await asyncio.gather(*(graph(index) for index in range(10)))
+                print("passed", flush=True)
 
 
 async def leave_open() -> None:
@@ -101,6 +113,7 @@ PROGRAMS: dict[str, Callable[[], object]] = {
     "waits": lambda: asyncio.run(wait()),
     "its actor holds the interpreter": lambda: asyncio.run(hold_interpreter()),
     "its fork server is stopped": lambda: asyncio.run(stop_the_fork_server()),
+    "runs a graph": lambda: asyncio.run(run_a_graph()),
     "leaves the runtime open": lambda: asyncio.run(leave_open()),
     "ends the thread of its loop": in_a_thread_that_ends,
     "is terminated": lambda: aiodaft.run(be_terminated()),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import os
 import signal
 import sys
 import threading
+import types
 from typing import Any
 
 from aiodaft import Actor, method
@@ -57,6 +59,22 @@ class Failing(Actor):
     @method
     async def raise_huge(self) -> int:
         raise ValueError("x" * 50_000_000)
+
+    @method
+    async def raise_unknown(self) -> int:
+        """Of a class that no other process can import."""
+        module = types.ModuleType("known_here")
+        sys.modules[module.__name__] = module
+        exec("class LocalError(Exception): pass", vars(module))
+        raise module.LocalError("told all the same")
+
+    @method
+    async def raise_named(self, name: str) -> int:
+        raise getattr(builtins, name)
+
+    @method
+    def raise_named_on_thread(self, name: str) -> int:
+        raise getattr(builtins, name)
 
     @method
     async def raise_cancelled(self) -> int:

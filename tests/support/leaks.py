@@ -70,9 +70,9 @@ class Snapshot:
     @classmethod
     def take(cls) -> Snapshot:
         for thread in threading.enumerate():
-            if "waitpid" in thread.name:
-                # The stock loop's own, which ends right after it has reported that a child ended.
-                thread.join()
+            if "waitpid" in thread.name or "AnyIO worker" in thread.name:
+                # The stock loop's own, and those of anyio, which end right after what they are for.
+                thread.join(1)
         return cls(
             frozenset(descendants()),
             frozenset(f"{thread.name} {thread.ident}" for thread in threading.enumerate()),

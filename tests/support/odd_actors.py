@@ -42,7 +42,10 @@ class Parent(Actor):
     @method
     def start_a_daemon(self) -> int:
         """A process with a session of its own, as daemons have."""
-        return subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, start_new_session=True).pid
+        process = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, start_new_session=True)
+        # Nobody here waits for it, which Python would warn of.
+        process.returncode = 0
+        return process.pid
 
     @method
     def hold_interpreter(self) -> None:

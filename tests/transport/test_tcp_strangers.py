@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import socket
 
 import pytest
 from ends import LocalHost, open_pair
 from far_end import OTHER_KEY, open_far_end
-from leaks import open_files
+from leaks import open_files, resident
 from tcp_ends import WORD, address_of_grant, admitted, dialled, impostor, receive, reset, send
 from transport_probes import no_more_files
 
@@ -154,4 +155,24 @@ async def test_a_consumer_that_ends_in_the_middle_of_anything_harms_nobody(end: 
             await send(connection, words)
             if end == "resets":
                 reset(connection)
+        assert await fetched(pair, grant) == content
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(300)])])
+async def test_members_and_strangers_that_come_and_go_leave_nothing(count: int) -> None:
+    async with open_pair("tcp") as pair:
+        _, grant, content = await granted(pair, 1000)
+
+        async def come_and_go(times: int) -> None:
+            for index in range(times):
+                async with admitted(grant) if index % 2 else dialled(grant):
+                    pass
+
+        await come_and_go(50)
+        await pair.settle()
+        files, memory = len(open_files()), resident(os.getpid())
+        await come_and_go(count)
+        while len(open_files()) > files:
+            await asyncio.sleep(0)
+        assert resident(os.getpid()) - memory < 4 * MIB
         assert await fetched(pair, grant) == content

@@ -1,0 +1,174 @@
+"""A process that has a runtime forks: the child can do nothing with it, and nothing to it. And one that just ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from actors import Echo, Sleeper
+from forking import FORK, Forker, in_a_child, wait_for_a_signal
+from leaks import is_alive
+
+import aiodaft
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+# What later Pythons say of any fork beside threads.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """A program of its own, with everything that Python warns of."""
+    code = textwrap.dedent(program).format(support=str(SUPPORT))
+    command = [sys.executable, "-X", "dev", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+
+
+async def test_h118_a_forked_child_is_refused_whatever_it_tries_and_the_parent_goes_on(rt: aiodaft.Runtime) -> None:
+    echo, sleeper, forker = await rt.spawn(Echo), await rt.spawn(Sleeper), await rt.spawn(Forker)
+    known, kept, pending = echo.echo("known"), echo.echo(bytes(1_000_000)), sleeper.sleep(60)
+    await known
+    await kept.ready()
+    stream = forker.nothing()
+    async with rt.scope() as scope, aiodaft.compile(lambda x: echo.echo(x)) as graph:
+        found = in_a_child({
+            "call": lambda: echo.echo(1),
+            "call of this process": lambda: rt.resources(),
+            "tell": lambda: echo.echo.tell(1),
+            "stream": lambda: forker.nothing(),
+            "next item": lambda: anext(stream),
+            "graph": lambda: graph(1),
+            "spawn": lambda: rt.spawn(Echo),
+            "spawn in a scope": lambda: scope.spawn(Echo),
+            "stop": lambda: rt.stop(echo),
+            "kill": lambda: rt.kill(echo),
+            "info": lambda: rt.info(echo),
+            "stack": lambda: rt.stack(),
+            "put": lambda: rt.put(1),
+            "channel": lambda: aiodaft.Channel[int](),
+            "await": lambda: pending,
+            "ready": lambda: pending.ready(),
+            "fetch": lambda: kept,
+        })
+        assert found == dict.fromkeys(found, "is refused")
+        found = in_a_child({
+            "known value": lambda: known,
+            "cancel": pending.cancel,
+            "leave": scope.__aexit__,
+            "close": rt.aclose,
+        })
+        assert found["known value"] == "gives 'known'"
+        assert found["close"] == "gives None"
+        assert await graph(2) == 2
+    await stream.aclose()
+    assert len(await kept) == 1_000_000
+    assert not pending.done()
+    pending.cancel()
+    assert await echo.echo("goes on") == "goes on"
+
+
+async def test_a_child_that_lives_on_does_not_keep_the_runtime_from_ending() -> None:
+    ready = FORK.Event()
+    child = FORK.Process(target=wait_for_a_signal, args=(ready,))
+    try:
+        async with aiodaft.Runtime(preload=()) as rt:
+            pid = await (await rt.spawn(Echo)).pid()
+            assert rt._nursery is not None
+            fork_server = rt._nursery._process
+            child.start()
+            await asyncio.to_thread(ready.wait)
+        # By itself, when its connection ended: nobody had to kill it.
+        assert fork_server is not None
+        assert fork_server.returncode == 0
+        assert not is_alive(pid)
+    finally:
+        child.kill()
+        child.join()
+        child.close()
+
+
+async def test_children_of_an_actor_are_refused_as_well_and_are_not_the_actor(rt: aiodaft.Runtime) -> None:
+    forker, echo = await rt.spawn(Forker), await rt.spawn(Echo)
+    assert await forker.call_in_a_child(echo) == {"call": "is refused", "await": "is refused"}
+    assert await forker.terminate_a_child() == -15
+    assert await forker.call_in_a_child(echo) == {"call": "is refused", "await": "is refused"}
+
+
+def test_a_child_that_exits_ends_nothing_and_may_have_a_runtime_of_its_own() -> None:
+    done = run("""
+        import asyncio, os, sys
+        sys.path.insert(0, {support!r})
+        import aiodaft
+        from actors import Echo
+
+        async def use(value):
+            rt = await aiodaft.start(preload=())
+            return await (await rt.spawn(Echo)).echo(value)
+
+        async def use_and_stop(value):
+            print(await use(value), flush=True)
+            await aiodaft.stop()
+
+        loop = asyncio.new_event_loop()
+        print(loop.run_until_complete(use("parent")), flush=True)
+        if os.fork():
+            assert os.wait()[1] == 0
+            loop.run_until_complete(use_and_stop("parent again"))
+            loop.close()
+        else:
+            asyncio.run(use_and_stop("child"))
+            loop.close()
+    """)
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert done.stdout.splitlines() == ["parent", "child", "parent again"]
+
+
+def test_a_child_of_a_program_under_run_ends_by_itself_and_by_a_signal_of_its_own() -> None:
+    done = run("""
+        import asyncio, sys
+        sys.path.insert(0, {support!r})
+        import aiodaft
+        from actors import Echo
+        from forking import FORK, terminate_a_child
+
+        async def main():
+            async with aiodaft.Runtime(preload=()) as rt:
+                echo = await rt.spawn(Echo)
+                child = FORK.Process(target=print, args=("child",))
+                child.start()
+                await asyncio.to_thread(child.join)
+                print(child.exitcode, await asyncio.to_thread(terminate_a_child), await echo.echo("goes on"))
+
+        aiodaft.run(main())
+    """)
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert done.stdout.splitlines() == ["child", "0 -15 goes on"]
+
+
+# One that just ends.
+
+
+def test_h117_a_runtime_that_is_left_open_is_warned_of_once() -> None:
+    done = run("""
+        import asyncio, sys
+        sys.path.insert(0, {support!r})
+        import aiodaft
+        from actors import Echo
+
+        async def leave(rt):
+            await rt.__aenter__()
+            echo = await rt.spawn(Echo)
+            print((await rt.info(echo)).pid, len(await echo.echo(bytes(1_000_000))))
+
+        asyncio.run(leave(aiodaft.Runtime(preload=())))
+    """)
+    pid, length = map(int, done.stdout.split())
+    assert length == 1_000_000
+    assert done.stderr.count("Warning") == done.stderr.count("ResourceWarning: a runtime was left open") == 1
+    while is_alive(pid):
+        os.sched_yield()

@@ -1,0 +1,89 @@
+"""Forked children of processes that have a runtime: user code that forks, and what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from actors import Echo
+
+from aiodaft import Actor, RuntimeClosed, method
+
+FORK = multiprocessing.get_context("fork")
+
+
+def outcome(attempt: Callable[[], object]) -> str:
+    """What comes of something that a child tries: an awaitable is driven as far as its first wait."""
+    try:
+        result = attempt()
+        if isinstance(result, Awaitable):
+            result.__await__().send(None)
+            return "waits"
+    except StopIteration as end:
+        return f"gives {end.value!r}"
+    except RuntimeClosed as error:
+        return "is refused" if error.executed is False else repr(error)
+    except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the parent
+        return repr(error)
+    else:
+        return f"gives {result!r}"
+
+
+def in_a_child(attempts: dict[str, Callable[[], object]]) -> dict[str, str]:
+    """What comes of each in a forked child."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writing, json.dumps({name: outcome(attempt) for name, attempt in attempts.items()}).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as told:
+        found: dict[str, str] = json.loads(told.read())
+    os.waitpid(child, 0)
+    return found
+
+
+def wait_for_a_signal(ready: Any) -> None:
+    """What a child does that has nothing to do."""
+    ready.set()
+    signal.pause()
+
+
+def terminate_a_child() -> int | None:
+    """Fork a child and end it; returns its exit code."""
+    ready = FORK.Event()
+    child = FORK.Process(target=wait_for_a_signal, args=(ready,))
+    child.start()
+    ready.wait()
+    child.terminate()
+    child.join()
+    try:
+        return child.exitcode
+    finally:
+        child.close()
+
+
+class Forker(Actor):
+    """Forks."""
+
+    @method
+    def call_in_a_child(self, echo: Echo) -> dict[str, str]:
+        """As a thread of the actor."""
+        return in_a_child({"call": lambda: echo.echo(1), "await": lambda: echo.echo(1).ready()})
+
+    @method
+    async def nothing(self) -> AsyncIterator[int]:
+        """A stream that gives nothing, and does not end."""
+        await asyncio.Event().wait()
+        yield 0
+
+    @method
+    async def terminate_a_child(self) -> int | None:
+        return terminate_a_child()

@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, Final, Generic, NoReturn, ParamSpec, Self, TypeVar, overload
 
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._protocol.plan import Dataflow, Step
@@ -72,7 +72,7 @@ class _Recorder:
         """The refs have done their work, and will never settle: who awaits one is told so."""
         for state in self.numbers:
             state.seen = True
-            state.error = TypeError(f"{state.label} was captured in a graph, and has no value here: call the graph")
+            state.on_error(TypeError(f"{state.label} was captured in a graph, and has no value here: call the graph"))
 
 
 def _line() -> str:
@@ -92,7 +92,8 @@ class Graph(Generic[P, R]):
     or that part of it which depends on the step. The rings between processes stay after the graph is closed: calls
     made one by one use them too.
 
-    Leaving the block waits for the runs under way; leaving it by an error cancels them.
+    Leaving the block waits for the runs under way; leaving it by an error cancels them. A graph that nobody holds any
+    more is closed when the last of its runs is over.
 
     Cancellation: cancelling the last of a run's results that somebody wanted skips the steps that have not begun, and
     cancels those that run.
@@ -108,7 +109,7 @@ class Graph(Generic[P, R]):
         """Start a run; at most `max_in_flight` are under way at a time, the others wait here for their turn.
 
         Raises:
-            TypeError: The inputs are not as many as `fn` takes.
+            TypeError: The inputs are not as many as `fn` takes; or another graph is being captured.
             SerializationError: An input cannot travel.
             RuntimeClosed: The graph is closed.
         """
@@ -118,6 +119,8 @@ class Graph(Generic[P, R]):
                 f"the graph takes {core.flow.inputs} positional inputs, not {len(args)} and {len(kwargs)} by name"
             )
         _check_loop(self._peer, "a graph is run")
+        if isinstance(self._peer.outgoing, _Recorder):
+            raise TypeError(f"{self!r} cannot run inside another ({_line()}): call there the function it was made of")
         refs = core.start(args)
         if isinstance(self._output, Ref):
             return refs[core.flow.outputs[0]]
@@ -161,6 +164,12 @@ class Graph(Generic[P, R]):
         if error_type is not None:
             self._core.cancel("its graph was left by an error")
         await self.aclose()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} stays in the process that captured it; pass its results on, or capture it there")
+
+    def __del__(self) -> None:
+        self._core.drop()
 
     def __repr__(self) -> str:
         return f"<Graph of {len(self._core.flow.steps)} calls to {len(self._core.plans)} processes>"

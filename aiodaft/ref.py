@@ -23,6 +23,7 @@ class RefBackend(Protocol):
 
     settled: bool
     error: BaseException | None
+    seen: bool
 
     @property
     def label(self) -> str: ...

@@ -121,7 +121,7 @@ class Deadlocks:
 
     def give_up(self, at: CallAt, waiting: Waiting, story: str, cycle: tuple[WaitingCall, ...]) -> None:
         """End a deadlock by an error in one of its calls, if that still waits as it did."""
-        call = self._peer.running_call(at.owner, at.number)
+        call = self.waits.find(at)
         if call is None or self.waits.look(at) != waiting:
             return
         error = DeadlockDetected(f"a deadlock: {story}", executed=None if call.begun else False)

@@ -344,6 +344,10 @@ class Graphs:
         if own is not None:
             own.reported(run, items, link)
 
+    def parts_of(self, owner: PeerId) -> list[Part]:
+        """What this process does of a process's graphs."""
+        return [part for (process, _), part in self._parts.items() if process == owner]
+
     def calls(self) -> Iterator[RowCall]:
         """Every call of a graph that is queued or runs here."""
         for part in self._parts.values():

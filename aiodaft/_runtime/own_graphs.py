@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from aiodaft._protocol.ids import PeerId
@@ -251,8 +252,8 @@ class OwnGraph:
             run.over()
             if self._waiting:
                 self._pump()
-            elif self._idle is not None and not (self._runs or self._idle.done()):
-                self._idle.set_result(None)
+            elif not self._runs and self._closed:
+                self._drained()
 
     # Ending.
 
@@ -307,7 +308,7 @@ class OwnGraph:
         """
         self._closed = True
         try:
-            if self._runs:
+            while self._runs:
                 self._idle = self._idle or self._peer.loop.create_future()
                 await asyncio.shield(self._idle)
         except asyncio.CancelledError:
@@ -315,6 +316,23 @@ class OwnGraph:
             raise
         finally:
             self._uninstall()
+
+    def drop(self) -> None:
+        """Nobody can start a run any more: the same as `aclose`, without waiting. Safe in any thread. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            # The loop may be closed: then the processes are gone.
+            with suppress(RuntimeError):
+                self._peer.loop.call_soon_threadsafe(self._drained)
+
+    def _drained(self) -> None:
+        """There may be no runs left of a graph that is closed."""
+        if self._runs:
+            return
+        idle, self._idle = self._idle, None
+        if idle is not None:
+            idle.set_result(None)
+        self._uninstall()
 
     def _uninstall(self) -> None:
         if self._peer.graphs.own.pop(self._number, None) is None or self._peer.closed is not None:

@@ -192,14 +192,18 @@ class GatheredState(RefState):
         self._missing -= 1
         if self._missing:
             return
-        failed = next((part._state.error for part in self._parts if part._state.error is not None), None)
+        failed = next((part._state for part in self._parts if part._state.error is not None), None)
+        # An error that somebody was told of is no news for others.
+        known = failed is not None and failed.seen
         for part in self._parts:
             if part._state.error is not None:
                 part._state.mark_seen()
-        if failed is not None:
-            self.on_error(failed)
-        else:
+        if failed is None or failed.error is None:
             self._settle(HERE)
+            return
+        if known:
+            self.mark_seen()
+        self.on_error(failed.error)
 
     async def bring(self, landing: Landing | None = None) -> list[Any]:
         return [await part for part in self._parts]

@@ -13,6 +13,8 @@ from aiodaft._protocol.deadlock import CallAt, Reason, Waiting
 from .awaits import Frames, Wait, thread_stack, wait_of_task, wait_of_thread
 from .hosting import Cell
 from .refkinds import CallState
+from .rows import RowCall
+from .rowwaits import find_row, needed_by, row_number
 
 if TYPE_CHECKING:
     from .incoming import IncomingCall
@@ -45,11 +47,16 @@ class Waits:
 
     def place(self, call: IncomingCall) -> CallAt:
         """What other processes call a call of this one."""
-        return CallAt(self._peer.id, call.caller, call.number)
+        number = row_number(call) if isinstance(call, RowCall) else call.number
+        return CallAt(self._peer.id, call.caller, number)
+
+    def find(self, at: CallAt) -> IncomingCall | None:
+        """A call of this process that is queued or runs."""
+        return self._peer.running_call(at.owner, at.number) or find_row(self._peer.graphs, at)
 
     def look(self, at: CallAt) -> Waiting | None:
         """What a call waits for; None if it does not, is not here, or waits for what nobody can see."""
-        call = self._peer.running_call(at.owner, at.number)
+        call = self.find(at)
         if call is None or call.over:
             return None
         if not call.begun:
@@ -71,7 +78,7 @@ class Waits:
 
     def name_of(self, at: CallAt) -> str:
         """What to call a call that this process waits for."""
-        running = self._peer.running_call(at.owner, at.number) if at.host == self._peer.id else None
+        running = self.find(at) if at.host == self._peer.id else None
         if running is not None:
             return f"{running.label} of {running.cell.name}"
         link = self._peer.links.get(at.host)
@@ -91,10 +98,15 @@ class Waits:
     def _look_at_queued(self, call: IncomingCall) -> Waiting | None:
         if call.bringing is not None:
             return self._awaiting(call, Reason.NEEDS, self.wait_of(call))
+        if isinstance(call, RowCall) and not call.ready:
+            needs = needed_by(call)
+            return self._waiting(call, Reason.NEEDS, needs) if needs else None
         ahead = self._ahead_of(call)
         return self._waiting(call, Reason.QUEUED, ahead) if ahead else None
 
     def _ahead_of(self, call: IncomingCall) -> list[CallAt]:
+        if isinstance(call, RowCall) and not call.ready:
+            return needed_by(call)
         if not call.started:
             return [self.place(other) for other in call.cell.mailbox.ahead_of(call, call.cell.running)]
         occupant = on_thread(call.cell)[0] if call.rules.on_thread else None

@@ -77,6 +77,33 @@ async def test_every_kind_of_cycle_is_found_and_names_its_calls(module_rt: aioda
         assert error.cycle[-1].line == ""
 
 
+async def test_cycles_through_graphs_are_found_too(module_rt: aiodaft.Runtime) -> None:
+    made = [await module_rt.spawn(Waiter) for _ in range(8)]
+    names = {actor: (await module_rt.info(actor)).name for actor in made}
+    a, b, c, d, e, f, g, h = made
+    for waiter in (c, d):
+        await waiter.remember_loop()
+    async with (
+        aiodaft.compile(lambda: a.alone(b, a)) as on_loop,
+        aiodaft.compile(lambda: c.on_thread(d, c)) as on_thread,
+        aiodaft.compile(lambda: f.free(e.when_told())) as ahead,
+    ):
+        expected = {
+            on_loop(): [(a, "alone"), (b, "alone"), (a, "alone")],
+            on_thread(): [(c, "on_thread"), (d, "on_thread"), (c, "nothing")],
+            g.in_a_graph(h, g): [(g, "in_a_graph"), (h, "in_a_graph"), (g, "in_a_graph")],
+        }
+        # What it is given later stands behind the row that needs its own result.
+        expected[ahead()] = [(e, "when_told"), (f, "free"), (f, "free")]
+        behind = f.free()
+        await e.keep(Box(behind))
+        await e.open_gate()
+        for ref, cycle in expected.items():
+            error = await error_of(ref)
+            assert sorted(story(error)) == sorted([(names[actor], name) for actor, name in cycle])
+        await error_of(behind)
+
+
 async def test_who_gets_the_error_may_go_on_and_so_may_the_others(module_rt: aiodaft.Runtime) -> None:
     a = await module_rt.spawn(Waiter)
     first, behind = a.catching(a), a.catching()

@@ -54,6 +54,21 @@ async def test_a_dead_actor_fails_its_runs_and_is_replaced(rt: aiodaft.Runtime) 
         assert [(await actor.state())[1:] for actor in (a, c)] == [(0, 0), (0, 0)]
 
 
+async def test_the_runs_of_a_dead_owner_are_cancelled_and_forgotten(rt: aiodaft.Runtime) -> None:
+    owner, other = await spawn(rt, 2)
+    running = owner.run_for_ever(other)
+    while (await other.state())[1] != 1:
+        pass
+    await rt.kill(owner)
+    with pytest.raises(aiodaft.ActorDied, match=r"^Node-\d+ \("):
+        await running
+    while await other.state() != (0, 0, 0):
+        pass
+    left = await rt.info(other)
+    assert (left.running, left.queued, left.abandoned) == ((), 0, 0)
+    assert await other.same("goes on") == "goes on"
+
+
 async def test_a_runtime_that_closes_fails_the_runs_under_way() -> None:
     async with aiodaft.Runtime(preload=(), stop_grace=0) as rt:
         a, b = await spawn(rt, 2)

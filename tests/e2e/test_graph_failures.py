@@ -109,6 +109,28 @@ async def test_one_of_two_results_may_be_given_up(module_rt: aiodaft.Runtime) ->
         assert await second == 1
 
 
+async def test_a_graph_that_nobody_holds_is_closed_after_its_last_run(module_rt: aiodaft.Runtime) -> None:
+    a, b = await spawn(module_rt, 2)
+    graphs = module_rt.peer.graphs
+    owned = len(graphs.own)
+    run = aiodaft.compile(lambda x: b.same(a.wait(x)))(b"x" * 300_000)
+    await a.same()
+    assert len(graphs.own) == owned + 1
+    await a.open()
+    assert len(await run) == 300_000
+    del run
+    while await a.state() != (0, 0, 0) or await b.state() != (0, 0, 0):
+        pass
+    assert len(graphs.own) == owned
+    # From another thread, as garbage collection may come, and without any run.
+    left = [aiodaft.compile(lambda x: a.same(x))]
+    await a.same()
+    await asyncio.to_thread(left.clear)
+    while await a.state() != (0, 0, 0):
+        pass
+    assert len(graphs.own) == owned
+
+
 async def test_closing_waits_for_runs_and_frees_everything(module_rt: aiodaft.Runtime) -> None:
     a, b = await spawn(module_rt, 2)
     graph = aiodaft.compile(lambda x: b.same(a.wait(x)))

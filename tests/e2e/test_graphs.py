@@ -232,6 +232,25 @@ async def test_what_cannot_be_captured_is_refused_with_its_line(module_rt: aioda
     async with aiodaft.compile(lambda x: captured.append(a.same(x)) or captured[0]):  # type: ignore[func-returns-value]  # brief
         with pytest.raises(TypeError, match="call the graph"):
             await captured[0]
+    async with aiodaft.compile(lambda x: a.same(module_rt.put([x]))) as graph:
+        (inside,) = await graph(1)
+        with pytest.raises(TypeError, match="call the graph"):
+            await inside
+    gathered: list[Ref[Any]] = []
+
+    def gathers(x: Ref[Any]) -> Ref[Any]:
+        gathered.append(aiodaft.Refs([a.same(x)]).gather())
+        return a.same(gathered[0])
+
+    async with aiodaft.compile(gathers) as graph:
+        assert await graph(1) == [1]
+        with pytest.raises(TypeError, match="call the graph"):
+            await gathered[0]
+    async with aiodaft.compile(lambda x: a.same(x)) as graph:
+        with pytest.raises(TypeError, match=r"cannot run inside another \(.*test_graphs.py:\d+"):
+            aiodaft.compile(lambda x: a.same(graph(x)))
+        with pytest.raises(aiodaft.SerializationError, match="stays in the process that captured it"):
+            await a.same(graph)
 
 
 async def test_refs_inside_results_live_until_they_are_registered(module_rt: aiodaft.Runtime) -> None:

@@ -27,6 +27,14 @@ class Waiter(Actor):
         return await others[0].alone(*others[1:]) if others else "done"
 
     @method(concurrency=1)
+    async def in_a_graph(self, *others: Any) -> Any:
+        """Each runs a graph in which the next does."""
+        if not others:
+            return "done"
+        async with aiodaft.compile(lambda: others[0].in_a_graph(*others[1:])) as graph:
+            return await graph()
+
+    @method(concurrency=1)
     async def catching(self, me: Any = None) -> str:
         """Calls itself, and goes on when it gets the error."""
         try:

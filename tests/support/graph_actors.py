@@ -113,6 +113,16 @@ class Node(Actor):
             return [await graph(value), await graph(value + 1)]
 
     @method
+    async def run_for_ever(self, other: Node) -> None:
+        """Has a run under way in another actor that never ends by itself."""
+
+        def flow(x: aiodaft.Ref[bytes]) -> aiodaft.Ref[Any]:
+            return other.wait(other.same(x))
+
+        async with aiodaft.compile(flow) as graph:
+            await graph(b"x" * 300_000)
+
+    @method
     async def state(self) -> tuple[int, int, int]:
         """Plans here, runs under way, bytes kept for others."""
         graphs = current_peer().graphs

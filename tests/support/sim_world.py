@@ -311,6 +311,8 @@ class World:
             "aiodaft._runtime.worker.offer_dump": lambda: None,
             "aiodaft._runtime.hosting.ActorThread": SimThread,
             "aiodaft._runtime.peer.Offload": SimOffload,
+            # Errors tell of it: their length would be that of the real one.
+            "aiodaft._runtime.peer.visible_pid": lambda: 10_000_000,
             "aiodaft._runtime.dispatch.socket": self.net,
             "aiodaft._runtime.link.socket": self.net,
             "aiodaft._runtime.link.os": self.net,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sim_loop import collect
 from sim_program import Program
 
 from aiodaft._protocol.mailbox import Mailbox
@@ -32,6 +33,8 @@ def failures(seeds: range) -> dict[int, list[str]]:
     for seed in seeds:
         if wrong := Program(seed).run():
             found[seed] = wrong
+        # What a program kept to its end: processes that ended in the middle of anything are no news.
+        collect()
         if len(found) == 3:
             break
     return found

@@ -89,8 +89,8 @@ class Graph(Generic[P, R]):
     Runs start in the order in which they are called, and overlap; each step is a call of its actor. Once the graph is
     ready, which entering it waits for, and while there is room for more runs, a step starts after the calls that this
     process made to its actor before the run, and before those that it makes later. A step that fails fails the run,
-    or that part of it which depends on the step. The rings between processes stay after the graph is closed: calls
-    made one by one use them too.
+    or that part of it which depends on the step. Runs that begin while a supervised actor is down wait for it to be
+    back. The rings between processes stay after the graph is closed: calls made one by one use them too.
 
     Leaving the block waits for the runs under way; leaving it by an error cancels them. A graph that nobody holds any
     more is closed when the last of its runs is over.
@@ -144,10 +144,7 @@ class Graph(Generic[P, R]):
         lacking = [spec.label for target, spec in core.specs if target == old and spec.name not in methods]
         if lacking:
             raise TypeError(f"{fresh.label} cannot take the place of {old.label}: it has no {lacking[0]}")
-        flow = core.flow.with_actor((old.remote, old.actor), (fresh.remote, fresh.actor))
-        specs = [(fresh if target == old else target, spec) for target, spec in core.specs]
-        self._core = OwnGraph(self._peer, flow, specs, core.max_in_flight)
-        await core.aclose()
+        await core.replace([(fresh if target == old else target, spec) for target, spec in core.specs])
 
     async def aclose(self) -> None:
         """Start no more runs, wait for those under way, and free what the processes know of the graph. Idempotent.
@@ -172,7 +169,8 @@ class Graph(Generic[P, R]):
         self._core.drop()
 
     def __repr__(self) -> str:
-        return f"<Graph of {len(self._core.flow.steps)} calls to {len(self._core.plans)} processes>"
+        steps = self._core.flow.steps
+        return f"<Graph of {len(steps)} calls to {len({step.actor for step in steps})} actors>"
 
 
 def _map_output(output: Any, replace: Callable[[Ref[Any]], Ref[Any]]) -> Any:

@@ -131,10 +131,10 @@ class Dataflow(Generic[DataT]):
         """What makes a value."""
         return f"input {value}" if value < self.inputs else self.steps[value - self.inputs].label
 
-    def with_actor(self, old: ActorKey, new: ActorKey) -> Dataflow[DataT]:
-        """The same, with another actor in the place of one."""
-        steps = tuple(replace(step, actor=new) if step.actor == old else step for step in self.steps)
-        orders = {new if actor == old else actor: order for actor, order in self.orders.items()}
+    def with_actors(self, others: Mapping[ActorKey, ActorKey]) -> Dataflow[DataT]:
+        """The same, with other actors in the places of some."""
+        steps = tuple(replace(step, actor=others.get(step.actor, step.actor)) for step in self.steps)
+        orders = {others.get(actor, actor): order for actor, order in self.orders.items()}
         return Dataflow(self.inputs, steps, self.outputs, orders)
 
 

@@ -164,6 +164,21 @@ class Followed(Target):
         if timer is not None:
             timer.cancel()
 
+    async def arrive(self) -> None:
+        """Wait until it is somewhere.
+
+        Raises:
+            DaftError: It is gone for good; this says why.
+        """
+        if self.ended is None and self.place.peer == NOWHERE:
+            found = await self.supervisor().whereabouts(self.number, wait=True)
+            if found.ended is None:
+                self.move(found)
+            else:
+                self.end(found.ended)
+        if self.ended is not None:
+            raise _unsent(self.ended)
+
     async def _find(self, link: Link | None) -> None:
         """Ask where it is, which is answered when it is somewhere."""
         try:

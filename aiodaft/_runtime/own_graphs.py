@@ -10,23 +10,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import RUN, SKIP
-from aiodaft._protocol.plan import Dataflow, SubPlan, make_plan
+from aiodaft._protocol.plan import Dataflow
 from aiodaft.exceptions import DaftError, RuntimeClosed
 from aiodaft.ref import Ref
 
-from .arguments import Arguments, Sealed
+from .arguments import Arguments
 from .callers import is_plain
 from .failures import copy_error, decode_error
 from .flow import Item, Value, item_of
 from .kept import Arrived
+from .layouts import Layout, Specs
 from .pickling import TooLong
 from .runs import OwnRun, ResultState
 from .serialization import Names
 
 if TYPE_CHECKING:
-    from aiodaft.methods import MethodSpec
-
-    from .calls import Target
     from .link import Link
     from .neighbour import Neighbour
     from .peer import Peer
@@ -35,54 +33,72 @@ if TYPE_CHECKING:
 class OwnGraph:
     """A graph and its runs."""
 
-    def __init__(
-        self, peer: Peer, flow: Dataflow[Arguments], specs: list[tuple[Target, MethodSpec]], max_in_flight: int
-    ) -> None:
+    def __init__(self, peer: Peer, flow: Dataflow[Arguments], specs: Specs, max_in_flight: int) -> None:
         """Cut the dataflow up and begin to tell the actors' processes.
 
         Raises:
             ImpossibleOrder: Its steps would wait for each other in a circle.
         """
-        self.flow = flow
         self.specs = specs
-        self.plans = make_plan(flow)
-        self.reports = {value: process for process, plan in self.plans.items() for value in plan.reports}
-        self.max_in_flight = max_in_flight
-        self._ways: dict[PeerId, Neighbour] = {
-            process: peer.loopback if process == peer.id else peer.link_to(process) for process in self.plans
-        }
-        # Who waits for others comes first, and is not woken: what it waits for comes after that, and does it.
-        plans = sorted(self.plans.items(), key=lambda entry: not entry[1].follows)
-        self._routes = [(process, self._ways[process], plan) for process, plan in plans]
+        self._layout = Layout(peer, flow, specs)
+        self._max_in_flight = max_in_flight
         self._outputs = dict.fromkeys(flow.outputs)
         self._peer = peer
-        self._number = peer.next_number()
         # Sent or not; those that are not wait, and the first of these until it is ready.
         self._runs: dict[int, OwnRun] = {}
         self._waiting: deque[OwnRun] = deque()
         self._last_run = 0
         self._idle: asyncio.Future[None] | None = None
-        self._installed = False
-        self._broken: BaseException | None = None
         self._closed = False
-        peer.graphs.own[self._number] = self
-        self._installing = peer.tasks.create_task(self._install(), name="install a graph")
+        # The layout is known to all, or it is known why it cannot be.
+        self._ready = False
+        self._broken: BaseException | None = None
+        self._preparing = self._prepare()
+
+    @property
+    def flow(self) -> Dataflow[Arguments]:
+        """The dataflow, with its actors where they are."""
+        return self._layout.flow
+
+    def _prepare(self) -> asyncio.Task[None]:
+        self._ready, self._broken = False, None
+        self._peer.graphs.own[self._layout.number] = self
+        return self._peer.tasks.create_task(self._install(), name="install a graph")
 
     async def _install(self) -> None:
-        peer = self._peer
-        installing = [
-            peer.tasks.start(self._install_one(process, plan), name=f"install a graph in {process}")
-            for process, plan in self.plans.items()
-        ]
-        results = await asyncio.gather(*installing, return_exceptions=True)
-        self._broken = next((result for result in results if isinstance(result, BaseException)), None)
-        self._installed = True
+        try:
+            await self._layout.find_actors()
+            if self._layout.is_stale:
+                self._change(self._layout)
+            await self._layout.install()
+        except Exception as error:  # noqa: BLE001 - whatever it is, every run says so
+            self._broken = error
+        self._ready = True
         self._pump()
 
-    async def _install_one(self, process: PeerId, plan: SubPlan[Arguments]) -> None:
-        if process != self._peer.id:
-            self._peer.upgrades.want(self._peer.link_to(process))
-        await self._peer.agent_of(process).install(self._number, Sealed(plan))
+    def _change(self, old: Layout) -> None:
+        """Make a new layout; the old one goes with the last of its runs."""
+        self._layout = Layout(self._peer, old.flow, self.specs)
+        self._peer.graphs.own[self._layout.number] = self
+        if old.is_idle:
+            self._forget(old)
+
+    async def replace(self, specs: Specs) -> None:
+        """Call other actors from the next run on, and wait for the runs that are under way.
+
+        Cancellation: what is under way is cancelled.
+        """
+        old = self._layout
+        self.specs = specs
+        self._preparing.cancel()
+        self._change(old)
+        self._preparing = self._prepare()
+        try:
+            await old.wait_idle()
+        except asyncio.CancelledError:
+            for run in [run for run in self._runs.values() if run.layout is old]:
+                run.cancel("an actor of its graph was replaced")
+            raise
 
     # Running.
 
@@ -96,6 +112,8 @@ class OwnGraph:
         peer = self._peer
         if self._closed or peer.closed is not None:
             raise RuntimeClosed("the graph is closed" if self._closed else f"the graph cannot run: {peer.closed}")
+        if self._ready and self._layout.is_stale:
+            self._preparing = self._prepare()
         self._last_run += 1
         run = OwnRun(self, self._last_run)
         run.deadline = peer.deadline()
@@ -116,9 +134,7 @@ class OwnGraph:
         return refs
 
     def _state(self, run: OwnRun, value: int) -> ResultState:
-        target, spec = self.specs[value - self.flow.inputs]
-        link = None if target.remote == self._peer.id else cast("Link", self._ways[target.remote])
-        return ResultState(run, target, spec, link)
+        return ResultState(run, *self.specs[value - self.flow.inputs])
 
     def _take_inputs(self, run: OwnRun, args: tuple[Any, ...]) -> list[tuple[int, Any]]:
         """Encode the inputs; those that take long are left for later, and returned."""
@@ -162,8 +178,11 @@ class OwnGraph:
 
     def _pump(self) -> None:
         """Send the runs whose turn it is."""
-        while self._installed and self._waiting and self._waiting[0].ready:
-            if len(self._runs) - len(self._waiting) >= self.max_in_flight:
+        while self._ready and self._waiting and self._waiting[0].ready:
+            if len(self._runs) - len(self._waiting) >= self._max_in_flight:
+                return
+            if self._broken is None and self._layout.is_stale:
+                self._preparing = self._prepare()
                 return
             run = self._waiting.popleft()
             run.sent = True
@@ -175,21 +194,25 @@ class OwnGraph:
 
     def _send(self, run: OwnRun) -> None:
         peer, inputs = self._peer, run.inputs
+        run.layout = layout = self._layout
+        layout.begin()
+        run.missing = layout.reports.copy()
         left = None if run.deadline is None else max(0, int((run.deadline - peer.loop.time()) * 1000))
         oldest = next(iter(self._runs))
         # Whoever may have to say that the time is over has to know when; and who waits for the dead is not woken.
-        quiet = left is None and not any(way.lost for way in self._ways.values())
-        for process, way, plan in self._routes:
+        quiet = left is None and not any(way.lost for way in layout.ways.values())
+        for process, way, plan in layout.routes:
             items = tuple([item_of(inputs[index], index, peer, way, executed=False) for index in plan.inputs])
-            numbers = tuple([run.states[value].number for value in plan.outputs])
+            numbers = tuple([run.states[value].sent_over(way) for value in plan.outputs])
             send = way.send_quietly if quiet and plan.follows else way.send
-            send((RUN, self._number, run.number, oldest, left, numbers, items))
+            send((RUN, layout.number, run.number, oldest, left, numbers, items))
             if way.lost is not None:
                 peer.tasks.create_task(self._explain_loss(run, process), name="explain a lost actor")
         run.drop_inputs()
 
     async def _explain_loss(self, run: OwnRun, process: PeerId) -> None:
-        self._lost_run(run, process, await self._peer.explanation(cast("Link", self._ways[process])))
+        assert run.layout is not None
+        self._lost_run(run, process, await self._peer.explanation(cast("Link", run.layout.ways[process])))
 
     # Reports.
 
@@ -250,9 +273,14 @@ class OwnGraph:
     def _end(self, run: OwnRun) -> None:
         if self._runs.pop(run.number, None) is not None:
             run.over()
+            layout = run.layout
+            if layout is not None:
+                layout.end()
+                if layout is not self._layout and layout.is_idle:
+                    self._forget(layout)
             if self._waiting:
                 self._pump()
-            elif not self._runs and self._closed:
+            elif self._closed and not self._runs:
                 self._drained()
 
     # Ending.
@@ -266,22 +294,26 @@ class OwnGraph:
 
     def skip(self, run: OwnRun) -> None:
         """Tell everybody that nobody wants a run's results."""
-        for way in self._ways.values():
-            way.send((SKIP, self._number, run.number))
+        assert run.layout is not None
+        for way in run.layout.ways.values():
+            way.send((SKIP, run.layout.number, run.number))
 
     def in_flight_with(self, remote: PeerId) -> int:
         """Runs under way that a process takes part in."""
-        return len(self._runs) - len(self._waiting) if remote in self.plans else 0
+        layouts = (run.layout for run in self._runs.values())
+        return sum(layout is not None and remote in layout.plans for layout in layouts)
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone: what it has not reported will not come."""
-        for way in self._ways.values():
-            way.wake()
-        for run in [run for run in self._runs.values() if run.sent]:
+        self._layout.leave(remote)
+        for run in [run for run in self._runs.values() if run.layout is not None]:
             self._lost_run(run, remote, error)
 
     def _lost_run(self, run: OwnRun, remote: PeerId, error: DaftError) -> None:
-        for index in [index for index in run.missing if self.reports[index] == remote]:
+        assert run.layout is not None
+        for way in run.layout.ways.values():
+            way.wake()
+        for index in [index for index in run.missing if run.missing[index] == remote]:
             del run.missing[index]
             state = run.states.get(index)
             if state is not None:
@@ -294,7 +326,7 @@ class OwnGraph:
 
         Cancellation: only this wait ends.
         """
-        await asyncio.shield(self._installing)
+        await asyncio.shield(self._preparing)
 
     def cancel(self, why: str) -> None:
         """Cancel every run."""
@@ -335,13 +367,13 @@ class OwnGraph:
         self._uninstall()
 
     def _uninstall(self) -> None:
-        if self._peer.graphs.own.pop(self._number, None) is None or self._peer.closed is not None:
-            return
-        self._installing.cancel()
-        for process in self.plans:
-            link = self._peer.links.get(process)
-            if link is None or link.lost is None:
-                self._peer.agent_of(process).uninstall.tell(self._number)
+        self._preparing.cancel()
+        self._forget(self._layout)
+
+    def _forget(self, layout: Layout) -> None:
+        known = self._peer.graphs.own.pop(layout.number, None)
+        if known is not None and self._peer.closed is None:
+            layout.uninstall()
 
 
 def _names(index: int, arg: Any) -> Names:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft.exceptions import CallCancelled, DaftError
 
 from .failures import copy_error
@@ -16,20 +17,27 @@ if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
 
     from .calls import Target
+    from .layouts import Layout
     from .link import Link
+    from .neighbour import Neighbour
     from .own_graphs import OwnGraph
 
 
 class ResultState(CallState):
     """A result of a run, as the process that owns the graph knows it."""
 
-    def __init__(self, run: OwnRun, target: Target, spec: MethodSpec, link: Link | None) -> None:
+    def __init__(self, run: OwnRun, target: Target, spec: MethodSpec) -> None:
         self.peer = peer = target.peer
         self.target = target
         self.spec = spec
         self.number = peer.next_number()
-        self.link = link
         self._run = run
+
+    def sent_over(self, way: Neighbour) -> CallId:
+        """Its run is sent, and that is where the result will be. Returns its number there."""
+        if way is not self.peer.loopback:
+            self.link = cast("Link", way)
+        return self.number
 
     def cancel(self, why: str) -> bool:
         """Want it no more; the run is cancelled when nobody wants any of its results."""
@@ -60,14 +68,27 @@ class ResultState(CallState):
 class OwnRun:
     """One run, from its start to the last report."""
 
-    __slots__ = ("cancelled", "deadline", "graph", "inputs", "missing", "number", "ready", "sent", "states", "used")
+    __slots__ = (
+        "cancelled",
+        "deadline",
+        "graph",
+        "inputs",
+        "layout",
+        "missing",
+        "number",
+        "ready",
+        "sent",
+        "states",
+        "used",
+    )
 
     def __init__(self, graph: OwnGraph, number: int) -> None:
         self.graph = graph
         self.number = number
         self.states: dict[int, ResultState] = {}
-        # Values that have to be reported.
-        self.missing = graph.reports.copy()
+        # Once it is sent: where it runs, and the values that have to be reported.
+        self.layout: Layout | None = None
+        self.missing: dict[int, PeerId] = {}
         self.inputs: list[Flowing] = []
         # Refs inside the inputs.
         self.used: list[RefState] | None = None

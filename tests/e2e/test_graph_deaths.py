@@ -54,6 +54,44 @@ async def test_a_dead_actor_fails_its_runs_and_is_replaced(rt: aiodaft.Runtime) 
         assert [(await actor.state())[1:] for actor in (a, c)] == [(0, 0), (0, 0)]
 
 
+async def test_graphs_follow_actors_that_are_restarted(rt: aiodaft.Runtime) -> None:
+    a, owner = await spawn(rt, 2)
+    supervised = await rt.on(restart=aiodaft.Restart(intensity=9, backoff=aiodaft.Backoff(0))).spawn(Node)
+    async with aiodaft.compile(lambda x: a.same(supervised.die(a.same(x))), max_in_flight=2) as graph:
+        for restarts in (1, 2):
+            assert await graph("good") == "good"
+            # Two are under way and end with it; the others wait for the next incarnation.
+            runs = [graph(x) for x in ("die", "in flight", "waits", "waits too")]
+            for run in runs[:2]:
+                with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
+                    await run
+            assert await asyncio.gather(*runs[2:]) == ["waits", "waits too"]
+            assert (await rt.info(supervised)).restarts == restarts
+        # An actor that owns a graph has to ask.
+        assert await owner.outlives(supervised, 3) == [True, True, True]
+        with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
+            await graph("die")
+        assert await graph("good") == "good"
+    assert [(await actor.state())[:2] for actor in (a, supervised, owner)] == [(0, 0)] * 3
+
+
+async def test_graphs_of_actors_that_are_not_restarted_any_more_say_so(rt: aiodaft.Runtime) -> None:
+    policy = aiodaft.Restart(intensity=1, backoff=aiodaft.Backoff(0))
+    with pytest.raises(ExceptionGroup) as caught:
+        async with rt.scope(restart=policy) as scope:
+            supervised = await scope.spawn(Node)
+            graph = aiodaft.compile(lambda x: supervised.die(x))
+            for _ in range(2):
+                with pytest.raises(aiodaft.ActorDied):
+                    await graph("die")
+            await asyncio.Event().wait()
+    assert caught.group_contains(aiodaft.RestartLimitReached)
+    for _ in range(2):
+        with pytest.raises(aiodaft.RestartLimitReached, match="2 deaths"):
+            await graph("good")
+    await graph.aclose()
+
+
 async def test_the_runs_of_a_dead_owner_are_cancelled_and_forgotten(rt: aiodaft.Runtime) -> None:
     owner, other = await spawn(rt, 2)
     running = owner.run_for_ever(other)

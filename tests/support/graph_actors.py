@@ -113,6 +113,22 @@ class Node(Actor):
             return [await graph(value), await graph(value + 1)]
 
     @method
+    async def outlives(self, other: Node, deaths: int) -> list[bool]:
+        """A graph of this actor's own, over one that is restarted, works again after every death of it."""
+        worked: list[bool] = []
+
+        def flow(x: aiodaft.Ref[str]) -> aiodaft.Ref[Any]:
+            return other.die(x)
+
+        async with aiodaft.compile(flow) as graph:
+            for _ in range(deaths):
+                try:
+                    await graph("die")
+                except aiodaft.ActorDied:
+                    worked.append(await graph("good") == "good")
+        return worked
+
+    @method
     async def run_for_ever(self, other: Node) -> None:
         """Has a run under way in another actor that never ends by itself."""
 

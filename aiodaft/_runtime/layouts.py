@@ -1,0 +1,139 @@
+"""Layouts: a graph's dataflow, cut up for its actors where they are, and told to their processes once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeAlias
+
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.plan import ActorKey, Dataflow, SubPlan, make_plan
+
+from .arguments import Arguments, Sealed
+from .following import Followed
+
+if TYPE_CHECKING:
+    from aiodaft.methods import MethodSpec
+
+    from .calls import Target
+    from .neighbour import Neighbour
+    from .peer import Peer
+
+# Whom each step calls, and how.
+Specs: TypeAlias = "list[tuple[Target, MethodSpec]]"
+
+
+class Layout:
+    """What the processes know of a graph. A new one is made when an actor is somewhere else, or replaced.
+
+    Attributes:
+        number: What the processes call it.
+        flow: The dataflow, with the actors where they were when it was made.
+        plans: What each process does.
+        reports: The values that are reported, and by whom.
+        ways: How the processes are reached.
+        routes: In which order they are told of a run.
+    """
+
+    def __init__(self, peer: Peer, flow: Dataflow[Arguments], specs: Specs) -> None:
+        """Cut the dataflow up.
+
+        Raises:
+            ImpossibleOrder: Its steps would wait for each other in a circle.
+        """
+        self._peer = peer
+        self.number = peer.next_number()
+        self.flow = flow.with_actors({
+            step.actor: _place(target) for step, (target, _) in zip(flow.steps, specs, strict=True)
+        })
+        self.plans = make_plan(self.flow)
+        self.reports = {value: process for process, plan in self.plans.items() for value in plan.reports}
+        self.ways: dict[PeerId, Neighbour] = {
+            process: peer.loopback if process == peer.id else peer.link_to(process) for process in self.plans
+        }
+        # Who waits for others comes first, and is not woken: what it waits for comes after that, and does it.
+        plans = sorted(self.plans.items(), key=lambda entry: not entry[1].follows)
+        self.routes = [(process, self.ways[process], plan) for process, plan in plans]
+        # Runs that are not over.
+        self._under_way = 0
+        self._idle: asyncio.Future[None] | None = None
+        self._broken = False
+        self._places = [(target, _place(target)) for target in dict.fromkeys(target for target, _ in specs)]
+        self._followed = [target for target, _ in self._places if isinstance(target, Followed)]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether an actor was restarted, so that the next runs need another layout."""
+        if not self._followed:
+            return False
+        return self._broken or any(_place(target) != place for target, place in self._places)
+
+    async def find_actors(self) -> None:
+        """Wait until all actors are somewhere.
+
+        Raises:
+            DaftError: One is gone for good.
+        """
+        for target in self._followed:
+            await target.arrive()
+
+    def leave(self, remote: PeerId) -> None:
+        """A process is gone: it has to be asked where its supervised actors are now."""
+        for target in self._followed:
+            # Whoever owns one is told, and must not forget it.
+            if target.remote == remote and target.owner != self._peer.id:
+                target.leave()
+
+    def begin(self) -> None:
+        """A run begins."""
+        self._under_way += 1
+
+    def end(self) -> None:
+        """A run is over."""
+        self._under_way -= 1
+        if self._idle is not None and not (self._under_way or self._idle.done()):
+            self._idle.set_result(None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there are no runs under way."""
+        return not self._under_way
+
+    async def wait_idle(self) -> None:
+        """Wait until there are none; no more of them may begin."""
+        if self._under_way:
+            self._idle = self._idle or self._peer.loop.create_future()
+            await asyncio.shield(self._idle)
+
+    async def install(self) -> None:
+        """Tell the processes.
+
+        Raises:
+            DaftError: One of them is gone.
+            AttributeError: An actor has no such method.
+        """
+        tasks = self._peer.tasks
+        installing = [
+            tasks.start(self._install_one(process, plan), name=f"install a graph in {process}")
+            for process, plan in self.plans.items()
+        ]
+        results = await asyncio.gather(*installing, return_exceptions=True)
+        failed = next((result for result in results if isinstance(result, BaseException)), None)
+        if failed is not None:
+            self._broken = True
+            raise failed
+
+    async def _install_one(self, process: PeerId, plan: SubPlan[Arguments]) -> None:
+        if process != self._peer.id:
+            self._peer.upgrades.want(self._peer.link_to(process))
+        await self._peer.agent_of(process).install(self.number, Sealed(plan))
+
+    def uninstall(self) -> None:
+        """It has no more runs: the processes may forget it."""
+        for process in self.plans:
+            link = self._peer.links.get(process)
+            if link is None or link.lost is None:
+                self._peer.agent_of(process).uninstall.tell(self.number)
+
+
+def _place(target: Target) -> ActorKey:
+    return target.remote, target.actor

@@ -57,9 +57,10 @@ async def rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_runtime() -> AsyncIterator[aiodaft.Runtime]:
-    """A runtime for all tests of a module: importing torch for each would take minutes."""
-    async with aiodaft.Runtime(gpus=4) as runtime:
+async def shared_runtime(request: pytest.FixtureRequest) -> AsyncIterator[aiodaft.Runtime]:
+    """A runtime for all tests of a module: importing torch for each would take minutes. Without it, nobody does."""
+    preload = None if hasattr(request.module, "torch") else ()
+    async with aiodaft.Runtime(gpus=4, preload=preload) as runtime:
         # The first one starts the fork server, which stays.
         await runtime.stop(await runtime.spawn(Echo))
         yield runtime

@@ -248,7 +248,7 @@ async def test_a_remote_error_ends_an_anyio_task_group(rt: aiodaft.Runtime) -> N
 async def test_an_anyio_cancel_scope_ends_a_whole_runtime() -> None:
     pids: list[int] = []
     with anyio.CancelScope() as scope:
-        async with aiodaft.Runtime() as rt:
+        async with aiodaft.Runtime(preload=()) as rt:
             sleeper = await rt.spawn(Sleeper)
             pids.append((await rt.info(sleeper)).pid)
             scope.cancel()
@@ -268,7 +268,7 @@ async def test_an_anyio_shield_keeps_a_call(rt: aiodaft.Runtime) -> None:
 async def test_a_runtime_opens_in_one_anyio_task_and_serves_others() -> None:
     @asynccontextmanager
     async def echoing() -> AsyncGenerator[Echo, None]:
-        async with aiodaft.Runtime() as rt:
+        async with aiodaft.Runtime(preload=()) as rt:
             yield await rt.spawn(Echo)
 
     results: list[int] = []
@@ -294,7 +294,7 @@ SCRIPT = """
     async def main():
         # Debug mode tells of these, which says more of the machine.
         asyncio.get_running_loop().slow_callback_duration = 60
-        async with aiodaft.Runtime() as rt:
+        async with aiodaft.Runtime(preload=()) as rt:
             echo, sleeper = await rt.spawn(Echo), await rt.spawn(Sleeper)
             assert await asyncio.gather(echo.echo(1), echo.echo_on_thread(2)) == [1, 2]
             ref = sleeper.sleep(60)
@@ -335,7 +335,7 @@ def test_the_same_program_runs_on_every_loop_and_nothing_is_warned_of(run: str, 
 
 
 async def test_two_runtimes_live_side_by_side() -> None:
-    async with aiodaft.Runtime(gpus=1) as one, aiodaft.Runtime(gpus=1) as two:
+    async with aiodaft.Runtime(gpus=1, preload=()) as one, aiodaft.Runtime(gpus=1, preload=()) as two:
         first, second = await one.on(gpus=1).spawn(Echo), await two.on(gpus=1).spawn(Echo)
         assert (await first.echo(1), await second.echo(2)) == (1, 2)
         assert len({await first.pid(), await second.pid(), os.getpid()}) == 3

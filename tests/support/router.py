@@ -59,7 +59,7 @@ Models = Annotated[Group[LLM], Depends(models)]
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
     """A runtime with two models for as long as the app is up."""
-    async with aiodaft.Runtime(gpus=8) as rt:
+    async with aiodaft.Runtime(gpus=8, preload=()) as rt:
         app.state.rt = rt
         app.state.models = await rt.on(gpus=1).group(2, LLM)
         yield

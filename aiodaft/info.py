@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
-from aiodaft._runtime.refs import state_of
+from aiodaft._runtime.questions import is_answered
 from aiodaft._runtime.tasks import logger
 from aiodaft.exceptions import DaftError
 
 if TYPE_CHECKING:
     from aiodaft._runtime.calls import Target
-    from aiodaft._runtime.node import Process
+    from aiodaft._runtime.roster import Process
     from aiodaft._runtime.supervisor import Life
     from aiodaft.ref import Ref
 
@@ -104,11 +103,7 @@ async def look_at(target: Target, cls: type, names: tuple[str, ...], node: str, 
 async def _report(target: Target) -> dict[str, Any] | None:
     """None if the actor is gone; nothing in it if the process has no time to answer."""
     report: Ref[dict[str, Any]] = target.peer.agent_of(target.remote).report(target.actor)
-    await asyncio.wait([cast("asyncio.Future[Any]", report)], timeout=_REPORT_PATIENCE)
-    if not report.done():
-        # Not awaited: that would wait for the cancellation to arrive. However it ends is no news either.
-        state_of(report).mark_seen()
-        report.cancel()
+    if not await is_answered(report, _REPORT_PATIENCE):
         return {}
     try:
         return await report

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from aiodaft.runtime import Runtime
     from aiodaft.scope import Scope
 
-    from .node import Place
+    from .roster import Place
 
 
 class Belongings:

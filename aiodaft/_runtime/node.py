@@ -6,9 +6,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, number_of
@@ -25,7 +23,7 @@ from .incoming import current_call
 from .link import introduce
 from .nursery import Child, Ending, Nursery
 from .postmortem import OomKills, activity, condition, died, given_up
-from .pulse import Vitals
+from .roster import Place, Process, Worker
 from .tasks import logger
 from .worker import WorkerSettings
 
@@ -38,62 +36,6 @@ _REPORT_TIMEOUT: Final = 2.0
 _BLAME_DELAY: Final = 0.1
 # Processes that ended and are remembered to say how.
 _REMEMBERED: Final = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a new actor goes."""
-
-    peer: PeerId
-    actor: ActorId
-    gpus: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """A worker process, as others may know it; how it was when it was last heard of."""
-
-    id: PeerId
-    pid: int
-    actors: tuple[str, ...]
-    gpus: tuple[int, ...]
-    vitals: Vitals
-
-
-@dataclass(eq=False)
-class Worker:
-    """A worker process of this node."""
-
-    id: PeerId
-    child: Child
-    pid: int = 0
-    # The actors in it, and all that ever were, each with its name.
-    actors: dict[ActorId, str] = field(default_factory=dict)
-    placed: dict[ActorId, str] = field(default_factory=dict)
-    gpus: tuple[int, ...] = ()
-    # Set when its end is wanted: it is then no accident.
-    wanted: str | None = None
-    # Somebody's calls failed of its end, so that somebody has been told.
-    blamed: bool = False
-    # It did not answer, and is being killed for that.
-    lost: PeerLost | None = None
-    # Where the kernel counts processes that it kills for want of memory.
-    oom_counter: Path | None = None
-
-    @property
-    def names(self) -> str:
-        """What it is called in errors."""
-        # An actor that was restarted here was placed more than once.
-        return " and ".join(dict.fromkeys(self.placed.values()))
-
-    def process(self) -> Process:
-        """What others may know of it."""
-        return Process(self.id, self.pid, tuple(self.actors.values()), self.gpus, self.child.pulse.vitals())
-
-    def add(self, actor: ActorId, label: str) -> None:
-        """An actor moves in."""
-        self.actors[actor] = self.placed[actor] = label
-        self.child.output.name = f"{'+'.join(self.actors.values())} pid={self.pid}"
 
 
 class Node(Actor):
@@ -202,7 +144,7 @@ class Node(Actor):
         )
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(_gpu_names(gpus))} if gpus else {}
         child, connection = await self._nursery.spawn(settings.packed(), environment, label)
-        worker = self._workers[worker_id] = Worker(worker_id, child, gpus=gpus)
+        worker = self._workers[worker_id] = Worker(worker_id, child, label, gpus=gpus)
         self._peer.attach(worker_id, connection)
         try:
             worker.pid = await asyncio.shield(child.started)
@@ -326,7 +268,7 @@ class Node(Actor):
             except TimeoutError:
                 if self._peer.link_to(peer).lost is None:
                     # Two processes fell out with each other; this one can still be worked with.
-                    return PeerLost(f"the connection to {worker.names} (pid {worker.pid}) ended")
+                    return PeerLost(f"the connection to {worker} ended")
                 # It cannot be reached and does not end: nobody can work with it any more.
                 await self._nursery.end(worker.child)
         return self._endings.get(peer) or ActorDied(f"there is no process {peer}")
@@ -356,12 +298,11 @@ class Node(Actor):
         """A worker does not answer, or does again."""
         link = self._peer.link_to(worker.id)
         vitals = worker.child.pulse.vitals()
-        who = f"{worker.names} (pid {worker.pid})"
         if order is Order.CLEAR:
-            logger.warning("%s answers again", who)
+            logger.warning("%s answers again", worker)
         elif order is Order.SUSPECT:
             why, doing = condition(worker.pid), activity(worker, link)
-            logger.warning("%s has not answered for %.1f s: %s; %s", who, vitals.silent_for, why, doing)
+            logger.warning("%s has not answered for %.1f s: %s; %s", worker, vitals.silent_for, why, doing)
         elif order is Order.GIVE_UP and worker.wanted is None:
             worker.lost = given_up(worker, activity(worker, link))
             logger.error("%s", worker.lost)

@@ -16,8 +16,8 @@ from .refkinds import CallState
 
 if TYPE_CHECKING:
     from .link import Link
-    from .node import Worker
     from .replies import State
+    from .roster import Worker
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 # What the state of a thread in /proc means for somebody who waits for its process. What says most comes first.
@@ -71,7 +71,7 @@ def died(worker: Worker, ending: Ending, doing: Activity, *, oom: bool) -> Actor
     else:
         how = f"ended with exit code {ending.exit_code}"
     known = f"; {doing}" if worker.wanted is None and doing.method else ""
-    error = ActorDied(f"{worker.names} (pid {worker.pid}) {how}{known}")
+    error = ActorDied(f"{worker} {how}{known}")
     error.actor = worker.names
     if worker.wanted is None:
         error.exit_code = ending.exit_code
@@ -85,8 +85,7 @@ def given_up(worker: Worker, doing: Activity) -> PeerLost:
     """The error of callers of a worker that has not answered for too long."""
     vitals = worker.child.pulse.vitals()
     error = PeerLost(
-        f"{worker.names} (pid {worker.pid}) has not answered for {vitals.silent_for:.1f} s and was killed: "
-        f"{condition(worker.pid)}; {doing}"
+        f"{worker} has not answered for {vitals.silent_for:.1f} s and was killed: {condition(worker.pid)}; {doing}"
     )
     _add_evidence(error, worker, doing)
     return error

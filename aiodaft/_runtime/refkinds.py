@@ -92,6 +92,8 @@ class CallState(RefState):
         if self.settled or self._cancelling:
             return not self.settled
         self._cancelling = True
+        # Whoever asks for it is not surprised, however the call ends.
+        self.mark_seen()
         if self.link is None and self.target.remote == self.peer.id:
             self.peer.cancel_local(self.number)
         elif self.link is None or self.link.session.withdraw(self.number):
@@ -102,12 +104,6 @@ class CallState(RefState):
             self.link.send((CANCEL, self.number))
         self.peer.loop.call_later(self.peer.grace, self._give_up, why)
         return True
-
-    def _judge_error(self) -> None:
-        if self._cancelling and isinstance(self.error, CallCancelled):
-            # Whoever asked for it is not surprised.
-            self.mark_seen()
-        super()._judge_error()
 
     def _give_up(self, why: str) -> None:
         if not self.settled:

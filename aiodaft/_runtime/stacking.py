@@ -6,7 +6,6 @@ import asyncio
 import linecache
 import sys
 import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
@@ -14,12 +13,14 @@ from aiodaft.exceptions import DaftError
 from aiodaft.stack import CallStack, Frame, ProcessStack, RuntimeStack, TaskStack, ThreadStack
 
 from .awaits import Frames, frames_of, is_ours, stack_of, users_line, wait_of_task
+from .questions import is_answered
 from .waits import frames_on_thread
 
 if TYPE_CHECKING:
     from .incoming import IncomingCall
-    from .node import Node, Process
+    from .node import Node
     from .peer import Peer
+    from .roster import Process
 
 
 def stack_here(peer: Peer) -> ProcessStack:
@@ -48,12 +49,7 @@ async def stack_of_all(peer: Peer, node: Node, patience: float) -> RuntimeStack:
 async def _stack_of(peer: Peer, node: Node, process: Process, patience: float) -> ProcessStack | None:
     asked_at = peer.env.monotonic()
     asked = peer.agent_of(process.id).stack()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(patience):
-            # Unlike awaiting the ref itself, this does not wait for the cleanup of what cannot run.
-            await asked.ready()
-    if not asked.done():
-        asked.cancel()
+    if not await is_answered(asked, patience):
         dump = await node.dump(process.id)
         return ProcessStack(process.id, process.pid, process.actors, peer.env.monotonic() - asked_at, dump=dump)
     try:

@@ -130,6 +130,21 @@ async def test_ref_cancel_always_cancels(rt: aiodaft.Runtime) -> None:
     assert await sleeper.history() == ["sleep began", "sleep cleaned up"]
 
 
+async def test_whoever_cancelled_a_call_is_not_surprised_by_the_death_of_its_actor(rt: aiodaft.Runtime) -> None:
+    sleeper = await rt.spawn(Sleeper)
+    refs = [sleeper.stubborn(60), sleeper.stubborn(60)]
+    await sleeper.history()
+    for ref in refs:
+        ref.cancel()
+    del refs[1], ref
+    last = sleeper.stubborn(60)
+    await rt.kill(sleeper)
+    with pytest.raises(aiodaft.ActorDied):
+        await last
+    assert rt._errors == []
+    assert not rt._held
+
+
 async def test_a_queued_call_is_dropped(rt: aiodaft.Runtime) -> None:
     sleeper = await rt.spawn(Sleeper)
     running = sleeper.block(20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,36 @@ async def test_a_process_whose_loop_does_not_turn_shows_its_threads(
     # Asked again, it says only what is true now.
     stack = await rt.stack(patience=20)
     assert stack.processes[1].answered
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("look", ["patient", "impatient", "cancelled"])
+async def test_a_stopped_actor_that_was_looked_at_can_be_killed(module_rt: aiodaft.Runtime, look: str) -> None:
+    rt = module_rt
+    stuck = await rt.spawn(Subject)
+    os.kill((await rt.info(stuck)).pid, signal.SIGSTOP)
+    looking = asyncio.get_running_loop().create_task(rt.stack(patience=0 if look == "impatient" else 60))
+    if look == "impatient":
+        assert not (await looking).processes[1].answered
+    else:
+        while not asked_of(rt, stuck):
+            await asyncio.sleep(0)
+    if look == "cancelled":
+        looking.cancel()
+        await asyncio.wait([looking])
+    # A later question: when that is answered, the one of the stack is.
+    ref = stuck.history()
+    await rt.kill(stuck)
+    with pytest.raises(aiodaft.ActorDied):
+        await ref
+    if look == "patient":
+        assert len((await looking).processes) == 1
+    assert rt._errors == []
+
+
+def asked_of(rt: aiodaft.Runtime, actor: object) -> bool:
+    """Whether calls of an actor's process are under way."""
+    return bool(rt.peer.links[rt._target(actor).remote].session.calls)
 
 
 _CONTROLLER = """

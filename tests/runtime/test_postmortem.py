@@ -1,0 +1,22 @@
+"""What is said of a worker that has ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
+from aiodaft._runtime.nursery import Ending
+from aiodaft._runtime.postmortem import Activity, died
+from aiodaft._runtime.roster import Worker
+
+
+def test_one_that_was_given_up_before_it_started_is_named_by_what_it_was_started_for() -> None:
+    child: Any = None
+    worker = Worker(PeerId("worker"), child, "Echo-1", wanted="it was not wanted any more")
+    ending, idle = Ending(0, None, "SIGKILL"), Activity("", None)
+    error = died(worker, ending, idle, oom=False)
+    assert str(error) == "Echo-1 (not started yet) was stopped: it was not wanted any more"
+    assert error.actor == "Echo-1"
+    worker.pid = 5
+    worker.placed[FIRST_USER_ACTOR] = "Echo-2"
+    assert str(worker) == "Echo-2 (pid 5)"

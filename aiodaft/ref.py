@@ -34,6 +34,7 @@ class RefBackend(Protocol):
     def watch(self, callback: Callable[[Any], object], *, interested: bool = False) -> None: ...
     def unwatch(self, callback: Callable[[Any], object]) -> int: ...
     def cancel(self, why: str) -> bool: ...
+    def check_loop(self) -> None: ...
     def mark_seen(self) -> None: ...
     def handle_dropped(self) -> None: ...
     def free_now(self) -> None: ...
@@ -58,7 +59,8 @@ class Ref(Generic[T_co]):
 
     Await it as often as you like; the value comes once. Pass it to any actor's method, also inside lists, tuples,
     dicts and dataclasses, and that actor gets the value straight from its producer. asyncio's own tools
-    (`gather`, `wait`, `wait_for`, `shield`, `as_completed`, `timeout`) take refs as they are.
+    (`gather`, `wait`, `wait_for`, `shield`, `as_completed`, `timeout`) take refs as they are. It is awaited on the loop
+    that its runtime was opened on; `def` methods and other threads may make calls, cancel and free.
 
     Cancellation: cancelling the only awaiter of a ref that nothing else uses cancels the remote call.
     """
@@ -174,7 +176,7 @@ class Ref(Generic[T_co]):
         self._state.watch(_DoneCallback(self, callback), interested=True)
 
     def remove_done_callback(self, callback: Callable[[Any], object]) -> int:
-        """Undo `add_done_callback`; returns how many callbacks were removed."""
+        """Undo `add_done_callback`, in the loop's thread; returns how many callbacks were removed."""
         return self._state.unwatch(_DoneCallback(self, callback))
 
     if not TYPE_CHECKING:
@@ -242,6 +244,7 @@ class Refs(Generic[T_co]):
     async def _as_completed(self) -> AsyncGenerator[Ref[T_co], None]:
         completed: asyncio.Queue[Ref[T_co]] = asyncio.Queue()
         for ref in self._refs:
+            ref._state.check_loop()
             ref.add_done_callback(completed.put_nowait)
         try:
             for _ in self._refs:

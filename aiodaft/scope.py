@@ -114,7 +114,8 @@ class Scope(Spawner):
 
     def _collect(self) -> list[BaseException]:
         errors = self._errors
-        for state in self._held:
+        # Other threads may look at errors too.
+        for state in list(self._held):
             if state.error is not None and not state.seen:
                 state.seen = True
                 if not any(state.error is other for other in errors):

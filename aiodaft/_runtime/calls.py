@@ -336,6 +336,9 @@ class Outgoing:
         context = current_call.get()
 
         def submit() -> None:
+            if isinstance(request.state, CallState) and request.state.settled:
+                # It was cancelled before it came here.
+                return
             token = current_call.set(context)
             try:
                 self.submit(request)

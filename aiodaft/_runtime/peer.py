@@ -290,11 +290,16 @@ class Peer:
         """Start a task for a transport."""
         self.tasks.create_task(coro, name=name)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the loop's own thread."""
+        return threading.get_ident() == self._thread
+
     def call_soon(self, callback: Callable[[], object], /) -> None:
         """Run something on the loop; from any thread, also while garbage is collected."""
         # A closed loop runs nothing; what it would have freed went with it.
         with suppress(RuntimeError):
-            if threading.get_ident() == self._thread:
+            if self.is_here:
                 self.loop.call_soon(callback)
             else:
                 self.loop.call_soon_threadsafe(callback)

@@ -84,26 +84,26 @@ class CallState(RefState):
         if self.link is not None:
             self.link.send((RELEASE, (self.number,)))
 
-    def cancel(self, why: str) -> bool:
-        """Ask for the call to be cancelled; False if it is over already.
-
-        The call settles when the callee says so, or when the grace time is over.
-        """
-        if self.settled or self._cancelling:
-            return not self.settled
-        self._cancelling = True
-        # Whoever asks for it is not surprised, however the call ends.
-        self.mark_seen()
+    def _cancel(self, why: str) -> bool:
+        """The call settles when the callee says so, or when the grace time is over."""
+        if self._cancelling:
+            return True
+        self.expect_cancellation()
         if self.link is None and self.target.remote == self.peer.id:
             self.peer.cancel_local(self.number)
         elif self.link is None or self.link.session.withdraw(self.number):
-            # Without a link, the callee was gone already.
+            # Without a link, the callee was gone already, or another thread has not handed the call over yet.
             self.on_error(CallCancelled(f"{self.label} was cancelled before it was sent: {why}", executed=False))
             return True
         else:
             self.link.send((CANCEL, self.number))
         self.peer.loop.call_later(self.peer.grace, self._give_up, why)
         return True
+
+    def expect_cancellation(self) -> None:
+        """Somebody asked for it, and is not surprised, however the call ends."""
+        self._cancelling = True
+        self.mark_seen()
 
     def _give_up(self, why: str) -> None:
         if not self.settled:
@@ -156,10 +156,10 @@ class BorrowedState(RefState):
         if not self.held:
             self.peer.refs.give_back(self)
 
-    def cancel(self, why: str) -> bool:
+    def _cancel(self, why: str) -> bool:
         """Ask the owner to cancel the call."""
         self.peer.refs.cancel_borrowed(self)
-        return not self.settled
+        return True
 
     def _judge_error(self) -> None:
         """Its owner is who has to be told."""
@@ -204,7 +204,7 @@ class GatheredState(RefState):
     async def bring(self, landing: Landing | None = None) -> list[Any]:
         return [await part for part in self._parts]
 
-    def cancel(self, why: str) -> bool:
+    def _cancel(self, why: str) -> bool:
         """Cancel every call of the list."""
         # Each is asked, also after one has said yes.
         return any([part._state.cancel(why) for part in self._parts])  # noqa: C419 - each of them, also after the first

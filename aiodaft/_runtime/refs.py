@@ -7,13 +7,12 @@ process. THERE: the producer keeps it, and it is fetched when somebody in this p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.ownership import Tenure
 from aiodaft.exceptions import DaftError
 from aiodaft.ref import Ref
 
@@ -21,9 +20,9 @@ from .decoding import is_heavy
 from .kept import Arrived, Kept
 from .landing import Landing
 from .tasks import wait_shielded
+from .watching import Watched
 
 if TYPE_CHECKING:
-    from .peer import Peer
     from .sinks import ErrorSink
 
 ABSENT: Final = object()
@@ -41,19 +40,16 @@ class Status(Enum):
 PENDING, HERE, THERE, FAILED = Status
 
 
-class RefState(Tenure):
+class RefState(Watched):
     """One value, as one process knows it; shared by all `Ref` objects for it.
 
     Attributes:
-        peer: The process.
         number: The value's number at its owner.
-        label: What made it, such as "Model.execute".
         producer: The process that makes it.
         sink: Where its error goes if nobody holds it.
     """
 
     # Defaults live in the class: most refs are made, awaited and gone, and set only what they need.
-    peer: Peer
     number: CallId
     own = True
     status = PENDING
@@ -68,15 +64,9 @@ class RefState(Tenure):
     # Refs that it depends on.
     inputs: list[RefState] | None = None
     _waiters: list[asyncio.Future[None]] | None = None
-    _watchers: list[Callable[[Any], object]] | None = None
     _idle_watchers: list[asyncio.Future[None]] | None = None
     _traceback: TracebackType | None = None
-    _interested = 0
     _fetching = False
-
-    @property
-    def label(self) -> str:
-        raise NotImplementedError
 
     @property
     def producer(self) -> PeerId:
@@ -167,8 +157,8 @@ class RefState(Tenure):
         self.free_if_unheld()
 
     def free_now(self) -> None:
-        """Free the value whoever holds it."""
-        if not self.settled:
+        """Free the value whoever holds it. Any thread."""
+        if not (self.settled and self.peer.is_here):
             self.watch(type(self).free_now)
             return
         self._release_value()
@@ -217,27 +207,6 @@ class RefState(Tenure):
 
     # Waiting.
 
-    def watch(self, callback: Callable[[Any], object], *, interested: bool = False) -> None:
-        """Call back once the call is settled; never within this call.
-
-        Somebody who is interested counts as an awaiter: the call is not cancelled while they are there.
-        """
-        self._interested += interested
-        if self.settled:
-            self.peer.loop.call_soon(callback, self)
-        elif self._watchers is None:
-            self._watchers = [callback]
-        else:
-            self._watchers.append(callback)
-
-    def unwatch(self, callback: Callable[[Any], object]) -> int:
-        """Undo `watch` of somebody who was interested; returns how many registrations there were."""
-        before = len(self._watchers or ())
-        self._watchers = [watcher for watcher in self._watchers or () if watcher != callback]
-        removed = before - len(self._watchers)
-        self._interested -= removed
-        return removed
-
     def wait(self) -> Generator[Any, None, Any]:
         """Wait for the value in this process and return it, or raise the error.
 
@@ -248,6 +217,8 @@ class RefState(Tenure):
             if self.arrived is None or is_heavy(self.arrived.payload):
                 yield from self._wait_for_value()
             else:
+                if not self.peer.is_here:
+                    self.check_loop()
                 self._decode_now()
         if self.error is not None:
             self.mark_seen()
@@ -259,12 +230,14 @@ class RefState(Tenure):
         """Wait until the value exists somewhere, or the call failed. Raises nothing of the call."""
         if not self.settled:
             self.peer.check_open(f"{self.label} cannot be awaited")
+            self.check_loop()
             future: asyncio.Future[None] = self.peer.loop.create_future()
             self.watch(lambda _: _wake([future]))
             yield from future.__await__()
 
     def wait_released(self) -> Generator[Any, None, None]:
         """Wait until nobody reads the value."""
+        self.check_loop()
         yield from self.wait_settled()
         while self.uses or self.borrowers:
             future: asyncio.Future[None] = self.peer.loop.create_future()
@@ -279,8 +252,7 @@ class RefState(Tenure):
 
     def _wait_for_value(self) -> Generator[Any, None, None]:
         self.peer.check_open(f"{self.label} cannot be awaited")
-        if asyncio._get_running_loop() is not self.peer.loop:
-            raise RuntimeError(f"{self.label} is awaited on another event loop than the one its runtime was opened on")
+        self.check_loop()
         future: asyncio.Future[None] = self.peer.loop.create_future()
         if self._waiters is None:
             self._waiters = [future]
@@ -358,6 +330,7 @@ class RefState(Tenure):
 
     async def copy_into(self, target: Any) -> None:
         """Write the value, a tensor, into another tensor."""
+        self.check_loop()
         landing = Landing(target, self.label)
         here: Ref[Any] = Ref(self.hold())
         if self.own:
@@ -365,10 +338,6 @@ class RefState(Tenure):
         yet_to_come = self.value is ABSENT and self.error is None
         value = await self.bring(landing) if yet_to_come else await here
         await landing.copy(value, self.peer.store)
-
-    def cancel(self, why: str) -> bool:
-        """Ask for the call to be cancelled; False if it is over already."""
-        return False
 
 
 class UsesInputs(Protocol):

@@ -39,11 +39,11 @@ class ResultState(CallState):
             self.link = cast("Link", way)
         return self.number
 
-    def cancel(self, why: str) -> bool:
+    def _cancel(self, why: str) -> bool:
         """Want it no more; the run is cancelled when nobody wants any of its results."""
-        if self.settled or self._cancelling:
-            return not self.settled
-        self._cancelling = True
+        if self._cancelling:
+            return True
+        self.expect_cancellation()
         if self._run.wanted():
             self.on_error(CallCancelled(f"{self.label} was cancelled, and its run goes on: {why}"))
         elif self._run.cancel(why):
@@ -54,10 +54,6 @@ class ResultState(CallState):
     def cancelling(self) -> bool:
         """Whether it was cancelled."""
         return self._cancelling
-
-    def expect_cancellation(self) -> None:
-        """Its run was cancelled: that it ends so is no news."""
-        self._cancelling = True
 
     def _release_remote(self) -> None:
         if self.link is None:

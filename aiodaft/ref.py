@@ -160,7 +160,8 @@ class Ref(Generic[T_co]):
     def cancel(self) -> bool:
         """Cancel the remote call, whoever else waits for it; False if it is over.
 
-        Whoever awaits the ref gets CallCancelled once the call's own cleanup has run, at most after the grace time.
+        Whoever awaits the ref gets CallCancelled once the call's own cleanup has run, at most after the grace time. If
+        it cannot be interrupted, or refuses, the same: its result is dropped. What it raises instead is raised.
         """
         return self._state.cancel("Ref.cancel() was called")
 

@@ -33,6 +33,7 @@ from .failures import copy_error
 from .link import Link
 from .pickling import home
 from .refkinds import CallState
+from .refs import Status
 from .replies import State, TellState
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ class FollowedCall(CallState):
         self.peer.sender.submit_later(request)
         return True
 
-    def _settle(self, status: Any) -> None:
+    def _settle(self, status: Status) -> None:
         super()._settle(status)
         self._let_go()
 

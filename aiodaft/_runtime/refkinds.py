@@ -10,7 +10,7 @@ from aiodaft.exceptions import CallCancelled, DaftError
 from aiodaft.ref import Ref
 
 from .kept import Arrived
-from .refs import HERE, THERE, RefState
+from .refs import ABSENT, FAILED, HERE, THERE, RefState, Status
 
 if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
@@ -53,7 +53,7 @@ class CallState(RefState):
         if self.settled:
             return
         self.value = value
-        if self.inputs is not None or self._watchers is not None or self.shared:
+        if self.inputs is not None or self._watchers is not None or self.shared or self._cancelling:
             self._settle(HERE)
             return
         # Nobody but those who wait for the value has to be told.
@@ -75,6 +75,17 @@ class CallState(RefState):
     def on_stored(self) -> None:
         """The value exists, at its producer."""
         self._settle(THERE)
+
+    def _settle(self, status: Status) -> None:
+        if self._cancelling and status is not FAILED and not self.settled:
+            # It could not be interrupted, or did not let itself be.
+            if status is THERE:
+                self._release_remote()
+            self.value, self.arrived = ABSENT, None
+            why = f"{self.label} was cancelled: it ended all the same, and its result was dropped"
+            self.on_error(CallCancelled(why, executed=True))
+        else:
+            super()._settle(status)
 
     def on_lost(self, error: DaftError) -> None:
         """The connection to the callee ended before it answered."""

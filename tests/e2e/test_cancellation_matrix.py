@@ -249,3 +249,25 @@ async def test_the_wait_is_over_when_the_call_is(
     while (await module_rt.info(it.subject)).stored_bytes:
         pass
     assert not any(link.session.calls for link in module_rt.peer.links.values())
+
+
+@pytest.mark.parametrize("how", ["block", "stubborn"])
+async def test_what_a_cancelled_call_gives_all_the_same_is_dropped(
+    module_rt: aiodaft.Runtime, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The call ends before its grace time does.
+    monkeypatch.setattr(module_rt.peer, "grace", 3600)
+    subject = await module_rt.spawn(Subject)
+    await subject.remember_loop()
+    ref = subject.block() if how == "block" else subject.stubborn(subject)
+    await subject.has_begun()
+    assert ref.cancel()
+    # Asked after the cancellation, so that this has come by then.
+    await subject.let_go()
+    with pytest.raises(aiodaft.CallCancelled, match="its result was dropped") as caught:
+        await ref
+    assert caught.value.executed is True
+    assert ref.cancelled()
+    assert not ref.cancel()
+    while (await module_rt.info(subject)).stored_bytes:
+        pass

@@ -209,14 +209,21 @@ class Scope(Spawner):
 
         async def grow(first: int, count: int) -> list[Any]:
             base = self._runtime.new_label(cls)
-            labels = [f"{base}[{rank}]" for rank in range(first, first + count)]
-            makers = [self.spawn_one(cls, args, kwargs, constraints, label) for label in labels]
-            made = await asyncio.gather(*makers, return_exceptions=True)
-            errors = [error for error in made if isinstance(error, BaseException)]
-            if errors:
-                await self._stop_handles([handle for handle in made if isinstance(handle, Handle)])
-                raise errors[0]
-            return made
+            made: dict[int, Handle] = {}
+
+            async def make(rank: int) -> None:
+                made[rank] = await self.spawn_one(cls, args, kwargs, constraints, f"{base}[{rank}]")
+
+            ranks = range(first, first + count)
+            try:
+                # Waits for all, also if one fails or all are cancelled: each takes back what it has begun.
+                results = await asyncio.gather(*map(make, ranks), return_exceptions=True)
+                for error in filter(None, results):
+                    raise error
+            except BaseException:
+                await self._take_back([made[rank] for rank in ranks if rank in made])
+                raise
+            return [made[rank] for rank in ranks]
 
         return Group(await grow(0, n), cls, grow, self._stop_handles)
 
@@ -245,6 +252,12 @@ class Scope(Spawner):
     async def stop_group(self, group: Group[Any]) -> None:
         """Stop every member of a group, the last rank first."""
         await self._stop_handles(list(group))
+
+    async def _take_back(self, handles: list[Any]) -> None:
+        """Stop actors that nobody got to see; completes though it is cancelled."""
+        stopping = self._runtime.start_task(self._stop_handles(handles), "take back a group")
+        with shield_from_anyio():
+            await asyncio.wait([stopping])
 
     async def _stop_handles(self, handles: list[Any]) -> None:
         for handle in reversed(handles):

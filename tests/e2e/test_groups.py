@@ -6,12 +6,13 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from actors import Box, Echo, NeedsGpu
 from leaks import is_alive
-from probes import Member
+from probes import FirstIsQuick, Member
 
 import aiodaft
 
@@ -306,3 +307,19 @@ async def test_a_member_that_dies_fails_its_own_calls_only(rt: aiodaft.Runtime) 
     with pytest.raises(aiodaft.ActorDied):
         await group.all(Member.times, 2)
     await rt.stop_group(group)
+
+
+async def test_a_group_whose_making_is_cancelled_leaves_no_member(rt: aiodaft.Runtime, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+
+    async def make() -> None:
+        await rt.group(3, FirstIsQuick, str(tmp_path))
+
+    making = asyncio.get_running_loop().create_task(make())
+    while not len(rt._belongings):
+        await asyncio.sleep(0)
+    making.cancel()
+    await asyncio.wait([making])
+    assert making.cancelled()
+    assert await rt.node.processes() == ()
+    assert not len(rt._belongings)

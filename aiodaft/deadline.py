@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from aiodaft._runtime.current import current_deadline
-from aiodaft.exceptions import DeadlineExceeded
+from aiodaft.exceptions import DaftError, DeadlineExceeded
 
 __all__ = ["deadline"]
 
@@ -24,7 +24,8 @@ async def deadline(seconds: float) -> AsyncGenerator[None, None]:
     actors know the deadline: a call that is still queued when it passes never starts.
 
     Raises:
-        DeadlineExceeded: The time is over; also a TimeoutError.
+        DeadlineExceeded: The time is over; also a TimeoutError. If the block awaited a call, it names that, and its
+            `executed` is that of the call.
         ValueError: That is no number of seconds.
     """
     loop = asyncio.get_running_loop()
@@ -41,6 +42,11 @@ async def deadline(seconds: float) -> AsyncGenerator[None, None]:
     except TimeoutError as error:
         if not scope.expired() or isinstance(error, DeadlineExceeded):
             raise
-        raise DeadlineExceeded(f"not done within {seconds:g} s") from error
+        late = f"not done within {seconds:g} s"
+        # What ended the wait knows how the call ended that was awaited.
+        call = None if error.__context__ is None else error.__context__.__cause__
+        if isinstance(call, DaftError):
+            raise DeadlineExceeded(f"{late}: {call}", executed=call.executed) from error
+        raise DeadlineExceeded(late) from error
     finally:
         current_deadline.reset(token)

@@ -217,7 +217,9 @@ class Cell:
 
     def cancel(self, call: IncomingCall) -> None:
         """The caller does not want the call any more."""
-        self.give_up(call, CallCancelled(f"{call.label} was cancelled before it started", executed=False))
+        self.give_up(
+            call, CallCancelled(f"{call.label} of {self.name} was cancelled before it started", executed=False)
+        )
 
     def give_up(self, call: IncomingCall, why: DaftError) -> None:
         """End a call; one that has not begun fails at once, with this error."""
@@ -227,7 +229,7 @@ class Cell:
     def _expire(self, call: IncomingCall) -> None:
         if not call.over:
             begun = self._interrupt(call)
-            error = DeadlineExceeded(f"the deadline of {call.label} passed")
+            error = DeadlineExceeded(f"the deadline of {call.label} of {self.name} passed")
             call.caller_link.fail(call, error, executed=None if begun else False)
 
     def _interrupt(self, call: IncomingCall) -> bool:

@@ -104,7 +104,11 @@ class CallState(RefState):
             self.peer.cancel_local(self.number)
         elif self.link is None or self.link.session.withdraw(self.number):
             # Without a link, the callee was gone already, or another thread has not handed the call over yet.
-            self.on_error(CallCancelled(f"{self.label} was cancelled before it was sent: {why}", executed=False))
+            self.on_error(
+                CallCancelled(
+                    f"{self.label} of {self.target.label} was cancelled before it was sent: {why}", executed=False
+                )
+            )
             return True
         else:
             self.link.send((CANCEL, self.number))
@@ -118,7 +122,11 @@ class CallState(RefState):
 
     def _give_up(self, why: str) -> None:
         if not self.settled:
-            self.on_error(CallCancelled(f"{self.label} was cancelled ({why}) and did not end within its grace time"))
+            self.on_error(
+                CallCancelled(
+                    f"{self.label} of {self.target.label} was cancelled ({why}) and did not end within its grace time"
+                )
+            )
 
 
 class PutState(RefState):

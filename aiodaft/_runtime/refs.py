@@ -17,6 +17,7 @@ from aiodaft.exceptions import DaftError
 from aiodaft.ref import Ref
 
 from .decoding import is_heavy
+from .failures import copy_error
 from .kept import Arrived, Kept
 from .landing import Landing
 from .tasks import wait_shielded
@@ -262,9 +263,13 @@ class RefState(Watched):
             self._serve_waiters()
         try:
             yield from future
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             if self._leave(future):
                 yield from self._wait_for_cleanup()
+            if isinstance(self.error, DaftError):
+                # Whoever ended the wait may say what became of the call: see `deadline`. Not the error itself, which
+                # may be raised while this is handled, and would know it.
+                cancelled.__cause__ = copy_error(self.error)
             raise
         except BaseException:
             self._leave(future)

@@ -326,6 +326,14 @@ async def test_a_call_whose_deadline_passes_in_the_queue_never_starts(rt: aiodaf
     with pytest.raises(aiodaft.DeadlineExceeded) as caught:
         await ref
     assert caught.value.executed is False
+    # The actor knows of no deadline of this one: it is cancelled from here.
+    ref = sleeper.block(20)
+    with pytest.raises(
+        aiodaft.DeadlineExceeded, match=r"not done within .* Sleeper\.block of Sleeper-1 was"
+    ) as awaited:
+        async with aiodaft.deadline(0.01):
+            await ref
+    assert awaited.value.executed is False
     await sleeper.unblock()
     assert await running == "unblocked"
     assert (await sleeper.history()).count("block began") == 1

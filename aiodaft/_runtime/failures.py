@@ -11,7 +11,9 @@ from typing import Any, Final
 from aiodaft._protocol.codec import pack, unpack
 from aiodaft.exceptions import CallCancelled, DaftError, RemoteError
 
+from .cutting import cut
 from .decoding import decode
+from .pickling import TooLong
 from .serialization import Names, encode
 
 # Where the runtime's own code is.
@@ -25,24 +27,22 @@ def encode_error(error: BaseException) -> bytes:
     """An exception as bytes; never raises, whatever the exception does when it is looked at."""
     type_name = f"{type(error).__module__}.{type(error).__qualname__}"
     error.__traceback__ = _users_part(error.__traceback__)
-    payload, blob = _encode_object(error)
-    return pack([type_name, _message(error), _text(error), payload, blob])
+    return pack([type_name, _message(error), _text(error), *_encode_object(error)])
 
 
 def decode_error(data: bytes) -> BaseException:
     """The exception that `encode_error` encoded, or a RemoteError that tells of it."""
     type_name, message, text, payload, blob = unpack(data, _no_extensions)
-    if payload is not None:
+    why = payload
+    if isinstance(payload, bytes):
         try:
-            error = decode(payload, [] if blob is None else [memoryview(bytearray(blob))])
-        except Exception:  # noqa: BLE001, S110 - the class is not here, or refuses to be built: the text remains
-            pass
-        else:
-            if isinstance(error, BaseException):
-                return error
+            return _decode_object(payload, blob)
+        except Exception as problem:  # noqa: BLE001 - the class is not here, or refuses to be built: the text remains
+            why = f"{type(problem).__name__}: {_message(problem)}"
     remote = RemoteError(f"{type_name}: {message}\n\n{text}")
     remote.type_name = type_name
     remote.traceback = text
+    remote.add_note(f"it comes as text, because it cannot be rebuilt: {why}")
     return remote
 
 
@@ -86,17 +86,39 @@ def passed_on(error: BaseException, *, executed: bool | None) -> BaseException:
     return copy_error(error).with_traceback(error.__traceback__).with_executed(executed)
 
 
-def _encode_object(error: BaseException) -> tuple[bytes | None, bytes | None]:
+def _encode_object(error: BaseException) -> tuple[bytes | str, bytes | None]:
+    """An exception as payload and blob; or why that cannot be, and None."""
     try:
-        encoded = encode(error, names=Names("an exception"))
-        if encoded.size > _MAX_ENCODED:
-            return None, None
-        blob = encoded.packed()
-        # An exception that cannot be rebuilt here will not be rebuilt elsewhere either.
-        decode(encoded.payload, [] if blob is None else [memoryview(bytearray(blob))])
-    except Exception:  # noqa: BLE001 - user code runs while pickling, and may raise anything
-        return None, None
+        return _encode_whole(error)
+    except Exception as problem:  # noqa: BLE001 - user code runs while pickling, and may raise anything
+        if not _is_too_large(problem):
+            return _message(problem), None
+    try:
+        return _encode_whole(cut(error))
+    except Exception as problem:  # noqa: BLE001 - the same
+        return f"it is too large, and cannot be cut: {_message(problem)}", None
+
+
+def _encode_whole(error: BaseException) -> tuple[bytes, bytes | None]:
+    encoded = encode(error, names=Names("an exception"))
+    if encoded.size > _MAX_ENCODED:
+        raise TooLong
+    blob = encoded.packed()
+    # An exception that cannot be rebuilt here will not be rebuilt elsewhere either.
+    _decode_object(encoded.payload, blob)
     return encoded.payload, blob
+
+
+def _decode_object(payload: bytes, blob: Any) -> BaseException:
+    error = decode(payload, [] if blob is None else [memoryview(bytearray(blob))])
+    if not isinstance(error, BaseException):
+        raise TypeError(f"it turns into a {type(error).__name__}")
+    return error
+
+
+def _is_too_large(problem: BaseException | None) -> bool:
+    """Whether an exception could not be encoded because it is large, or refers to others that refer to others..."""
+    return problem is not None and (isinstance(problem, TooLong | RecursionError) or _is_too_large(problem.__cause__))
 
 
 def _users_part(frames: TracebackType | None) -> TracebackType | None:

@@ -27,6 +27,10 @@ _SMALL_BUFFER: Final = 4 << 10
 # What one step may pickle; about a millisecond.
 _IMPATIENT_LIMIT: Final = 256 << 10
 
+# Frames of a traceback that travel.
+_OUTERMOST: Final = 20
+_INNERMOST: Final = 80
+
 _decoding = threading.local()
 
 
@@ -238,8 +242,27 @@ def _reduce_error(value: BaseException | TracebackType) -> Any:
     from tblib import pickling_support  # noqa: PLC0415 - only errors need it
 
     if isinstance(value, TracebackType):
-        return pickling_support.pickle_traceback(value)
+        return _reduce_traceback(value)
     return pickling_support.pickle_exception(value)
+
+
+def _reduce_traceback(value: TracebackType) -> Any:
+    """The frames of a traceback: of many only the outermost and the innermost ones, because pickling nests them."""
+    from tblib import Traceback, pickling_support  # noqa: PLC0415 - only errors need it
+
+    entries = [whole := Traceback(value)]
+    while entries[-1].tb_next is not None:
+        entries.append(entries[-1].tb_next)
+    left_out = len(entries) - _OUTERMOST - _INNERMOST
+    if left_out > 0:
+        gap = {
+            "f_globals": {},
+            "f_code": {"co_filename": "...", "co_name": f"<{left_out} frames left out>"},
+            "f_lineno": 0,
+        }
+        entries[_OUTERMOST - 1].tb_next = hole = Traceback.from_dict({"tb_frame": gap, "tb_lineno": 0, "tb_next": None})
+        hole.tb_next = entries[-_INNERMOST]
+    return pickling_support.unpickle_traceback, (whole.tb_frame, whole.tb_lineno, whole.tb_next)
 
 
 def _reduce_array(array: Any) -> Any:

@@ -62,10 +62,9 @@ async def test_a_class_that_cannot_be_imported_here_comes_as_text(rt: aiodaft.Ru
 
 async def test_a_huge_message_is_cut(rt: aiodaft.Runtime) -> None:
     failing = await rt.spawn(Failing)
-    with pytest.raises(aiodaft.RemoteError) as caught:
+    with pytest.raises(ValueError, match="xxx") as caught:
         await failing.raise_huge()
     assert len(str(caught.value)) < 30_000
-    assert caught.value.type_name == "builtins.ValueError"
 
 
 async def test_a_cancellation_that_a_method_raises_fails_the_task_group(rt: aiodaft.Runtime) -> None:

@@ -1,0 +1,116 @@
+"""Exceptions on the wire: they arrive as their own type, however large or deep they are, or say why not."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+import pytest
+from failing import CustomError, HostileError
+
+import aiodaft
+from aiodaft._runtime.failures import decode_error, encode_error
+
+
+def caught(function: Callable[[], object]) -> BaseException:
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return error
+    raise AssertionError
+
+
+def fail_at(depth: int) -> None:
+    if not depth:
+        raise ValueError("deep")
+    fail_at(depth - 1)
+
+
+def fail_of_failing(depth: int) -> None:
+    """Each error is raised while the one before is handled."""
+    try:
+        if depth:
+            fail_of_failing(depth - 1)
+    finally:
+        raise KeyError(depth)
+
+
+def travelled(error: BaseException) -> BaseException:
+    encoded = encode_error(error)
+    assert len(encoded) < 512 << 10
+    return decode_error(encoded)
+
+
+@pytest.mark.parametrize("depth", [98, 99, 100, 500, 900])
+def test_the_frames_of_a_deep_stack_are_cut_and_its_type_is_kept(depth: int) -> None:
+    error = travelled(caught(lambda: fail_at(depth)))
+    assert type(error) is ValueError
+    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    # Besides the levels: `caught` and its lambda.
+    missing = max(0, depth + 3 - 100)
+    gap = [f"<{missing} frames left out>"] if missing else []
+    assert frames == [
+        "caught",
+        "<lambda>",
+        *["fail_at"] * (18 if gap else depth + 1),
+        *gap,
+        *["fail_at"] * 80 * bool(gap),
+    ]
+
+
+def test_a_recursion_without_end_is_a_recursion_error() -> None:
+    def forever() -> None:
+        forever()
+
+    error = travelled(caught(forever))
+    assert type(error) is RecursionError
+    assert "frames left out" in "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("error", [
+    ValueError("x" * 50_000_000),
+    OSError(5, "x" * 1_000_000),
+    CustomError(code=7, detail="x" * 1_000_000),
+    ValueError({"key": ["x" * 1_000_000]}, "short"),
+    ExceptionGroup("several", [KeyError("y" * 1_000_000), ValueError(1)]),
+    aiodaft.ActorDied("x" * 1_000_000, executed=False),
+    caught(lambda: fail_of_failing(600)),
+], ids=lambda error: type(error).__name__)  # fmt: skip
+def test_what_is_too_large_is_cut_and_keeps_its_type(error: Exception) -> None:
+    error.add_note("of the user")
+    found = travelled(error)
+    assert type(found) is type(error)
+    assert len(str(found)) < 20_000
+    assert found.__notes__[0] == "of the user"
+    assert "cut, to travel" in found.__notes__[-1]
+    if isinstance(error, CustomError):
+        assert vars(found)["code"] == 7
+    if isinstance(error, aiodaft.ActorDied):
+        assert vars(found)["executed"] is False
+
+
+def test_what_is_large_inside_a_group_is_cut_there() -> None:
+    found = travelled(ExceptionGroup("several", [KeyError("y" * 1_000_000), ValueError(1)]))
+    assert isinstance(found, ExceptionGroup)
+    assert [type(one) for one in found.exceptions] == [KeyError, ValueError]
+
+
+class Unfriendly(Exception):
+    """Cannot be made of what it was made of."""
+
+    def __new__(cls, *, size: int) -> Unfriendly:
+        return super().__new__(cls, "x" * size)
+
+    def __init__(self, *, size: int) -> None:
+        super().__init__("x" * size)
+
+
+@pytest.mark.parametrize(("error", "why"), [
+    (Unfriendly(size=1_000_000), "it is too large, and cannot be cut: "),
+    (HostileError(), "no pickle either"),
+])  # fmt: skip
+def test_one_that_comes_as_text_says_why(error: Exception, why: str) -> None:
+    found = travelled(error)
+    assert isinstance(found, aiodaft.RemoteError)
+    assert found.type_name.endswith(type(error).__name__)
+    assert why in found.__notes__[0]

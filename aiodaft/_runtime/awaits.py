@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from aiodaft._protocol.deadlock import CallAt
 from aiodaft.ref import Ref
@@ -223,6 +223,31 @@ def _at_wait_for(frames: Frames) -> Found:
     return [frames[-1].f_locals["fut"]]
 
 
+def _at_queue(frames: Frames) -> Found:
+    """Nobody can see who will put something into a queue, unless `as_completed` made it."""
+    caller = frames[-2] if len(frames) > 1 else None
+    if caller is None or caller.f_code.co_name != "_wait_for_one" or not _is_pythons(caller):
+        raise _UnknownError
+    known = caller.f_locals
+    if "self" in known:
+        # Python 3.13 made an object of it.
+        todo, timer = known["self"]._todo, known["self"]._timeout_handle
+    else:
+        added = _callback_into(known["done"])
+        todo = cast("set[asyncio.Future[Any]]", _enclosed(added, "_on_completion", "todo"))
+        timer = _enclosed(added, "_on_completion", "timeout_handle")
+    if timer is not None:
+        # As in `_at_wait`.
+        raise _UnknownError
+    return list(todo or ())
+
+
+def _callback_into(queue: object) -> object:
+    """What `as_completed` has a task do when that ends."""
+    callbacks = (callback for task in asyncio.all_tasks() for callback, _ in getattr(task, "_callbacks", None) or ())
+    return next((one for one in callbacks if _enclosed(one, "_on_completion", "done") is queue), None)
+
+
 def _code(function: Any) -> types.CodeType:
     code: types.CodeType = function.__code__
     return code
@@ -237,6 +262,7 @@ _KNOWN: Final[dict[types.CodeType, Callable[[Frames], Found]]] = {
     _code(StreamState._wait_change): _at_stream,
     # Python 3.13 moved the body of `__aexit__`; 3.12 rewrote `wait_for` so that it waits as any coroutine does.
     _code(getattr(asyncio.TaskGroup, "_aexit", asyncio.TaskGroup.__aexit__)): _at_task_group,
+    _code(asyncio.Queue.get): _at_queue,
     _code(asyncio.tasks._wait): _at_wait,  # type: ignore[attr-defined]  # private
     **({_code(asyncio.wait_for): _at_wait_for} if sys.version_info < (3, 12) else {}),
 }

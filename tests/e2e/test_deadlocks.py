@@ -7,10 +7,11 @@ import re
 from typing import Any
 
 import pytest
-from actors import Box
+from actors import Box, Log
 from deadlocked import Waiter
 
 import aiodaft
+from aiodaft._runtime.awaits import Wait, wait_of_task
 from aiodaft.exceptions import WaitingCall
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -38,7 +39,7 @@ def story(error: aiodaft.DeadlockDetected) -> list[tuple[str, str]]:
 
 
 async def test_every_kind_of_cycle_is_found_and_names_its_calls(module_rt: aiodaft.Runtime) -> None:
-    made = iter(await asyncio.gather(*(module_rt.spawn(Waiter) for _ in range(19))))
+    made = iter(await asyncio.gather(*(module_rt.spawn(Waiter) for _ in range(20))))
     names: dict[Any, str] = {}
 
     async def waiters(count: int) -> list[Any]:
@@ -53,7 +54,7 @@ async def test_every_kind_of_cycle_is_found_and_names_its_calls(module_rt: aioda
     expected[a.alone(b, c, a)] = [(a, "alone"), (b, "alone"), (c, "alone"), (a, "alone")]
     (a,) = await waiters(1)
     expected[a.alone(a)] = [(a, "alone"), (a, "alone")]
-    for how in ("task group", "gather", "wait", "shield", "wait_for"):
+    for how in ("task group", "gather", "wait", "shield", "as_completed", "wait_for"):
         (a,) = await waiters(1)
         expected[a.fan_out(how, a)] = [(a, "fan_out"), (a, "fan_out")]
     a, b = await waiters(2)
@@ -143,3 +144,21 @@ async def test_refs_of_each_other_in_running_calls(module_rt: aiodaft.Runtime) -
     ]
     await error_of(ones)
     await error_of(behind)
+
+
+async def test_as_completed_waits_for_its_calls_unless_it_comes_back_after_a_while(module_rt: aiodaft.Runtime) -> None:
+    async def all_of(refs: list[aiodaft.Ref[Any]], timeout: float | None) -> None:
+        for done in asyncio.as_completed(refs, timeout=timeout):
+            await done
+
+    waits: list[Wait] = []
+    for timeout in (None, 3600):
+        log = await module_rt.spawn(Log)
+        task = asyncio.get_running_loop().create_task(all_of([log.after_gate(1), log.after_gate(2)], timeout))
+        # It waits, and so does the task that it made for each ref.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        waits.append(wait_of_task(task))
+        await log.open_gate()
+        await task
+    assert [(wait.known, len(wait.calls)) for wait in waits] == [(True, 2), (False, 0)]

@@ -54,6 +54,8 @@ class Waiter(Actor):
             return [await call for call in calls]
         if how == "shield":
             return [await asyncio.shield(call) for call in calls]
+        if how == "as_completed":
+            return [await call for call in asyncio.as_completed(calls)]
         if how == "wait_for":
             return [await asyncio.wait_for(call, 60) for call in calls]
         async with asyncio.TaskGroup() as group:

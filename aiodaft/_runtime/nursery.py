@@ -87,6 +87,8 @@ class Nursery:
         self._children: dict[int, Child] = {}
         self._last_number = 0
         self._lost: str | None = None
+        # The fork server has said something, and so is not still busy with its first imports.
+        self._heard = False
         self._sending = asyncio.Lock()
         self._path: list[str] = []
         self._writable = asyncio.Event()
@@ -167,12 +169,21 @@ class Nursery:
         process, self._process = self._process, None
         if process is not None:
             # It ends by itself when its socket does; waiting takes as long as the last worker's end.
+            self._hasten(process)
             await self._wait_end(process)
         for child in self._children.values():
             child.pulse.close()
             child.ended.cancel()
             child.started.cancel()
         self._logs.close()
+
+    def _hasten(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill a fork server that imports what takes long, and reads nothing meanwhile.
+
+        A worker that it has started just now has done nothing yet, and ends with it.
+        """
+        if not self._heard:
+            process.kill()
 
     async def _wait_end(self, process: subprocess.Popen[bytes]) -> None:
         if not hasattr(os, "pidfd_open"):
@@ -212,6 +223,7 @@ class Nursery:
         """As `aclose`, where the loop does not run any more."""
         self.leave()
         if self._process is not None:
+            self._hasten(self._process)
             _end(self._process)
             self._process = None
         self._logs.close()
@@ -302,6 +314,7 @@ class Nursery:
         if not data:
             self._server_lost("its connection ended")
             return
+        self._heard = True
         kind, number, *rest = unpack(data, _no_extensions)
         if kind == order.RUNG:
             self.on_rung(rest[0])

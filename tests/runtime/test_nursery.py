@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from aiodaft._protocol.codec import unpack
 from aiodaft._runtime import forkserver as order
 from aiodaft._runtime.logs import LogPump
+from aiodaft._runtime import nursery as nursery_module
 from aiodaft._runtime.nursery import Nursery
 
 
@@ -96,3 +98,25 @@ def test_looking_for_children_imports_nothing() -> None:
         "processes.children(); processes.visible_pid(1); processes._pid_inside(1); assert set(sys.modules) == known"
     )
     subprocess.run([sys.executable, "-c", code], timeout=25, check=True)
+
+
+@pytest.mark.parametrize("how", ["close", "abandon"])
+async def test_a_fork_server_that_imports_what_takes_long_is_not_waited_for(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # It has all the time in the world to end by itself.
+    monkeypatch.setattr(nursery_module, "_PATIENCE", 3600)
+    monkeypatch.syspath_prepend(tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "endless.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()")
+    nursery = Nursery(asyncio.get_running_loop(), fork=True, preload=("endless",))
+    child, connection = await nursery.spawn(b"", {}, "actor")
+    connection.close()
+    writing = await asyncio.to_thread(os.open, tmp_path / "fifo", os.O_WRONLY)
+    # Now it imports.
+    if how == "close":
+        await nursery.aclose()
+    else:
+        nursery.abandon()
+    os.close(writing)
+    assert not child.started.done() or child.started.cancelled()

@@ -182,10 +182,7 @@ class Node(Actor):
             return
         worker.wanted = reason
         self._peer.link_to(worker.id).send((BYE, reason))
-        try:
-            async with asyncio.timeout(self._peer.grace):
-                await asyncio.shield(worker.child.ended)
-        except TimeoutError:
+        if not await self._nursery.wait_end(worker.child, self._peer.grace):
             await self._nursery.end(worker.child)
 
     def _free(self, number: ActorId, *, keep_gpus: bool = False) -> None:
@@ -262,10 +259,7 @@ class Node(Actor):
         worker = self._workers.get(peer) or self._unreported.get(peer)
         if worker is not None:
             worker.blamed = worker.blamed or in_flight > 0
-            try:
-                async with asyncio.timeout(_REPORT_TIMEOUT):
-                    await asyncio.shield(worker.child.ended)
-            except TimeoutError:
+            if not await self._nursery.wait_end(worker.child, _REPORT_TIMEOUT):
                 if self._peer.link_to(peer).lost is None:
                     # Two processes fell out with each other; this one can still be worked with.
                     return PeerLost(f"the connection to {worker} ended")

@@ -20,14 +20,17 @@ from aiodaft.exceptions import SpawnFailed
 
 from . import forkserver as order
 from .logs import LogPump, WorkerOutput
+from .processes import UNKNOWN, status_of
 from .pulse import PulseWatch
 from .tasks import TaskOwner
 
 # Imported once by the fork server, if this process has them: slow to import, and safe to fork with.
 _PRELOADED: Final = ("numpy", "torch")
 
-# Seconds that the fork server gets to do what it is told to.
+# Seconds that the fork server gets to end, and to kill a worker; and what it takes to tell that one has ended.
 _PATIENCE: Final = 5.0
+_KILL_PATIENCE: Final = 1.0
+_REPORT_TIME: Final = 0.1
 
 _BOOTSTRAP: Final = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -37,7 +40,7 @@ _BOOTSTRAP: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a worker ended."""
+    """How a worker ended; neither code nor signal if that is not known."""
 
     pid: int
     exit_code: int | None
@@ -51,6 +54,8 @@ class Child:
         self.number = number
         self.output = output
         self.pulse = pulse
+        # Once it has started.
+        self.pid = 0
         self.started: asyncio.Future[int] = loop.create_future()
         self.ended: asyncio.Future[Ending] = loop.create_future()
 
@@ -150,16 +155,35 @@ class Nursery:
     async def end(self, child: Child) -> None:
         """Kill a worker and wait until it has ended, also if the fork server is stopped, or busy importing."""
         self.kill(child)
-        try:
-            async with asyncio.timeout(_PATIENCE):
-                await asyncio.shield(child.ended)
-        except TimeoutError:
-            self._children.pop(child.number, None)
-            if child.started.done() and not child.started.cancelled() and child.started.exception() is None:
+        if not await self.wait_end(child, _KILL_PATIENCE):
+            if child.pid:
                 # Not reaped by its parent, it still has its pid. One that is yet to start finds its socket closed.
                 with suppress(ProcessLookupError):
-                    os.kill(child.started.result(), signal.SIGKILL)
-            self._ended(child, Ending(0, None, "SIGKILL"))
+                    os.kill(child.pid, signal.SIGKILL)
+            self._forget(child, Ending(child.pid, None, "SIGKILL"))
+
+    async def wait_end(self, child: Child, seconds: float) -> bool:
+        """Wait until a worker has ended, but no longer than that; False if it has not.
+
+        If the fork server does not tell, because it is stopped or busy, the kernel does.
+        """
+        for patience in (min(_REPORT_TIME, seconds), max(0.0, seconds - _REPORT_TIME)):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await asyncio.shield(child.ended)
+                return True
+            status = status_of(child.pid) if child.pid else None
+            if status not in {None, UNKNOWN}:
+                break
+        if status is None:
+            return False
+        self._forget(child, Ending(child.pid, *status))
+        return True
+
+    def _forget(self, child: Child, ending: Ending) -> None:
+        """A worker has ended, whatever the fork server may still say of it."""
+        self._children.pop(child.number, None)
+        self._ended(child, ending)
 
     async def aclose(self) -> None:
         """End the fork server, and with it every worker that is left. Blocks until they are gone."""
@@ -322,14 +346,14 @@ class Nursery:
         if child is None:
             return
         if kind == order.SPAWNED:
+            child.pid = rest[0]
             if not child.started.done():
-                child.started.set_result(rest[0])
+                child.started.set_result(child.pid)
         elif kind == order.FAILED:
             del self._children[number]
             child.fail(SpawnFailed(f"the worker did not start:\n{rest[0]}"))
         elif kind == order.EXITED:
-            del self._children[number]
-            self._ended(child, Ending(*rest))
+            self._forget(child, Ending(*rest))
 
     def _ended(self, child: Child, ending: Ending) -> None:
         child.pulse.close()

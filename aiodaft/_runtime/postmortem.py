@@ -68,8 +68,10 @@ def died(worker: Worker, ending: Ending, doing: Activity, *, oom: bool) -> Actor
         how = "was killed by the kernel (SIGKILL): out of memory"
     elif ending.signal is not None:
         how = f"was killed by {ending.signal}"
-    else:
+    elif ending.exit_code is not None:
         how = f"ended with exit code {ending.exit_code}"
+    else:
+        how = "ended, and nobody knows how"
     known = f"; {doing}" if worker.wanted is None and doing.method else ""
     error = ActorDied(f"{worker} {how}{known}")
     error.actor = worker.names

@@ -12,6 +12,9 @@ from typing import Final
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
+# Neither an exit code nor a signal.
+UNKNOWN: Final = (None, None)
+
 IS_LINUX: Final = sys.platform == "linux"
 
 
@@ -101,6 +104,17 @@ def reap() -> list[tuple[int, int]]:
                 break
             ended.append((pid, status))
     return ended
+
+
+def status_of(pid: int) -> tuple[int | None, str | None] | None:
+    """As `describe_status`, of a process that others wait for; None while it has not ended, UNKNOWN once they have."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return UNKNOWN if IS_LINUX else None
+    # State and status are the third and the last field of proc_pid_stat(5); the second one may contain anything.
+    return describe_status(int(fields[-1])) if fields[0] in {b"Z", b"X"} else None
 
 
 def describe_status(status: int) -> tuple[int | None, str | None]:

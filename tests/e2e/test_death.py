@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from failing import Failing
 
 import aiodaft
 from aiodaft._runtime import node
+from aiodaft._runtime.processes import UNKNOWN, status_of
 
 
 async def test_c33_a_killed_actor_fails_its_calls_with_the_evidence(rt: aiodaft.Runtime) -> None:
@@ -188,3 +190,29 @@ async def test_c42_killing_the_fork_server_ends_actors_and_says_so(
         await ref
     with pytest.raises(aiodaft.SpawnFailed, match="fork server is gone"):
         await rt.spawn(Echo)
+
+
+async def test_a_death_is_seen_while_the_fork_server_is_stopped(
+    rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing is settled by waiting for long.
+    monkeypatch.setattr(node, "_REPORT_TIMEOUT", 3600)
+    killed, exiting = await rt.spawn(Failing), await rt.spawn(Failing)
+    assert rt._nursery is not None
+    assert rt._nursery.pid is not None
+    os.kill(rt._nursery.pid, signal.SIGSTOP)
+    with pytest.raises(aiodaft.ActorDied, match="was killed by SIGKILL") as caught:
+        await killed.kill_itself()
+    assert (caught.value.signal, caught.value.exit_code) == ("SIGKILL", None)
+    with pytest.raises(aiodaft.ActorDied, match="ended with exit code 0") as caught:
+        await exiting.exit(0)
+    assert (caught.value.signal, caught.value.exit_code) == (None, 0)
+    os.kill(rt._nursery.pid, signal.SIGCONT)
+    assert await (await rt.spawn(Failing)).count() == 0
+
+
+def test_the_end_of_a_process_that_somebody_has_waited_for_is_unknown() -> None:
+    with subprocess.Popen(["true"]) as process:
+        pass
+    assert status_of(process.pid) == UNKNOWN
+    assert status_of(os.getpid()) is None

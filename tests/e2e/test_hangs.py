@@ -140,7 +140,7 @@ async def test_a_controller_that_is_blocked_accuses_nobody(
 
 async def test_one_that_is_given_up_goes_also_if_the_fork_server_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "_REPORT_TIMEOUT", 0.1)
-    monkeypatch.setattr(nursery, "_PATIENCE", 0.1)
+    monkeypatch.setattr(nursery, "_KILL_PATIENCE", 0.1)
     async with aiodaft.Runtime(preload=(), patience=Patience(None, 0.5)) as rt:
         stuck = await rt.spawn(Stuck)
         pid = (await rt.info(stuck)).pid

@@ -98,6 +98,7 @@ async def test_a_runtime_that_ends_during_a_large_copy_ends_well() -> None:
 
 async def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nursery, "_PATIENCE", 0.2)
+    monkeypatch.setattr(nursery, "_KILL_PATIENCE", 0.2)
     async with asyncio.timeout(15):
         async with aiodaft.Runtime(preload=(), cancel_grace=0.1, stop_grace=0.1) as rt:
             pid = (await rt.info(await rt.spawn(Echo))).pid

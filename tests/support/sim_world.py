@@ -8,7 +8,7 @@ import logging
 import signal
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, Final
 from unittest import mock
@@ -209,6 +209,12 @@ class SimNursery:
     async def end(self, child: SimChild) -> None:
         self.kill(child)
         await asyncio.shield(child.ended)
+
+    async def wait_end(self, child: SimChild, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.shield(child.ended)
+        return child.ended.done()
 
     def ended(self, process: Process, code: int | None, signal_name: str | None) -> None:
         """A process ends now; the node hears of it later."""

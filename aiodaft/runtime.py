@@ -224,6 +224,11 @@ class Runtime(Scope):
             nursery.stay_behind()
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it was open and is not any more."""
+        return self._ended is not None
+
+    @property
     def is_stranded(self) -> bool:
         """Whether the loop it was opened on is not here any more, so that nothing can be awaited there."""
         return self.stayed_behind or (self._peer is not None and not self._peer.loop.is_running())

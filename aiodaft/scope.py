@@ -89,6 +89,9 @@ class Scope(Spawner):
     async def _close(self, *, graceful: bool) -> asyncio.CancelledError | None:
         """Close everything, whatever happens to the task meanwhile; returns a cancellation that came in between."""
         self._closing = True
+        if self._runtime.is_closed:
+            # It was closed with everything in it.
+            return None
         closing = self._runtime.start_task(self._close_all(graceful=graceful), "close a scope")
         interrupted: asyncio.CancelledError | None = None
         with shield_from_anyio():
@@ -101,7 +104,9 @@ class Scope(Spawner):
                             self._belongings.kill_all(), name="kill the actors of a scope"
                         )
                     interrupted = cancelled
-        closing.result()
+        if not closing.cancelled():
+            # Unless the runtime was closed meanwhile, which ends all its tasks.
+            closing.result()
         if self._parent is not None:
             self._parent._children.remove(self)
         return interrupted

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -258,3 +259,21 @@ def test_a_second_ctrl_c_ends_it_at_once() -> None:
     process.communicate(timeout=15)
     assert process.returncode != 0
     assert wait_gone(pids) == set()
+
+
+@pytest.mark.parametrize("inner", [True, False])
+async def test_an_error_is_raised_as_it_is_also_where_the_runtime_was_closed_before(inner: bool) -> None:
+    with pytest.raises(KeyError, match="of the user"):
+        async with aiodaft.Runtime(preload=()) as rt, rt.scope() if inner else nullcontext():
+            await rt.spawn(Echo)
+            await rt.aclose()
+            raise KeyError("of the user")
+
+
+async def test_a_scope_whose_runtime_was_closed_before_raises_what_nobody_looked_at() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with aiodaft.Runtime(preload=()) as rt, rt.scope() as scope:
+            ref = (await scope.spawn(Failing)).raise_value_error("nobody looked at it")
+            await ref.ready()
+            await rt.aclose()
+    assert caught.group_contains(ValueError, match="nobody looked at it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, cast
 
 from aiodaft._protocol.ledger import Demand
 from aiodaft._protocol.liveness import Patience
@@ -85,12 +85,12 @@ class BoundMethod:
         self._target = target
         self._spec = spec
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._spec.is_stream:
             return self._target.stream(self._spec, args, kwargs)
         return self._target.call(self._spec, args, kwargs)
 
-    def tell(self, *args: Any, **kwargs: Any) -> None:
+    def tell(self, /, *args: Any, **kwargs: Any) -> None:
         """Call without a reply."""
         if self._spec.is_stream:
             raise TypeError(f"{self._spec.label} is a stream: there is nothing to tell it")
@@ -98,6 +98,9 @@ class BoundMethod:
 
     def __repr__(self) -> str:
         return f"<remote method {self._spec.label}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} stays in its process: pass the actor's handle, and call the method on that")
 
 
 class Handle:

@@ -68,6 +68,9 @@ class PicklerHooks:
             return _reduce_array(value)
         if isinstance(value, Actor):
             raise TypeError(f"an instance of {kind.__name__} stays in its process: pass the handle that spawn gave")
+        if kind.__name__ == "UntypedStorage" and kind.__module__ == "torch.storage":
+            # torch writes it, and cannot read what it has written.
+            raise TypeError("a storage cannot travel: pass a tensor that uses it")
         if isinstance(value, _FILES):
             raise TypeError(f"the open file {getattr(value, 'name', value)!r} stays in its process: pass its path")
         if not by_value and isinstance(value, type | FunctionType) and not importable(value):

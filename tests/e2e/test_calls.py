@@ -94,6 +94,8 @@ async def test_a_def_method_does_not_hold_up_the_loop(rt: aiodaft.Runtime) -> No
 async def test_arguments_by_position_and_keyword(rt: aiodaft.Runtime) -> None:
     echo = await rt.spawn(Echo)
     assert await echo.kwargs(1, "two", three=3, four=[4]) == ((1, "two"), {"three": 3, "four": [4]})
+    with pytest.raises(TypeError, match=r"^Echo.kwargs\(self, .*multiple values for argument 'self'"):
+        echo.kwargs(self=3)
 
 
 async def test_tell_runs_in_order_and_gives_nothing(rt: aiodaft.Runtime) -> None:

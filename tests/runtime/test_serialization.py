@@ -235,6 +235,12 @@ def test_sparse_tensors_and_modules() -> None:
     assert torch.equal(got(x), module(x))
 
 
+def test_a_storage_says_that_it_cannot_travel() -> None:
+    value = torch.ones(3).untyped_storage()
+    with pytest.raises(aiodaft.SerializationError, match=r"args\[0\] .*pass a tensor that uses it"):
+        encode([value], names=Names("Model.execute", (("args[0]", value),)))
+
+
 def test_a_tensor_without_data_says_that_it_cannot_travel() -> None:
     value = torch.empty(3, device="meta")
     with pytest.raises(aiodaft.SerializationError, match=r"args\[0\] of Model.execute cannot travel: a meta"):

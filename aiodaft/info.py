@@ -35,9 +35,10 @@ class ActorInfo:
         alive: Whether it takes calls.
         suspect: Whether it has not answered for longer than its `Patience`: its process is stopped, or C code keeps
             the interpreter.
-        silent_for: Seconds since its process was last heard of; about a second is usual.
+        silent_for: Seconds since its process was last heard of; 0 if it answers now.
         loop_lag: Seconds for which the event loop of its process had not turned when that was last looked at.
-        running: The methods that run now, oldest first.
+        running: The methods that run now, oldest first; of many the first hundred.
+        running_besides: How many more run.
         queued: Calls that wait in its mailbox.
         done: Calls that have ended.
         abandoned: Calls that run on although nobody waits for them: cancelled, past their deadline, or of a caller
@@ -59,6 +60,7 @@ class ActorInfo:
     silent_for: float = 0.0
     loop_lag: float = 0.0
     running: tuple[str, ...] = ()
+    running_besides: int = 0
     queued: int = 0
     done: int = 0
     abandoned: int = 0
@@ -75,7 +77,7 @@ async def look_at(target: Target, cls: type, names: tuple[str, ...], node: str, 
     """
     node_agent = target.peer.node_agent()
     before: Process | None = await node_agent.process_of(target.remote)
-    report = None if before is None else {} if before.vitals.suspect else await _report(target)
+    report = None if before is None else await _report(target)
     process = await node_agent.process_of(target.remote)
     restarts: dict[str, Any] = {}
     if life is not None:
@@ -92,8 +94,9 @@ async def look_at(target: Target, cls: type, names: tuple[str, ...], node: str, 
         node=node,
         gpus=process.gpus,
         alive=report is not None,
-        suspect=vitals.suspect,
-        silent_for=vitals.silent_for,
+        # Nothing is as sure a sign of life as an answer.
+        suspect=vitals.suspect and not report,
+        silent_for=0.0 if report else vitals.silent_for,
         loop_lag=vitals.loop_lag,
         **(report or known),
         **restarts,

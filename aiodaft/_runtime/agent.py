@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._protocol.deadlock import CallAt, Waiting
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, incarnation
@@ -21,6 +21,10 @@ from .stacking import stack_here
 
 if TYPE_CHECKING:
     from .peer import Peer
+
+
+# Running calls that are told one by one.
+_SHOWN: Final = 100
 
 
 class Agent(Actor):
@@ -72,7 +76,8 @@ class Agent(Actor):
         calls = cell.running()
         begun = [call.label for call in calls if call.begun]
         return {
-            "running": tuple(begun),
+            "running": tuple(begun[:_SHOWN]),
+            "running_besides": len(begun[_SHOWN:]),
             # Calls of def methods wait for the actor's thread.
             "queued": cell.mailbox.queued + len(calls) - len(begun),
             "done": cell.done,

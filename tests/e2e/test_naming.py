@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from actors import Echo, Entered, NeedsGpu, Plain, Relay, Sleeper
+from actors import Echo, Entered, Log, NeedsGpu, Plain, Relay, Sleeper
 from leaks import is_alive
 from probes import Half, HalfChild, Member, Probe
 
@@ -120,6 +120,16 @@ async def test_the_coordinator_takes_no_part_in_calls(rt: aiodaft.Runtime) -> No
     before = cell.done
     await asyncio.gather(*(relay.call_other(echo, index) for index in range(1000)))
     assert cell.done == before
+
+
+async def test_info_names_the_first_of_very_many_calls(rt: aiodaft.Runtime) -> None:
+    log = await rt.spawn(Log)
+    refs = [log.after_gate(number) for number in range(103)]
+    await log.all()
+    info = await rt.info(log)
+    assert (info.running, info.running_besides) == (("Log.after_gate",) * 100, 3)
+    await log.open_gate()
+    await asyncio.gather(*refs)
 
 
 async def test_info_says_how_an_actor_is_doing(rt: aiodaft.Runtime) -> None:

@@ -254,8 +254,14 @@ class Runtime(Scope):
 
     def check_loop(self, what: str) -> None:
         """Raise RuntimeError unless this is the loop that the runtime was opened on."""
-        if self._peer is not None and asyncio.get_running_loop() is not self._peer.loop:
+        if self._peer is None or (running := asyncio._get_running_loop()) is self._peer.loop:
+            return
+        if running is not None:
             raise RuntimeError(f"{what}: this is another event loop than the one the runtime was opened on")
+        raise RuntimeError(
+            f"{what} where no event loop runs: have the runtime's do it, by `loop.call_soon_threadsafe` or "
+            "`asyncio.run_coroutine_threadsafe`"
+        )
 
     def start_task(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Start a task that does not depend on the task that asks for it."""

@@ -112,3 +112,10 @@ async def test_a_ref_is_awaited_on_the_loop_of_its_runtime_only(module_rt: aioda
         in_thread(lambda: asyncio.run(ways[what]()))
     await log.open_gate()
     assert await ref == "value"
+
+
+async def test_a_thread_is_told_how_to_put_a_value(module_rt: aiodaft.Runtime) -> None:
+    with pytest.raises(
+        RuntimeError, match="a value cannot be put where no event loop runs: have .*call_soon_threadsafe"
+    ):
+        in_thread(lambda: module_rt.put(1))

@@ -16,8 +16,8 @@ import pytest
 
 from aiodaft._protocol.codec import unpack
 from aiodaft._runtime import forkserver as order
-from aiodaft._runtime.logs import LogPump
 from aiodaft._runtime import nursery as nursery_module
+from aiodaft._runtime.logs import LogPump
 from aiodaft._runtime.nursery import Nursery
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INTRODUCE, NOTE, Message
 from aiodaft._protocol.session import STALL, Session
-from aiodaft.exceptions import DaftError, PeerLost, ProtocolError, RemoteProtocolError
+from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
 
 from .outbox import Outbox, close_all
 from .ring import RingPair
@@ -54,6 +54,10 @@ class LinkOwner(Protocol):
 
     def link_lost(self, link: Link, reason: Exception) -> None:
         """The link ended; called once."""
+        ...
+
+    def dropped(self, link: Link, message: Message) -> None:
+        """A call will not be sent."""
         ...
 
 
@@ -180,7 +184,12 @@ class Link:
 
     def submit(self, call_id: CallId, call: State, message: Message | None, cost: int = 0) -> None:
         """Send a call within the window; see `Session.submit`."""
-        self.session.submit(call_id, call, message, cost)
+        try:
+            self.session.submit(call_id, call, message, cost)
+        except Overloaded:
+            if message is not None:
+                self._owner.dropped(self, message)
+            raise
         if self.session.waiting and not self._watching_stall:
             self._watching_stall = True
             self._loop.call_later(STALL, self._look_for_stall)
@@ -196,6 +205,13 @@ class Link:
         """Give the message of a submitted call; see `Session.provide`."""
         self.session.provide(call_id, message, cost)
         self.flush_soon()
+
+    def withdraw(self, call_id: CallId) -> bool:
+        """Take back a call that was not sent yet; see `Session.withdraw`."""
+        message = self.session.unsent(call_id)
+        if message is not None:
+            self._owner.dropped(self, message)
+        return self.session.withdraw(call_id)
 
     def abandon(self) -> None:
         """Close the socket and the rings where the loop does not run. The waiter looks at none any more."""

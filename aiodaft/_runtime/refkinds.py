@@ -94,7 +94,7 @@ class CallState(RefState):
         self._cancelling = True
         if self.link is None and self.target.remote == self.peer.id:
             self.peer.cancel_local(self.number)
-        elif self.link is None or self.link.session.withdraw(self.number):
+        elif self.link is None or self.link.withdraw(self.number):
             # Without a link, the callee was gone already.
             self.on_error(CallCancelled(f"{self.label} was cancelled before it was sent: {why}", executed=False))
             return True

@@ -170,7 +170,7 @@ class StreamState:
         self._items.clear()
         if self.link is None:
             self.peer.cancel_local(self.number)
-        elif self.link.session.withdraw(self.number):
+        elif self.link.withdraw(self.number):
             self._end(None)
         else:
             self.link.send((CANCEL, self.number))

@@ -143,6 +143,11 @@ class UcxTransport:
         remote.granted[self._last_grant] = block
         return (segment.id, block.offset, block.nbytes, self._last_grant)
 
+    def revoke(self, grant: Grant, control: Control) -> None:
+        remote = self._remotes.get(control.peer)
+        if remote is not None:
+            self._take_back(remote, cast(int, grant[3]))
+
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
         pull = self._pull(grant, control, None)
         try:
@@ -201,9 +206,7 @@ class UcxTransport:
         elif kind == _GONE and len(body) == _NUMBER.size:
             self._forget(remote, _NUMBER.unpack(body)[0])
         elif kind == _RETURN and len(body) == _NUMBER.size:
-            block = remote.granted.pop(_NUMBER.unpack(body)[0], None)
-            if block is not None:
-                block.return_grant()
+            self._take_back(remote, _NUMBER.unpack(body)[0])
         else:
             raise GrantError(f"{control.peer} sent a note that makes no sense")
 
@@ -336,6 +339,12 @@ class UcxTransport:
             self.driver.worker.forget(rkey)
         if remote.lost is not None:
             remote.stamp.block.release()
+
+    @staticmethod
+    def _take_back(remote: Remote, number: int) -> None:
+        block = remote.granted.pop(number, None)
+        if block is not None:
+            block.return_grant()
 
     def _block_segment_closed(self, segment_id: int) -> None:
         # The arena calls this in any thread; links belong to the loop.

@@ -95,7 +95,7 @@ class Replies:
         if refs or isinstance(blobs, tuple):
             # It keeps its place in the stream while its parts are fetched.
             item = Delivery(self._peer, link, payload, blobs, refs)
-            state.on_item(self._peer.tasks.start(self._bring_item(link, number, item), name="bring an item"))
+            state.on_item(self._peer.tasks.start_ahead(self._bring_item(link, number, item), name="bring an item"))
         else:
             state.on_item(Arrived(payload, blobs, [], []))
 

@@ -13,6 +13,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, cast
 
@@ -22,7 +23,7 @@ from .exceptions import GrantError, PeerGone, TransportError, Unreachable
 from .grants import segment_of
 from .lent import Regions
 from .memory import check_target, exposed_view
-from .ucp import Library
+from .ucp import Library, UcxError
 from .ucx_memory import WORD, Pool, Stamp
 from .ucx_pull import Pull, Remote, RemoteSegment
 from .ucx_worker import Driver
@@ -259,8 +260,10 @@ class UcxTransport:
         end = _HEAD.size + size
         remote.stamped = RemoteSegment(address, WORD, body[_HEAD.size : end])
         remote.address = body[end:]
-        # Both sides do, so that both can end it; UCX makes one connection of the two.
-        self._reach(remote)
+        # Both sides do, so that both can end it; UCX makes one connection of the two. The peer may be dead by now: that
+        # is no fault of its note, and the next transfer finds out.
+        with suppress(UcxError):
+            self._reach(remote)
         self._introduce(remote)
 
     def _reach(self, remote: Remote) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import BROKEN, MOVED, PULL, VALUE, Message
@@ -102,27 +103,21 @@ class Transfer:
         link = self._peer.link_to(asked)
         try:
             answer = await self._question(link, owner, number)
+            if not isinstance(answer, Delivery):
+                return answer
+            self.relays.answered(fetching, (owner, number))
+            first = answer.granted()
+            arrived = await self.receive(answer, landing)
+        except TransportError as error:
+            # Nobody is gone; this process cannot have the value.
+            return error
         except (PeerLost, ActorDied) as error:
-            if owner == self._peer.id:
+            if owner == self._peer.id or link.lost is None:
                 return error
             if asked != owner:
                 # The owner may have the value, and knows best how its producer ended.
                 return owner
             raise OwnerDied(f"the owner of a ref, {owner}, is gone: {error}") from error
-        if not isinstance(answer, Delivery):
-            return answer
-        self.relays.answered(fetching, (owner, number))
-        first = answer.granted()
-        try:
-            arrived = await self.receive(answer, landing)
-        except (Unreachable, DeviceError) as error:
-            # Nobody is gone; this process cannot have the value.
-            return error
-        except TransportError as error:
-            # Control links and payloads fail together only if the process is gone; then the owner decides.
-            lost = PeerLost(f"the value of ref {number} of {owner} could not be fetched from {asked}: {error}")
-            lost.__cause__ = error
-            return owner if asked != owner and link.lost is not None else lost
         if first is not None:
             await self.relays.keep(fetching, (owner, number), arrived, first[0])
         return arrived
@@ -162,16 +157,34 @@ class Transfer:
                     answer.set_exception(copy_error(error))
 
     async def receive(self, delivery: Delivery, landing: Landing | None = None) -> Arrived:
-        """Bring in a value that was granted. What went straight into the landing is memory of its target."""
+        """Bring in a value that was granted. What went straight into the landing is memory of its target.
+
+        Raises:
+            TransportError: This process cannot have it: it is out of reach, or a device failed.
+            PeerLost, ActorDied: How its process ended; or it lives, and the bytes do not come all the same.
+        """
         views: list[Any] = []
         try:
             states = await self._peer.refs.adopt(delivery.refs, delivery.link)
             while (blob := delivery.granted()) is not None:
                 views.append(await self._fetch(delivery, blob, landing))
-        except BaseException:
-            delivery.decline()
+        except (Unreachable, DeviceError):
             raise
+        except TransportError as error:
+            raise await self._why(delivery.link, error) from error
+        finally:
+            # Nothing, if all of it is here.
+            delivery.decline()
         return Arrived(delivery.payload, delivery.inline, views, states)
+
+    async def _why(self, link: Neighbour, error: TransportError) -> DaftError:
+        """Why the bytes of a value did not come."""
+        # They often break off before the control link does, which alone says whether a process lives, and how it ended.
+        with suppress(DaftError):
+            await self._peer.agent_of(link.remote).answer()
+        if link.lost is not None:
+            return copy_error(await self._peer.explanation(cast("Link", link)))
+        return PeerLost(f"{link.remote} lives, and a value could not be fetched from it: {error}")
 
     async def _fetch(self, delivery: Delivery, blob: Blob, landing: Landing | None) -> Any:
         """Bring one blob here, or into the landing if there is one that fits."""

@@ -24,6 +24,7 @@ from .grants import segment_of
 from .lent import Regions
 from .memory import check_target, exposed_view
 from .ucp import Library, UcxError
+from .ucx_folder import folder
 from .ucx_memory import WORD, Pool, Stamp
 from .ucx_pull import Pull, Remote, RemoteSegment
 from .ucx_worker import Driver
@@ -59,7 +60,7 @@ def options_for(interface: str | None) -> dict[str, str]:
         "TLS": _LOCAL,
         # Shared memory must not be ruled out because a peer may die.
         "MM_ERROR_HANDLING": "y",
-        # Files in /dev/shm are unlinked as soon as they are made.
+        # Files in shared memory are unlinked as soon as they are made.
         "POSIX_USE_PROC_LINK": "y",
         # Else UCX prefers a rendezvous protocol that cannot use process_vm_readv.
         "RNDV_THRESH": "inf",
@@ -120,7 +121,9 @@ class UcxTransport:
         if self._driver is None:
             if self._closed:
                 raise TransportError("the transport is closed")
-            self._driver = Driver(self._library, self._options)
+            # All its files are made now; others reach them through /proc.
+            with folder() as path:
+                self._driver = Driver(self._library, {**self._options, "POSIX_DIR": str(path)})
         return self._driver
 
     def allocate(self, nbytes: int) -> Block:

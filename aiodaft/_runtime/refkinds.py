@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import CallId, PeerId
@@ -100,7 +101,7 @@ class CallState(RefState):
             return True
         else:
             self.link.send((CANCEL, self.number))
-        self.peer.loop.call_later(self.peer.grace, self._give_up, why)
+        self._give_up_later(why)
         return True
 
     def _judge_error(self) -> None:
@@ -109,9 +110,18 @@ class CallState(RefState):
             self.mark_seen()
         super()._judge_error()
 
-    def _give_up(self, why: str) -> None:
-        if not self.settled:
-            self.on_error(CallCancelled(f"{self.label} was cancelled ({why}) and did not end within its grace time"))
+    def _give_up_later(self, why: str) -> None:
+        # What is over by then does not wait for this, with its value.
+        weakly = weakref.ref(self)
+
+        def give_up() -> None:
+            state = weakly()
+            if state is not None and not state.settled:
+                state.on_error(
+                    CallCancelled(f"{state.label} was cancelled ({why}) and did not end within its grace time")
+                )
+
+        self.peer.loop.call_later(self.peer.grace, give_up)
 
 
 class PutState(RefState):

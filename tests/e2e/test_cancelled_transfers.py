@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from packing import LARGE, MEDIUM, Helper, Packer, Warden, in_use
 
 import aiodaft
 from aiodaft._protocol.ids import CallId
+from aiodaft._protocol.messages import FLOW
 from aiodaft._runtime.delivery import Delivery
 from aiodaft._runtime.kept import Kept
 from aiodaft._runtime.refs import state_of
@@ -102,6 +105,44 @@ async def test_grants_in_a_message_that_is_never_sent(module_rt: aiodaft.Runtime
         await second
     while in_use(peer):
         await packer.open_gate()
+
+
+async def test_a_cancelled_call_is_not_remembered_for_its_grace_time(module_rt: aiodaft.Runtime) -> None:
+    packer = await module_rt.spawn(Packer)
+    call = packer.take_at_last(1)
+    call.cancel()
+    await call.ready()
+    state = weakref.ref(state_of(call))
+    del call
+    await asyncio.sleep(0)
+    gc.collect()
+    assert state() is None
+
+
+async def test_results_of_a_graph_whose_closing_is_cancelled(module_rt: aiodaft.Runtime) -> None:
+    packer = await module_rt.spawn(Packer)
+    graph = aiodaft.compile(lambda value: packer.make_at_last(value))
+    result = graph(1)
+    while not (await module_rt.info(packer)).running:
+        pass
+    closing = asyncio.get_running_loop().create_task(graph.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait([closing])
+    await packer.open_gate()
+    await result.ready()
+    del result
+    while (await module_rt.info(packer)).stored_bytes:
+        pass
+
+
+async def test_a_value_for_a_graph_that_is_no_more(module_rt: aiodaft.Runtime) -> None:
+    peer = module_rt.peer
+    kept = await kept_here(module_rt)
+    assert kept.block is not None
+    item = (0, kept.payload, kept.blobs_for(peer.loopback), (), ())
+    peer.graphs.flow_came(peer.loopback, (FLOW, peer.id, peer.next_number(), 1, (item, (1, "plain"))))
+    assert kept.block.grants == 0
 
 
 # The rule behind all of these: what is dropped goes back.

@@ -74,6 +74,7 @@ class Packer(Actor):
 
     def __init__(self) -> None:
         self._gate = asyncio.Event()
+        self._thread_gate = threading.Event()
 
     @method
     async def make(self) -> bytes:
@@ -96,3 +97,9 @@ class Packer(Actor):
     @method(ordered=False)
     async def open_gate(self) -> None:
         self._gate.set()
+        self._thread_gate.set()
+
+    @method
+    def make_at_last(self, value: Any) -> bytes:
+        self._thread_gate.wait(20)
+        return bytes(LARGE)

@@ -14,18 +14,18 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INTRODUCE, NOTE, Message
 from aiodaft._protocol.session import STALL, Session
 from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
 
+from .neighbour import LinkOwner
 from .outbox import Outbox, close_all
 from .ring import RingPair
 from .tasks import logger
 from .traffic import Traffic
-from .waiter import Waiter
 
 if TYPE_CHECKING:
     from .incoming import IncomingCall
@@ -37,28 +37,6 @@ _READ_SIZE: Final = 16 << 10
 _BATCH: Final = 64
 _MAX_FDS: Final = 8
 _FD_SPACE: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
-
-
-class LinkOwner(Protocol):
-    """What a link needs of its process."""
-
-    @property
-    def handlers(self) -> Sequence[Callable[[Link, Message], object]]:
-        """What handles each kind of message."""
-        ...
-
-    @property
-    def waiter(self) -> Waiter:
-        """What looks at the rings."""
-        ...
-
-    def link_lost(self, link: Link, reason: Exception) -> None:
-        """The link ended; called once."""
-        ...
-
-    def dropped(self, link: Link, message: Message) -> None:
-        """A call will not be sent."""
-        ...
 
 
 class Link:

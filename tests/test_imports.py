@@ -47,7 +47,8 @@ LOOK = """
             "import path": list(sys.path),
             "recursion": sys.getrecursionlimit(),
             "working directory": os.getcwd(),
-            "shared memory": [name for name in os.listdir("/dev/shm") if "ucx" not in name],
+            # Other programs that use UCX make such files all the time; ours do not.
+            "shared memory": [name for name in os.listdir("/dev/shm") if not name.startswith("ucx_shm_posix_")],
             "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
         }
 """

@@ -61,6 +61,10 @@ class Session(Generic[CallT]):
         """Whether a call is not sent yet."""
         return call_id in self._waiting
 
+    def unsent(self, call_id: CallId) -> Message | None:
+        """The message of a call that is not sent yet, if it has one."""
+        return self._waiting.get(call_id)
+
     def under_way(self) -> Iterator[CallT]:
         """Calls that are sent and not answered, the oldest first."""
         return (call for call_id, call in self.calls.items() if call_id not in self._waiting)

@@ -85,6 +85,10 @@ class Agent(Actor):
             "stored_bytes": self._peer.store.stored_bytes(),
         }
 
+    @method(ordered=False)
+    async def answer(self) -> None:
+        """This process is there, and so is the connection to it."""
+
     # Who waits for whom. No question waits for anything, so none of them stands in line.
 
     @method(ordered=False)

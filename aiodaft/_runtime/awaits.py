@@ -205,6 +205,9 @@ def _at_stream(frames: Frames) -> Found:
         # It waits for the end of a cancelled one, which has its time.
         raise _UnknownError
     stream: StreamState = frames[-1].f_locals["self"]
+    if stream.opening:
+        # For another task to take an item that is there.
+        raise _UnknownError
     return [CallAt(stream.peer.id if stream.link is None else stream.link.remote, stream.peer.id, stream.number)]
 
 

@@ -97,14 +97,14 @@ class RemoteCaller:
 
     async def item(self, call: IncomingCall, value: Any) -> None:
         kept = await self._capture(call, value)
-        await self._peer.store.make_ready(kept)
-        if call.over or self._link.lost is not None:
+        try:
+            await self._peer.store.make_ready(kept)
+            if not call.over and self._link.lost is None:
+                blobs = kept.blobs_for(self._link)
+                self._link.send((ITEM, call.number, kept.payload, blobs, self._pinned(call, kept)))
+        finally:
+            # The grant keeps the block until the consumer is done with it.
             kept.release()
-            return
-        blobs = kept.blobs_for(self._link)
-        self._link.send((ITEM, call.number, kept.payload, blobs, self._pinned(call, kept)))
-        # The grant keeps the block until the consumer is done with it.
-        kept.release()
 
     def adopted(self, number: CallId) -> None:
         """The caller has registered the refs inside a result or item."""

@@ -256,7 +256,7 @@ class Outgoing:
             request.kept = kept
             await self._pack_then_send(link, request, kept)
         else:
-            link.session.withdraw(request.number)
+            link.withdraw(request.number)
 
     async def _pack_then_send(self, link: Link, request: Request, kept: Kept) -> None:
         try:
@@ -277,7 +277,7 @@ class Outgoing:
 
     def _fail_unsent(self, link: Link, request: Request, error: Exception) -> None:
         # If it is not there any more, it was cancelled.
-        if link.session.withdraw(request.number):
+        if link.withdraw(request.number):
             request.state.on_error(error)
 
     def _message(self, link: Link, request: Request, kept: Kept) -> Message:

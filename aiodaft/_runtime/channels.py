@@ -222,7 +222,7 @@ class Endpoint:
         self.capacity = capacity
         self.host = host
         self._receiving = asyncio.Lock()
-        # A receive that was cancelled goes on, and its item waits here for the next one.
+        # A receive that was cancelled goes on until the item is here, where that waits for the next one.
         self._taking: asyncio.Task[Any] | None = None
 
     async def send(self, value: Any) -> None:
@@ -249,13 +249,16 @@ class Endpoint:
         async with self._receiving:
             self._peer.check_open("the channel cannot be used")
             if self._taking is None:
-                self._taking = self._peer.tasks.start(self._take(), name="receive")
+                self._taking = self._peer.tasks.start_ahead(self._receive(), name="receive")
             await asyncio.wait([self._taking])
             taken, self._taking = self._taking, None
         if taken.cancelled():
             # Its owner, this process's peer, was closed.
             raise RuntimeClosed(f"nothing can be received: {self._peer.closed}")
-        item = taken.result()
+        return taken.result()
+
+    async def _receive(self) -> Any:
+        item = await self._take()
         return await item.ref if isinstance(item, Parcel) else item
 
     async def _take(self) -> Any:

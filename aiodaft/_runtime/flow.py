@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from aiodaft.exceptions import DaftError
 from aiodaft_transport import TransportError
 
+from .delivery import Delivery
 from .failures import add_note, decode_error, encode_error
 from .kept import Arrived, Kept
 
@@ -158,10 +159,10 @@ async def fetch(peer: Peer, neighbour: Neighbour, item: Item) -> Value:
     value = Value()
     label: str | None = None
     try:
-        value._arrived = await peer.transfer.receive(neighbour, payload, blobs, refs)
+        value._arrived = await peer.transfer.receive(Delivery(peer, neighbour, payload, blobs, refs))
         for slot in slots:
             if isinstance(slot[0], bytes):
-                value._slots.append(await peer.transfer.receive(neighbour, *slot))
+                value._slots.append(await peer.transfer.receive(Delivery(peer, neighbour, *slot)))
             else:
                 owner, number, producer, label = slot
                 value._slots.append(await peer.transfer.pull(owner, number, producer))

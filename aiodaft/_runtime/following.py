@@ -138,7 +138,7 @@ class Followed(Target):
             waits = sender.prepare(request)
         finally:
             if not waits:
-                self._hall.session.withdraw(number)
+                self._hall.withdraw(number)
         if not waits:
             return
         if not isinstance(state, TellState):
@@ -157,7 +157,7 @@ class Followed(Target):
     def _take(self, request: Request) -> bool:
         """Take a call out; False if it was cancelled meanwhile."""
         self.forget(request.number)
-        return self._hall.session.withdraw(request.number)
+        return self._hall.withdraw(request.number)
 
     def forget(self, number: CallId) -> None:
         """A call does not wait any more."""

@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from aiodaft._protocol.codec import pack, unpack
+from aiodaft_transport.ucx_folder import sweep
 
 from .door import DOORBELL
 from .processes import (
@@ -190,6 +191,7 @@ class ForkServer:
                 del self._pids[number]
                 self._send([EXITED, number, pid, *describe_status(status)])
         if ended:
+            sweep()
             # What a worker had started is ours now, and what that had started comes as it ends: none of it is to
             # outlive the actor. What the workers that live have put into the background stays, in their sessions.
             for orphan in children():
@@ -219,6 +221,7 @@ class ForkServer:
                 kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):
                 os.waitpid(-1, 0)
+        sweep()
 
 
 def _import_all(modules: list[str]) -> None:

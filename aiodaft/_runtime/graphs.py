@@ -328,6 +328,9 @@ class Graphs:
                 # It was sent before this, and woke nobody.
                 self._peer.waiter.look()
             part.run(run).came(items, link)
+            return
+        for _, _, blobs, *_ in (item for item in items if len(item) == 5):
+            self._peer.transfer.decline(link, blobs)
 
     def skip_came(self, link: Neighbour, message: Message) -> None:
         """SKIP came; the run may be over."""

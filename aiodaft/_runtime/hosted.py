@@ -11,6 +11,7 @@ from aiodaft.exceptions import ActorDied, RemoteProtocolError, StaleHandle
 
 from .callers import RemoteCaller
 from .decoding import is_heavy
+from .delivery import Delivery
 from .failures import add_note, encode_error, passed_on
 from .incoming import IncomingCall
 from .kept import Arrived
@@ -20,6 +21,7 @@ from .streams import CREDIT_WINDOW
 if TYPE_CHECKING:
     from .hosting import Cell
     from .link import Link
+    from .neighbour import Neighbour
     from .peer import Peer
 
 
@@ -62,9 +64,8 @@ class Hosted:
             call.ready = False
             call.cell.deliver(call)
             # Arguments are fetched from now on, while the actor works on earlier calls.
-            call.bringing = self._peer.tasks.create_task(
-                self._bring(link, call, payload, blobs, refs, slots), name=f"bring {call.label}"
-            )
+            args = Delivery(self._peer, link, payload, blobs, refs)
+            call.bringing = self._peer.tasks.create_task(self._bring(call, args, slots), name=f"bring {call.label}")
         else:
             call.arrived = Arrived(payload, blobs, [], [])
             call.cell.deliver(call)
@@ -131,13 +132,11 @@ class Hosted:
             error = ActorDied("the actor was stopped", executed=False)
         link.send((ERROR, number, encode_error(error), False))
 
-    async def _bring(
-        self, link: Link, call: IncomingCall, payload: bytes, blobs: Any, refs: tuple[Any, ...], slots: tuple[Any, ...]
-    ) -> None:
+    async def _bring(self, call: IncomingCall, args: Delivery, slots: tuple[Any, ...]) -> None:
         """Bring in the buffers and the awaited refs of a call, all at once."""
-        values = [self._peer.tasks.start(self._slot(link, call, slot), name="pull an argument") for slot in slots]
+        values = [self._peer.tasks.start(self._slot(args.link, call, slot), name="pull an argument") for slot in slots]
         try:
-            call.arrived = await self._peer.transfer.receive(link, payload, blobs, refs)
+            call.arrived = await self._peer.transfer.receive(args)
             call.slots = [await value for value in values]
             if not call.rules.on_thread:
                 await self._decode_heavy(call)
@@ -162,10 +161,10 @@ class Hosted:
             call.args = tuple(args)
             call.arrived, call.slots = None, ()
 
-    async def _slot(self, link: Link, call: IncomingCall, slot: tuple[Any, ...]) -> Arrived:
+    async def _slot(self, link: Neighbour, call: IncomingCall, slot: tuple[Any, ...]) -> Arrived:
         if isinstance(slot[0], bytes):
             payload, inline, refs = slot
-            return await self._peer.transfer.receive(link, payload, inline, refs)
+            return await self._peer.transfer.receive(Delivery(self._peer, link, payload, inline, refs))
         owner, number, producer, label = slot
         try:
             return await self._peer.transfer.pull(owner, number, producer)

@@ -245,6 +245,8 @@ class Cell:
         call.withdrawn = True
         if call.bringing is not None:
             call.bringing.cancel()
+            # What it had got goes with it: its frames lead to the call.
+            call.bringing = None
         if call.task is not None:
             # A task that is cancelled before its first line runs none of them.
             call.task.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from aiodaft._protocol.ids import PeerId
@@ -36,12 +37,17 @@ class Arrived:  # noqa: B903 - on the path of every call: a dataclass costs more
 
 
 class Kept:
-    """An encoded value that peers may pull: small ones are bytes, large ones lie in blocks."""
+    """An encoded value that peers may pull: small ones are bytes, large ones lie in blocks.
+
+    Whoever has no use for it any more releases it. One that everybody drops, because a task was cancelled or failed
+    between getting it and handing it on, is released all the same.
+    """
 
     __slots__ = (
         "_captured",
         "_devices",
         "_lender",
+        "_on_loop",
         "_packed",
         "_released",
         "_transport",
@@ -62,6 +68,7 @@ class Kept:
         lender: Borrowed[Any] | None = None,
         via: str | None = None,
         devices: Devices | None = None,
+        on_loop: Callable[[Callable[[], object]], object] | None = None,
     ) -> None:
         if lender is not None:
             for source in encoded.sources:
@@ -83,8 +90,16 @@ class Kept:
         self.root: PeerId | None = None
         self.on_release: Callable[[], object] | None = None
         self._transport: Transport | None = None
+        # Runs something on the process's loop; from any thread, also while garbage is collected.
+        self._on_loop = on_loop
         self._packed = False
         self._released = False
+
+    def __del__(self) -> None:
+        if getattr(self, "_released", True) or self._on_loop is None:
+            return
+        if self.block is not None or self._devices is not None or self._lender is not None:
+            self._on_loop(partial(Kept.release, self))
 
     @classmethod
     def again(cls, arrived: Arrived) -> Kept:
@@ -217,7 +232,16 @@ class Kept:
         traffic.payloads_sent += len(blobs)
         traffic.payload_sent += sum(block.nbytes for _, block in blobs)
         traffic.device_sent += sum(block.nbytes for block in self._device_blocks)
-        return tuple((transport.name, transport.grant(block, link)) for transport, block in blobs)
+        granted: list[tuple[str, Grant]] = []
+        try:
+            for transport, block in blobs:
+                granted.append((transport.name, transport.grant(block, link)))
+        except BaseException:
+            # Nobody will be told of those that there are.
+            for (transport, _), (_, grant) in zip(blobs, granted, strict=False):
+                transport.revoke(grant, link)
+            raise
+        return tuple(granted)
 
     def origin(self, index: int) -> Any:
         """The object that buffer `index` came from, if it still is what it was."""

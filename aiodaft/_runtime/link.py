@@ -14,18 +14,18 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INTRODUCE, NOTE, Message
 from aiodaft._protocol.session import STALL, Session
-from aiodaft.exceptions import DaftError, PeerLost, ProtocolError, RemoteProtocolError
+from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
 
+from .neighbour import LinkOwner
 from .outbox import Outbox, close_all
 from .ring import RingPair
 from .tasks import logger
 from .traffic import Traffic
-from .waiter import Waiter
 
 if TYPE_CHECKING:
     from .incoming import IncomingCall
@@ -37,24 +37,6 @@ _READ_SIZE: Final = 16 << 10
 _BATCH: Final = 64
 _MAX_FDS: Final = 8
 _FD_SPACE: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
-
-
-class LinkOwner(Protocol):
-    """What a link needs of its process."""
-
-    @property
-    def handlers(self) -> Sequence[Callable[[Link, Message], object]]:
-        """What handles each kind of message."""
-        ...
-
-    @property
-    def waiter(self) -> Waiter:
-        """What looks at the rings."""
-        ...
-
-    def link_lost(self, link: Link, reason: Exception) -> None:
-        """The link ended; called once."""
-        ...
 
 
 class Link:
@@ -180,7 +162,12 @@ class Link:
 
     def submit(self, call_id: CallId, call: State, message: Message | None, cost: int = 0) -> None:
         """Send a call within the window; see `Session.submit`."""
-        self.session.submit(call_id, call, message, cost)
+        try:
+            self.session.submit(call_id, call, message, cost)
+        except Overloaded:
+            if message is not None:
+                self._owner.dropped(self, message)
+            raise
         if self.session.waiting and not self._watching_stall:
             self._watching_stall = True
             self._loop.call_later(STALL, self._look_for_stall)
@@ -196,6 +183,13 @@ class Link:
         """Give the message of a submitted call; see `Session.provide`."""
         self.session.provide(call_id, message, cost)
         self.flush_soon()
+
+    def withdraw(self, call_id: CallId) -> bool:
+        """Take back a call that was not sent yet; see `Session.withdraw`."""
+        message = self.session.unsent(call_id)
+        if message is not None:
+            self._owner.dropped(self, message)
+        return self.session.withdraw(call_id)
 
     def abandon(self) -> None:
         """Close the socket and the rings where the loop does not run. The waiter looks at none any more."""

@@ -1,14 +1,19 @@
-"""Where values and news come from and go to: another process, or this one."""
+"""Where values and news come from and go to: another process, or this one; and what the link to one needs of this."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import Message
 from aiodaft_transport import Control
 
 from .traffic import Traffic
+from .waiter import Waiter
+
+if TYPE_CHECKING:
+    from .link import Link
 
 
 class Neighbour(Control, Protocol):
@@ -39,4 +44,26 @@ class Neighbour(Control, Protocol):
 
     def wake(self) -> None:
         """See to it that the process notices what was sent quietly."""
+        ...
+
+
+class LinkOwner(Protocol):
+    """What a link needs of its process."""
+
+    @property
+    def handlers(self) -> Sequence[Callable[[Link, Message], object]]:
+        """What handles each kind of message."""
+        ...
+
+    @property
+    def waiter(self) -> Waiter:
+        """What looks at the rings."""
+        ...
+
+    def link_lost(self, link: Link, reason: Exception) -> None:
+        """The link ended; called once."""
+        ...
+
+    def dropped(self, link: Link, message: Message) -> None:
+        """A call will not be sent."""
         ...

@@ -336,7 +336,7 @@ class OwnGraph:
     async def aclose(self) -> None:
         """Start no more runs, wait for those under way, and free what the processes have of it. Idempotent.
 
-        Cancellation: what is still under way is cancelled.
+        Cancellation: what is still under way is cancelled; what the processes have is freed when that is over.
         """
         self._closed = True
         try:
@@ -346,8 +346,7 @@ class OwnGraph:
         except asyncio.CancelledError:
             self.cancel("its graph was closed")
             raise
-        finally:
-            self._uninstall()
+        self._uninstall()
 
     def drop(self) -> None:
         """Nobody can start a run any more: the same as `aclose`, without waiting. Safe in any thread. Idempotent."""

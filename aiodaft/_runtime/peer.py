@@ -220,6 +220,11 @@ class Peer:
         else:
             self._fail_all(link, RuntimeClosed(self.closed))
 
+    def dropped(self, link: Link, message: m.Message) -> None:
+        """A call will not be sent."""
+        if message[0] == m.SEND:
+            self.transfer.revoke(link, message[7])
+
     async def _explain_loss(self, link: Link, reason: Exception) -> DaftError:
         try:
             known = isinstance(reason, DaftError) and not isinstance(reason, PeerLost | ProtocolError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import CallId, PeerId
@@ -102,7 +103,7 @@ class CallState(RefState):
         self.expect_cancellation()
         if self.link is None and self.target.remote == self.peer.id:
             self.peer.cancel_local(self.number)
-        elif self.link is None or self.link.session.withdraw(self.number):
+        elif self.link is None or self.link.withdraw(self.number):
             # Without a link, the callee was gone already, or another thread has not handed the call over yet.
             self.on_error(
                 CallCancelled(
@@ -112,7 +113,7 @@ class CallState(RefState):
             return True
         else:
             self.link.send((CANCEL, self.number))
-        self.peer.loop.call_later(self.peer.grace, self._give_up, why)
+        self._give_up_later(why)
         return True
 
     def expect_cancellation(self) -> None:
@@ -120,13 +121,17 @@ class CallState(RefState):
         self._cancelling = True
         self.mark_seen()
 
-    def _give_up(self, why: str) -> None:
-        if not self.settled:
-            self.on_error(
-                CallCancelled(
-                    f"{self.label} of {self.target.label} was cancelled ({why}) and did not end within its grace time"
-                )
-            )
+    def _give_up_later(self, why: str) -> None:
+        # What is over by then does not wait for this, with its value.
+        weakly = weakref.ref(self)
+
+        def give_up() -> None:
+            state = weakly()
+            if state is not None and not state.settled:
+                what = f"{state.label} of {state.target.label}"
+                state.on_error(CallCancelled(f"{what} was cancelled ({why}) and did not end within its grace time"))
+
+        self.peer.loop.call_later(self.peer.grace, give_up)
 
 
 class PutState(RefState):

@@ -9,6 +9,7 @@ from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import ADOPTED, ERROR, RESULT, STORED, Message
 from aiodaft.exceptions import DaftError, RemoteProtocolError
 
+from .delivery import Delivery
 from .failures import copy_error, decode_error
 from .kept import Arrived
 from .refkinds import CallState
@@ -93,7 +94,8 @@ class Replies:
             raise RemoteProtocolError(f"{link.remote} sends an item of call {number}, which is no stream under way")
         if refs or isinstance(blobs, tuple):
             # It keeps its place in the stream while its parts are fetched.
-            state.on_item(self._peer.tasks.start(self._bring_item(link, message), name="bring an item"))
+            item = Delivery(self._peer, link, payload, blobs, refs)
+            state.on_item(self._peer.tasks.start_ahead(self._bring_item(link, number, item), name="bring an item"))
         else:
             state.on_item(Arrived(payload, blobs, [], []))
 
@@ -103,18 +105,19 @@ class Replies:
         link.send((ADOPTED, number))
         state.on_result(Arrived(payload, blobs, [], adopted))
 
-    async def _bring_item(self, link: Link, message: Message) -> Arrived:
-        _, number, payload, blobs, refs = message
-        arrived = await self._peer.transfer.receive(link, payload, blobs, refs)
-        if refs:
-            link.send((ADOPTED, number))
-        return arrived
+    async def _bring_item(self, link: Link, number: CallId, item: Delivery) -> Arrived:
+        try:
+            return await self._peer.transfer.receive(item)
+        finally:
+            # Also if it cannot be had: then nobody needs the refs in it.
+            if item.refs:
+                link.send((ADOPTED, number))
 
     def link_lost(self, link: Link, error: DaftError) -> None:
         """No call over this link will be answered any more."""
         for number, state in list(link.session.calls.items()):
             twin = copy_error(error)
-            sent = not link.session.withdraw(number)
+            sent = not link.withdraw(number)
             if sent:
                 link.session.settle(number)
             state.on_lost(twin.with_executed(None if sent and link.connected else False))

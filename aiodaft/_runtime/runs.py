@@ -47,7 +47,7 @@ class ResultState(CallState):
         if self._run.wanted():
             self.on_error(CallCancelled(f"{self.label} was cancelled, and its run goes on: {why}"))
         elif self._run.cancel(why):
-            self.peer.loop.call_later(self.peer.grace, self._give_up, why)
+            self._give_up_later(why)
         return True
 
     @property

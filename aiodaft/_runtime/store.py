@@ -115,7 +115,7 @@ class Store:
         find_device = self._find_device if self._direct and via is None else nowhere
         places = Places(find_block, find_device, lend=lender is not None)
         encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient)
-        return Kept(encoded, lender, via, self._devices if encoded.on_device else None)
+        return Kept(encoded, lender, via, self._devices if encoded.on_device else None, self._home.call_soon)
 
     def _find_block(self, source: Source, name: str) -> Block | None:
         """The block that a tensor's memory is, if the transport reads it where it lies."""

@@ -6,11 +6,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import CANCEL
-from aiodaft.exceptions import DaftError
+from aiodaft.exceptions import DaftError, RuntimeClosed
 
 from .kept import Arrived
 from .refs import RefState, release_inputs
@@ -19,6 +19,9 @@ from .tasks import shield_from_anyio
 if TYPE_CHECKING:
     from .link import Link
     from .peer import Peer
+
+# Encoded, on its way, or (in a tuple) an object of this process.
+Item: TypeAlias = Arrived | asyncio.Task[Arrived] | tuple[Any]
 
 # Items that the producer may be ahead of the consumer.
 CREDIT_WINDOW: Final = 16
@@ -33,13 +36,15 @@ class StreamState:
         self.label = label
         self.link: Link | None = None
         self.inputs: list[RefState] | None = None
-        # Encoded items, items on their way, and (in a tuple) objects of this process.
-        self._items: deque[Arrived | asyncio.Task[Arrived] | tuple[Any]] = deque()
-        self._taken = 0
+        self._items: deque[Item] = deque()
+        # Taken, and not credited yet.
+        self._count = 0
         self._error: BaseException | None = None
         self._over = False
         self._closing = False
         self._changed: asyncio.Future[None] | None = None
+        # Somebody is about to take the first item.
+        self.opening = False
         self._watchers: list[Callable[[StreamState], object]] = []
 
     # Answers to the call.
@@ -50,13 +55,17 @@ class StreamState:
 
     def on_item(self, arrived: Arrived | asyncio.Task[Arrived]) -> None:
         """One more item."""
-        self._items.append(arrived)
-        self._wake()
+        self._add(arrived)
 
     def on_local_item(self, value: Any) -> None:
         """One more item, from an actor of this process."""
-        self._items.append((value,))
-        self._wake()
+        self._add((value,))
+
+    def _add(self, item: Item) -> None:
+        # Nobody takes what comes when it is closed: it is not kept either.
+        if not self._closing:
+            self._items.append(item)
+            self._wake()
 
     def on_result(self, arrived: Arrived) -> None:
         """Never: streams give items."""
@@ -113,38 +122,50 @@ class StreamState:
             StopAsyncIteration: There are no more.
             BaseException: What the producer raised, after its last item.
         """
-        while not self._items:
-            if self._over or self._closing:
+        while self.opening or not self._items:
+            if not self._items and (self._over or self._closing):
                 error, self._error = self._error, None
                 if error is not None and not self._closing:
                     raise error
                 raise StopAsyncIteration
             await self._wait_change()
-        # Taken at once, so that two tasks never take the same item; put back if the taking is cancelled.
-        item = self._items.popleft()
+        # It stays where it is until it can be had: a cancelled consumer leaves it to the next one, in its place.
+        item = self._items[0]
+        self.opening = True
         try:
             value = await self._open(item)
-        except asyncio.CancelledError:
-            self._items.appendleft(item)
-            raise
         except Exception:
             # It is used up: a consumer that goes on must not run out of credit.
-            self._count_taken()
+            self._taken(item)
             raise
-        self._count_taken()
-        return value
+        else:
+            self._taken(item)
+            return value
+        finally:
+            self.opening = False
+            self._wake()
 
-    async def _open(self, item: Arrived | asyncio.Task[Arrived] | tuple[Any]) -> Any:
+    async def _open(self, item: Item) -> Any:
         if isinstance(item, tuple):
             return item[0]
-        arrived = item if isinstance(item, Arrived) else await asyncio.shield(item)
+        if isinstance(item, Arrived):
+            arrived = item
+        else:
+            # Not shielded: a task that this process has ended must not look like the end of the consumer.
+            await asyncio.wait([item])
+            if item.cancelled():
+                raise RuntimeClosed(f"an item of {self.label} cannot be had: {self.peer.closed}")
+            arrived = item.result()
         return await self.peer.store.decode(arrived, refs=arrived.refs)
 
-    def _count_taken(self) -> None:
+    def _taken(self, item: Item) -> None:
+        if self._items and self._items[0] is item:
+            # Else the stream was closed meanwhile.
+            self._items.popleft()
         # Half a window at a time: one message for many items.
-        self._taken += 1
-        if self._taken >= CREDIT_WINDOW // 2 and not self._over:
-            taken, self._taken = self._taken, 0
+        self._count += 1
+        if self._count >= CREDIT_WINDOW // 2 and not self._over:
+            taken, self._count = self._count, 0
             self.peer.give_credit(self, taken)
 
     async def aclose(self) -> None:
@@ -170,7 +191,7 @@ class StreamState:
         self._items.clear()
         if self.link is None:
             self.peer.cancel_local(self.number)
-        elif self.link.session.withdraw(self.number):
+        elif self.link.withdraw(self.number):
             self._end(None)
         else:
             self.link.send((CANCEL, self.number))

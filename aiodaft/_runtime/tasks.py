@@ -42,6 +42,12 @@ class TaskOwner:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def start_ahead(self, coro: Coroutine[Any, Any, T], /, *, name: str) -> asyncio.Task[T]:
+        """The same for a result that may never be taken: its error is then nobody's."""
+        task = self.start(coro, name=name)
+        task.add_done_callback(_look_at_error)
+        return task
+
     def _report(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed", task.get_name(), exc_info=error)
@@ -53,6 +59,12 @@ class TaskOwner:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+
+
+def _look_at_error(task: asyncio.Task[Any]) -> None:
+    # asyncio complains of errors that nobody has looked at.
+    if not task.cancelled():
+        task.exception()
 
 
 def shield_from_anyio() -> AbstractContextManager[object]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import BROKEN, MOVED, PULL, VALUE, Message
 from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost, RemoteProtocolError
-from aiodaft_transport import DEVICE_NAME, DeviceError, Grant, TransportError, Unreachable, size_of
+from aiodaft_transport import DEVICE_NAME, DeviceError, TransportError, Unreachable, size_of
 
+from .delivery import Blob, Delivery
 from .failures import add_note, copy_error, decode_error, encode_error
 from .kept import Arrived, Kept
 from .refs import THERE, RefState
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
 # Where a value is: kept here, at another process, or nowhere because making it failed.
 Elsewhere: TypeAlias = PeerId | BaseException
 Place: TypeAlias = Kept | Elsewhere
-# Name of a transport, and what it granted.
-Blob: TypeAlias = tuple[str, Grant]
 
 # owner -> producer -> owner is the longest honest chain, and two processes on the way may have had nothing to pass on;
 # more means that somebody lies.
@@ -49,7 +49,7 @@ class Transfer:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self.relays = Relays(peer)
-        self._pulls: dict[tuple[PeerId, PeerId, CallId], deque[asyncio.Future[Message]]] = {}
+        self._pulls: dict[tuple[PeerId, PeerId, CallId], deque[asyncio.Future[Delivery | Elsewhere]]] = {}
 
     # Wanting a value.
 
@@ -102,39 +102,31 @@ class Transfer:
     ) -> Arrived | Elsewhere:
         link = self._peer.link_to(asked)
         try:
-            message = await self._question(link, owner, number)
+            answer = await self._question(link, owner, number)
+            if not isinstance(answer, Delivery):
+                return answer
+            self.relays.answered(fetching, (owner, number))
+            first = answer.granted()
+            arrived = await self.receive(answer, landing)
+        except TransportError as error:
+            # Nobody is gone; this process cannot have the value.
+            return error
         except (PeerLost, ActorDied) as error:
-            if owner == self._peer.id:
+            if owner == self._peer.id or link.lost is None:
                 return error
             if asked != owner:
                 # The owner may have the value, and knows best how its producer ended.
                 return owner
             raise OwnerDied(f"the owner of a ref, {owner}, is gone: {error}") from error
-        if message[0] == MOVED:
-            return PeerId(message[3])
-        if message[0] == BROKEN:
-            return decode_error(message[3])
-        _, _, _, payload, blobs, refs = message
-        self.relays.answered(fetching, (owner, number))
-        try:
-            arrived = await self.receive(link, payload, blobs, refs, landing)
-        except (Unreachable, DeviceError) as error:
-            # Nobody is gone; this process cannot have the value.
-            return error
-        except TransportError as error:
-            # Control links and payloads fail together only if the process is gone; then the owner decides.
-            lost = PeerLost(f"the value of ref {number} of {owner} could not be fetched from {asked}: {error}")
-            lost.__cause__ = error
-            return owner if asked != owner and link.lost is not None else lost
-        if isinstance(blobs, tuple):
-            await self.relays.keep(fetching, (owner, number), arrived, blobs[0][0])
+        if first is not None:
+            await self.relays.keep(fetching, (owner, number), arrived, first[0])
         return arrived
 
-    async def _question(self, link: Link, owner: PeerId, number: CallId) -> Message:
+    async def _question(self, link: Link, owner: PeerId, number: CallId) -> Delivery | Elsewhere:
         if link.lost is not None:
             raise copy_error(await self._peer.explanation(link))
         key = (link.remote, owner, number)
-        answer: asyncio.Future[Message] = self._peer.loop.create_future()
+        answer: asyncio.Future[Delivery | Elsewhere] = self._peer.loop.create_future()
         self._pulls.setdefault(key, deque()).append(answer)
         link.send((PULL, owner, number))
         return await answer
@@ -148,10 +140,14 @@ class Transfer:
         answer = waiting.popleft()
         if not waiting:
             del self._pulls[key]
-        if not answer.done():
-            answer.set_result(message)
+        if answer.done():
+            # Whoever asked was cancelled.
+            self.decline(link, message[4] if message[0] == VALUE else None)
         elif message[0] == VALUE:
-            self.decline(link, message[4])
+            _, _, _, payload, blobs, refs = message
+            answer.set_result(Delivery(self._peer, link, payload, blobs, refs))
+        else:
+            answer.set_result(PeerId(message[3]) if message[0] == MOVED else decode_error(message[3]))
 
     def link_lost(self, link: Link, error: DaftError) -> None:
         """Nothing more will be answered over a link."""
@@ -160,47 +156,73 @@ class Transfer:
                 if not answer.done():
                     answer.set_exception(copy_error(error))
 
-    async def receive(
-        self, link: Neighbour, payload: bytes, blobs: Any, refs: tuple[Any, ...], landing: Landing | None = None
-    ) -> Arrived:
-        """Bring in a value that was granted. What went straight into the landing is memory of its target."""
-        states = await self._peer.refs.adopt(refs, link)
-        if not isinstance(blobs, tuple):
-            return Arrived(payload, blobs, [], states)
-        views: list[Any] = []
-        for index, (name, grant) in enumerate(blobs):
-            transport = self._peer.store.transport_named(name)
-            try:
-                memory = None if landing is None else self._memory_in(landing, link, payload, (name, grant))
-                if landing is None or memory is None:
-                    views.append(await transport.fetch(grant, link))
-                else:
-                    await landing.fill(transport.fetch_into(grant, link, memory))
-                    views.append(memory)
-            except BaseException as error:
-                self.decline(link, blobs[index + 1 :])
-                if name == DEVICE_NAME and isinstance(error, Unreachable):
-                    add_note(error, _BY_WAY_OF_HOST)
-                raise
-            link.traffic.payloads_received += 1
-            link.traffic.payload_received += size_of(grant)
-            link.traffic.device_received += size_of(grant) if name == DEVICE_NAME else 0
-        return Arrived(payload, None, views, states)
+    async def receive(self, delivery: Delivery, landing: Landing | None = None) -> Arrived:
+        """Bring in a value that was granted. What went straight into the landing is memory of its target.
 
-    def _memory_in(self, landing: Landing, link: Neighbour, payload: bytes, blob: Blob) -> Any:
+        Raises:
+            TransportError: This process cannot have it: it is out of reach, or a device failed.
+            PeerLost, ActorDied: How its process ended; or it lives, and the bytes do not come all the same.
+        """
+        views: list[Any] = []
+        try:
+            states = await self._peer.refs.adopt(delivery.refs, delivery.link)
+            while (blob := delivery.granted()) is not None:
+                views.append(await self._fetch(delivery, blob, landing))
+        except (Unreachable, DeviceError):
+            raise
+        except TransportError as error:
+            raise await self._why(delivery.link, error) from error
+        finally:
+            # Nothing, if all of it is here.
+            delivery.decline()
+        return Arrived(delivery.payload, delivery.inline, views, states)
+
+    async def _why(self, link: Neighbour, error: TransportError) -> DaftError:
+        """Why the bytes of a value did not come."""
+        # They often break off before the control link does, which alone says whether a process lives, and how it ended.
+        with suppress(DaftError):
+            await self._peer.agent_of(link.remote).answer()
+        if link.lost is not None:
+            return copy_error(await self._peer.explanation(cast("Link", link)))
+        return PeerLost(f"{link.remote} lives, and a value could not be fetched from it: {error}")
+
+    async def _fetch(self, delivery: Delivery, blob: Blob, landing: Landing | None) -> Any:
+        """Bring one blob here, or into the landing if there is one that fits."""
+        name, grant = blob
+        link, traffic = delivery.link, delivery.link.traffic
+        transport = self._peer.store.transport_named(name)
+        try:
+            memory = None if landing is None else self._memory_in(landing, delivery, blob)
+            delivery.taken()
+            if landing is None or memory is None:
+                view = await transport.fetch(grant, link)
+            else:
+                await landing.fill(transport.fetch_into(grant, link, memory))
+                view = memory
+        except Unreachable as error:
+            if name == DEVICE_NAME:
+                add_note(error, _BY_WAY_OF_HOST)
+            raise
+        traffic.payloads_received += 1
+        traffic.payload_received += size_of(grant)
+        traffic.device_received += size_of(grant) if name == DEVICE_NAME else 0
+        return view
+
+    def _memory_in(self, landing: Landing, delivery: Delivery, blob: Blob) -> Any:
         """Where in the target the transport is to write; None if it cannot."""
         name, grant = blob
-        try:
-            fits = landing.fits(payload, size_of(grant))
-        except ValueError:
-            self.decline(link, (blob,))
-            raise
-        return self._peer.store.memory_in(landing.target, name, grant, link) if fits else None
+        fits = landing.fits(delivery.payload, size_of(grant))
+        return self._peer.store.memory_in(landing.target, name, grant, delivery.link) if fits else None
 
     def decline(self, link: Neighbour, blobs: Any) -> None:
         """Give back grants that nobody wants any more."""
         for name, grant in blobs if isinstance(blobs, tuple) else ():
             self._peer.store.transport_named(name).decline(grant, link)
+
+    def revoke(self, link: Neighbour, blobs: Any) -> None:
+        """Take back grants in a message that is not sent."""
+        for name, grant in blobs if isinstance(blobs, tuple) else ():
+            self._peer.store.transport_named(name).revoke(grant, link)
 
     async def _locate_here(self, owner: PeerId, number: CallId) -> Place:
         found: asyncio.Future[Place] = self._peer.loop.create_future()
@@ -216,7 +238,7 @@ class Transfer:
         """A value kept in this very process: the objects themselves where they still are what they were."""
         await self._peer.store.make_ready(kept)
         link = self._peer.loopback
-        arrived = await self.receive(link, kept.payload, kept.blobs_for(link), (), landing)
+        arrived = await self.receive(Delivery(self._peer, link, kept.payload, kept.blobs_for(link), ()), landing)
         arrived.refs = kept.refs
         arrived.origin = kept.origin
         return arrived
@@ -246,13 +268,16 @@ class Transfer:
     def _locate_own(self, number: CallId, found: Callable[[Place], object]) -> None:
         state = self._peer.refs.find(number)
         if state is None:
-            found(OwnerDied(f"ref {number} of {self._peer.id} was freed"))
+            found(_freed(self._peer.id, number))
         else:
             state.watch(lambda settled: self._locate_settled(settled, found))
 
     def _locate_settled(self, state: RefState, found: Callable[[Place], object]) -> None:
         link = self._peer.links.get(state.producer)
-        if state.status is THERE and link is not None and link.lost is not None:
+        if state.free:
+            # By now nobody needs it any more, the asker included: keeping it anew would keep it for ever.
+            found(_freed(state.owner, state.number))
+        elif state.status is THERE and link is not None and link.lost is not None:
             self._peer.tasks.create_task(self._explain_loss(link, found), name=f"explain the loss of {state.label}")
         else:
             found(self._place_of(state))
@@ -311,3 +336,7 @@ class Transfer:
 
 def _nobody_has(owner: PeerId, number: CallId) -> RemoteProtocolError:
     return RemoteProtocolError(f"nobody has the value of ref {number} of {owner}")
+
+
+def _freed(owner: PeerId, number: CallId) -> OwnerDied:
+    return OwnerDied(f"ref {number} of {owner} was freed")

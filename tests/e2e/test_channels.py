@@ -210,7 +210,9 @@ async def test_closing_lets_what_is_inside_be_received_and_wakes_everybody(rt: a
             await one
 
 
-async def test_a_cancelled_receive_loses_nothing(rt: aiodaft.Runtime) -> None:
+@pytest.mark.parametrize("size", [1, 100_000])
+async def test_a_cancelled_receive_loses_nothing(rt: aiodaft.Runtime, size: int) -> None:
+    items = [bytes([index]) * size for index in range(20)]
     sender, other = await rt.spawn(Courier), await rt.spawn(Courier)
     for channel in (aiodaft.Channel[Any](2), await other.make(2)):
         for _ in range(3):
@@ -219,11 +221,11 @@ async def test_a_cancelled_receive_loses_nothing(rt: aiodaft.Runtime) -> None:
             receiving.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await receiving
-        sending = sender.send(channel, list(range(20)))
+        sending = sender.send(channel, items)
         got: list[Any] = []
         while len(got) < 20:
             receiving = task(channel.recv())
-            for _ in range(len(got) % 4):
+            for _ in range(len(got)):
                 await asyncio.sleep(0)
             if len(got) % 3 == 0 and not receiving.done():
                 receiving.cancel()
@@ -232,7 +234,25 @@ async def test_a_cancelled_receive_loses_nothing(rt: aiodaft.Runtime) -> None:
                 receiving = task(channel.recv())
             got.append(await receiving)
         await sending
-        assert got == list(range(20))
+        assert got == items
+
+
+async def test_a_channel_that_is_closed_after_a_cancelled_receive_complains_of_nothing(rt: aiodaft.Runtime) -> None:
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    channel: aiodaft.Channel[Any] = aiodaft.Channel(1)
+    receiving = task(channel.recv())
+    await asyncio.sleep(0)
+    receiving.cancel()
+    await asyncio.wait([receiving])
+    await channel.aclose()
+    taking = channel._endpoint._taking
+    assert taking is not None
+    await asyncio.wait([taking])
+    del channel, receiving, taking
+    gc.collect()
+    asyncio.get_running_loop().set_exception_handler(None)
+    assert complaints == []
 
 
 async def test_a_receive_that_is_cancelled_in_an_actor_gives_its_item_to_the_next(rt: aiodaft.Runtime) -> None:

@@ -10,7 +10,10 @@ from actors import Box, Echo, Streamer
 from failing import Failing
 
 import aiodaft
-from aiodaft._runtime.streams import CREDIT_WINDOW
+from aiodaft._runtime.kept import Arrived
+from aiodaft._runtime.peer import Peer
+from aiodaft._runtime.serialization import Names
+from aiodaft._runtime.streams import CREDIT_WINDOW, StreamState
 
 
 async def test_items_come_in_order(rt: aiodaft.Runtime) -> None:
@@ -107,6 +110,45 @@ async def test_a_cancelled_wait_loses_no_item(rt: aiodaft.Runtime) -> None:
             items.append(task.result())
     items += [item async for item in stream]
     assert items == list(range(300))
+
+
+class Arriving:
+    """A stream whose items come when a test says so."""
+
+    def __init__(self, peer: Peer, count: int) -> None:
+        self.gate = asyncio.Event()
+        self.state = StreamState(peer, peer.next_number(), "Test.items")
+        for index in range(count):
+            self.state.on_item(peer.tasks.start_ahead(self._bring(peer, index), name="bring"))
+
+    async def _bring(self, peer: Peer, index: int) -> Arrived:
+        await self.gate.wait()
+        kept = peer.store.keep(index, Names("an item"))
+        return Arrived(kept.payload, None, [], [])
+
+    async def consumers(self, count: int) -> list[asyncio.Task[int]]:
+        tasks = [asyncio.get_running_loop().create_task(self.state.next_item()) for _ in range(count)]
+        await asyncio.sleep(0)
+        return tasks
+
+
+async def test_consumers_that_are_cancelled_leave_the_items_in_their_order(rt: aiodaft.Runtime) -> None:
+    stream = Arriving(rt.peer, 3)
+    tasks = await stream.consumers(2)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    stream.gate.set()
+    assert [await stream.state.next_item() for _ in range(3)] == [0, 1, 2]
+
+
+async def test_what_a_cancelled_consumer_leaves_another_one_gets_that_waits_already(rt: aiodaft.Runtime) -> None:
+    stream = Arriving(rt.peer, 1)
+    first, second = await stream.consumers(2)
+    first.cancel()
+    await asyncio.wait([first])
+    stream.gate.set()
+    assert await second == 0
 
 
 async def test_two_streams_of_one_actor_run_side_by_side(rt: aiodaft.Runtime) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiodaft
 from aiodaft import Actor, method
+from aiodaft_transport.ucx_folder import folder
 
 
 class Echo(Actor):
@@ -360,3 +361,16 @@ class Receiver(Actor):
     @method
     async def receive(self, channel: aiodaft.Channel[Any], count: int) -> list[Any]:
         return [await channel.recv() for _ in range(count)]
+
+
+class Lingering(Actor):
+    """Has what UCX has while it starts."""
+
+    @method
+    async def make_folder(self) -> str:
+        self._folder = folder()
+        return self._folder.__enter__().name
+
+    @method
+    async def pid(self) -> int:
+        return os.getpid()

@@ -98,6 +98,10 @@ class Transport(Protocol):
         """Let the peer at `control` pull `block`. The block stays until that peer gives the grant back or is gone."""
         ...
 
+    def revoke(self, grant: Grant, control: Control) -> None:
+        """Take a grant back that the peer was never told of; nothing if the peer is gone."""
+        ...
+
     def fetch(self, grant: Grant, control: Control) -> Awaitable[memoryview]:
         """Bring the granted bytes here: writable, private to this process, 64-byte aligned.
 

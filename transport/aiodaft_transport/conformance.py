@@ -157,6 +157,16 @@ async def check_a_declined_grant_frees_the_block(pair: Pair) -> None:
     assert pair.producer.live_blocks() == 0
 
 
+async def check_a_grant_that_nobody_was_told_of_is_taken_back(pair: Pair) -> None:
+    block, grant, _ = await granted(pair, 100_000)
+    block.release()
+    pair.producer.transport.revoke(grant, pair.producer.control)
+    await pair.settle()
+    assert pair.producer.live_blocks() == 0
+    pair.producer.transport.peer_lost(pair.producer.control.peer)
+    pair.producer.transport.revoke(grant, pair.producer.control)
+
+
 async def check_many_at_once(pair: Pair) -> None:
     made = [await granted(pair, 100_000 + index, seed=index) for index in range(40)]
     views = await asyncio.gather(*(fetched(pair, grant) for _, grant, _ in reversed(made)))

@@ -157,6 +157,11 @@ class CudaTransport:
         remote.granted[number] = block
         return (segment.id, block.offset, block.nbytes, number)
 
+    def revoke(self, grant: Grant, control: Control) -> None:
+        """Take a grant back that the peer was never told of."""
+        if control.peer in self._remotes:
+            self._remotes[control.peer].granted.pop(cast(int, grant[3])).return_grant()
+
     async def fetch(self, grant: Grant, control: Control) -> Any:
         """Bring the granted bytes into memory that `land` provides, and return its owner.
 
@@ -203,9 +208,8 @@ class CudaTransport:
 
     def decline(self, grant: Grant, control: Control) -> None:
         """Give a grant back without having fetched it."""
-        remote = self._remotes.get(control.peer)
-        if remote is not None:
-            self._return(remote, cast(int, grant[3]))
+        if control.peer in self._remotes:
+            self._send(self._remotes[control.peer], _RETURN, cast(int, grant[3]))
 
     def register(self, address: int, nbytes: int) -> None:
         """Nothing to prepare: `lend` exports any memory that can be, and a target of a fetch is reached as it is."""
@@ -253,7 +257,7 @@ class CudaTransport:
             if peer in segment.waiting:
                 self._closed_at(segment, peer)
         while remote.segments:
-            self._give_up(remote.segments.popitem()[1], _say_nothing)
+            self._give_up(remote.segments.popitem()[1], lambda: None)
 
     def close(self) -> None:
         """Free everything, after waiting for what the devices have to do. The helper thread has ended. Idempotent."""
@@ -286,9 +290,6 @@ class CudaTransport:
         # A note to a peer that is gone would reach whoever takes its place.
         if self._remotes.get(remote.control.peer) is remote:
             remote.control.send_note(self.name, _NOTE.pack(kind, number, size) + body)
-
-    def _return(self, remote: Remote, grant: int) -> None:
-        self._send(remote, _RETURN, grant)
 
     # Fetching.
 
@@ -326,7 +327,7 @@ class CudaTransport:
         pull.end()
         pull.remote.pulls.discard(pull)
         pull.segment.users -= 1
-        self._return(pull.remote, pull.grant)
+        self._send(pull.remote, _RETURN, pull.grant)
         if isinstance(pull.segment, RemoteSegment):
             self._shut_if_unused(pull.segment)
 
@@ -394,7 +395,3 @@ class CudaTransport:
         if segment.keep is None:
             self.driver.free(segment.device, segment.address)
         segment.keep = None
-
-
-def _say_nothing() -> None:
-    return

@@ -113,6 +113,9 @@ class ShmTransport:
         self._granted.setdefault(control.peer, {})[self._last_grant] = block
         return (segment.id, block.offset, block.nbytes, self._last_grant)
 
+    def revoke(self, grant: Grant, control: Control) -> None:
+        self._take_back(control.peer, cast(int, grant[3]))
+
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
         segment_id, offset, nbytes, grant_id = cast(tuple[int, int, int, int], grant)
         segment = segment_of(grant, control, self._segments.get(control.peer, {}))
@@ -167,7 +170,8 @@ class ShmTransport:
         if kind == _SEGMENT:
             self._segments.setdefault(control.peer, {})[number] = _RemoteSegment(fds[0], size)
         elif kind == _RETURN:
-            self._grant_returned(control.peer, number)
+            if not self._take_back(control.peer, number):
+                raise GrantError(f"{control.peer} returned grant {number}, which it does not hold")
         elif kind == _GONE:
             segment = self._segments.get(control.peer, {}).pop(number, None)
             if segment is not None:
@@ -196,11 +200,11 @@ class ShmTransport:
         if control.peer in self._segments:
             control.send_note(self.name, _NOTE.pack(_RETURN, grant_id, 0))
 
-    def _grant_returned(self, peer: str, grant_id: int) -> None:
+    def _take_back(self, peer: str, grant_id: int) -> bool:
         block = self._granted.get(peer, {}).pop(grant_id, None)
-        if block is None:
-            raise GrantError(f"{peer} returned grant {grant_id}, which it does not hold")
-        block.return_grant()
+        if block is not None:
+            block.return_grant()
+        return block is not None
 
     def _segment_closed(self, segment_id: int) -> None:
         # The arena calls this in any thread; links belong to the loop.

@@ -91,8 +91,15 @@ class TcpTransport:
         block.take_grant()
         return (self._interface, port, block.nbytes, self._last_grant)
 
+    def revoke(self, grant: Grant, control: Control) -> None:
+        self._take_back(control.peer, cast(int, grant[3]))
+
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
-        landing = self._landing.allocate(size_of(grant))
+        try:
+            landing = self._landing.allocate(size_of(grant))
+        except BaseException:
+            self.decline(grant, control)
+            raise
         try:
             await self.fetch_into(grant, control, landing.view)
         except BaseException:

@@ -13,6 +13,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, cast
 
@@ -22,7 +23,8 @@ from .exceptions import GrantError, PeerGone, TransportError, Unreachable
 from .grants import segment_of
 from .lent import Regions
 from .memory import check_target, exposed_view
-from .ucp import Library
+from .ucp import Library, UcxError
+from .ucx_folder import folder
 from .ucx_memory import WORD, Pool, Stamp
 from .ucx_pull import Pull, Remote, RemoteSegment
 from .ucx_worker import Driver
@@ -58,7 +60,7 @@ def options_for(interface: str | None) -> dict[str, str]:
         "TLS": _LOCAL,
         # Shared memory must not be ruled out because a peer may die.
         "MM_ERROR_HANDLING": "y",
-        # Files in /dev/shm are unlinked as soon as they are made.
+        # Files in shared memory are unlinked as soon as they are made.
         "POSIX_USE_PROC_LINK": "y",
         # Else UCX prefers a rendezvous protocol that cannot use process_vm_readv.
         "RNDV_THRESH": "inf",
@@ -119,7 +121,9 @@ class UcxTransport:
         if self._driver is None:
             if self._closed:
                 raise TransportError("the transport is closed")
-            self._driver = Driver(self._library, self._options)
+            # All its files are made now; others reach them through /proc.
+            with folder() as path:
+                self._driver = Driver(self._library, {**self._options, "POSIX_DIR": str(path)})
         return self._driver
 
     def allocate(self, nbytes: int) -> Block:
@@ -142,6 +146,11 @@ class UcxTransport:
         self._last_grant += 1
         remote.granted[self._last_grant] = block
         return (segment.id, block.offset, block.nbytes, self._last_grant)
+
+    def revoke(self, grant: Grant, control: Control) -> None:
+        remote = self._remotes.get(control.peer)
+        if remote is not None:
+            self._take_back(remote, cast(int, grant[3]))
 
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
         pull = self._pull(grant, control, None)
@@ -201,9 +210,7 @@ class UcxTransport:
         elif kind == _GONE and len(body) == _NUMBER.size:
             self._forget(remote, _NUMBER.unpack(body)[0])
         elif kind == _RETURN and len(body) == _NUMBER.size:
-            block = remote.granted.pop(_NUMBER.unpack(body)[0], None)
-            if block is not None:
-                block.return_grant()
+            self._take_back(remote, _NUMBER.unpack(body)[0])
         else:
             raise GrantError(f"{control.peer} sent a note that makes no sense")
 
@@ -256,8 +263,10 @@ class UcxTransport:
         end = _HEAD.size + size
         remote.stamped = RemoteSegment(address, WORD, body[_HEAD.size : end])
         remote.address = body[end:]
-        # Both sides do, so that both can end it; UCX makes one connection of the two.
-        self._reach(remote)
+        # Both sides do, so that both can end it; UCX makes one connection of the two. The peer may be dead by now: that
+        # is no fault of its note, and the next transfer finds out.
+        with suppress(UcxError):
+            self._reach(remote)
         self._introduce(remote)
 
     def _reach(self, remote: Remote) -> None:
@@ -336,6 +345,12 @@ class UcxTransport:
             self.driver.worker.forget(rkey)
         if remote.lost is not None:
             remote.stamp.block.release()
+
+    @staticmethod
+    def _take_back(remote: Remote, number: int) -> None:
+        block = remote.granted.pop(number, None)
+        if block is not None:
+            block.return_grant()
 
     def _block_segment_closed(self, segment_id: int) -> None:
         # The arena calls this in any thread; links belong to the loop.

@@ -1,0 +1,193 @@
+"""Whatever is cancelled, wherever it is: memory and grants go back."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import weakref
+from pathlib import Path
+
+import pytest
+from packing import LARGE, MEDIUM, Helper, Packer, Warden, in_use
+
+import aiodaft
+from aiodaft._protocol.ids import CallId
+from aiodaft._protocol.messages import FLOW
+from aiodaft._runtime.delivery import Delivery
+from aiodaft._runtime.kept import Kept
+from aiodaft._runtime.refs import state_of
+from aiodaft._runtime.serialization import Names
+from aiodaft.ref import Borrowed
+from aiodaft_transport import GrantError
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def spawn(rt: aiodaft.Runtime) -> tuple[Packer, Warden]:
+    packer = await rt.spawn(Packer)
+    return packer, await rt.on(with_=packer).spawn(Warden)
+
+
+async def test_a_result_that_is_cancelled_while_it_is_packed(module_rt: aiodaft.Runtime) -> None:
+    packer, warden = await spawn(module_rt)
+    await warden.hold_helper()
+    result = packer.make()
+    await warden.wait_packing()
+    result.cancel()
+    with pytest.raises(aiodaft.CallCancelled):
+        await result
+    await warden.let_helper_go()
+    assert await warden.in_use() == 0
+
+
+async def test_a_stream_that_is_ended_while_an_item_is_packed(module_rt: aiodaft.Runtime) -> None:
+    packer, warden = await spawn(module_rt)
+    await warden.hold_helper()
+    stream = packer.items()
+    await warden.wait_packing()
+    await stream.aclose()
+    await warden.let_helper_go()
+    assert await warden.in_use() == 0
+
+
+async def test_an_argument_whose_call_is_cancelled_before_anybody_looks_at_it(
+    module_rt: aiodaft.Runtime, tmp_path: Path
+) -> None:
+    packer, warden = await spawn(module_rt)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    await warden.hold_loop(str(fifo))
+    # Both messages are there when the loop turns again.
+    call = packer.take(bytes(MEDIUM))
+    call.cancel()
+    await asyncio.sleep(0)
+    fifo.write_bytes(b"")
+    with pytest.raises(aiodaft.CallCancelled):
+        await call
+    while in_use(module_rt.peer):
+        await warden.in_use()
+
+
+async def test_a_value_that_is_freed_in_the_moment_in_which_it_is_there(module_rt: aiodaft.Runtime) -> None:
+    peer = module_rt.peer
+    helper = Helper(peer)
+    ref = module_rt.put(bytes(LARGE))
+    _, number, *_ = peer.refs.describe(ref)
+    found: list[object] = []
+    peer.transfer.locate(peer.id, CallId(number), found.append)
+    del ref
+    await helper.let_go()
+    while not found:
+        await asyncio.sleep(0)
+    assert [type(place) for place in found] == [aiodaft.OwnerDied]
+    assert in_use(peer) == 0
+
+
+@pytest.mark.parametrize("case", ["a call that was cancelled", "a call too many"])
+async def test_grants_in_a_message_that_is_never_sent(module_rt: aiodaft.Runtime, case: str) -> None:
+    peer, packer = module_rt.peer, await module_rt.spawn(Packer)
+    first = packer.take_at_last(bytes(MEDIUM))
+    session = peer.links[state_of(first).producer].session
+    window, session._window_bytes, session._max_pending = session._window_bytes, 1, 1
+    second = packer.take_at_last(bytes(MEDIUM))
+    assert (session.waiting, in_use(peer)) == (1, 2)
+    if case == "a call too many":
+        with pytest.raises(aiodaft.Overloaded):
+            packer.take_at_last(bytes(MEDIUM))
+        assert in_use(peer) == 2
+    second.cancel()
+    assert in_use(peer) == 1
+    session._window_bytes = window
+    await packer.open_gate()
+    assert await first == MEDIUM
+    with pytest.raises(aiodaft.CallCancelled):
+        await second
+    while in_use(peer):
+        await packer.open_gate()
+
+
+async def test_a_cancelled_call_is_not_remembered_for_its_grace_time(module_rt: aiodaft.Runtime) -> None:
+    packer = await module_rt.spawn(Packer)
+    call = packer.take_at_last(1)
+    call.cancel()
+    await call.ready()
+    state = weakref.ref(state_of(call))
+    del call
+    await asyncio.sleep(0)
+    gc.collect()
+    assert state() is None
+
+
+async def test_results_of_a_graph_whose_closing_is_cancelled(module_rt: aiodaft.Runtime) -> None:
+    packer = await module_rt.spawn(Packer)
+    graph = aiodaft.compile(lambda value: packer.make_at_last(value))
+    result = graph(1)
+    while not (await module_rt.info(packer)).running:
+        pass
+    closing = asyncio.get_running_loop().create_task(graph.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait([closing])
+    await packer.open_gate()
+    await result.ready()
+    del result
+    while (await module_rt.info(packer)).stored_bytes:
+        pass
+
+
+async def test_a_value_for_a_graph_that_is_no_more(module_rt: aiodaft.Runtime) -> None:
+    peer = module_rt.peer
+    kept = await kept_here(module_rt)
+    assert kept.block is not None
+    item = (0, kept.payload, kept.blobs_for(peer.loopback), (), ())
+    peer.graphs.flow_came(peer.loopback, (FLOW, peer.id, peer.next_number(), 1, (item, (1, "plain"))))
+    assert kept.block.grants == 0
+
+
+# The rule behind all of these: what is dropped goes back.
+
+
+async def kept_here(module_rt: aiodaft.Runtime) -> Kept:
+    ref = module_rt.put(bytes(MEDIUM))
+    await ref.ready()
+    kept = state_of(ref).kept
+    assert kept is not None
+    return kept
+
+
+@pytest.mark.parametrize("how", ["dropped", "before the first step"])
+async def test_a_delivery_that_nobody_has_any_more_is_declined(module_rt: aiodaft.Runtime, how: str) -> None:
+    peer = module_rt.peer
+    kept = await kept_here(module_rt)
+    assert kept.block is not None
+    delivery = Delivery(peer, peer.loopback, kept.payload, kept.blobs_for(peer.loopback), ())
+    if how == "before the first step":
+        task = peer.tasks.start(peer.transfer.receive(delivery), name="receive")
+        task.cancel()
+        await asyncio.wait([task])
+        del task
+    assert kept.block.grants == 1
+    del delivery
+    await asyncio.sleep(0)
+    assert kept.block.grants == 0
+
+
+async def test_what_was_lent_is_not_read_any_more_when_everybody_has_dropped_it(module_rt: aiodaft.Runtime) -> None:
+    lent = Borrowed(bytes(MEDIUM))
+    kept = module_rt.peer.store.keep(lent.value, Names("a value"), lender=lent)
+    assert not kept.packed
+    del kept
+    await lent.released()
+
+
+async def test_a_value_that_cannot_be_granted_as_a_whole_is_not_granted_in_part(module_rt: aiodaft.Runtime) -> None:
+    peer = module_rt.peer
+    tensors = [aiodaft.empty((MEDIUM,)) for _ in range(2)]
+    kept = peer.store.keep(tensors, Names("tensors"))
+    peer.store.pack_here(kept)
+    (_, first), (_, second) = kept.blobs()
+    second.release()
+    with pytest.raises(GrantError):
+        kept.blobs_for(peer.loopback)
+    assert first.grants == 0

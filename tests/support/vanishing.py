@@ -1,0 +1,47 @@
+"""An actor whose values cannot be fetched any more when it has granted one; it may be dead by then, or live on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiodaft import Actor, method
+from aiodaft._runtime.current import current_peer
+
+SIZE = 1_000_000
+# A port that needs privileges.
+_NOBODY = 1
+
+
+class Vanishing(Actor):
+    """Its payload goes over tcp."""
+
+    @method
+    async def vanish(self, dies: bool) -> None:
+        """From now on grants lead to where nobody listens; it may be killed when a message with one is on its way."""
+        peer = current_peer()
+        transport = peer.store.transport
+        grant = transport.grant
+
+        def last_grant(block: Any, control: Any) -> Any:
+            if dies:
+                peer.loop.call_soon(os.kill, os.getpid(), signal.SIGKILL)
+            interface, _, *rest = grant(block, control)
+            return (interface, _NOBODY, *rest)
+
+        transport.grant = last_grant  # type: ignore[method-assign]  # the seam of this test
+
+    @method
+    async def make(self) -> bytes:
+        return bytes(SIZE)
+
+    @method
+    async def items(self) -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield bytes(SIZE)
+
+    @method
+    async def take(self, value: bytes) -> int:
+        return len(value)

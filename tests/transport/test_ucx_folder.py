@@ -1,0 +1,73 @@
+"""Nothing that UCX makes has a name in shared memory for longer than its maker lives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from actors import Lingering
+from ends import open_pair
+from transports import needs_ucx
+
+import aiodaft
+from aiodaft_transport import TransportError, ucx
+from aiodaft_transport.conformance import fetched, granted
+from aiodaft_transport.ucx_folder import SHARED_MEMORY, folder, sweep
+
+_MAKER = """
+import sys
+from aiodaft_transport.ucx_folder import folder
+with folder() as path:
+    (path / "file").touch()
+    print(path, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_is_there_as_long_as_it_is_needed() -> None:
+    with folder() as path:
+        (path / "file").touch()
+        with folder() as other:
+            assert other != path
+        sweep()
+        assert (path / "file").exists()
+    assert not path.exists()
+
+
+def test_what_a_killed_process_leaves_the_next_one_removes() -> None:
+    with subprocess.Popen([sys.executable, "-c", _MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as maker:
+        assert maker.stdout is not None
+        path = Path(maker.stdout.readline().decode().strip())
+        sweep()
+        assert (path / "file").exists()
+        maker.kill()
+        maker.wait()
+        sweep()
+        assert not path.exists()
+
+
+async def test_what_a_killed_actor_leaves_its_nursery_removes(rt: aiodaft.Runtime) -> None:
+    actor = await rt.on(restart="temporary").spawn(Lingering)
+    name = await actor.make_folder()
+    os.kill(await actor.pid(), signal.SIGKILL)
+    while name in os.listdir(SHARED_MEMORY):
+        await asyncio.sleep(0)
+
+
+@needs_ucx
+async def test_ucx_makes_its_files_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    @contextmanager
+    def nowhere() -> Generator[Path]:
+        yield tmp_path / "nowhere"
+
+    monkeypatch.setattr(ucx, "folder", nowhere)
+    async with open_pair("ucx") as pair:
+        with pytest.raises(TransportError):
+            await fetched(pair, (await granted(pair, 100))[1])

@@ -111,9 +111,13 @@ def _encode_whole(error: BaseException) -> tuple[bytes, bytes | None]:
 
 def _decode_object(payload: bytes, blob: Any) -> BaseException:
     error = decode(payload, [] if blob is None else [memoryview(bytearray(blob))])
-    if not isinstance(error, BaseException):
-        raise TypeError(f"it turns into a {type(error).__name__}")
-    return error
+    try:
+        if not isinstance(error, BaseException):
+            raise TypeError(f"it turns into a {type(error).__name__}")
+        return error
+    finally:
+        # The frames that were rebuilt lead back to this one: it must not lead to them.
+        del error
 
 
 def _is_too_large(problem: BaseException | None) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -39,6 +41,26 @@ def travelled(error: BaseException) -> BaseException:
     encoded = encode_error(error)
     assert len(encoded) < 512 << 10
     return decode_error(encoded)
+
+
+class Thing:
+    pass
+
+
+def test_what_the_frames_of_an_exception_had_is_not_kept() -> None:
+    seen: list[weakref.ref[Thing]] = []
+
+    def fail() -> None:
+        thing = Thing()
+        seen.append(weakref.ref(thing))
+        raise ValueError("with a thing in its frame")
+
+    gc.disable()
+    try:
+        encode_error(caught(fail))
+        assert seen[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("depth", [98, 99, 100, 500, 900])

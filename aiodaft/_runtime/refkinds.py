@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import CallId, PeerId
@@ -14,6 +13,8 @@ from .kept import Arrived
 from .refs import ABSENT, FAILED, HERE, THERE, RefState, Status
 
 if TYPE_CHECKING:
+    import asyncio
+
     from aiodaft.methods import MethodSpec
 
     from .calls import Target
@@ -30,6 +31,8 @@ class CallState(RefState):
     link: Link | None = None
     handles = 1
     _cancelling = False
+    # Ends the waiting for a call that was cancelled.
+    _timer: asyncio.TimerHandle | None = None
 
     def __init__(self, target: Target, spec: MethodSpec, number: CallId) -> None:
         self.peer = target.peer
@@ -85,8 +88,12 @@ class CallState(RefState):
             self.value, self.arrived = ABSENT, None
             why = f"{self.label} was cancelled: it ended all the same, and its result was dropped"
             self.on_error(CallCancelled(why, executed=True))
-        else:
-            super()._settle(status)
+            return
+        super()._settle(status)
+        if self._timer is not None:
+            # It would keep this, and the value, until then.
+            self._timer.cancel()
+            self._timer = None
 
     def on_lost(self, error: DaftError) -> None:
         """The connection to the callee ended before it answered."""
@@ -122,16 +129,11 @@ class CallState(RefState):
         self.mark_seen()
 
     def _give_up_later(self, why: str) -> None:
-        # What is over by then does not wait for this, with its value.
-        weakly = weakref.ref(self)
+        self._timer = self.peer.loop.call_later(self.peer.grace, self._give_up, why)
 
-        def give_up() -> None:
-            state = weakly()
-            if state is not None and not state.settled:
-                what = f"{state.label} of {state.target.label}"
-                state.on_error(CallCancelled(f"{what} was cancelled ({why}) and did not end within its grace time"))
-
-        self.peer.loop.call_later(self.peer.grace, give_up)
+    def _give_up(self, why: str) -> None:
+        what = f"{self.label} of {self.target.label}"
+        self.on_error(CallCancelled(f"{what} was cancelled ({why}) and did not end within its grace time"))
 
 
 class PutState(RefState):

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:De
 def run(program: str) -> subprocess.CompletedProcess[str]:
     """A program of its own, with everything that Python warns of."""
     code = textwrap.dedent(program).format(support=str(SUPPORT))
-    command = [sys.executable, "-X", "dev", "-c", code]
+    # From 3.12 on, Python warns of every fork of a process that has threads.
+    fork_warning = "ignore:This process:DeprecationWarning"
+    command = [sys.executable, "-X", "dev", "-W", fork_warning, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
 
 

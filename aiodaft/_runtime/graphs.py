@@ -191,7 +191,7 @@ class Run:
         for way in job.flows:
             item = item_of(value, index, part.peer, way, executed=True)
             way.send((FLOW, part.owner, part.number, self.number, (item,)))
-        if job.reported:
+        if job.reported and part.way.lost is None:
             part.way.send((REPORT, part.number, self.number, (self._report(job, value, kept),)))
         elif kept is not None:
             self._let_go(job, kept)

@@ -226,7 +226,8 @@ class Kept:
         if self.lent:
             self.encoded.check_unchanged(self._versions)
         blobs = self.blobs()
-        if not (self._packed and blobs):
+        if not (self._packed and blobs) or link.lost is not None:
+            # Who is gone is granted nothing: it would never come back.
             return self.inline
         traffic = link.traffic
         traffic.payloads_sent += len(blobs)

@@ -85,6 +85,9 @@ class Link:
         self._socket = connection
         self.connected = True
         self._outbox.attach(connection)
+        if self.lost is not None:
+            # What had waited could not be sent any more.
+            return
         self._loop.add_reader(connection.fileno(), self._readable)
         self._write()
 

@@ -6,12 +6,12 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import RUN, SKIP
 from aiodaft._protocol.plan import Dataflow
-from aiodaft.exceptions import DaftError, RuntimeClosed
+from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
 from aiodaft.ref import Ref
 
 from .arguments import Arguments
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from .link import Link
     from .neighbour import Neighbour
     from .peer import Peer
+
+# Supervised actors may die once more while the processes are told.
+_ATTEMPTS: Final = 10
 
 
 class OwnGraph:
@@ -66,13 +69,18 @@ class OwnGraph:
         return self._peer.tasks.create_task(self._install(), name="install a graph")
 
     async def _install(self) -> None:
-        try:
-            await self._layout.find_actors()
-            if self._layout.is_stale:
-                self._change(self._layout)
-            await self._layout.install()
-        except Exception as error:  # noqa: BLE001 - whatever it is, every run says so
-            self._broken = error
+        for _ in range(_ATTEMPTS):
+            try:
+                await self._layout.find_actors()
+                if self._layout.is_stale:
+                    self._change(self._layout)
+                await self._layout.install()
+                self._broken = None
+                break
+            except Exception as error:  # noqa: BLE001 - whatever it is, every run says so
+                self._broken = error
+                if not (isinstance(error, ActorDied) and self._layout.is_stale):
+                    break
         self._ready = True
         self._pump()
 
@@ -188,9 +196,11 @@ class OwnGraph:
             run.sent = True
             if self._broken is not None:
                 run.fail(self._broken)
-                self._end(run)
+                self._over(run)
             else:
                 self._send(run)
+        if self._closed and not self._runs:
+            self._drained()
 
     def _send(self, run: OwnRun) -> None:
         peer, inputs = self._peer, run.inputs
@@ -271,6 +281,11 @@ class OwnGraph:
         state.on_error(error)
 
     def _end(self, run: OwnRun) -> None:
+        self._over(run)
+        if self._waiting or self._closed:
+            self._pump()
+
+    def _over(self, run: OwnRun) -> None:
         if self._runs.pop(run.number, None) is not None:
             run.over()
             layout = run.layout
@@ -278,10 +293,6 @@ class OwnGraph:
                 layout.end()
                 if layout is not self._layout and layout.is_idle:
                     self._forget(layout)
-            if self._waiting:
-                self._pump()
-            elif self._closed and not self._runs:
-                self._drained()
 
     # Ending.
 
@@ -300,8 +311,8 @@ class OwnGraph:
 
     def in_flight_with(self, remote: PeerId) -> int:
         """Runs under way that a process takes part in."""
-        layouts = (run.layout for run in self._runs.values())
-        return sum(layout is not None and remote in layout.plans for layout in layouts)
+        # Those that wait say so, too, if a process that is gone is one that they need.
+        return sum(remote in (run.layout or self._layout).plans for run in self._runs.values())
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone: what it has not reported will not come."""
@@ -326,7 +337,8 @@ class OwnGraph:
 
         Cancellation: only this wait ends.
         """
-        await asyncio.shield(self._preparing)
+        while not self._preparing.done():
+            await asyncio.wait([self._preparing])
 
     def cancel(self, why: str) -> None:
         """Cancel every run."""

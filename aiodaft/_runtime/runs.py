@@ -119,7 +119,7 @@ class OwnRun:
     def fail(self, error: BaseException) -> None:
         """It never began."""
         for state in self.states.values():
-            state.on_error(copy_error(error) if isinstance(error, DaftError) else error)
+            state.on_error(copy_error(error).with_executed(False) if isinstance(error, DaftError) else error)
         self.missing.clear()
         self.over()
 

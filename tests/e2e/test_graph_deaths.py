@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from graph_actors import Node
+from packing import Warden
 
 import aiodaft
 
@@ -107,6 +108,43 @@ async def test_the_runs_of_a_dead_owner_are_cancelled_and_forgotten(rt: aiodaft.
     assert await other.same("goes on") == "goes on"
 
 
+async def test_a_thousand_runs_that_cannot_begin_all_say_so(rt: aiodaft.Runtime) -> None:
+    (a,) = await spawn(rt, 1)
+    graph = aiodaft.compile(lambda x: a.same(x))
+    runs = [graph(index) for index in range(1_500)]
+    await rt.kill(a)
+    errors = await asyncio.gather(*runs, return_exceptions=True)
+    assert {type(error) for error in errors} == {aiodaft.ActorDied}
+    # The others may have been under way.
+    assert all(error.executed is False for error in errors[16:] if isinstance(error, aiodaft.ActorDied))
+
+
+async def test_what_was_made_for_the_dead_is_not_kept(rt: aiodaft.Runtime) -> None:
+    a, b = await spawn(rt, 2)
+    warden = await rt.on(with_=a).spawn(Warden)
+    async with aiodaft.compile(lambda x: b.die(a.same(x))) as graph:
+        assert await graph(b"good" * 75_000) == b"good" * 75_000
+        for run in [graph(x) for x in ("die", *[b"late" * 75_000] * 10)]:
+            with pytest.raises(aiodaft.ActorDied):
+                await run
+        for _ in range(10):
+            with pytest.raises(aiodaft.ActorDied):
+                await graph(b"later" * 75_000)
+    while await warden.in_use():
+        pass
+
+
+async def test_entering_a_graph_waits_also_while_an_actor_is_replaced(rt: aiodaft.Runtime) -> None:
+    a, b = await spawn(rt, 2)
+    graph = aiodaft.compile(lambda x: a.same(x))
+    entering = asyncio.get_running_loop().create_task(graph.__aenter__())
+    await asyncio.sleep(0)
+    await graph.replace(a, b)
+    assert await entering is graph
+    assert await graph("replaced") == "replaced"
+    await graph.aclose()
+
+
 async def test_a_runtime_that_closes_fails_the_runs_under_way() -> None:
     async with aiodaft.Runtime(preload=(), stop_grace=0) as rt:
         a, b = await spawn(rt, 2)
@@ -122,3 +160,8 @@ async def test_without_shared_memory_graphs_go_over_the_links() -> None:
             for data in (1, b"small", b"large" * 100_000):
                 assert await graph(data) == [data, data]
         assert rt.traffic().control > 0
+        # More than the other side lets in at a time.
+        data = bytes(65536)
+        async with aiodaft.compile(lambda x: b.same(a.same(x)), max_in_flight=150) as graph:
+            assert await asyncio.gather(*(graph(data) for _ in range(150))) == [data] * 150
+        assert await asyncio.gather(*(b.same(a.same(data)) for _ in range(150))) == [data] * 150

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable, Sequence
 
@@ -56,6 +57,19 @@ async def test_a_peer_that_ends_with_something_unread_is_heard_to_its_last_word(
     theirs.close()
     await owner.lost.wait()
     assert owner.came == notes
+
+
+async def test_a_link_to_a_peer_that_is_gone_already_is_lost_and_nothing_else() -> None:
+    owner = Owner()
+    session: Session[State] = Session(HERE, 2, remote=THERE, max_pending=1)
+    link = Link(owner, session, THERE, asyncio.get_running_loop())
+    with open(os.devnull, "rb") as file:
+        link.send_fds((NOTE, "shm", b"", 1), (file.fileno(),))
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    link.attach(ours)
+    assert isinstance(link.lost, PeerLost)
+    assert owner.lost.is_set()
 
 
 async def test_a_lost_link_does_not_remember_what_was_being_handled_when_it_broke() -> None:

@@ -38,8 +38,10 @@ _MAX_STRANGERS: Final = 64
 # accept() fails like this for want of something, or because the stranger left; the listener itself is fine.
 _PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED})
 _ACCEPT_PAUSE: Final = 0.1
-# Connections kept open to one peer; transfers beyond that open one for themselves.
+# Connections kept open to one peer; transfers beyond that open one for themselves, up to so many at a time: a peer
+# that is asked by several others has to have room for all who are not admitted yet.
 _IDLE_CONNECTIONS: Final = 4
+_MAX_CONNECTIONS: Final = 8
 
 
 class TcpTransport:
@@ -68,6 +70,7 @@ class TcpTransport:
         self._last_grant = 0
         self._idle: dict[str, list[socket.socket]] = {}
         self._open: dict[str, set[socket.socket]] = {}
+        self._turns: dict[str, asyncio.Semaphore] = {}
         self._closed = False
 
     @property
@@ -111,7 +114,8 @@ class TcpTransport:
         address, port, nbytes, grant_id = cast(tuple[str, int, int, int], grant)
         try:
             check_target(target, nbytes)
-            async with self._connection(control.peer, address, port) as connection:
+            turn = self._turns.setdefault(control.peer, asyncio.Semaphore(_MAX_CONNECTIONS))
+            async with turn, self._connection(control.peer, address, port) as connection:
                 await self._pull(connection, grant_id, target)
         except BaseException:
             # The request may not have been sent; where it was, giving back twice does no harm.
@@ -141,6 +145,7 @@ class TcpTransport:
             # The task that uses the socket sees the end of the stream and closes it.
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+        self._turns.pop(peer, None)
         for connection in self._idle.pop(peer, []):
             connection.close()
         for block in self._granted.pop(peer, {}).values():

@@ -222,7 +222,9 @@ class OwnGraph:
 
     async def _explain_loss(self, run: OwnRun, process: PeerId) -> None:
         assert run.layout is not None
-        self._lost_run(run, process, await self._peer.explanation(cast("Link", run.layout.ways[process])))
+        error = await self._peer.explanation(cast("Link", run.layout.ways[process]))
+        # It was gone before the run was sent.
+        self._lost_run(run, process, copy_error(error).with_executed(False))
 
     # Reports.
 

@@ -388,4 +388,6 @@ async def test_channels_that_nobody_has_any_more_are_forgotten(rt: aiodaft.Runti
         await channel.send(index)
         await channel.aclose()
         assert await received == [index]
-    assert len(rt.peer.channels._queues) == kept
+    # The last one is forgotten when its end has been told, which the result may overtake.
+    while len(rt.peer.channels._queues) != kept:
+        await asyncio.sleep(0)

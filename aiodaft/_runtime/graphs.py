@@ -54,9 +54,7 @@ class Part:
         self.missing = [len(segment.needs) for segment in plan.segments]
         self.foreign = len(plan.inputs) + sum(map(len, plan.receives.values()))
         others = {owner, *plan.receives, *itertools.chain.from_iterable(plan.sends.values())}
-        self.ways: dict[PeerId, Neighbour] = {
-            remote: peer.loopback if remote == peer.id else peer.link_to(remote) for remote in others
-        }
+        self.ways = {remote: peer.way_to(remote) for remote in others}
         self.way = self.ways[owner]
         self.rows = [Row(self, segment) for segment in plan.segments]
         # Refs inside results, by run: they are held until their receivers must have registered them.
@@ -294,9 +292,8 @@ class Graphs:
             AttributeError: An actor of the plan has no such method.
         """
         part = Part(self._peer, owner, number, plan)
-        for remote in {owner, *plan.receives, *(other for others in plan.sends.values() for other in others)}:
-            if remote != self._peer.id:
-                self._peer.upgrades.want(self._peer.link_to(remote))
+        for way in part.ways.values():
+            self._peer.upgrades.want(way)
         for position, step in enumerate(plan.steps):
             for place, ref in enumerate(step.data.outside):
                 part.outside[position, place] = await self._constant(ref)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
 
     from .calls import Target
-    from .neighbour import Neighbour
     from .peer import Peer
 
 # Whom each step calls, and how.
@@ -47,9 +46,7 @@ class Layout:
         })
         self.plans = make_plan(self.flow)
         self.reports = {value: process for process, plan in self.plans.items() for value in plan.reports}
-        self.ways: dict[PeerId, Neighbour] = {
-            process: peer.loopback if process == peer.id else peer.link_to(process) for process in self.plans
-        }
+        self.ways = {process: peer.way_to(process) for process in self.plans}
         # Who waits for others comes first, and is not woken: what it waits for comes after that, and does it.
         plans = sorted(self.plans.items(), key=lambda entry: not entry[1].follows)
         self.routes = [(process, self.ways[process], plan) for process, plan in plans]
@@ -66,6 +63,11 @@ class Layout:
         if not self._followed:
             return False
         return self._broken or any(_place(target) != place for target, place in self._places)
+
+    def wake(self) -> None:
+        """Let all processes notice what they were told quietly."""
+        for way in self.ways.values():
+            way.wake()
 
     async def find_actors(self) -> None:
         """Wait until all actors are somewhere.
@@ -123,8 +125,7 @@ class Layout:
             raise failed
 
     async def _install_one(self, process: PeerId, plan: SubPlan[Arguments]) -> None:
-        if process != self._peer.id:
-            self._peer.upgrades.want(self._peer.link_to(process))
+        self._peer.upgrades.want(self.ways[process])
         await self._peer.agent_of(process).install(self.number, Sealed(plan))
 
     def uninstall(self) -> None:

@@ -319,13 +319,13 @@ class OwnGraph:
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone: what it has not reported will not come."""
         self._layout.leave(remote)
-        for run in [run for run in self._runs.values() if run.layout is not None]:
+        sent = [(run, run.layout) for run in self._runs.values() if run.layout is not None]
+        for layout in dict.fromkeys(layout for _, layout in sent):
+            layout.wake()
+        for run, _ in sent:
             self._lost_run(run, remote, error)
 
     def _lost_run(self, run: OwnRun, remote: PeerId, error: DaftError) -> None:
-        assert run.layout is not None
-        for way in run.layout.ways.values():
-            way.wake()
         for index in [index for index in run.missing if run.missing[index] == remote]:
             del run.missing[index]
             state = run.states.get(index)

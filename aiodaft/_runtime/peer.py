@@ -41,6 +41,7 @@ from .hosting import Cell
 from .incoming import IncomingCall
 from .link import Link
 from .loopback import Loopback
+from .neighbour import Neighbour
 from .offload import Offload
 from .processes import visible_pid
 from .refs import RefState
@@ -174,6 +175,10 @@ class Peer:
             link = self.new_link(remote)
             self.tasks.create_task(self._ask_introduction(link), name=f"be introduced to {remote}")
         return link
+
+    def way_to(self, remote: PeerId) -> Neighbour:
+        """The way to a process, or to this one."""
+        return self.loopback if remote == self.id else self.link_to(remote)
 
     def new_link(self, remote: PeerId) -> Link:
         """A link without a socket yet."""

@@ -151,8 +151,6 @@ class RowCall(IncomingCall):
                     kept = await capture(call.cell, result, job.label, "result", job.transport)
                     await call.cell.peer.store.pack(kept)
                     value = Value.of_kept(kept)
-            except InputFailed as failed:
-                value = Value.of_error(failed.error, executed=False)
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
@@ -188,8 +186,6 @@ class RowCall(IncomingCall):
                     kept = store.keep_patiently(result, job.label, job.transport)
                     store.pack_here(kept)
                     value = Value.of_kept(kept)
-            except InputFailed as failed:
-                value = Value.of_error(failed.error, executed=False)
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
@@ -226,6 +222,8 @@ class RowCall(IncomingCall):
         return (taken, _NO_KWARGS) if job.bare else job.data.make(store, taken, patient=patient)
 
     def _failure(self, job: Job, error: BaseException, executed: bool) -> Value:
+        if isinstance(error, InputFailed):
+            return Value.of_error(error.error, executed=False)
         caught = as_call_error(error, f"raised by {job.label} in {self.cell.where}")
         add_note(caught, f"a step of a graph, captured at {job.line}")
         return Value.of_error(caught, executed=executed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from aiodaft._protocol.messages import RING, RING_OFFERED, RING_TAKEN, RING_WANTED, Message
 from aiodaft.exceptions import RemoteProtocolError
@@ -12,6 +12,7 @@ from .ring import offer_rings, take_rings
 
 if TYPE_CHECKING:
     from .link import Link
+    from .neighbour import Neighbour
     from .peer import Peer
 
 
@@ -24,8 +25,11 @@ class Upgrades:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
 
-    def want(self, link: Link) -> None:
-        """Use rings, if both processes share memory. Asking twice is asking once."""
+    def want(self, way: Neighbour) -> None:
+        """Use rings, if it leads to another process that shares memory. Asking twice is asking once."""
+        if way is self._peer.loopback:
+            return
+        link = cast("Link", way)
         if self._peer.options.transport != "shm" or link.lost is not None or link.ring is not None:
             return
         if self._peer.id > link.remote:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_actors import GpuKeeper
+from dtypes import DTYPES, as_bytes
 
 import aiodaft
 from aiodaft_transport import PeerGone, Unreachable
@@ -22,15 +23,6 @@ pytestmark = [
 
 MIB = 1 << 18  # elements of float32
 
-DTYPES = [
-    dtype
-    for name in sorted(dir(torch))
-    if isinstance(dtype := getattr(torch, name), torch.dtype)
-    and str(dtype) == f"torch.{name}"
-    and not name.startswith("q")
-]
-CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
 
 @pytest.fixture
 def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
@@ -42,10 +34,6 @@ async def keepers(rt: aiodaft.Runtime, count: int, *devices: int, **options: Any
     # torch is loaded, and there is a context, before anything is counted.
     await asyncio.gather(*(keeper.make(1, 0.0).ready() for keeper in made))
     return made
-
-
-def as_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().view(CARRIER[tensor.element_size()]).contiguous().cpu().numpy().tobytes()
 
 
 async def test_a_tensor_goes_from_gpu_to_gpu_and_no_host_copy_is_in_the_trace(rt: aiodaft.Runtime) -> None:

@@ -44,11 +44,15 @@ class Owner:
         self.lost.set()
 
 
+def link_of(owner: Owner) -> Link:
+    session: Session[State] = Session(HERE, 2, remote=THERE, max_pending=1)
+    return Link(owner, session, THERE, asyncio.get_running_loop())
+
+
 async def test_a_peer_that_ends_with_something_unread_is_heard_to_its_last_word() -> None:
     """Its socket has data, an error and an end at once, of which uvloop tells in one event."""
     owner = Owner()
-    session: Session[State] = Session(HERE, 2, remote=THERE, max_pending=1)
-    link = Link(owner, session, THERE, asyncio.get_running_loop())
+    link = link_of(owner)
     ours, theirs = socket.socketpair()
     link.attach(ours)
     # Longer than what is read at a time.
@@ -61,8 +65,7 @@ async def test_a_peer_that_ends_with_something_unread_is_heard_to_its_last_word(
 
 async def test_a_link_to_a_peer_that_is_gone_already_is_lost_and_nothing_else() -> None:
     owner = Owner()
-    session: Session[State] = Session(HERE, 2, remote=THERE, max_pending=1)
-    link = Link(owner, session, THERE, asyncio.get_running_loop())
+    link = link_of(owner)
     with open(os.devnull, "rb") as file:
         link.send_fds((NOTE, "shm", b"", 1), (file.fileno(),))
     ours, theirs = socket.socketpair()
@@ -74,8 +77,7 @@ async def test_a_link_to_a_peer_that_is_gone_already_is_lost_and_nothing_else() 
 
 async def test_a_lost_link_does_not_remember_what_was_being_handled_when_it_broke() -> None:
     owner = Owner()
-    session: Session[State] = Session(HERE, 2, remote=THERE, max_pending=1)
-    link = Link(owner, session, THERE, asyncio.get_running_loop())
+    link = link_of(owner)
     ours, theirs = socket.socketpair()
     link.attach(ours)
     theirs.close()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from actors import Box
+from dtypes import DTYPES, as_bytes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -133,23 +134,6 @@ def test_any_nesting_arrives_equal(value: Any) -> None:
     got = round_trip(value)
     assert got == value
     assert type(got) is type(value)
-
-
-DTYPES = [
-    dtype
-    for name in sorted(dir(torch))
-    if isinstance(dtype := getattr(torch, name), torch.dtype)
-    and str(dtype) == f"torch.{name}"
-    and not name.startswith("q")
-]
-
-
-CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-def as_bytes(tensor: torch.Tensor) -> bytes:
-    """The content of a tensor, for dtypes that cannot be compared or copied."""
-    return tensor.detach().view(CARRIER[tensor.element_size()]).contiguous().numpy().tobytes()
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -68,11 +69,12 @@ def test_a_seed_can_be_run_again() -> None:
         assert trace_of(seed) == trace_of(seed)
 
 
-def test_a_seed_is_the_same_in_another_process() -> None:
-    # Hashes of strings differ there, and with them the order of sets.
+def test_a_seed_is_the_same_in_another_process(tmp_path: Path) -> None:
+    # Hashes of strings differ there, and with them the order of sets; paths too, and what was compiled and what loaded.
+    support = shutil.copytree(SUPPORT, tmp_path / "support", ignore=shutil.ignore_patterns("__pycache__"))
     code = "import sys; sys.path.insert(0, sys.argv[1]); from sim_program import Program; p = Program(7); p.run(); "
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    command = [sys.executable, "-c", f"{code} print(p.world.loop.trace)", str(SUPPORT)]
+    command = [sys.executable, "-c", f"{code} print(p.world.loop.trace)", str(support)]
     there = ast.literal_eval(subprocess.check_output(command, env=environment, text=True))
     for index, both in enumerate(zip_longest(trace_of(7), there)):
         assert both[0] == both[1], f"event {index}"

@@ -317,8 +317,11 @@ class World:
             "aiodaft._runtime.worker.offer_dump": lambda: None,
             "aiodaft._runtime.hosting.ActorThread": SimThread,
             "aiodaft._runtime.peer.Offload": SimOffload,
-            # Errors tell of it: their length would be that of the real one.
+            # Errors tell of these, and differ in length with the folder, the machine and how modules were loaded.
             "aiodaft._runtime.peer.visible_pid": lambda: 10_000_000,
+            "aiodaft.runtime.platform.node": lambda: "here",
+            "aiodaft._runtime.failures._text": lambda error: "",
+            "aiodaft._runtime.pickling._reduce_traceback": lambda frames: (_no_frames, ()),
             "aiodaft._runtime.dispatch.socket": self.net,
             "aiodaft._runtime.link.socket": self.net,
             "aiodaft._runtime.link.os": self.net,
@@ -352,6 +355,10 @@ class World:
         self.peers.clear()
         self.loop.bury()
         self.net.close_all()
+
+
+def _no_frames() -> None:
+    """What arrives of a traceback."""
 
 
 # An error of a tell, of a ref that a random program drops, of one that it drops in a worker, and of a stopped worker.

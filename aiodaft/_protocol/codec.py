@@ -35,6 +35,8 @@ class FrameEncoder:
 
     def take(self) -> bytes:
         """Return everything packed since the last call."""
+        if not self._frames:
+            return b""
         data = b"".join(self._frames)
         self._frames.clear()
         return data

@@ -52,6 +52,8 @@ class Part:
             for value in segment.needs:
                 self.waiting.setdefault(value, []).append(index)
         self.missing = [len(segment.needs) for segment in plan.segments]
+        # The same, once all inputs are there.
+        self.missing_then = [len(set(segment.needs).difference(plan.inputs)) for segment in plan.segments]
         self.foreign = len(plan.inputs) + sum(map(len, plan.receives.values()))
         others = {owner, *plan.receives, *itertools.chain.from_iterable(plan.sends.values())}
         self.ways = {remote: peer.way_to(remote) for remote in others}
@@ -105,7 +107,13 @@ class Run:
         """The owner starts it."""
         part = self.part
         self.numbers = numbers
-        self.came(items, neighbour)
+        if self.values or not _all_plain(items):
+            self.came(items, neighbour)
+        else:
+            # The usual case: nothing came before, and all inputs come as they are.
+            self.values.update(items)
+            self.missing = part.missing_then.copy()
+            self._to_come -= len(items)
         calls = [RowCall(self, row) for row in part.rows]
         if left is not None:
             deadline = part.peer.loop.time() + left / 1000
@@ -114,7 +122,8 @@ class Run:
         # All are known before the first may end.
         self.calls = calls
         for call, missing in zip(calls, self.missing, strict=True):
-            call.ready = not missing
+            if missing:
+                call.ready = False
             call.deliver()
 
     def came(self, items: tuple[Item, ...], neighbour: Neighbour) -> None:
@@ -267,6 +276,13 @@ class Run:
 
     async def item(self, call: IncomingCall, value: Any) -> None:
         raise AssertionError("rows are no streams")
+
+
+def _all_plain(items: tuple[Item, ...]) -> bool:
+    for item in items:  # noqa: SIM110 - on the path of every run
+        if len(item) != 2:
+            return False
+    return True
 
 
 class Graphs:

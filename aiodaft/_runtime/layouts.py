@@ -50,6 +50,9 @@ class Layout:
         # Who waits for others comes first, and is not woken: what it waits for comes after that, and does it.
         plans = sorted(self.plans.items(), key=lambda entry: not entry[1].follows)
         self.routes = [(process, self.ways[process], plan) for process, plan in plans]
+        self.some_follow = any(plan.follows for _, plan in plans)
+        # The values that somebody gets, and which calls make them.
+        self.results = [(value, *specs[value - flow.inputs]) for value in dict.fromkeys(flow.outputs)]
         # Runs that are not over.
         self._under_way = 0
         self._idle: asyncio.Future[None] | None = None

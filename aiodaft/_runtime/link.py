@@ -118,8 +118,8 @@ class Link:
         self.traffic.messages_sent += 1
         self._collected += 1
         if not self._corked:
-            self.flush_soon()
             self._write()
+            self.flush_soon()
         elif self._collected >= _BATCH:
             # The other side can begin while this one goes on.
             self._write()

@@ -45,7 +45,6 @@ class OwnGraph:
         self.specs = specs
         self._layout = Layout(peer, flow, specs)
         self._max_in_flight = max_in_flight
-        self._outputs = dict.fromkeys(flow.outputs)
         self._peer = peer
         # Sent or not; those that are not wait, and the first of these until it is ready.
         self._runs: dict[int, OwnRun] = {}
@@ -127,8 +126,8 @@ class OwnGraph:
         run.deadline = peer.deadline()
         long = self._take_inputs(run, args)
         refs: dict[int, Ref[Any]] = {}
-        for value in self._outputs:
-            state = run.states[value] = self._state(run, value)
+        for value, target, spec in self._layout.results:
+            state = run.states[value] = ResultState(run, target, spec)
             refs[value] = Ref(state)
         self._runs[run.number] = run
         self._waiting.append(run)
@@ -140,9 +139,6 @@ class OwnGraph:
         else:
             self._pump()
         return refs
-
-    def _state(self, run: OwnRun, value: int) -> ResultState:
-        return ResultState(run, *self.specs[value - self.flow.inputs])
 
     def _take_inputs(self, run: OwnRun, args: tuple[Any, ...]) -> list[tuple[int, Any]]:
         """Encode the inputs; those that take long are left for later, and returned."""
@@ -210,7 +206,7 @@ class OwnGraph:
         left = None if run.deadline is None else max(0, int((run.deadline - peer.loop.time()) * 1000))
         oldest = next(iter(self._runs))
         # Whoever may have to say that the time is over has to know when; and who waits for the dead is not woken.
-        quiet = left is None and not any(way.lost for way in layout.ways.values())
+        quiet = layout.some_follow and left is None and not any(way.lost for way in layout.ways.values())
         for process, way, plan in layout.routes:
             items = tuple([item_of(inputs[index], index, peer, way, executed=False) for index in plan.inputs])
             numbers = tuple([run.states[value].sent_over(way) for value in plan.outputs])
@@ -270,7 +266,7 @@ class OwnGraph:
 
     def _nobody(self, run: OwnRun, index: int) -> ResultState:
         """A step whose result nobody holds: its error is for whoever looks after such errors."""
-        state = self._state(run, index)
+        state = ResultState(run, *self.specs[index - self.flow.inputs])
         state.handles = 0
         if run.cancelled:
             state.expect_cancellation()

@@ -252,9 +252,11 @@ class RefState(Watched):
             yield from unread.__await__()
 
     def _wait_for_value(self) -> Generator[Any, None, None]:
-        self.peer.check_open(f"{self.label} cannot be awaited")
+        peer = self.peer
+        if peer.closed is not None:
+            peer.check_open(f"{self.label} cannot be awaited")
         self.check_loop()
-        future: asyncio.Future[None] = self.peer.loop.create_future()
+        future: asyncio.Future[None] = peer.loop.create_future()
         if self._waiters is None:
             self._waiters = [future]
         else:

@@ -16,6 +16,8 @@ from .ring import ORDERED, RingPair, barrier
 
 # Seconds of looking after the last sign of life.
 _LOOK: Final = 100e-6
+# How often it looks in one turn of the loop: a turn takes longer than a look.
+_LOOKS: Final = 4
 # Seconds of looking before others who want the processor may have it in between.
 _ALONE: Final = _LOOK / 10
 # Gaps that are longer than this count as this long.
@@ -87,14 +89,17 @@ class Waiter:
         self.look()
 
     def _turn(self) -> None:
-        if self._read():
-            self._came()
-            self._since = _now()
-        elif not self._worth_looking() and self._asleep():
-            self._looking = False
-            return
-        elif _now() - self._since > _ALONE:
-            os.sched_yield()
+        for _ in range(_LOOKS):
+            if self._read():
+                self._came()
+                self._since = _now()
+                break
+        else:
+            if not self._worth_looking() and self._asleep():
+                self._looking = False
+                return
+            if _now() - self._since > _ALONE:
+                os.sched_yield()
         self._loop.call_soon(self._turn)
 
     def _worth_looking(self) -> bool:

@@ -39,6 +39,8 @@ class Entry(Protocol):
     ready: bool
     # Cancelled before it started.
     withdrawn: bool
+    # When it was started, one before it had not begun: it has to begin in its turn.
+    behind: bool
     # Its first line has run; set by the thread or task that runs it.
     begun: bool
     # Of a row: the first line of its last call has.
@@ -194,6 +196,8 @@ class Mailbox(Generic[EntryT]):
     def _start(self, entry: EntryT) -> None:
         rules = entry.rules
         if rules.ordered:
+            last = self._last.get(entry.caller)
+            entry.behind = last is not None and not last.begun
             self._last[entry.caller] = entry
         if rules.concurrency is not None:
             self._running[rules.name] += 1

@@ -19,6 +19,7 @@ from aiodaft._protocol.deadlock import CallAt
 from aiodaft.ref import Ref
 
 from .refs import RefState
+from .starting import Deferred
 from .streams import StreamState
 from .transfer import Transfer
 
@@ -63,6 +64,8 @@ def frames_of(awaitable: object) -> Frames:
 def _look_into(awaitable: object) -> tuple[types.FrameType | None, object]:
     if isinstance(awaitable, types.CoroutineType):
         return awaitable.cr_frame, awaitable.cr_await
+    if isinstance(awaitable, Deferred):
+        return None, awaitable.coro
     if isinstance(awaitable, types.GeneratorType):
         return awaitable.gi_frame, awaitable.gi_yieldfrom
     if isinstance(awaitable, types.AsyncGeneratorType):

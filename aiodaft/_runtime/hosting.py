@@ -46,6 +46,7 @@ class Cell:
         self.abandoned = 0
         self.stopping: str | None = None
         self._idle: asyncio.Event | None = None
+        self._starting = False
 
     @property
     def holds_some_up(self) -> bool:
@@ -73,8 +74,16 @@ class Cell:
 
     def look_again(self) -> None:
         """Something that calls were waiting for has happened."""
-        for call in self.mailbox.startable():
-            self._start(call)
+        if self._starting:
+            # What starts now may end at once; whoever starts it looks again.
+            return
+        self._starting = True
+        try:
+            while started := self.mailbox.startable():
+                for call in started:
+                    self._start(call)
+        finally:
+            self._starting = False
 
     def _start(self, call: IncomingCall) -> None:
         call.started = True
@@ -86,8 +95,10 @@ class Cell:
             self.thread.submit(lambda: self._run_on_thread(call))
             if self.active > 1:
                 self.peer.deadlocks.suspect(self)
-        else:
+        elif call.behind or self.id < FIRST_USER_ACTOR:
             call.task = self.peer.loop.create_task(self._run(call))
+        else:
+            self.peer.starter.start(call, self._run(call))
 
     # Running.
 

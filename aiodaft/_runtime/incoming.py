@@ -66,10 +66,11 @@ class IncomingCall:
     timer: asyncio.TimerHandle | None = None
     # How often it was made before; for the call that makes an actor, the actor's epoch.
     attempt = 0
-    # Its arguments are here; it was handed to its task or thread; that took it up (of a row: the last call); it
-    # never will start.
+    # Its arguments are here; it was handed to its task or thread, behind others; that took it up (of a row: the last
+    # call); it never will start.
     ready = True
     started = False
+    behind = False
     begun = False
     last_begun = False
     withdrawn = False

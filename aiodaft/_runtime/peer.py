@@ -47,6 +47,7 @@ from .processes import visible_pid
 from .refs import RefState
 from .reftable import RefTable
 from .replies import Replies, State
+from .starting import Starter
 from .store import Store
 from .streams import StreamState
 from .tasks import TaskOwner, logger
@@ -103,6 +104,7 @@ class Peer:
         self.in_thread = self.offload.run
         self.links: dict[PeerId, Link] = {}
         self.waiter = Waiter(self.loop)
+        self.starter = Starter(self.loop)
         self.upgrades = Upgrades(self)
         self.cells: dict[ActorId, Cell] = {}
         self.store = Store(self, self.offload, self._open_transport, options.transport, direct=options.direct)
@@ -362,6 +364,7 @@ class Peer:
             link.close(RuntimeClosed(reason))
         for cell in list(self.cells.values()):
             await cell.stop(reason, 0)
+        self.starter.close()
         await self.tasks.aclose()
         # The helper thread may be copying into memory that the store unmaps.
         await self.offload.aclose()

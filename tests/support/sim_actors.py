@@ -97,6 +97,9 @@ class History:
         return value
 
     def _ended(self, number: int, outcome: Outcome) -> None:
+        if self.loop.is_closed():
+            # The simulation is over, and what was in the middle of anything is closed.
+            return
         call = self.calls[number]
         self.loop.note("ended", number, outcome.kind, outcome.executed)
         if call.outcome not in (None, outcome):

@@ -1,0 +1,111 @@
+"""Coroutines that begin at once: one that never waits is over without a task, which often costs more than it does.
+
+A task is kept at hand, parked. While a coroutine takes its first steps, that one is the current task; if the coroutine
+waits, the task goes on with it, and is its own from then on. (Eager tasks, as Python 3.12 has them, begin at once too;
+here those that do not wait cost no task.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio.tasks import (
+    _enter_task,
+    _leave_task,
+)  # for tasks of other makes: docs.python.org/3/library/asyncio-extending
+from collections.abc import Coroutine
+from contextvars import Context, copy_context
+from types import TracebackType
+from typing import Any, Protocol
+
+
+class Started(Protocol):
+    """A call, as far as its task goes."""
+
+    task: asyncio.Task[None] | None
+
+
+class Starter:
+    """Begins the calls of one process."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._spare: Deferred | None = None
+
+    def start(self, call: Started, coro: Coroutine[Any, Any, None]) -> None:
+        """Run the coroutine of a call until it waits for the first time, in a context of its own.
+
+        Inside a task, which may not be interrupted by another, it begins in its turn, as in any task.
+        """
+        loop = self._loop
+        if asyncio.current_task(loop) is not None:
+            call.task = loop.create_task(coro)
+            return
+        spare = self._spare
+        if spare is None or spare.task.cancelling():
+            spare = self._spare = Deferred(loop)
+        context = copy_context()
+        task = call.task = spare.task
+        _enter_task(loop, task)
+        try:
+            awaited = context.run(coro.send, None)
+        except StopIteration:
+            return
+        finally:
+            _leave_task(loop, task)
+        self._spare = None
+        spare.go_on(coro, context, awaited)
+
+    def close(self) -> None:
+        """Let go of the task at hand."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.task.cancel()
+
+
+class Deferred(Coroutine[Any, Any, None]):
+    """What a task runs that was there first: nothing, until it gets a coroutine that has begun."""
+
+    __slots__ = ("_awaited", "_context", "_fresh", "_parked", "coro", "task")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.coro: Coroutine[Any, Any, None] | None = None
+        self._context: Context
+        # What the coroutine gave when it waited for the first time; the task has not heard of it.
+        self._awaited: asyncio.Future[Any] | None = None
+        self._fresh = False
+        self._parked: asyncio.Future[None] = loop.create_future()
+        self.task: asyncio.Task[None] = loop.create_task(self, name="aiodaft call")
+
+    def go_on(self, coro: Coroutine[Any, Any, None], context: Context, awaited: asyncio.Future[Any] | None) -> None:
+        """Have the task go on with a coroutine, which waits for that future, or only for its next turn."""
+        self.coro, self._context, self._awaited, self._fresh = coro, context, awaited, True
+        if not self._parked.done():
+            self._parked.set_result(None)
+
+    def send(self, value: None) -> Any:
+        if self.coro is None:
+            return next(self._parked.__await__())
+        if self._fresh:
+            self._fresh = False
+            awaited, self._awaited = self._awaited, None
+            if awaited is not None:
+                return awaited
+        return self._context.run(self.coro.send, value)
+
+    def throw(self, kind: Any, error: BaseException | object = None, traceback: TracebackType | None = None, /) -> Any:
+        thrown = kind if isinstance(kind, BaseException) else kind() if error is None else error
+        assert isinstance(thrown, BaseException)
+        if self.coro is None:
+            raise thrown
+        awaited, self._awaited, self._fresh = self._awaited, None, False
+        # As tasks do: what is waited for is cancelled, and says so to who waits.
+        if awaited is not None and isinstance(thrown, asyncio.CancelledError) and awaited.cancel():
+            return awaited
+        return self._context.run(self.coro.throw, thrown)
+
+    def close(self) -> None:
+        if self.coro is not None:
+            self.coro.close()
+
+    def __await__(self) -> Any:
+        raise TypeError("only a task runs this")

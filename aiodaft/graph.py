@@ -103,6 +103,8 @@ class Graph(Generic[P, R]):
         self._peer = peer
         self._core = core
         self._output = output
+        # The value that it gives, if that is one.
+        self._only = core.flow.outputs[0] if isinstance(output, Ref) else None
         self._numbers = numbers
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Ref[R]:
@@ -113,17 +115,18 @@ class Graph(Generic[P, R]):
             SerializationError: An input cannot travel.
             RuntimeClosed: The graph is closed.
         """
-        core = self._core
-        if kwargs or len(args) != core.flow.inputs:
+        core, peer = self._core, self._peer
+        if kwargs or len(args) != core.inputs:
             raise TypeError(
-                f"the graph takes {core.flow.inputs} positional inputs, not {len(args)} and {len(kwargs)} by name"
+                f"the graph takes {core.inputs} positional inputs, not {len(args)} and {len(kwargs)} by name"
             )
-        _check_loop(self._peer, "a graph is run")
-        if isinstance(self._peer.outgoing, _Recorder):
+        if peer.closed is not None or asyncio._get_running_loop() is not peer.loop:
+            _check_loop(peer, "a graph is run")
+        if isinstance(peer.outgoing, _Recorder):
             raise TypeError(f"{self!r} cannot run inside another ({_line()}): call there the function it was made of")
         refs = core.start(args)
-        if isinstance(self._output, Ref):
-            return refs[core.flow.outputs[0]]
+        if self._only is not None:
+            return refs[self._only]
         output: Ref[R] = _map_output(self._output, lambda ref: refs[self._numbers[ref._state]])
         return output
 

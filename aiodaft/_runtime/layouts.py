@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.plan import ActorKey, Dataflow, SubPlan, make_plan
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
 
     from .calls import Target
+    from .link import Link
     from .peer import Peer
 
 # Whom each step calls, and how.
@@ -51,8 +52,12 @@ class Layout:
         plans = sorted(self.plans.items(), key=lambda entry: not entry[1].follows)
         self.routes = [(process, self.ways[process], plan) for process, plan in plans]
         self.some_follow = any(plan.follows for _, plan in plans)
-        # The values that somebody gets, and which calls make them.
-        self.results = [(value, *specs[value - flow.inputs]) for value in dict.fromkeys(flow.outputs)]
+        # The values that somebody gets: which calls make them, and over which links they come (none if made here).
+        self.results: dict[int, tuple[Target, MethodSpec, Link | None]] = {}
+        for value in flow.outputs:
+            way = self.ways[self.reports[value]]
+            link = None if way is peer.loopback else cast("Link", way)
+            self.results[value] = (*specs[value - flow.inputs], link)
         # Runs that are not over.
         self._under_way = 0
         self._idle: asyncio.Future[None] | None = None

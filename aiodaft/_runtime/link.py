@@ -68,6 +68,8 @@ class Link:
         self._watching_stall = False
         # Set while the turn's remaining messages are being collected.
         self._corked = False
+        # Set while the last message of those that came is handled.
+        self._prompt = False
 
     @property
     def remote(self) -> PeerId:
@@ -120,7 +122,7 @@ class Link:
         if not self._corked:
             self._write()
             self.flush_soon()
-        elif self._collected >= _BATCH:
+        elif self._prompt or self._collected >= _BATCH:
             # The other side can begin while this one goes on.
             self._write()
 
@@ -327,8 +329,13 @@ class Link:
             messages = self.session.receive_data(data)
             self.traffic.messages_received += len(messages)
             handlers = self._owner.handlers
-            for message in messages:
+            for message in messages[:-1]:
                 handlers[message[0]](self, message)
+            if messages:
+                # What is said to the last goes at once, where that costs little.
+                self._prompt = self._outbox.ring is not None
+                handlers[messages[-1][0]](self, messages[-1])
+                self._prompt = False
         except ProtocolError as error:
             self.close(error)
         except Exception as error:  # noqa: BLE001 - see below

@@ -15,14 +15,11 @@ from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
 from aiodaft.ref import Ref
 
 from .arguments import Arguments
-from .callers import is_plain
 from .failures import copy_error, decode_error
 from .flow import Item, Value, item_of
 from .kept import Arrived
 from .layouts import Layout, Specs
-from .pickling import TooLong
-from .runs import OwnRun, ResultState
-from .serialization import Names
+from .runs import OwnRun, ResultState, input_names
 
 if TYPE_CHECKING:
     from .link import Link
@@ -42,6 +39,7 @@ class OwnGraph:
         Raises:
             ImpossibleOrder: Its steps would wait for each other in a circle.
         """
+        self.inputs = flow.inputs
         self.specs = specs
         self._layout = Layout(peer, flow, specs)
         self._max_in_flight = max_in_flight
@@ -119,45 +117,42 @@ class OwnGraph:
         peer = self._peer
         if self._closed or peer.closed is not None:
             raise RuntimeClosed("the graph is closed" if self._closed else f"the graph cannot run: {peer.closed}")
-        if self._ready and self._layout.is_stale:
+        layout = self._layout
+        if self._ready and layout.is_stale:
             self._preparing = self._prepare()
-        self._last_run += 1
-        run = OwnRun(self, self._last_run)
-        run.deadline = peer.deadline()
-        long = self._take_inputs(run, args)
+        self._last_run = number = self._last_run + 1
+        numbers = {value: peer.next_number() for value in layout.results}
+        run = OwnRun(self, number, numbers, peer.deadline())
+        long = run.take_inputs(args, peer.store)
+        at_once = self._ready and self._broken is None and not (long or self._waiting) and self._has_room
+        self._runs[number] = run
+        if at_once:
+            # The processes work while the refs are made.
+            self._send(run)
         refs: dict[int, Ref[Any]] = {}
-        for value, target, spec in self._layout.results:
-            state = run.states[value] = ResultState(run, target, spec)
+        for value, (target, spec, link) in layout.results.items():
+            state = run.states[value] = ResultState(run, target, spec, numbers[value])
             refs[value] = Ref(state)
-        self._runs[run.number] = run
+            if at_once:
+                state.link = link
+        if not at_once:
+            self._queue(run, long)
+        return refs
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether one more run may be under way."""
+        return len(self._runs) - len(self._waiting) < self._max_in_flight
+
+    def _queue(self, run: OwnRun, long: list[tuple[int, Any]]) -> None:
+        """Let a run wait for its turn, and for those of its inputs that take long."""
         self._waiting.append(run)
         if long:
             run.ready = False
-            peer.tasks.create_task(
-                self._pack(run, long, peer.store.current_streams()), name="copy the inputs of a graph"
-            )
+            packing = self._pack(run, long, self._peer.store.current_streams())
+            self._peer.tasks.create_task(packing, name="copy the inputs of a graph")
         else:
             self._pump()
-        return refs
-
-    def _take_inputs(self, run: OwnRun, args: tuple[Any, ...]) -> list[tuple[int, Any]]:
-        """Encode the inputs; those that take long are left for later, and returned."""
-        long: list[tuple[int, Any]] = []
-        for index, arg in enumerate(args):
-            if is_plain(arg):
-                run.inputs.append(arg)
-                continue
-            try:
-                kept = self._peer.store.keep(arg, _names(index, arg), resolve=True)
-            except TooLong:
-                run.inputs.append(Value())
-                long.append((index, arg))
-                continue
-            run.take(kept)
-            run.inputs.append(Value.of_kept(kept))
-            if not (self._peer.store.pack_now(kept) and kept.ready):
-                long.append((index, arg))
-        return long
 
     async def _pack(self, run: OwnRun, long: list[tuple[int, Any]], streams: Sequence[Any]) -> None:
         store = self._peer.store
@@ -166,14 +161,14 @@ class OwnGraph:
                 value = run.inputs[index]
                 kept = value.kept if type(value) is Value else None
                 if kept is None:
-                    kept = await store.keep_anywhere(arg, _names(index, arg), resolve=True, streams=streams)
+                    kept = await store.keep_anywhere(arg, input_names(index, arg), resolve=True, streams=streams)
                     run.take(kept)
                     run.inputs[index] = Value.of_kept(kept)
                 await store.make_ready(kept)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the run
             if not run.sent:
-                self.withdraw(run)
                 run.fail(error)
+                self.withdraw(run)
         run.ready = True
         if run.sent:
             # It was withdrawn meanwhile.
@@ -183,14 +178,14 @@ class OwnGraph:
     def _pump(self) -> None:
         """Send the runs whose turn it is."""
         while self._ready and self._waiting and self._waiting[0].ready:
-            if len(self._runs) - len(self._waiting) >= self._max_in_flight:
+            if not self._has_room:
                 return
             if self._broken is None and self._layout.is_stale:
                 self._preparing = self._prepare()
                 return
             run = self._waiting.popleft()
-            run.sent = True
             if self._broken is not None:
+                run.sent = True
                 run.fail(self._broken)
                 self._over(run)
             else:
@@ -200,7 +195,10 @@ class OwnGraph:
 
     def _send(self, run: OwnRun) -> None:
         peer, inputs = self._peer, run.inputs
+        run.sent = True
         run.layout = layout = self._layout
+        for value, state in run.states.items():
+            _, _, state.link = layout.results[value]
         layout.begin()
         run.missing = layout.reports.copy()
         left = None if run.deadline is None else max(0, int((run.deadline - peer.loop.time()) * 1000))
@@ -209,7 +207,7 @@ class OwnGraph:
         quiet = layout.some_follow and left is None and not any(way.lost for way in layout.ways.values())
         for process, way, plan in layout.routes:
             items = tuple([item_of(inputs[index], index, peer, way, executed=False) for index in plan.inputs])
-            numbers = tuple([run.states[value].sent_over(way) for value in plan.outputs])
+            numbers = tuple([run.numbers[value] for value in plan.outputs])
             send = way.send_quietly if quiet and plan.follows else way.send
             send((RUN, layout.number, run.number, oldest, left, numbers, items))
             if way.lost is not None:
@@ -266,7 +264,7 @@ class OwnGraph:
 
     def _nobody(self, run: OwnRun, index: int) -> ResultState:
         """A step whose result nobody holds: its error is for whoever looks after such errors."""
-        state = ResultState(run, *self.specs[index - self.flow.inputs])
+        state = ResultState(run, *self.specs[index - self.inputs], self._peer.next_number())
         state.handles = 0
         if run.cancelled:
             state.expect_cancellation()
@@ -383,7 +381,3 @@ class OwnGraph:
         known = self._peer.graphs.own.pop(layout.number, None)
         if known is not None and self._peer.closed is None:
             layout.uninstall()
-
-
-def _names(index: int, arg: Any) -> Names:
-    return Names("the graph", ((f"args[{index}]", arg),))

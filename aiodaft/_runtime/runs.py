@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft.exceptions import CallCancelled, DaftError
 
+from .callers import is_plain
 from .failures import copy_error
 from .flow import Flowing, Value
 from .kept import Kept
+from .pickling import TooLong
 from .refkinds import CallState
 from .refs import RefState, state_of
+from .serialization import Names
 
 if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
 
     from .calls import Target
     from .layouts import Layout
-    from .link import Link
-    from .neighbour import Neighbour
     from .own_graphs import OwnGraph
+    from .store import Store
 
 
 class ResultState(CallState):
     """A result of a run, as the process that owns the graph knows it."""
 
-    def __init__(self, run: OwnRun, target: Target, spec: MethodSpec) -> None:
-        self.peer = peer = target.peer
+    def __init__(self, run: OwnRun, target: Target, spec: MethodSpec, number: CallId) -> None:
+        self.peer = target.peer
         self.target = target
         self.spec = spec
-        self.number = peer.next_number()
+        self.number = number
         self._run = run
-
-    def sent_over(self, way: Neighbour) -> CallId:
-        """Its run is sent, and that is where the result will be. Returns its number there."""
-        if way is not self.peer.loopback:
-            self.link = cast("Link", way)
-        return self.number
 
     def _cancel(self, why: str) -> bool:
         """Want it no more; the run is cancelled when nobody wants any of its results."""
@@ -64,34 +60,45 @@ class ResultState(CallState):
 class OwnRun:
     """One run, from its start to the last report."""
 
-    __slots__ = (
-        "cancelled",
-        "deadline",
-        "graph",
-        "inputs",
-        "layout",
-        "missing",
-        "number",
-        "ready",
-        "sent",
-        "states",
-        "used",
-    )
+    # Defaults live in the class: most runs set only what they need.
+    # Once it is sent: where it runs.
+    layout: Layout | None = None
+    # Refs inside the inputs.
+    used: list[RefState] | None = None
+    # Its inputs are encoded.
+    ready = True
+    sent = False
+    cancelled = False
 
-    def __init__(self, graph: OwnGraph, number: int) -> None:
+    def __init__(self, graph: OwnGraph, number: int, numbers: dict[int, CallId], deadline: float | None) -> None:
         self.graph = graph
         self.number = number
+        # The numbers of its results, and what is known of them.
+        self.numbers = numbers
         self.states: dict[int, ResultState] = {}
-        # Once it is sent: where it runs, and the values that have to be reported.
-        self.layout: Layout | None = None
-        self.missing: dict[int, PeerId] = {}
         self.inputs: list[Flowing] = []
-        # Refs inside the inputs.
-        self.used: list[RefState] | None = None
-        self.ready = True
-        self.sent = False
-        self.cancelled = False
-        self.deadline: float | None = None
+        # The values that have to be reported.
+        self.missing: dict[int, PeerId] = {}
+        self.deadline = deadline
+
+    def take_inputs(self, args: tuple[Any, ...], store: Store) -> list[tuple[int, Any]]:
+        """Encode the inputs; those that take long are left for later, and returned."""
+        long: list[tuple[int, Any]] = []
+        for index, arg in enumerate(args):
+            if is_plain(arg):
+                self.inputs.append(arg)
+                continue
+            try:
+                kept = store.keep(arg, input_names(index, arg), resolve=True)
+            except TooLong:
+                self.inputs.append(Value())
+                long.append((index, arg))
+                continue
+            self.take(kept)
+            self.inputs.append(Value.of_kept(kept))
+            if not (store.pack_now(kept) and kept.ready):
+                long.append((index, arg))
+        return long
 
     def take(self, kept: Kept) -> None:
         """Hold the refs inside an input while the run is under way."""
@@ -110,8 +117,8 @@ class OwnRun:
         for state in self.states.values():
             state.expect_cancellation()
         if not self.sent:
-            self.graph.withdraw(self)
             self.fail(CallCancelled(f"the run was cancelled before it began: {why}", executed=False))
+            self.graph.withdraw(self)
             return False
         self.graph.skip(self)
         return True
@@ -141,3 +148,10 @@ class OwnRun:
             for state in self.used:
                 state.drop_use(failed=False)
             self.used = None
+        # They know it, too.
+        self.states = {}
+
+
+def input_names(index: int, arg: Any) -> Names:
+    """What an input is called, in errors."""
+    return Names("the graph", ((f"args[{index}]", arg),))

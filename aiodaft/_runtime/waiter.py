@@ -92,7 +92,6 @@ class Waiter:
         for _ in range(_LOOKS):
             if self._read():
                 self._came()
-                self._since = _now()
                 break
         else:
             if not self._worth_looking() and self._asleep():
@@ -106,7 +105,10 @@ class Waiter:
         return self._may_look and not self.threads and self._gap < _OFTEN and _now() - self._since < _LOOK
 
     def _came(self) -> None:
-        self._gap += (min(_now() - self._since, _LONG) - self._gap) * _WEIGHT
+        now = _now()
+        gap = now - self._since
+        self._since = now
+        self._gap += ((gap if gap < _LONG else _LONG) - self._gap) * _WEIGHT
 
     def _read(self) -> bool:
         found = False

@@ -103,8 +103,8 @@ class Graph(Generic[P, R]):
         self._peer = peer
         self._core = core
         self._output = output
-        # The value that it gives, if that is one.
-        self._only = core.flow.outputs[0] if isinstance(output, Ref) else None
+        # The value that it gives, if that is the result of one call.
+        self._only = core.flow.outputs[0] if isinstance(output, Ref) and parts_of(output) is None else None
         self._numbers = numbers
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Ref[R]:

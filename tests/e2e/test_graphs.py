@@ -10,7 +10,7 @@ import pytest
 from graph_actors import Box, Node
 
 import aiodaft
-from aiodaft import Ref
+from aiodaft import Ref, Refs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -189,6 +189,20 @@ async def test_constants_are_new_for_each_run_and_refs_from_outside_are_constant
             assert mixed == [made, ["made before"], [1, 2], ("x", {1: made})]
             assert again == ["made before", "spoilt"]
             assert content == "travels as a ref"
+
+
+async def test_outputs_come_in_the_container_that_was_returned(module_rt: aiodaft.Runtime) -> None:
+    a, b = await spawn(module_rt, 2)
+    async with aiodaft.compile(lambda x: Refs([a.same(x), b.same(a.pid())]).gather()) as graph:
+        assert await graph("x") == ["x", await a.pid()]
+    several: Any = aiodaft.compile(lambda x: Refs([a.same(x), b.same("y")]))
+    async with several:
+        assert await several("x") == ["x", "y"]
+    nested: Any = aiodaft.compile(lambda x: {"both": [a.same(x), b.same(x)], "one": (a.same("one"),)})
+    async with nested:
+        outputs = nested("x")
+        assert [await ref for ref in outputs["both"]] == ["x", "x"]
+        assert await outputs["one"][0] == "one"
 
 
 async def test_groups_in_a_graph(module_rt: aiodaft.Runtime) -> None:

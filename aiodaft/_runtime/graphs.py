@@ -8,7 +8,7 @@ or dies, nobody waits for ever, and a run is forgotten when the last value has c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from aiodaft._protocol.codec import pack, pack_exts
@@ -87,18 +87,19 @@ class Part:
 class Run:
     """One run of a graph, in one process."""
 
-    __slots__ = ("_held", "_open", "_to_come", "calls", "missing", "number", "numbers", "part", "values")
+    # Defaults live in the class, for what the beginning brings, or only some need.
+    calls: Sequence[RowCall] = ()
+    # The owner's numbers of the results.
+    numbers: tuple[int, ...] = ()
+    # What steps of this process may still look into.
+    _held: list[Kept] | None = None
 
     def __init__(self, part: Part, number: int) -> None:
         self.part = part
         self.number = number
         self.values: dict[int, Flowing] = {}
+        # Of each segment, how many values it waits for.
         self.missing = part.missing.copy()
-        self.calls: list[RowCall] = []
-        # The owner's numbers of the results.
-        self.numbers: tuple[int, ...] = ()
-        # What steps of this process may still look into.
-        self._held: list[Kept] | None = None
         # Segments that are not over, and results that are not given; values that have not come.
         self._open = len(part.rows)
         self._to_come = part.foreign
@@ -107,13 +108,13 @@ class Run:
         """The owner starts it."""
         part = self.part
         self.numbers = numbers
-        if self.values or not _all_plain(items):
-            self.came(items, neighbour)
-        else:
+        if not self.values and _all_plain(items):
             # The usual case: nothing came before, and all inputs come as they are.
             self.values.update(items)
             self.missing = part.missing_then.copy()
             self._to_come -= len(items)
+        else:
+            self.came(items, neighbour)
         calls = [RowCall(self, row) for row in part.rows]
         if left is not None:
             deadline = part.peer.loop.time() + left / 1000
@@ -199,21 +200,17 @@ class Run:
             item = item_of(value, index, part.peer, way, executed=True)
             way.send((FLOW, part.owner, part.number, self.number, (item,)))
         if job.reported and part.way.lost is None:
-            part.way.send((REPORT, part.number, self.number, (self._report(job, value, kept),)))
-        elif kept is not None:
-            self._let_go(job, kept)
-
-    def _report(self, job: Job, value: Flowing, kept: Kept | None) -> Item:
-        part, place = self.part, job.place
-        if kept is not None and place is not None and not (kept.ready and kept.is_inline):
-            part.peer.store.entries[part.owner, CallId(self.numbers[place])] = kept
-            return (job.index,)
-        # Without a place, the owner only has to know that the step is over.
-        wanted = place is not None or is_failure(value)
-        item = item_of(value, job.index, part.peer, part.way, executed=True) if wanted else (job.index,)
+            if kept is not None and job.place is not None and not (kept.ready and kept.is_inline):
+                part.peer.store.entries[part.owner, CallId(self.numbers[job.place])] = kept
+                kept, item = None, (index,)
+            elif job.place is not None or is_failure(value):
+                item = item_of(value, index, part.peer, part.way, executed=True)
+            else:
+                # The owner only has to know that the step is over.
+                item = (index,)
+            part.way.send((REPORT, part.number, self.number, (item,)))
         if kept is not None:
             self._let_go(job, kept)
-        return item
 
     def _let_go(self, job: Job, kept: Kept) -> None:
         # The grants keep the block until the others are done with it.
@@ -236,7 +233,7 @@ class Run:
     def _forget_if_over(self) -> None:
         if not (self._open or self._to_come):
             self.part.runs.pop(self.number, None)
-            self.calls = []
+            self.calls = ()
             for kept in self._held or ():
                 kept.release()
 

@@ -96,37 +96,18 @@ class Cell:
             if self.active > 1:
                 self.peer.deadlocks.suspect(self)
         elif call.behind or self.id < FIRST_USER_ACTOR:
-            call.task = self.peer.loop.create_task(self._run(call))
+            call.task = self.peer.loop.create_task(call.work())
         else:
-            self.peer.starter.start(call, self._run(call))
+            self.peer.starter.start(call, call.work())
 
     # Running.
 
-    async def _run(self, call: IncomingCall) -> None:
-        self._enter(call)
-        executed = False
-        try:
-            if call.arrived is not None:
-                self._decode_arguments(call)
-            executed = True
-            result = await call.spec.fn(self.instance, *call.args, **call.kwargs)
-            if is_plain(result):
-                call.caller_link.answer(call, result)
-            else:
-                await call.caller_link.answer_encoded(call, result)
-        except (SystemExit, KeyboardInterrupt) as error:
-            self.peer.exit_requested(error)
-        except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
-            self._failed(call, error, executed)
-        finally:
-            self._end(call)
-
     async def _run_stream(self, call: IncomingCall) -> None:
-        self._enter(call)
+        self.enter(call)
         executed = False
         try:
             if call.arrived is not None:
-                self._decode_arguments(call)
+                self.decode_arguments(call)
             executed = True
             items = call.spec.fn(self.instance, *call.args, **call.kwargs)
             try:
@@ -141,11 +122,11 @@ class Cell:
         except (SystemExit, KeyboardInterrupt) as error:
             self.peer.exit_requested(error)
         except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
-            self._failed(call, error, executed)
+            self.failed(call, error, executed)
         finally:
-            self._end(call)
+            self.end(call)
 
-    def _enter(self, call: IncomingCall) -> None:
+    def enter(self, call: IncomingCall) -> None:
         """In the call's own context: it has begun, and nested calls inherit from it."""
         call.since = self.peer.env.monotonic()
         call.begun = True
@@ -165,24 +146,24 @@ class Cell:
         """On the actor's thread: run a `def` method and encode its result, so that nothing changes it in between."""
         if not call.take():
             call.begun = True
-            self.thread.to_loop(lambda: self._end(call))
+            self.thread.to_loop(lambda: self.end(call))
             return
         # The thread has no context of its own to leave behind.
         copy_context().run(self._execute, call)
 
     def _execute(self, call: IncomingCall) -> None:
-        self._enter(call)
+        self.enter(call)
         executed = False
         finish: Callable[[], object]
         try:
             if call.arrived is not None:
-                self._decode_arguments(call)
+                self.decode_arguments(call)
             executed = True
             finish = self._prepare_answer(call, call.spec.fn(self.instance, *call.args, **call.kwargs))
         except (SystemExit, KeyboardInterrupt) as error:
             finish = partial(self.peer.exit_requested, error)
         except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
-            finish = partial(self._failed, call, error, executed)
+            finish = partial(self.failed, call, error, executed)
         self.thread.to_loop(partial(self._finish, call, finish))
         # The error's frames lead here: they must not lead back to the error.
         del finish
@@ -190,7 +171,7 @@ class Cell:
     def _finish(self, call: IncomingCall, finish: Callable[[], object]) -> None:
         """On the loop: answer a call that ran on the thread."""
         finish()
-        self._end(call)
+        self.end(call)
 
     def _prepare_answer(self, call: IncomingCall, result: Any) -> Callable[[], object]:
         caller = call.caller_link
@@ -199,7 +180,7 @@ class Cell:
         kept = self.peer.store.keep_patiently(result, call.label, call.spec.transport)
         return partial(caller.answer_kept, call, kept)
 
-    def _decode_arguments(self, call: IncomingCall) -> None:
+    def decode_arguments(self, call: IncomingCall) -> None:
         """Make the arguments from what came. On the loop they are light: heavy ones were decoded when they came."""
         arrived, slots = call.arrived, call.slots
         assert arrived is not None
@@ -269,9 +250,10 @@ class Cell:
 
     def _end_unbegun(self, call: IncomingCall) -> None:
         call.begun = True
-        self._end(call)
+        self.end(call)
 
-    def _failed(self, call: IncomingCall, error: BaseException, ran: bool) -> None:
+    def failed(self, call: IncomingCall, error: BaseException, ran: bool) -> None:
+        """It raised something."""
         # Where a cancelled call stopped, nobody can say.
         executed = None if isinstance(error, asyncio.CancelledError) else ran
         # What the runtime's own actors raise needs no directions.
@@ -284,7 +266,8 @@ class Cell:
         error.actor = self.name
         call.caller_link.fail(call, error, executed=executed)
 
-    def _end(self, call: IncomingCall) -> None:
+    def end(self, call: IncomingCall) -> None:
+        """It is over, and was answered if somebody waited for that."""
         self.active -= 1
         self.done += 1
         if call.given_up:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import WANT_STREAM
 
+from .callers import is_plain
 from .kept import Arrived, Kept
 
 if TYPE_CHECKING:
@@ -109,6 +110,27 @@ class IncomingCall:
         self.args = args
         if spec.rules.on_thread:
             self._token = [None]
+
+    async def work(self) -> None:
+        """On the loop: run it, and answer."""
+        cell = self.cell
+        cell.enter(self)
+        executed = False
+        try:
+            if self.arrived is not None:
+                cell.decode_arguments(self)
+            executed = True
+            result = await self.spec.fn(cell.instance, *self.args, **self.kwargs)
+            if is_plain(result):
+                self.caller_link.answer(self, result)
+            else:
+                await self.caller_link.answer_encoded(self, result)
+        except (SystemExit, KeyboardInterrupt) as error:
+            cell.peer.exit_requested(error)
+        except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
+            cell.failed(self, error, executed)
+        finally:
+            cell.end(self)
 
     def take(self) -> bool:
         """Claim the right to start the call, or to say that it never will: True for the first who asks.

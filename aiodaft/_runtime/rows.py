@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from aiodaft._protocol.ids import CallId
@@ -75,8 +74,7 @@ class Row:
             Job(part, position, self._method(step)) for position, step in zip(segment.steps, steps, strict=True)
         ]
         self.rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, row=len(steps) > 1)
-        run: Callable[..., Any] = RowCall.run_on_thread if rules.on_thread else RowCall.run_on_loop
-        self.spec = MethodSpec(steps[0].label, rules.name, run, Options(self.rules))
+        self.spec = MethodSpec(steps[0].label, rules.name, RowCall.run_on_thread, Options(self.rules))
 
     def _method(self, step: Step[Arguments]) -> MethodSpec:
         if self.cell is None:
@@ -108,6 +106,7 @@ class RowCall(IncomingCall):
         if row.rules.on_thread:
             self._token = [None]
             self._batch = deque()
+            self.args = (self,)
 
     @property
     def label(self) -> str:
@@ -120,47 +119,51 @@ class RowCall(IncomingCall):
             error = ActorDied("the actor was stopped", executed=False)
             self.run.fail(self, error, executed=False)
         else:
-            self.args = (self,)
             self.row.cell.deliver(self)
 
-    # Running. Called by the cell as if they were methods of the instance.
+    # Running.
 
-    @staticmethod
-    async def run_on_loop(instance: Any, call: RowCall) -> None:
-        """Do the steps; no error of theirs leaves this."""
-        # It would keep itself alive.
-        call.args = ()
-        jobs = call.row.jobs
+    async def work(self) -> None:
+        """On the loop: do the steps. No error of theirs leaves this."""
+        cell, run, jobs = self.cell, self.run, self.row.jobs
         last = jobs[-1]
         value: Flowing
-        for job in jobs:
-            if job is last and len(jobs) > 1:
-                call.cell.last_begun(call)
-            executed = False
-            try:
+        cell.enter(self)
+        try:
+            for job in jobs:
+                if job is last and len(jobs) > 1:
+                    cell.last_begun(self)
+                executed = False
                 try:
-                    args, kwargs = call._arguments(job, patient=False)
-                except NotAtHand:
-                    await call._fetch_own(job)
-                    args, kwargs = call._arguments(job, patient=False)
-                executed = True
-                result = await job.fn(instance, *args, **kwargs)
-                if is_plain(result):
-                    value = result
-                else:
-                    kept = await capture(call.cell, result, job.label, "result", job.transport)
-                    await call.cell.peer.store.pack(kept)
-                    value = Value.of_kept(kept)
-            except (SystemExit, KeyboardInterrupt):
-                raise
-            except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
-                value = call._failure(job, error, executed)
-            call.run.values[job.index] = value
-            call._give(value)
+                    try:
+                        args, kwargs = self._arguments(job, patient=False)
+                    except NotAtHand:
+                        await self._fetch_own(job)
+                        args, kwargs = self._arguments(job, patient=False)
+                    executed = True
+                    result = await job.fn(cell.instance, *args, **kwargs)
+                    if is_plain(result):
+                        value = result
+                    else:
+                        kept = await capture(cell, result, job.label, "result", job.transport)
+                        await cell.peer.store.pack(kept)
+                        value = Value.of_kept(kept)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
+                    value = self._failure(job, error, executed)
+                run.values[job.index] = value
+                self._give(value)
+            run.answer(self, None)
+        except (SystemExit, KeyboardInterrupt) as error:
+            cell.peer.exit_requested(error)
+        finally:
+            cell.end(self)
 
     @staticmethod
     def run_on_thread(instance: Any, call: RowCall) -> None:
-        """Do the steps on the actor's thread; no error of theirs leaves this."""
+        """Do the steps on the actor's thread, as a method of the actor; no error of theirs leaves this."""
+        # It would keep itself alive.
         call.args = ()
         store, batch = call.cell.peer.store, call._batch
         assert batch is not None

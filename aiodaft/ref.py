@@ -27,7 +27,7 @@ class RefBackend(Protocol):
 
     @property
     def label(self) -> str: ...
-    def wait(self) -> Generator[Any, None, Any]: ...
+    def wait(self, ref: Ref[Any]) -> Generator[Any, None, Any]: ...
     def wait_settled(self) -> Generator[Any, None, None]: ...
     def wait_released(self) -> Generator[Any, None, None]: ...
     async def copy_into(self, target: Any) -> None: ...
@@ -71,9 +71,7 @@ class Ref(Generic[T_co]):
         self._state: RefBackend = state
 
     def __await__(self) -> Generator[Any, None, T_co]:
-        # A generator of its own: its frame keeps the ref alive while it is awaited, also in `await actor.method()`.
-        value: T_co = yield from self._state.wait()
-        return value
+        return self._state.wait(self)
 
     def __del__(self) -> None:
         try:

@@ -57,6 +57,8 @@ class FrameDecoder:
             max_map_len=0,
             max_ext_len=0,
         )
+        # Bytes of all times.
+        self._fed = 0
         # Bytes since a frame was completed; the unpacker bounds each field, but not their sum.
         self._unfinished = 0
 
@@ -66,9 +68,17 @@ class FrameDecoder:
         Raises:
             RemoteProtocolError: The bytes are no frames, or break a limit. The decoder is of no use after that.
         """
+        unpacker = self._unpacker
+        frames: list[Any] = []
         try:
-            self._unpacker.feed(data)
-            frames = list(self._unpacker)
+            unpacker.feed(data)
+            self._fed += len(data)
+            # To ask for a frame that is not there costs more than a frame does.
+            while unpacker.tell() < self._fed:
+                frames.append(unpacker.unpack())
+        except msgpack.OutOfData:
+            # The rest of this one is still to come.
+            pass
         except (ValueError, msgpack.UnpackException) as error:
             raise RemoteProtocolError(f"these bytes are no frame: {str(error) or type(error).__name__}") from error
         self._unfinished = 0 if frames else self._unfinished + len(data)

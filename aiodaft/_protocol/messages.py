@@ -14,7 +14,6 @@ An *input* or *result* in RUN, FLOW and REPORT begins with the number of the val
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import product
 from typing import Any, Final, TypeAlias
 
@@ -141,23 +140,21 @@ _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
 _SHAPES: Final = {kind: frozenset((int, *types) for types in product(*fields)) for kind, fields in _LAYOUT.items()}
 
 
-def check_all(messages: Iterable[Any]) -> list[Message]:
+def check_all(messages: list[Any]) -> list[Message]:
     """Return the messages if each is of a known kind and its fields have the right types.
 
     Raises:
         RemoteProtocolError: One of them is not one of our messages.
     """
-    checked: list[Message] = []
     message: Any = None
     try:
         for message in messages:
             # One lookup for the kind, the number of fields and all their types: this is on the path of every call.
             if message.__class__ is not tuple or tuple(map(type, message)) not in _SHAPES[message[0]]:
                 raise RemoteProtocolError(f"a message of kind {message[0]} has the wrong fields: {_outline(message)}")
-            checked.append(message)
     except (TypeError, IndexError, KeyError) as error:
         raise RemoteProtocolError(f"not a message of this protocol: {_outline(message)}") from error
-    return checked
+    return messages
 
 
 def _outline(message: Any) -> str:

@@ -207,7 +207,7 @@ class OwnGraph:
         quiet = layout.some_follow and left is None and not any(way.lost for way in layout.ways.values())
         for process, way, plan in layout.routes:
             items = tuple([item_of(inputs[index], index, peer, way, executed=False) for index in plan.inputs])
-            numbers = tuple([run.numbers[value] for value in plan.outputs])
+            numbers = tuple(map(run.numbers.__getitem__, plan.outputs))
             send = way.send_quietly if quiet and plan.follows else way.send
             send((RUN, layout.number, run.number, oldest, left, numbers, items))
             if way.lost is not None:
@@ -229,13 +229,18 @@ class OwnGraph:
             return
         missing = run.missing
         for item in items:
-            if item[0] not in missing:
+            index = item[0]
+            if index not in missing:
                 continue
             if len(item) == 5 and item[3]:
                 self._peer.tasks.create_task(self._adopt(run, item, neighbour), name="adopt refs")
                 continue
-            del missing[item[0]]
-            self._settle(run, item, [])
+            del missing[index]
+            if len(item) == 2 and index in run.states:
+                # The usual case.
+                run.states[index].on_plain(item[1])
+            else:
+                self._settle(run, item, [])
         if not missing:
             self._end(run)
 

@@ -208,8 +208,10 @@ class RefState(Watched):
 
     # Waiting.
 
-    def wait(self) -> Generator[Any, None, Any]:
+    def wait(self, ref: Ref[Any]) -> Generator[Any, None, Any]:
         """Wait for the value in this process and return it, or raise the error.
+
+        The frame of this generator keeps the ref alive while it is awaited, also in `await actor.method()`.
 
         Cancellation: if nobody else is interested in the value, the remote call is cancelled, and the wait goes on
         until its cleanup has run, at most for the peer's grace time.

@@ -47,15 +47,17 @@ def barrier() -> None:
 class _Direction:
     """One of the two rings, as mapped here."""
 
-    __slots__ = ("_data", "_words")
+    __slots__ = ("_mapping", "_start", "_words")
 
-    def __init__(self, region: memoryview, start: int) -> None:
-        self._words = region[start : start + _HEADER].cast("Q")
-        self._data = region[start + _HEADER : start + _HEADER + CAPACITY]
+    def __init__(self, mapping: mmap, start: int) -> None:
+        with memoryview(mapping) as region:
+            self._words = region[start : start + _HEADER].cast("Q")
+        # Its slices are cheaper than those of a view.
+        self._mapping = mapping
+        self._start = start + _HEADER
 
     def release(self) -> None:
         self._words.release()
-        self._data.release()
 
 
 class RingWriter(_Direction):
@@ -63,26 +65,27 @@ class RingWriter(_Direction):
 
     __slots__ = ("_head", "_ring_doorbell")
 
-    def __init__(self, region: memoryview, start: int, ring_doorbell: Callable[[], object]) -> None:
-        super().__init__(region, start)
+    def __init__(self, mapping: mmap, start: int, ring_doorbell: Callable[[], object]) -> None:
+        super().__init__(mapping, start)
         self._head = 0
         self._ring_doorbell = ring_doorbell
 
     def write(self, data: bytes | memoryview, *, wake: bool = True) -> int:
         """Write as much as there is room for; returns how many bytes that was. A reader that sleeps may sleep on."""
-        words = self._words
-        count = min(len(data), CAPACITY - (self._head - words[_TAIL]))
+        words, head = self._words, self._head
+        count, room = len(data), CAPACITY - (head - words[_TAIL])
+        if count > room:
+            count, data = room, data[:room]
         if not count:
             return 0
-        at = self._head % CAPACITY
+        at, start, mapping = head % CAPACITY, self._start, self._mapping
         first = CAPACITY - at
         if count <= first:
-            self._data[at : at + count] = data if count == len(data) else data[:count]
+            mapping[start + at : start + at + count] = data
         else:
-            self._data[at:] = data[:first]
-            self._data[: count - first] = data[first:count]
-        self._head += count
-        words[_HEAD] = self._head
+            mapping[start + at : start + CAPACITY] = data[:first]
+            mapping[start : start + count - first] = data[first:]
+        words[_HEAD] = self._head = head + count
         if wake:
             self.wake_reader()
         return count
@@ -90,7 +93,9 @@ class RingWriter(_Direction):
     def wake_reader(self) -> None:
         """See to it that what was written is noticed soon."""
         words = self._words
-        barrier()
+        # As `barrier` does, on the path of every message.
+        _acquire()
+        _release()
         if words[_READER_SLEEPS] or not ORDERED:
             words[_READER_SLEEPS] = 0
             self._ring_doorbell()
@@ -108,8 +113,8 @@ class RingReader(_Direction):
 
     __slots__ = ("_ring_doorbell", "_tail")
 
-    def __init__(self, region: memoryview, start: int, ring_doorbell: Callable[[], object]) -> None:
-        super().__init__(region, start)
+    def __init__(self, mapping: mmap, start: int, ring_doorbell: Callable[[], object]) -> None:
+        super().__init__(mapping, start)
         self._tail = 0
         self._ring_doorbell = ring_doorbell
 
@@ -120,19 +125,21 @@ class RingReader(_Direction):
 
     def read(self, most: int) -> bytes:
         """What was written, at most so many bytes; empty if there is nothing."""
-        words = self._words
-        count = min(words[_HEAD] - self._tail, most)
+        words, tail = self._words, self._tail
+        count = words[_HEAD] - tail
+        if count > most:
+            count = most
         if not count:
             return b""
-        at = self._tail % CAPACITY
+        at, start, mapping = tail % CAPACITY, self._start, self._mapping
         first = CAPACITY - at
         if count <= first:
-            data = bytes(self._data[at : at + count])
+            data = mapping[start + at : start + at + count]
         else:
-            data = bytes(self._data[at:]) + bytes(self._data[: count - first])
-        self._tail += count
-        words[_TAIL] = self._tail
-        barrier()
+            data = mapping[start + at : start + CAPACITY] + mapping[start : start + count - first]
+        words[_TAIL] = self._tail = tail + count
+        _acquire()
+        _release()
         if words[_WRITER_SLEEPS]:
             words[_WRITER_SLEEPS] = 0
             self._ring_doorbell()
@@ -154,10 +161,9 @@ class RingPair:
         self.doorbell = ours
         self._theirs = theirs
         self._mapping = mmap(memory, SIZE)
-        self._region = memoryview(self._mapping)
         here, there = (0, SIZE // 2) if first else (SIZE // 2, 0)
-        self.writer = RingWriter(self._region, here, self._ring)
-        self.reader = RingReader(self._region, there, self._ring)
+        self.writer = RingWriter(self._mapping, here, self._ring)
+        self.reader = RingReader(self._mapping, there, self._ring)
         self._closed = False
 
     def _ring(self) -> None:
@@ -177,7 +183,6 @@ class RingPair:
         self._closed = True
         self.writer.release()
         self.reader.release()
-        self._region.release()
         self._mapping.close()
         os.close(self.doorbell)
         os.close(self._theirs)

@@ -16,8 +16,8 @@ from .ring import ORDERED, RingPair, barrier
 
 # Seconds of looking after the last sign of life.
 _LOOK: Final = 100e-6
-# How often it looks in one turn of the loop: a turn takes longer than a look.
-_LOOKS: Final = 4
+# Looks at one ring or another in one turn of the loop; they take less than ten microseconds.
+_LOOKS: Final = 32
 # Seconds of looking before others who want the processor may have it in between.
 _ALONE: Final = _LOOK / 10
 # Gaps that are longer than this count as this long.
@@ -89,17 +89,22 @@ class Waiter:
         self.look()
 
     def _turn(self) -> None:
-        for _ in range(_LOOKS):
-            if self._read():
-                self._came()
-                break
-        else:
-            if not self._worth_looking() and self._asleep():
-                self._looking = False
-                return
-            if _now() - self._since > _ALONE:
-                os.sched_yield()
+        if self._find():
+            self._came()
+        elif not self._worth_looking() and self._asleep():
+            self._looking = False
+            return
+        elif _now() - self._since > _ALONE:
+            os.sched_yield()
         self._loop.call_soon(self._turn)
+
+    def _find(self) -> bool:
+        # A turn of the loop takes longer than a look.
+        looks = _LOOKS // (len(self._rings) or 1) if self._may_look and not self.threads else 0
+        for _ in range(looks + 1):  # noqa: SIM110 - any() with a generator costs twice as much
+            if self._read():
+                return True
+        return False
 
     def _worth_looking(self) -> bool:
         return self._may_look and not self.threads and self._gap < _OFTEN and _now() - self._since < _LOOK

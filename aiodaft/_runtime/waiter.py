@@ -20,6 +20,8 @@ _LOOK: Final = 100e-6
 _LOOKS: Final = 32
 # Seconds of looking before others who want the processor may have it in between.
 _ALONE: Final = _LOOK / 10
+# Seconds after which a call that lets others run must have done that.
+_SWITCH: Final = 3e-6
 # Gaps that are longer than this count as this long.
 _LONG: Final = 10 * _LOOK
 # Gaps that are shorter on average are worth looking.
@@ -55,6 +57,8 @@ class Waiter:
         self._looking = False
         self._since = 0.0
         self._gap = 0.0
+        # Others want the processor.
+        self._crowded = False
 
     def add(self, ring: RingPair, user: RingUser) -> None:
         """Begin to read a ring."""
@@ -94,13 +98,21 @@ class Waiter:
         elif not self._worth_looking() and self._asleep():
             self._looking = False
             return
-        elif _now() - self._since > _ALONE:
-            os.sched_yield()
+        else:
+            self._let_others_run()
         self._loop.call_soon(self._turn)
+
+    def _let_others_run(self) -> None:
+        now = _now()
+        if self._crowded or now - self._since > _ALONE:
+            os.sched_yield()
+            # Somebody else has run meanwhile, and may be the one who answers.
+            self._crowded = _now() - now > _SWITCH
 
     def _find(self) -> bool:
         # A turn of the loop takes longer than a look.
-        looks = _LOOKS // (len(self._rings) or 1) if self._may_look and not self.threads else 0
+        alone = self._may_look and not (self.threads or self._crowded)
+        looks = _LOOKS // (len(self._rings) or 1) if alone else 0
         for _ in range(looks + 1):  # noqa: SIM110 - any() with a generator costs twice as much
             if self._read():
                 return True

@@ -14,18 +14,17 @@ from typing import Final, Protocol
 
 from .ring import ORDERED, RingPair, barrier
 
-# Seconds of looking after the last sign of life.
-_LOOK: Final = 100e-6
+# Seconds of looking after the last sign of life: what a step with a megabyte takes. Gaps are worth that if they are
+# shorter on average.
+_LOOK: Final = 300e-6
 # Looks at one ring or another in one turn of the loop; they take less than ten microseconds.
 _LOOKS: Final = 32
 # Seconds of looking before others who want the processor may have it in between.
-_ALONE: Final = _LOOK / 10
+_ALONE: Final = 10e-6
 # Seconds after which a call that lets others run must have done that.
 _SWITCH: Final = 3e-6
 # Gaps that are longer than this count as this long.
-_LONG: Final = 10 * _LOOK
-# Gaps that are shorter on average are worth looking.
-_OFTEN: Final = 3 * _LOOK
+_LONG: Final = 1e-3
 # How much of the average gap each new one makes up.
 _WEIGHT: Final = 1 / 8
 
@@ -119,7 +118,7 @@ class Waiter:
         return False
 
     def _worth_looking(self) -> bool:
-        return self._may_look and not self.threads and self._gap < _OFTEN and _now() - self._since < _LOOK
+        return self._may_look and not self.threads and self._gap < _LOOK and _now() - self._since < _LOOK
 
     def _came(self) -> None:
         now = _now()

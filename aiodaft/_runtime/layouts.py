@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.plan import ActorKey, Dataflow, SubPlan, make_plan
+from aiodaft.exceptions import DaftError
 
 from .arguments import Arguments, Sealed
 from .following import Followed
@@ -141,7 +143,12 @@ class Layout:
         for process in self.plans:
             link = self._peer.links.get(process)
             if link is None or link.lost is None:
-                self._peer.agent_of(process).uninstall.tell(self.number)
+                self._peer.tasks.create_task(self._uninstall_one(process), name=f"forget a graph in {process}")
+
+    async def _uninstall_one(self, process: PeerId) -> None:
+        # Who dies meanwhile has forgotten it.
+        with suppress(DaftError):
+            await self._peer.agent_of(process).uninstall(self.number)
 
 
 def _place(target: Target) -> ActorKey:

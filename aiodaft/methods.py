@@ -261,7 +261,8 @@ def method(
 
     `async def` runs on the actor's loop, many at a time; `def` on the actor's own thread, one at a time, so that the
     process stays responsive; an async generator is a stream. Calls of one caller to one actor start in the order in
-    which they were made.
+    which they were made. An `async def` begins in the turn of the loop in which its call comes, as an eager task does;
+    while it has not waited for anything, it shares its task with others of the same kind.
 
     Args:
         fn: The function, when used without options.

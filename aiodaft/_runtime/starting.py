@@ -29,7 +29,7 @@ class Starter:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._spare: Deferred | None = None
+        self._spare: Spare | None = None
 
     def start(self, call: Started, coro: Coroutine[Any, Any, None]) -> None:
         """Run the coroutine of a call until it waits for the first time, in a context of its own.
@@ -41,8 +41,8 @@ class Starter:
             call.task = loop.create_task(coro)
             return
         spare = self._spare
-        if spare is None or spare.task.cancelling():
-            spare = self._spare = Deferred(loop)
+        if spare is None or spare.is_spoilt:
+            spare = self._spare = Spare(loop)
         context = copy_context()
         task = call.task = spare.task
         _enter_task(loop, task)
@@ -53,7 +53,7 @@ class Starter:
         finally:
             _leave_task(loop, task)
         self._spare = None
-        spare.go_on(coro, context, awaited)
+        spare.runs.go_on(coro, context, awaited)
 
     def close(self) -> None:
         """Let go of the task at hand."""
@@ -62,10 +62,27 @@ class Starter:
             spare.task.cancel()
 
 
+class Spare:
+    """A task at hand, and what it runs: that does not know its task, or the two would be garbage in a circle."""
+
+    __slots__ = ("runs", "task")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.runs = Deferred(loop)
+        self.task: asyncio.Task[None] = loop.create_task(self.runs, name="aiodaft call")
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether somebody has cancelled it: who cancels all tasks, or a call that had it before."""
+        # Before its first step, a task tells nobody in public that it will be cancelled.
+        task: Any = self.task
+        return bool(task._must_cancel) or self.runs.parked.done() or task.done()
+
+
 class Deferred(Coroutine[Any, Any, None]):
     """What a task runs that was there first: nothing, until it gets a coroutine that has begun."""
 
-    __slots__ = ("_awaited", "_context", "_fresh", "_parked", "coro", "task")
+    __slots__ = ("_awaited", "_context", "_fresh", "coro", "parked")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.coro: Coroutine[Any, Any, None] | None = None
@@ -73,21 +90,22 @@ class Deferred(Coroutine[Any, Any, None]):
         # What the coroutine gave when it waited for the first time; the task has not heard of it.
         self._awaited: asyncio.Future[Any] | None = None
         self._fresh = False
-        self._parked: asyncio.Future[None] = loop.create_future()
-        self.task: asyncio.Task[None] = loop.create_task(self, name="aiodaft call")
+        self.parked: asyncio.Future[None] = loop.create_future()
 
     def go_on(self, coro: Coroutine[Any, Any, None], context: Context, awaited: asyncio.Future[Any] | None) -> None:
         """Have the task go on with a coroutine, which waits for that future, or only for its next turn."""
+        if asyncio.isfuture(awaited):
+            # As tasks do when they get it: others may wait for it, too, before this one hears of it.
+            awaited._asyncio_future_blocking = False
         self.coro, self._context, self._awaited, self._fresh = coro, context, awaited, True
-        if not self._parked.done():
-            self._parked.set_result(None)
+        if not self.parked.done():
+            self.parked.set_result(None)
 
     def send(self, value: None) -> Any:
         if self.coro is None:
-            return next(self._parked.__await__())
+            return next(self.parked.__await__())
         if self._fresh:
-            self._fresh = False
-            awaited, self._awaited = self._awaited, None
+            awaited = self._take_awaited()
             if awaited is not None:
                 return awaited
         return self._context.run(self.coro.send, value)
@@ -97,11 +115,17 @@ class Deferred(Coroutine[Any, Any, None]):
         assert isinstance(thrown, BaseException)
         if self.coro is None:
             raise thrown
-        awaited, self._awaited, self._fresh = self._awaited, None, False
-        # As tasks do: what is waited for is cancelled, and says so to who waits.
-        if awaited is not None and isinstance(thrown, asyncio.CancelledError) and awaited.cancel():
+        awaited = self._take_awaited()
+        # As tasks do: what is waited for is cancelled, and says so to who waits, with the same words.
+        if asyncio.isfuture(awaited) and isinstance(thrown, asyncio.CancelledError) and awaited.cancel(*thrown.args):
             return awaited
         return self._context.run(self.coro.throw, thrown)
+
+    def _take_awaited(self) -> Any:
+        awaited, self._awaited, self._fresh = self._awaited, None, False
+        if asyncio.isfuture(awaited):
+            awaited._asyncio_future_blocking = True
+        return awaited
 
     def close(self) -> None:
         if self.coro is not None:

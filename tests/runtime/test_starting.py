@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Coroutine
 from contextvars import ContextVar
 from typing import Any
@@ -50,6 +52,10 @@ async def begun() -> AsyncIterator[Begun]:
     begun = Begun()
     yield begun
     begun.starter.close()
+
+
+async def nothing() -> None:
+    pass
 
 
 async def over(call: Call) -> None:
@@ -188,6 +194,103 @@ async def test_cancelling_reaches_what_is_awaited(begun: Begun, inner: str, turn
     assert await run(start=True) == await run(start=False)
 
 
+async def test_many_may_wait_for_one_future(begun: Begun) -> None:
+    shared: asyncio.Future[int] = begun.loop.create_future()
+    seen: list[int] = []
+
+    async def work() -> None:
+        seen.append(await shared)
+
+    calls = await begun(work(), work(), work())
+    await asyncio.sleep(0)
+    shared.set_result(7)
+    for call in calls:
+        await over(call)
+    assert seen == [7, 7, 7]
+
+
+async def test_cancelling_passes_the_message_on(begun: Begun) -> None:
+    """Libraries know by it whether a cancellation is theirs."""
+    said: list[Any] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError as error:
+            said.append(error.args)
+
+    tasks: list[asyncio.Task[None]] = []
+
+    def handle() -> None:
+        # Neither task has gone on with its coroutine; the first has begun, the second has not.
+        for coro in (work(), work()):
+            call = Call()
+            begun.starter.start(call, coro)
+            assert call.task is not None
+            call.task.cancel("mine")
+            tasks.append(call.task)
+
+    await begun(nothing())
+    begun.loop.call_soon(handle)
+    await asyncio.sleep(0)
+    await asyncio.wait(tasks)
+    assert said == [("mine",), ("mine",)]
+
+
+@pytest.mark.parametrize("used", [False, True])
+async def test_a_cancellation_that_is_taken_back_hurts_nobody_else(begun: Begun, used: bool) -> None:
+    said: list[str] = []
+
+    async def cancel_and_take_back() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        task.uncancel()
+
+    async def innocent() -> None:
+        await asyncio.sleep(0)
+        said.append("innocent")
+
+    if used:
+        await begun(nothing(), cancel_and_take_back())
+        await asyncio.sleep(0)
+    _, first = await begun(cancel_and_take_back(), innocent())
+    await over(first)
+    await begun(cancel_and_take_back())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    (second,) = await begun(innocent())
+    await over(second)
+    assert said == ["innocent", "innocent"]
+
+
+async def test_what_is_over_is_no_garbage(begun: Begun) -> None:
+    """What a call held is free at once: its task, what that ran and its context are no circle."""
+
+    class Held:
+        pass
+
+    refs: list[weakref.ref[Held]] = []
+    var: ContextVar[Held] = ContextVar("var")
+
+    async def work() -> None:
+        held = Held()
+        refs.append(weakref.ref(held))
+        var.set(held)
+        await asyncio.sleep(0)
+
+    gc.disable()
+    try:
+        for _ in range(2):
+            (call,) = await begun(work())
+            await over(call)
+            call.task = None
+        await asyncio.sleep(0)
+        assert [ref() for ref in refs] == [None, None]
+    finally:
+        gc.enable()
+
+
 async def test_what_cancels_itself_is_cancelled_where_it_waits(begun: Begun) -> None:
     said: list[str] = []
 
@@ -267,9 +370,6 @@ async def test_errors_come_out_where_they_are_raised(begun: Begun) -> None:
         await asyncio.sleep(0)
         raise ValueError("later")
 
-    async def nothing() -> None:
-        pass
-
     with pytest.raises(ValueError, match="at once"):
         await begun(at_once())
     (call,) = await begun(later())
@@ -285,9 +385,6 @@ async def test_a_spare_task_that_was_cancelled_is_replaced(begun: Begun) -> None
     async def work() -> None:
         await asyncio.sleep(0)
         said.append("work")
-
-    async def nothing() -> None:
-        pass
 
     await begun(nothing())
     (spare,) = [task for task in asyncio.all_tasks() if task.get_name() == "aiodaft call"]

@@ -26,7 +26,8 @@ _MAX_MESSAGE: Final = 4 << 10
 def encode_error(error: BaseException) -> bytes:
     """An exception as bytes; never raises, whatever the exception does when it is looked at."""
     type_name = f"{type(error).__module__}.{type(error).__qualname__}"
-    error.__traceback__ = _users_part(error.__traceback__)
+    # An exception may refuse to have its attributes set, as frozen dataclasses do.
+    BaseException.with_traceback(error, _users_part(error.__traceback__))
     return pack([type_name, _message(error), _text(error), *_encode_object(error)])
 
 
@@ -64,9 +65,12 @@ def as_call_error(error: BaseException, where: str | None) -> Exception:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a line to an exception, once."""
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
+    """Add a line to an exception, once; one that refuses goes without."""
+    try:
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+    except Exception:  # noqa: BLE001 - a user's exception may be frozen, or have notes of its own kind
+        return
 
 
 def copy_error(error: DaftError) -> DaftError:

@@ -32,6 +32,9 @@ class HostileError(Exception):
     def __reduce__(self) -> Any:
         raise RuntimeError("no pickle either")
 
+    def __setattr__(self, name: str, value: object) -> None:
+        raise RuntimeError("nothing may be set, as in frozen dataclasses")
+
 
 class Failing(Actor):
     """Fails in every way there is."""

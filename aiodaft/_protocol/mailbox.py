@@ -11,7 +11,7 @@ does after a row, which has begun when the last of its calls has.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -55,7 +55,7 @@ class Mailbox(Generic[EntryT]):
 
     def __init__(self) -> None:
         self._lanes: dict[PeerId, deque[EntryT]] = {}
-        self._unordered: list[EntryT] = []
+        self._unordered: deque[EntryT] = deque()
         # The call of each caller that was started last.
         self._last: dict[PeerId, EntryT] = {}
         self._running: Counter[str] = Counter()
@@ -106,30 +106,34 @@ class Mailbox(Generic[EntryT]):
         """The result is captured: calls may be `startable` now."""
         self._held -= 1
 
-    def startable(self) -> list[EntryT]:
-        """Take out and return everything that may start now: a call became ready, was withdrawn, or has begun."""
+    def startable(self) -> Iterator[EntryT]:
+        """Take out what may start now, one after the other: a call became ready, was withdrawn, or has begun.
+
+        Whoever gets one starts it before the next: what it does with its first line (it makes calls, or holds the
+        mailbox) counts for those behind it.
+        """
         self.watching = False
-        started: list[EntryT] = []
         for caller, lane in list(self._lanes.items()):
             first = lane[0]
             while lane and (lane[0].withdrawn or self._may_start(lane[0])):
                 entry = lane.popleft()
                 if not entry.withdrawn:
                     self._start(entry)
-                    started.append(entry)
+                    yield entry
             if not lane:
                 del self._lanes[caller]
             elif first is not lane[0]:
                 # Whoever got something goes behind the others, or it could take every turn of a bounded method.
                 self._lanes[caller] = self._lanes.pop(caller)
-        unordered, self._unordered = self._unordered, []
-        for entry in unordered:
-            if not entry.withdrawn and self._may_start(entry):
+        for _ in range(len(self._unordered)):
+            entry = self._unordered.popleft()
+            if entry.withdrawn:
+                continue
+            if self._may_start(entry):
                 self._start(entry)
-                started.append(entry)
-            elif not entry.withdrawn:
+                yield entry
+            else:
                 self._unordered.append(entry)
-        return started
 
     def ahead_of(self, entry: EntryT, running: Callable[[], Sequence[EntryT]]) -> list[EntryT]:
         """The calls of which one has to move on before a call that waits here may start.

@@ -79,8 +79,11 @@ class Cell:
             return
         self._starting = True
         try:
-            while started := self.mailbox.startable():
-                for call in started:
+            again = True
+            while again:
+                again = False
+                for call in self.mailbox.startable():
+                    again = True
                     self._start(call)
         finally:
             self._starting = False

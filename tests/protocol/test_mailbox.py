@@ -59,7 +59,7 @@ def test_what_is_ready_starts_at_once() -> None:
     first, second = call(), call()
     started(mailbox, first, second)
     assert mailbox.queued == 0
-    assert mailbox.startable() == []
+    assert [*mailbox.startable()] == []
     assert not mailbox.finished(first)
     assert not mailbox.finished(second)
 
@@ -68,10 +68,10 @@ def test_a_call_that_waits_for_arguments_holds_up_its_callers_next_ones() -> Non
     mailbox: Mailbox[Call] = Mailbox()
     first, second, third = call(ready=False), call(), call()
     kept(mailbox, first, second, third)
-    assert mailbox.startable() == []
+    assert [*mailbox.startable()] == []
     assert mailbox.queued == 3
     first.ready = True
-    assert mailbox.startable() == [first, second, third]
+    assert [*mailbox.startable()] == [first, second, third]
     assert mailbox.queued == 0
 
 
@@ -94,9 +94,9 @@ def test_an_unordered_call_that_waits_holds_up_nobody() -> None:
     kept(mailbox, waits, next_one)
     started(mailbox, call(), call(ordered=False))
     next_one.ready = True
-    assert mailbox.startable() == [next_one]
+    assert [*mailbox.startable()] == [next_one]
     waits.ready = True
-    assert mailbox.startable() == [waits]
+    assert [*mailbox.startable()] == [waits]
 
 
 def test_a_withdrawn_call_makes_way() -> None:
@@ -105,8 +105,8 @@ def test_a_withdrawn_call_makes_way() -> None:
     kept(mailbox, first, second, loose)
     first.withdrawn = loose.withdrawn = True
     assert mailbox.queued == 1
-    assert mailbox.startable() == [second]
-    assert mailbox.startable() == []
+    assert [*mailbox.startable()] == [second]
+    assert [*mailbox.startable()] == []
     started(mailbox, call())
 
 
@@ -121,8 +121,8 @@ def test_a_call_on_the_other_side_waits_until_the_one_before_has_begun(on_thread
     kept(mailbox, second)
     assert mailbox.watching
     first.begun = True
-    assert mailbox.startable() == [second]
-    assert mailbox.startable() == []
+    assert [*mailbox.startable()] == [second]
+    assert [*mailbox.startable()] == []
     assert not mailbox.watching
 
 
@@ -154,7 +154,7 @@ def test_the_end_of_an_earlier_call_does_not_hide_that_a_later_one_has_not_begun
     assert not mailbox.finished(first)
     kept(mailbox, third)
     second.begun = True
-    assert mailbox.startable() == [third]
+    assert [*mailbox.startable()] == [third]
 
 
 def test_sides_do_not_matter_between_callers_or_without_order() -> None:
@@ -170,11 +170,11 @@ def test_it_keeps_watching_while_somebody_has_to_begin() -> None:
     started(mailbox, *firsts)
     kept(mailbox, *seconds)
     firsts[1].begun = True
-    assert mailbox.startable() == [seconds[1]]
+    assert [*mailbox.startable()] == [seconds[1]]
     assert mailbox.watching
     firsts[0].begun = True
-    assert mailbox.startable() == [seconds[0]]
-    assert mailbox.startable() == []
+    assert [*mailbox.startable()] == [seconds[0]]
+    assert [*mailbox.startable()] == []
     assert not mailbox.watching
 
 
@@ -186,11 +186,11 @@ def test_concurrency_bounds_the_calls_of_one_method() -> None:
     calls = [call(concurrency=2) for _ in range(4)]
     started(mailbox, *calls[:2])
     kept(mailbox, *calls[2:])
-    assert mailbox.startable() == []
+    assert [*mailbox.startable()] == []
     assert mailbox.finished(calls[1])
-    assert mailbox.startable() == [calls[2]]
+    assert [*mailbox.startable()] == [calls[2]]
     assert mailbox.finished(calls[0])
-    assert mailbox.startable() == [calls[3]]
+    assert [*mailbox.startable()] == [calls[3]]
     assert not mailbox.finished(calls[2])
     assert not mailbox.finished(calls[3])
 
@@ -202,7 +202,7 @@ def test_concurrency_counts_all_callers_and_each_method_by_itself() -> None:
     waits = call("b", name="x", concurrency=1)
     kept(mailbox, waits)
     assert mailbox.finished(running)
-    assert mailbox.startable() == [waits]
+    assert [*mailbox.startable()] == [waits]
 
 
 def test_a_method_at_its_limit_holds_up_its_callers_next_calls_only() -> None:
@@ -212,7 +212,7 @@ def test_a_method_at_its_limit_holds_up_its_callers_next_calls_only() -> None:
     kept(mailbox, waits, behind)
     started(mailbox, call("b", name="y"))
     assert mailbox.finished(running)
-    assert mailbox.startable() == [waits, behind]
+    assert [*mailbox.startable()] == [waits, behind]
 
 
 def test_unordered_calls_are_bounded_and_taken_in_turn() -> None:
@@ -221,9 +221,9 @@ def test_unordered_calls_are_bounded_and_taken_in_turn() -> None:
     started(mailbox, calls[0])
     kept(mailbox, *calls[1:])
     assert mailbox.finished(calls[0])
-    assert mailbox.startable() == [calls[1]]
+    assert [*mailbox.startable()] == [calls[1]]
     assert mailbox.finished(calls[1])
-    assert mailbox.startable() == [calls[2]]
+    assert [*mailbox.startable()] == [calls[2]]
 
 
 def test_a_caller_with_many_calls_does_not_starve_another() -> None:
@@ -253,9 +253,23 @@ def test_nothing_starts_while_a_result_is_captured() -> None:
     mailbox.hold()
     kept(mailbox, ordered, loose)
     mailbox.unhold()
-    assert mailbox.startable() == []
+    assert [*mailbox.startable()] == []
     mailbox.unhold()
-    assert mailbox.startable() == [ordered, loose]
+    assert [*mailbox.startable()] == [ordered, loose]
+
+
+def test_what_the_first_does_when_it_starts_counts_for_those_behind_it() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    first, second, third, loose = call(ready=False), call(), call(), call(ordered=False, ready=False)
+    kept(mailbox, first, second, loose)
+    first.ready = loose.ready = True
+    starting = mailbox.startable()
+    assert next(starting) is first
+    kept(mailbox, third)
+    mailbox.hold()
+    assert [*starting] == []
+    mailbox.unhold()
+    assert [*mailbox.startable()] == [second, third, loose]
 
 
 def test_draining_takes_out_what_waits_and_was_not_withdrawn() -> None:
@@ -267,7 +281,7 @@ def test_draining_takes_out_what_waits_and_was_not_withdrawn() -> None:
     first.withdrawn = True
     assert mailbox.drain() == [second, loose]
     assert mailbox.queued == 0
-    assert mailbox.drain() == mailbox.startable() == []
+    assert mailbox.drain() == [*mailbox.startable()] == []
     assert not mailbox.finished(running)
 
 

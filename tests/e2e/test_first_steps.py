@@ -1,0 +1,24 @@
+"""Calls begin where they arrive: what they do before they first wait is seen in the order in which they were made."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from first_steps import FirstSteps
+
+import aiodaft
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_calls_made_in_first_steps_go_behind_those_that_wait(module_rt: aiodaft.Runtime) -> None:
+    actor = await module_rt.spawn(FirstSteps)
+    assert await actor.begin_together(actor) == ["first", "second", "after first", "last"]
+
+
+async def test_calls_that_come_together_may_wait_for_one_future(module_rt: aiodaft.Runtime) -> None:
+    actor = await module_rt.spawn(FirstSteps)
+    waiting = [actor.wait_shared() for _ in range(5)]
+    await actor.settle_shared()
+    assert await asyncio.gather(*waiting) == [7] * 5

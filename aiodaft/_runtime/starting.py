@@ -92,6 +92,10 @@ class Deferred(Coroutine[Any, Any, None]):
         self._fresh = False
         self.parked: asyncio.Future[None] = loop.create_future()
 
+    def __getattr__(self, name: str) -> Any:
+        # Who looks at a task (its stack, its text, a debugger) gets to see the coroutine.
+        return getattr(self.coro, name)
+
     def go_on(self, coro: Coroutine[Any, Any, None], context: Context, awaited: asyncio.Future[Any] | None) -> None:
         """Have the task go on with a coroutine, which waits for that future, or only for its next turn."""
         if asyncio.isfuture(awaited):

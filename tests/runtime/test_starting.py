@@ -194,6 +194,22 @@ async def test_cancelling_reaches_what_is_awaited(begun: Begun, inner: str, turn
     assert await run(start=True) == await run(start=False)
 
 
+async def test_who_looks_at_its_task_sees_the_coroutine(begun: Begun) -> None:
+    gate = asyncio.Event()
+
+    async def work() -> None:
+        await gate.wait()
+
+    (call,) = await begun(work())
+    assert call.task is not None
+    for _ in range(2):
+        assert [frame.f_code for frame in call.task.get_stack()] == [work.__code__]
+        assert "work() running at" in repr(call.task)
+        await asyncio.sleep(0)
+    gate.set()
+    await over(call)
+
+
 async def test_many_may_wait_for_one_future(begun: Begun) -> None:
     shared: asyncio.Future[int] = begun.loop.create_future()
     seen: list[int] = []

@@ -142,17 +142,17 @@ class Run:
     async def _fetch(self, item: Item, neighbour: Neighbour) -> None:
         self._put_foreign(item[0], await fetch(self.part.peer, neighbour, item))
 
-    def _put_foreign(self, index: int, value: Flowing) -> None:
+    def _put_foreign(self, index: int, value: Flowing, *, at_once: bool = True) -> None:
         if index not in self.values:
             self._to_come -= 1
             if type(value) is Value:
                 value.for_uses(self.part.plan.uses[index])
-            self.put(index, value)
+            self.put(index, value, at_once=at_once)
             if not self._open:
                 self._forget_if_over()
 
-    def put(self, index: int, value: Flowing) -> None:
-        """A value is there: what waited for it may start."""
+    def put(self, index: int, value: Flowing, *, at_once: bool = True) -> None:
+        """A value is there: what waited for it may start (see `Cell.look_again`)."""
         self.values[index] = value
         for segment in self.part.waiting.get(index, ()):
             self.missing[segment] -= 1
@@ -160,7 +160,7 @@ class Run:
                 call = self.calls[segment]
                 call.ready = True
                 if not call.over:
-                    call.cell.look_again()
+                    call.cell.look_again(at_once=at_once)
 
     def give(self, job: Job, value: Flowing) -> None:
         """A step of this process is over: tell everybody who needs to know, once they can have its result."""
@@ -222,7 +222,8 @@ class Run:
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone: what it has not given will not come."""
         for index in self.part.plan.receives.get(remote, ()):
-            self._put_foreign(index, Value.of_error(copy_error(error), executed=error.executed))
+            value = Value.of_error(copy_error(error), executed=error.executed)
+            self._put_foreign(index, value, at_once=False)
 
     def skip(self) -> None:
         """Nobody wants its results: what has not begun will not, what runs is cancelled."""

@@ -68,12 +68,15 @@ class Cell:
         if call.deadline is not None:
             call.timer = self.peer.loop.call_at(call.deadline, self._expire, call)
         if self.mailbox.arrive(call):
-            self._start(call)
+            self._start(call, at_once=True)
         else:
             self.peer.deadlocks.suspect(self)
 
-    def look_again(self) -> None:
-        """Something that calls were waiting for has happened."""
+    def look_again(self, *, at_once: bool = False) -> None:
+        """Something that calls were waiting for has happened.
+
+        Where actors' own code may run, it may begin at once: where messages are handled, and nothing else is under way.
+        """
         if self._starting:
             # What starts now may end at once; whoever starts it looks again.
             return
@@ -84,11 +87,11 @@ class Cell:
                 again = False
                 for call in self.mailbox.startable():
                     again = True
-                    self._start(call)
+                    self._start(call, at_once=at_once)
         finally:
             self._starting = False
 
-    def _start(self, call: IncomingCall) -> None:
+    def _start(self, call: IncomingCall, *, at_once: bool) -> None:
         call.started = True
         self.active += 1
         if call.spec.is_stream:
@@ -98,10 +101,10 @@ class Cell:
             self.thread.submit(lambda: self._run_on_thread(call))
             if self.active > 1:
                 self.peer.deadlocks.suspect(self)
-        elif call.behind or self.id < FIRST_USER_ACTOR:
-            call.task = self.peer.loop.create_task(call.work())
-        else:
+        elif at_once and not call.behind and self.id >= FIRST_USER_ACTOR:
             self.peer.starter.start(call, call.work())
+        else:
+            call.task = self.peer.loop.create_task(call.work())
 
     # Running.
 

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -83,9 +83,10 @@ def test_a_seed_is_the_same_in_another_process(tmp_path: Path) -> None:
 # Bugs that are planted, each in one place, and what is seen of them.
 
 
-def start_again(mailbox: Mailbox[Any]) -> list[Any]:
-    started = startable(mailbox)
-    return started + started[:1]
+def start_again(mailbox: Mailbox[Any]) -> Iterator[Any]:
+    for entry in startable(mailbox):
+        yield entry
+        yield entry
 
 
 startable = Mailbox.startable

@@ -8,10 +8,9 @@ here those that do not wait cost no task.)
 from __future__ import annotations
 
 import asyncio
-from asyncio.tasks import (
-    _enter_task,
-    _leave_task,
-)  # for tasks of other makes: docs.python.org/3/library/asyncio-extending
+
+# What tasks of other makes use: https://docs.python.org/3/library/asyncio-extending.html
+from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Coroutine
 from contextvars import Context, copy_context
 from types import TracebackType

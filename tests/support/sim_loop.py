@@ -217,11 +217,12 @@ class SimLoop(asyncio.BaseEventLoop):
     def bury(self) -> None:
         """Let go of everything; what is collected now runs its `finally` blocks, which nobody sees any more."""
         self.close()
+        # Some of them nobody else holds.
+        left = [task for process in self.processes for task in process.tasks if not task.done()]
         self._graves.clear()
         self._timers.clear()
         self.readers.clear()
         self.writers.clear()
-        left = [task for process in self.processes for task in process.tasks if not task.done()]
         for process in self.processes:
             process.ready.clear()
             process.on_death.clear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextvars import copy_context
 from typing import Final, Protocol
 
 from .ring import ORDERED, RingPair, barrier
@@ -50,6 +51,8 @@ class Waiter:
         self._loop = loop
         # A new tuple with every change, so that a loop over the old one notices.
         self._rings: tuple[tuple[RingPair, RingUser], ...] = ()
+        # That of whoever added the last one: who sends something makes this look, and leaves nothing of his own in it.
+        self._context = copy_context()
         # Jobs of actors' threads under way.
         self.threads = 0
         self._may_look = ORDERED and len(os.sched_getaffinity(0)) > 1
@@ -62,6 +65,7 @@ class Waiter:
     def add(self, ring: RingPair, user: RingUser) -> None:
         """Begin to read a ring."""
         self._rings = (*self._rings, (ring, user))
+        self._context = copy_context()
         self._loop.add_reader(ring.doorbell, self._rang, ring, user)
         self.look()
 
@@ -82,7 +86,7 @@ class Waiter:
         if self._rings and not self._looking:
             self._looking = True
             self._wake()
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(self._turn, context=self._context)
 
     def _rang(self, ring: RingPair, user: RingUser) -> None:
         ring.quiet()
@@ -99,7 +103,7 @@ class Waiter:
             return
         else:
             self._let_others_run()
-        self._loop.call_soon(self._turn)
+        self._loop.call_soon(self._turn, context=self._context)
 
     def _let_others_run(self) -> None:
         now = _now()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 from collections.abc import Iterator
+from contextvars import ContextVar, copy_context
 
 import pytest
 from hypothesis import given, settings
@@ -194,3 +195,31 @@ async def test_nobody_looks_while_a_thread_of_the_process_works(pair: tuple[Ring
     await asyncio.sleep(0)
     assert not waiter._looking
     waiter.remove(pair[1])
+
+
+async def test_what_comes_is_handled_in_nobodys_context(pair: tuple[RingPair, RingPair]) -> None:
+    """Whoever sends something makes the process look, and what comes then may be somebody else's."""
+    first, second = pair
+    variable: ContextVar[str] = ContextVar("variable", default="nobody's")
+    seen: list[str] = []
+
+    class Reader(Collector):
+        def ring_readable(self) -> None:
+            seen.append(variable.get())
+            super().ring_readable()
+
+    waiter = Waiter(asyncio.get_running_loop())
+    end = Reader(second)
+    waiter.add(second, end)
+    while waiter._looking:
+        await asyncio.sleep(0)
+
+    def send() -> None:
+        variable.set("the sender's")
+        waiter.look()
+
+    copy_context().run(send)
+    first.writer.write(b"x")
+    await end.take(1)
+    waiter.remove(second)
+    assert seen == ["nobody's"]

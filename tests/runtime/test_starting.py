@@ -5,62 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator, Coroutine
 from contextvars import ContextVar
 from typing import Any
 
 import pytest
-
-from aiodaft._runtime.starting import Starter
+from beginning import Begun, Call, nothing, over
 
 number: ContextVar[int] = ContextVar("number", default=0)
-
-
-class Call:
-    """What is started."""
-
-    task: asyncio.Task[None] | None = None
-
-
-class Begun:
-    """Starts coroutines as message handlers do: where no task runs."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.starter = Starter(self.loop)
-
-    async def __call__(self, *coros: Coroutine[Any, Any, None]) -> list[Call]:
-        calls = [Call() for _ in coros]
-        done: asyncio.Future[None] = self.loop.create_future()
-
-        def handle() -> None:
-            try:
-                for call, coro in zip(calls, coros, strict=True):
-                    self.starter.start(call, coro)
-            except Exception as error:  # noqa: BLE001 - the test that waits gets it
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        self.loop.call_soon(handle)
-        await done
-        return calls
-
-
-@pytest.fixture
-async def begun() -> AsyncIterator[Begun]:
-    begun = Begun()
-    yield begun
-    begun.starter.close()
-
-
-async def nothing() -> None:
-    pass
-
-
-async def over(call: Call) -> None:
-    assert call.task is not None
-    await asyncio.wait([call.task])
 
 
 async def test_it_begins_at_once(begun: Begun) -> None:
@@ -131,67 +82,11 @@ async def test_each_has_a_context_of_its_own(begun: Begun) -> None:
         seen.append(number.get())
 
     number.set(5)
-    for call in await begun(count(False), count(True), count(False), count(True)):
-        if call.task is not None and not call.task.done() and call.task.get_name() != "aiodaft call":
-            await over(call)
-    await asyncio.sleep(0.01)
+    calls = await begun(count(False), count(True), count(False), count(True))
+    for call in calls[1::2]:
+        await over(call)
     assert sorted(seen) == [5, 5, 5, 5, 6, 6, 6, 6]
     assert number.get() == 5
-
-
-@pytest.mark.parametrize("turns", range(1, 5))
-@pytest.mark.parametrize("inner", ["future", "task", "turn", "done"])
-async def test_cancelling_reaches_what_is_awaited(begun: Begun, inner: str, turns: int) -> None:
-    """As it does in a task, whether that has gone on with the coroutine or not."""
-
-    async def run(start: bool) -> list[str]:
-        said: list[str] = []
-
-        async def sleep() -> None:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                said.append("inner ended")
-
-        async def work() -> None:
-            try:
-                if inner == "future":
-                    await asyncio.get_running_loop().create_future()
-                elif inner == "task":
-                    task = begun.loop.create_task(sleep())
-                    # It has begun.
-                    await asyncio.sleep(0)
-                    await task
-                elif inner == "turn":
-                    for _ in range(10):
-                        await asyncio.sleep(0)
-                else:
-                    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                    done.set_result(None)
-                    await done
-                    await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                said.append("cancelled")
-                await asyncio.sleep(0)
-                said.append("cleaned up")
-                raise
-
-        if start:
-            (call,) = await begun(work())
-            task = call.task
-        else:
-            task = begun.loop.create_task(work())
-            await asyncio.sleep(0)
-        assert task is not None
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        said.append(f"{task.cancelled()}")
-        await asyncio.sleep(0)
-        return said
-
-    assert await run(start=True) == await run(start=False)
 
 
 async def test_who_looks_at_its_task_sees_the_coroutine(begun: Begun) -> None:
@@ -225,61 +120,6 @@ async def test_many_may_wait_for_one_future(begun: Begun) -> None:
     assert seen == [7, 7, 7]
 
 
-async def test_cancelling_passes_the_message_on(begun: Begun) -> None:
-    """Libraries know by it whether a cancellation is theirs."""
-    said: list[Any] = []
-
-    async def work() -> None:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError as error:
-            said.append(error.args)
-
-    tasks: list[asyncio.Task[None]] = []
-
-    def handle() -> None:
-        # Neither task has gone on with its coroutine; the first has begun, the second has not.
-        for coro in (work(), work()):
-            call = Call()
-            begun.starter.start(call, coro)
-            assert call.task is not None
-            call.task.cancel("mine")
-            tasks.append(call.task)
-
-    await begun(nothing())
-    begun.loop.call_soon(handle)
-    await asyncio.sleep(0)
-    await asyncio.wait(tasks)
-    assert said == [("mine",), ("mine",)]
-
-
-@pytest.mark.parametrize("used", [False, True])
-async def test_a_cancellation_that_is_taken_back_hurts_nobody_else(begun: Begun, used: bool) -> None:
-    said: list[str] = []
-
-    async def cancel_and_take_back() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()
-        task.uncancel()
-
-    async def innocent() -> None:
-        await asyncio.sleep(0)
-        said.append("innocent")
-
-    if used:
-        await begun(nothing(), cancel_and_take_back())
-        await asyncio.sleep(0)
-    _, first = await begun(cancel_and_take_back(), innocent())
-    await over(first)
-    await begun(cancel_and_take_back())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    (second,) = await begun(innocent())
-    await over(second)
-    assert said == ["innocent", "innocent"]
-
-
 async def test_what_is_over_is_no_garbage(begun: Begun) -> None:
     """What a call held is free at once: its task, what that ran and its context are no circle."""
 
@@ -305,64 +145,6 @@ async def test_what_is_over_is_no_garbage(begun: Begun) -> None:
         assert [ref() for ref in refs] == [None, None]
     finally:
         gc.enable()
-
-
-async def test_what_cancels_itself_is_cancelled_where_it_waits(begun: Begun) -> None:
-    said: list[str] = []
-
-    def cancel() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()
-
-    async def cancel_and_end() -> None:
-        cancel()
-
-    async def cancel_and_wait() -> None:
-        cancel()
-        try:
-            await asyncio.sleep(1)
-        except asyncio.CancelledError:
-            said.append("cancelled")
-            raise
-
-    async def innocent() -> None:
-        await asyncio.sleep(0)
-        said.append("innocent")
-
-    calls = await begun(cancel_and_end(), innocent(), cancel_and_wait(), innocent())
-    for call in calls[1:]:
-        await over(call)
-    assert sorted(said) == ["cancelled", "innocent", "innocent"]
-    assert [call.task.cancelled() for call in calls if call.task] == [True, False, True, False]
-
-
-async def test_timeouts_and_groups_work_from_the_first_line(begun: Begun) -> None:
-    said: list[str] = []
-
-    async def limited() -> None:
-        try:
-            async with asyncio.timeout(0.001):
-                await asyncio.Event().wait()
-        except TimeoutError:
-            said.append("timeout")
-
-    async def grouped() -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(asyncio.sleep(0))
-        said.append("group")
-
-    async def failing() -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(asyncio.wait_for(asyncio.sleep(9), 0.001))
-                await asyncio.Event().wait()
-        except* TimeoutError:
-            said.append("failed group")
-
-    for call in await begun(limited(), grouped(), failing()):
-        await over(call)
-    assert sorted(said) == ["failed group", "group", "timeout"]
 
 
 async def test_in_a_task_it_begins_in_its_turn(begun: Begun) -> None:
@@ -393,23 +175,3 @@ async def test_errors_come_out_where_they_are_raised(begun: Begun) -> None:
     assert call.task is not None
     assert str(call.task.exception()) == "later"
     await begun(nothing())
-
-
-async def test_a_spare_task_that_was_cancelled_is_replaced(begun: Begun) -> None:
-    said: list[str] = []
-
-    async def work() -> None:
-        await asyncio.sleep(0)
-        said.append("work")
-
-    await begun(nothing())
-    (spare,) = [task for task in asyncio.all_tasks() if task.get_name() == "aiodaft call"]
-    # As programs do that cancel all tasks.
-    spare.cancel()
-    first, second = await begun(work(), work())
-    await over(first)
-    await over(second)
-    assert said == ["work", "work"]
-    begun.starter.close()
-    await asyncio.wait([spare])
-    assert [task for task in asyncio.all_tasks() if task.get_name() == "aiodaft call"] == []

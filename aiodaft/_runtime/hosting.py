@@ -70,6 +70,7 @@ class Cell:
         if self.mailbox.arrive(call):
             self._start(call, at_once=True)
         else:
+            call.context = copy_context()
             self.peer.deadlocks.suspect(self)
 
     def look_again(self, *, at_once: bool = False) -> None:
@@ -95,7 +96,7 @@ class Cell:
         call.started = True
         self.active += 1
         if call.spec.is_stream:
-            call.task = self.peer.loop.create_task(self._run_stream(call))
+            call.task = self.peer.loop.create_task(self._run_stream(call), context=call.context)
         elif call.rules.on_thread:
             self.peer.waiter.threads += 1
             self.thread.submit(lambda: self._run_on_thread(call))
@@ -104,7 +105,7 @@ class Cell:
         elif at_once and not call.behind and self.id >= FIRST_USER_ACTOR:
             self.peer.starter.start(call, call.work())
         else:
-            call.task = self.peer.loop.create_task(call.work())
+            call.task = self.peer.loop.create_task(call.work(), context=call.context)
 
     # Running.
 
@@ -139,7 +140,7 @@ class Cell:
         if self.mailbox.watching:
             self.peer.call_soon(self.look_again)
         current_call.set(call)
-        # Also if it has none: its context may be that of the call whose end let it begin.
+        # Also if it has none: its context may come from a call of this process that made it.
         current_deadline.set(call.deadline)
 
     def last_begun(self, call: IncomingCall) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -78,6 +78,8 @@ class IncomingCall:
     # It is answered, or nobody waits for the answer.
     over = False
     task: asyncio.Task[None] | None = None
+    # That in which it came, if it had to wait: whoever ends and lets it begin has one of his own.
+    context: Context | None = None
     # Fetches its arguments, until they are here.
     bringing: asyncio.Task[None] | None = None
     # Nobody waits for it any more, and it runs on all the same.

@@ -21,6 +21,8 @@ class Started(Protocol):
     """A call, as far as its task goes."""
 
     task: asyncio.Task[None] | None
+    # In which it begins; by default a copy of that of whoever starts it.
+    context: Context | None
 
 
 class Starter:
@@ -37,12 +39,12 @@ class Starter:
         """
         loop = self._loop
         if asyncio.current_task(loop) is not None:
-            call.task = loop.create_task(coro)
+            call.task = loop.create_task(coro, context=call.context)
             return
         spare = self._spare
         if spare is None or spare.is_spoilt:
             spare = self._spare = Spare(loop)
-        context = copy_context()
+        context = call.context or copy_context()
         task = call.task = spare.task
         _enter_task(loop, task)
         try:

@@ -22,3 +22,9 @@ async def test_calls_that_come_together_may_wait_for_one_future(module_rt: aioda
     waiting = [actor.wait_shared() for _ in range(5)]
     await actor.settle_shared()
     assert await asyncio.gather(*waiting) == [7] * 5
+
+
+async def test_what_a_call_puts_into_its_context_is_not_seen_by_those_behind_it(module_rt: aiodaft.Runtime) -> None:
+    actor = await module_rt.spawn(FirstSteps)
+    calls = [actor.put_into_context(f"of call {number}") for number in range(4)]
+    assert await asyncio.gather(*calls) == ["nobody's"] * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextvars import Context
 from typing import Any
 
 from aiodaft._runtime.starting import Starter
@@ -13,6 +14,7 @@ class Call:
     """What is started."""
 
     task: asyncio.Task[None] | None = None
+    context: Context | None = None
 
 
 class Begun:

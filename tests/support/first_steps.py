@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextvars import ContextVar
 from typing import Any
 
 from aiodaft import Actor, method
+
+variable: ContextVar[str] = ContextVar("variable", default="nobody's")
 
 
 class FirstSteps(Actor):
@@ -35,6 +38,14 @@ class FirstSteps(Actor):
         await asyncio.gather(*waiting)
         await me.note("last")
         return self.seen
+
+    @method(concurrency=1)
+    async def put_into_context(self, value: str) -> str:
+        """What another call has put there."""
+        before = variable.get()
+        variable.set(value)
+        await asyncio.sleep(0)
+        return before
 
     @method
     async def wait_shared(self) -> int:

@@ -44,7 +44,8 @@ class Starter:
         spare = self._spare
         if spare is None or spare.is_spoilt:
             spare = self._spare = Spare(loop)
-        context = call.context or copy_context()
+        # Not `or`: an empty one counts as false.
+        context = copy_context() if call.context is None else call.context
         task = call.task = spare.task
         _enter_task(loop, task)
         try:

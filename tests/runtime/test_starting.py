@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from typing import Any
 
 import pytest
@@ -87,6 +87,25 @@ async def test_each_has_a_context_of_its_own(begun: Begun) -> None:
         await over(call)
     assert sorted(seen) == [5, 5, 5, 5, 6, 6, 6, 6]
     assert number.get() == 5
+
+
+async def test_a_context_that_it_brings_is_its_own_also_if_nothing_is_in_it(begun: Begun) -> None:
+    seen: list[int] = []
+
+    async def count() -> None:
+        seen.append(number.get())
+        number.set(1)
+        await asyncio.sleep(0)
+        seen.append(number.get())
+
+    call = Call()
+    call.context = Context()
+    number.set(5)
+    begun.loop.call_soon(begun.starter.start, call, count())
+    await asyncio.sleep(0)
+    await over(call)
+    assert seen == [0, 1]
+    assert call.context[number] == 1
 
 
 async def test_who_looks_at_its_task_sees_the_coroutine(begun: Begun) -> None:

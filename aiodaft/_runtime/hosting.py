@@ -102,9 +102,10 @@ class Cell:
             self.thread.submit(lambda: self._run_on_thread(call))
             if self.active > 1:
                 self.peer.deadlocks.suspect(self)
-        elif at_once and not call.behind and self.id >= FIRST_USER_ACTOR:
+        elif at_once and not (call.behind or self.abandoned) and self.id >= FIRST_USER_ACTOR:
             self.peer.starter.start(call, call.work())
         else:
+            # In its turn: what was started, or cancelled, before it came, has its turn first.
             call.task = self.peer.loop.create_task(call.work(), context=call.context)
 
     # Running.

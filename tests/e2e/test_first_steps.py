@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from actors import Sleeper
 from first_steps import FirstSteps
 
 import aiodaft
@@ -28,3 +29,14 @@ async def test_what_a_call_puts_into_its_context_is_not_seen_by_those_behind_it(
     actor = await module_rt.spawn(FirstSteps)
     calls = [actor.put_into_context(f"of call {number}") for number in range(4)]
     assert await asyncio.gather(*calls) == ["nobody's"] * 4
+
+
+async def test_who_is_cancelled_cleans_up_before_the_next_call_begins(module_rt: aiodaft.Runtime) -> None:
+    sleeper = await module_rt.spawn(Sleeper)
+    sleeping = sleeper.sleep(60)
+    await sleeper.history()
+    # The first message of a turn goes alone, the others together.
+    alone = sleeper.history()
+    sleeping.cancel()
+    assert await sleeper.history() == ["sleep began", "sleep cleaned up"]
+    await asyncio.gather(sleeping, alone, return_exceptions=True)

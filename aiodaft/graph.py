@@ -120,8 +120,7 @@ class Graph(Generic[P, R]):
             raise TypeError(
                 f"the graph takes {core.inputs} positional inputs, not {len(args)} and {len(kwargs)} by name"
             )
-        if peer.closed is not None or asyncio._get_running_loop() is not peer.loop:
-            _check_loop(peer, "a graph is run")
+        _check_loop(peer, "a graph is run")
         if isinstance(peer.outgoing, _Recorder):
             raise TypeError(f"{self!r} cannot run inside another ({_line()}): call there the function it was made of")
         refs = core.start(args)
@@ -191,7 +190,8 @@ def _target(actor: object) -> Target:
 
 
 def _check_loop(peer: Peer, what: str) -> None:
-    peer.check_open(f"{what} on an open runtime")
+    if peer.closed is not None:
+        peer.check_open(f"{what} on an open runtime")
     if asyncio._get_running_loop() is not peer.loop:
         raise RuntimeError(f"{what} on the event loop of its runtime, not in another thread")
 

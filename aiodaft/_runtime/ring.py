@@ -138,6 +138,7 @@ class RingReader(_Direction):
         else:
             data = mapping[start + at : start + CAPACITY] + mapping[start : start + count - first]
         words[_TAIL] = self._tail = tail + count
+        # The same.
         _acquire()
         _release()
         if words[_WRITER_SLEEPS]:

@@ -148,7 +148,7 @@ class OwnRun:
             for state in self.used:
                 state.drop_use(failed=False)
             self.used = None
-        # They know it, too.
+        # A circle that would be garbage: they know the run.
         self.states = {}
 
 

@@ -282,8 +282,8 @@ class Cell:
             self.abandoned -= 1
         if call.rules.on_thread:
             self.peer.waiter.threads -= 1
-        # The task's context knows the call: without this they would keep each other, and the arguments, alive.
-        call.task = None
+        # Its context knows the call: without this they would keep each other, and the arguments, alive.
+        call.task = call.context = None
         if call.timer is not None:
             call.timer.cancel()
         if self.mailbox.finished(call):

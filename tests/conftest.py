@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -23,10 +24,23 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 uvloop.new_event_loop().close()
 
 
+def _uvloop() -> asyncio.AbstractEventLoop:
+    loop = uvloop.new_event_loop()
+    loop.set_exception_handler(_stop_when_time_is_over)
+    return loop
+
+
+def _stop_when_time_is_over(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """The exception of a test's time limit is raised in a callback, which uvloop does not pass on as asyncio does."""
+    loop.default_exception_handler(context)
+    if isinstance(context.get("exception"), pytest.fail.Exception):
+        loop.stop()
+
+
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop, "uvloop": _uvloop}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

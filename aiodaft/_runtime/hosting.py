@@ -95,44 +95,17 @@ class Cell:
     def _start(self, call: IncomingCall, *, at_once: bool) -> None:
         call.started = True
         self.active += 1
-        if call.spec.is_stream:
-            call.task = self.peer.loop.create_task(self._run_stream(call), context=call.context)
-        elif call.rules.on_thread:
+        if call.rules.on_thread:
             self.peer.waiter.threads += 1
             self.thread.submit(lambda: self._run_on_thread(call))
             if self.active > 1:
                 self.peer.deadlocks.suspect(self)
-        elif at_once and not (call.behind or self.abandoned) and self.id >= FIRST_USER_ACTOR:
-            self.peer.starter.start(call, call.work())
-        else:
-            # In its turn: what was started, or cancelled, before it came, has its turn first.
-            call.task = self.peer.loop.create_task(call.work(), context=call.context)
+            return
+        # What was started, or cancelled, before it came, goes first. Streams and our own actors wait for their turn.
+        in_turn = call.behind or self.abandoned or call.spec.is_stream or self.id < FIRST_USER_ACTOR
+        self.peer.starter.start(call, call.work(), at_once=at_once and not in_turn)
 
     # Running.
-
-    async def _run_stream(self, call: IncomingCall) -> None:
-        self.enter(call)
-        executed = False
-        try:
-            if call.arrived is not None:
-                self.decode_arguments(call)
-            executed = True
-            items = call.spec.fn(self.instance, *call.args, **call.kwargs)
-            try:
-                await call.wait_credit()
-                async for item in items:
-                    await call.caller_link.item(call, item)
-                    await call.wait_credit()
-            finally:
-                # Leaving the loop does not end an async generator, and garbage collection would do it too late.
-                await items.aclose()
-            call.caller_link.answer(call, None)
-        except (SystemExit, KeyboardInterrupt) as error:
-            self.peer.exit_requested(error)
-        except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
-            self.failed(call, error, executed)
-        finally:
-            self.end(call)
 
     def enter(self, call: IncomingCall) -> None:
         """In the call's own context: it has begun, and nested calls inherit from it."""

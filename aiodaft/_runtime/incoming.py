@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextvars import Context, ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -122,7 +122,8 @@ class IncomingCall:
             if self.arrived is not None:
                 cell.decode_arguments(self)
             executed = True
-            result = await self.spec.fn(cell.instance, *self.args, **self.kwargs)
+            made = self.spec.fn(cell.instance, *self.args, **self.kwargs)
+            result: Any = await (self._give_items(made) if self.spec.is_stream else made)
             if is_plain(result):
                 self.caller_link.answer(self, result)
             else:
@@ -133,6 +134,16 @@ class IncomingCall:
             cell.failed(self, error, executed)
         finally:
             cell.end(self)
+
+    async def _give_items(self, items: AsyncGenerator[Any, None]) -> None:
+        try:
+            await self.wait_credit()
+            async for item in items:
+                await self.caller_link.item(self, item)
+                await self.wait_credit()
+        finally:
+            # Leaving the loop does not end an async generator, and garbage collection would do it too late.
+            await items.aclose()
 
     def take(self) -> bool:
         """Claim the right to start the call, or to say that it never will: True for the first who asks.

@@ -93,9 +93,7 @@ class RingWriter(_Direction):
     def wake_reader(self) -> None:
         """See to it that what was written is noticed soon."""
         words = self._words
-        # As `barrier` does, on the path of every message.
-        _acquire()
-        _release()
+        barrier()
         if words[_READER_SLEEPS] or not ORDERED:
             words[_READER_SLEEPS] = 0
             self._ring_doorbell()
@@ -138,9 +136,7 @@ class RingReader(_Direction):
         else:
             data = mapping[start + at : start + CAPACITY] + mapping[start : start + count - first]
         words[_TAIL] = self._tail = tail + count
-        # The same.
-        _acquire()
-        _release()
+        barrier()
         if words[_WRITER_SLEEPS]:
             words[_WRITER_SLEEPS] = 0
             self._ring_doorbell()

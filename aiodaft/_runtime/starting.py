@@ -32,13 +32,14 @@ class Starter:
         self._loop = loop
         self._spare: Spare | None = None
 
-    def start(self, call: Started, coro: Coroutine[Any, Any, None]) -> None:
+    def start(self, call: Started, coro: Coroutine[Any, Any, None], *, at_once: bool = True) -> None:
         """Run the coroutine of a call until it waits for the first time, in a context of its own.
 
-        Inside a task, which may not be interrupted by another, it begins in its turn, as in any task.
+        If that is not to be at once, or a task runs here, which no other may interrupt, it begins in its turn, as in
+        any task.
         """
         loop = self._loop
-        if asyncio.current_task(loop) is not None:
+        if not at_once or asyncio.current_task(loop) is not None:
             call.task = loop.create_task(coro, context=call.context)
             return
         spare = self._spare

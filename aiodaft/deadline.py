@@ -21,7 +21,8 @@ async def deadline(seconds: float) -> AsyncGenerator[None, None]:
     """Give the block that many seconds, and every call made inside what is left of them, however deeply nested.
 
     Inside another deadline the earlier one counts. Unlike `asyncio.timeout`, which ends only the waiting task, the
-    actors know the deadline: a call that is still queued when it passes never starts.
+    actors know the deadline: a call that is still queued when it passes never starts, and one that runs is cancelled.
+    As with any cancellation the error comes when its cleanup has run, or the grace time is over.
 
     Raises:
         DeadlineExceeded: The time is over; also a TimeoutError. If the block awaited a call, it names that, and its

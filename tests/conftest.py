@@ -70,6 +70,13 @@ async def rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
         yield runtime
 
 
+@pytest.fixture
+async def hasty_rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
+    """A runtime that gives cancelled calls hardly any time."""
+    async with aiodaft.Runtime(preload=(), cancel_grace=0.1, stop_grace=0.1) as runtime:
+        yield runtime
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_runtime(request: pytest.FixtureRequest) -> AsyncIterator[aiodaft.Runtime]:
     """A runtime for all tests of a module: importing torch for each would take minutes. Without it, nobody does."""

@@ -195,15 +195,26 @@ class Cell:
         )
 
     def give_up(self, call: IncomingCall, why: DaftError) -> None:
-        """End a call; one that has not begun fails at once, with this error."""
-        if not call.over and not self._interrupt(call):
+        """End a call, if that was not asked for before; one that has not begun fails at once, with this error."""
+        if not (call.over or call.given_up) and not self._interrupt(call):
             call.caller_link.fail(call, why, executed=False)
 
     def _expire(self, call: IncomingCall) -> None:
-        if not call.over:
-            begun = self._interrupt(call)
-            error = DeadlineExceeded(f"the deadline of {call.label} of {self.name} passed")
-            call.caller_link.fail(call, error, executed=None if begun else False)
+        """Its time is over: it fails when its cleanup has run, or gets no more time."""
+        if call.over:
+            return
+        begun = call.given_up or self._interrupt(call)
+        if begun and not call.rules.on_thread:
+            call.late = True
+            call.timer = self.peer.loop.call_later(self.peer.grace, self._fail_late, call)
+        else:
+            self._fail_late(call, executed=None if begun else False)
+
+    def _fail_late(self, call: IncomingCall, *, executed: bool | None = None) -> None:
+        call.caller_link.fail(call, self._too_late(call), executed=executed)
+
+    def _too_late(self, call: IncomingCall) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the deadline of {call.label} of {self.name} passed")
 
     def _interrupt(self, call: IncomingCall) -> bool:
         """Stop a call; False if it has not begun, and never will."""
@@ -235,8 +246,11 @@ class Cell:
 
     def failed(self, call: IncomingCall, error: BaseException, ran: bool) -> None:
         """It raised something."""
-        # Where a cancelled call stopped, nobody can say.
-        executed = None if isinstance(error, asyncio.CancelledError) else ran
+        executed: bool | None = ran
+        if isinstance(error, asyncio.CancelledError):
+            # Where it stopped, nobody can say.
+            executed = None
+            error = self._too_late(call) if call.late else error
         # What the runtime's own actors raise needs no directions.
         where = f"raised by {call.label} in {self.where}" if self.id >= FIRST_USER_ACTOR else None
         call.caller_link.fail(call, as_call_error(error, where), executed=executed)

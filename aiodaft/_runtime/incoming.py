@@ -62,9 +62,10 @@ class IncomingCall:
     # Arguments that are not decoded yet, and the values of the refs among them.
     arrived: Arrived | None = None
     slots: Sequence[Arrived] = ()
-    # When it is too late, on the loop's clock.
+    # When it is too late, on the loop's clock; it was under way then.
     deadline: float | None = None
     timer: asyncio.TimerHandle | None = None
+    late = False
     # How often it was made before; for the call that makes an actor, the actor's epoch.
     attempt = 0
     # Its arguments are here; it was handed to its task or thread, behind others; that took it up (of a row: the last

@@ -151,6 +151,10 @@ class RowCall(IncomingCall):
                 except (SystemExit, KeyboardInterrupt):
                     raise
                 except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
+                    if self.given_up and isinstance(error, asyncio.CancelledError):
+                        # Its actor knows why, and that goes for all that is left.
+                        cell.failed(self, error, executed)
+                        return
                     value = self._failure(job, error, executed)
                 run.values[job.index] = value
                 self._give(value)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from actors import Sleeper
+from cancelled import Subject
 from leaks import is_alive
 
 import aiodaft
@@ -20,6 +21,47 @@ async def test_a_deadline_ends_the_call_here_and_there(rt: aiodaft.Runtime) -> N
             await sleeper.sleep(60)
     assert caught.value.executed is None
     assert "sleep cleaned up" in await sleeper.history()
+
+
+@pytest.mark.parametrize("awaited", ["inside", "outside"])
+async def test_cleanup_here_and_there_has_run_when_a_deadline_ends_a_call(rt: aiodaft.Runtime, awaited: str) -> None:
+    outer, inner = await rt.spawn(Subject), await rt.spawn(Subject)
+    # Who notices first differs: the caller, the actor, or the one that it calls.
+    for number in range(20):
+        with pytest.raises(aiodaft.DeadlineExceeded):
+            async with aiodaft.deadline(0.02 + number / 10_000):
+                ref = outer.call(inner)
+                if awaited == "inside":
+                    await ref
+            await ref
+        events = await inner.history()
+        assert events.count("cleaned up") == events.count("began")
+        assert not (await rt.info(outer)).abandoned
+    assert events
+
+
+async def test_a_call_that_is_cancelled_has_its_grace_time_also_if_its_deadline_passes(rt: aiodaft.Runtime) -> None:
+    actor = await rt.spawn(Subject)
+    async with aiodaft.deadline(0.05):
+        ref = actor.stubborn(None)
+        await actor.has_begun()
+        ref.cancel()
+    with pytest.raises(aiodaft.CallCancelled, match="grace time"):
+        await ref
+    assert await actor.history() == ["began", "refused"]
+    await actor.let_go()
+
+
+async def test_who_does_not_obey_a_deadline_has_the_grace_time(hasty_rt: aiodaft.Runtime) -> None:
+    actor = await hasty_rt.spawn(Subject)
+    async with aiodaft.deadline(0.05):
+        ref = actor.stubborn(None)
+    with pytest.raises(aiodaft.DeadlineExceeded, match=r"deadline of Subject\.stubborn of Subject-1 passed") as caught:
+        await ref
+    assert caught.value.executed is None
+    assert await actor.history() == ["began", "refused"]
+    assert (await hasty_rt.info(actor)).abandoned == 1
+    await actor.let_go()
 
 
 async def test_a_call_whose_deadline_passes_in_the_queue_never_starts(rt: aiodaft.Runtime) -> None:
@@ -73,7 +115,8 @@ async def test_deadlines_do_not_look_at_the_clock_on_the_wall(
         with pytest.raises(aiodaft.DeadlineExceeded):
             async with aiodaft.deadline(0.05):
                 await a.call(b, 60)
-    assert (await b.history()).count("nested cleaned up") == 2
+        events = await b.history()
+        assert events.count("nested cleaned up") == events.count("nested began")
 
 
 async def test_a_call_that_begins_when_one_with_a_deadline_ends_has_none(rt: aiodaft.Runtime) -> None:

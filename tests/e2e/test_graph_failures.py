@@ -98,6 +98,22 @@ async def test_a_run_is_cancelled_where_it_waits_and_skips_the_rest(module_rt: a
         assert (await a.state())[1:] == (await b.state())[1:] == (0, 0)
 
 
+async def test_a_row_whose_deadline_passes_says_so_for_each_step(module_rt: aiodaft.Runtime) -> None:
+    (a,) = await spawn(module_rt, 1)
+
+    def flow(x: Any) -> Any:
+        waited = a.wait(x)
+        return waited, a.same(waited)
+
+    async with aiodaft.compile(flow) as graph:
+        async with aiodaft.deadline(0.05):
+            waits, same = graph("too late")
+        for ref, executed in ((waits, None), (same, False)):
+            with pytest.raises(aiodaft.DeadlineExceeded, match=r"deadline of Node\.wait of Node-") as caught:
+                await ref
+            assert caught.value.executed is executed
+
+
 async def test_one_of_two_results_may_be_given_up(module_rt: aiodaft.Runtime) -> None:
     a, b = await spawn(module_rt, 2)
     async with aiodaft.compile(lambda x: [a.wait(x), b.same(a.wait(x))]) as graph:

@@ -261,7 +261,7 @@ def _code(function: Any) -> types.CodeType:
 
 # What is known of a task by the innermost of its frames.
 _KNOWN: Final[dict[types.CodeType, Callable[[Frames], Found]]] = {
-    _code(RefState._wait_for_value): _at_ref,
+    _code(RefState.wait): _at_ref,
     _code(RefState.wait_settled): _at_ref,
     _code(Transfer._question): _at_question,
     _code(Transfer._locate_here): _at_question,

@@ -18,10 +18,38 @@ if TYPE_CHECKING:
 
     from .calls import Target
     from .link import Link
+    from .neighbour import Neighbour
     from .peer import Peer
 
 # Whom each step calls, and how.
 Specs: TypeAlias = "list[tuple[Target, MethodSpec]]"
+
+
+class Route:
+    """What one process is told of each run.
+
+    Attributes:
+        process: The process.
+        way: How it is reached.
+        plan: What it does.
+        inputs: Those that it needs; none stands for all, in their order.
+        results: Those that it makes, as positions among the numbers of a run; none stands for all, in their order.
+    """
+
+    __slots__ = ("inputs", "plan", "process", "results", "way")
+
+    def __init__(
+        self, process: PeerId, way: Neighbour, plan: SubPlan[Arguments], inputs: int, results: list[int]
+    ) -> None:
+        self.process = process
+        self.way = way
+        self.plan = plan
+        self.inputs = _none_if_all(plan.inputs, inputs)
+        self.results = _none_if_all(tuple(map(results.index, plan.outputs)), len(results))
+
+
+def _none_if_all(positions: tuple[int, ...], count: int) -> tuple[int, ...] | None:
+    return None if positions == tuple(range(count)) else positions
 
 
 class Layout:
@@ -52,7 +80,6 @@ class Layout:
         self.ways = {process: peer.way_to(process) for process in self.plans}
         # Who waits for others comes first, and is not woken: what it waits for comes after that, and does it.
         plans = sorted(self.plans.items(), key=lambda entry: not entry[1].follows)
-        self.routes = [(process, self.ways[process], plan) for process, plan in plans]
         self.some_follow = any(plan.follows for _, plan in plans)
         # The values that somebody gets: which calls make them, and over which links they come (none if made here).
         self.results: dict[int, tuple[Target, MethodSpec, Link | None]] = {}
@@ -60,9 +87,11 @@ class Layout:
             way = self.ways[self.reports[value]]
             link = None if way is peer.loopback else cast("Link", way)
             self.results[value] = (*specs[value - flow.inputs], link)
-        # Runs that are not over.
-        self._under_way = 0
-        self._idle: asyncio.Future[None] | None = None
+        self.routes = [
+            Route(process, self.ways[process], plan, flow.inputs, [*self.results]) for process, plan in plans
+        ]
+        # Its last run is over.
+        self._over: asyncio.Future[None] | None = None
         self._broken = False
         self._places = [(target, _place(target)) for target in dict.fromkeys(target for target, _ in specs)]
         self._followed = [target for target, _ in self._places if isinstance(target, Followed)]
@@ -95,26 +124,15 @@ class Layout:
             if target.remote == remote and target.owner != self._peer.id:
                 target.leave()
 
-    def begin(self) -> None:
-        """A run begins."""
-        self._under_way += 1
-
     def end(self) -> None:
-        """A run is over."""
-        self._under_way -= 1
-        if self._idle is not None and not (self._under_way or self._idle.done()):
-            self._idle.set_result(None)
+        """The last of its runs is over, and no more will begin."""
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether there are no runs under way."""
-        return not self._under_way
-
-    async def wait_idle(self) -> None:
-        """Wait until there are none; no more of them may begin."""
-        if self._under_way:
-            self._idle = self._idle or self._peer.loop.create_future()
-            await asyncio.shield(self._idle)
+    async def wait_end(self) -> None:
+        """Wait until that is so."""
+        self._over = self._over or self._peer.loop.create_future()
+        await asyncio.shield(self._over)
 
     async def install(self) -> None:
         """Tell the processes.

@@ -46,7 +46,8 @@ class Link:
         self, owner: LinkOwner, session: Session[State], remote: PeerId, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.session = session
-        self._remote = remote
+        # Id of the process at the other end.
+        self.remote = remote
         # Calls of the peer that are not answered yet.
         self.incoming: dict[CallId, IncomingCall] = {}
         self.lost: Exception | None = None
@@ -61,25 +62,23 @@ class Link:
         self._socket: socket.socket | None = None
         self._buffer = bytearray(_READ_SIZE)
         self._fds: deque[int] = deque()
-        self._outbox = Outbox(loop, self.traffic, owner.waiter.look, self._broken)
+        self._waiter = waiter = owner.waiter
+        self._outbox = Outbox(loop, self.traffic, waiter.look, self._broken)
         # Where what the peer sends comes from, if not from the socket.
         self._ring: RingPair | None = None
         self._collected = 0
         self._watching_stall = False
+        # The last one in which something was sent through a ring, as the waiter counts.
+        self._turn = -1
         # Set while the turn's remaining messages are being collected.
         self._corked = False
         # Set while the last message of those that came is handled.
         self._prompt = False
 
     @property
-    def remote(self) -> PeerId:
-        """Id of the process at the other end."""
-        return self._remote
-
-    @property
     def peer(self) -> str:
         """The same, as transports call it."""
-        return self._remote
+        return self.remote
 
     def attach(self, connection: socket.socket) -> None:
         """Begin to talk over a connected socket."""
@@ -119,12 +118,18 @@ class Link:
     def _sent_one(self) -> None:
         self.traffic.messages_sent += 1
         self._collected += 1
-        if not self._corked:
+        if self._corked:
+            if self._prompt or self._collected >= _BATCH:
+                # The other side can begin while this one goes on.
+                self._write()
+        elif self._ring is None:
             self._write()
             self.flush_soon()
-        elif self._prompt or self._collected >= _BATCH:
-            # The other side can begin while this one goes on.
+        elif self._turn != (turn := self._waiter.turns):
+            self._turn = turn
             self._write()
+        else:
+            self.flush_soon()
 
     def flush_soon(self) -> None:
         """Collect what is packed during the rest of this turn, then write it."""
@@ -260,7 +265,7 @@ class Link:
         """From here on, what the peer sends comes through a ring."""
         if self.lost is None:
             self._ring = ring
-            self._owner.waiter.add(ring, self)
+            self._waiter.add(ring, self)
 
     def ring_readable(self) -> None:
         """There is something in the ring; some of it is handled now."""
@@ -274,7 +279,7 @@ class Link:
     def _drop_rings(self) -> None:
         ring = self._take_ring()
         if ring is not None:
-            self._owner.waiter.remove(ring)
+            self._waiter.remove(ring)
             ring.close()
 
     def _take_ring(self) -> RingPair | None:
@@ -346,7 +351,8 @@ class Link:
             self.close(wrong)
         if not corked:
             # What the handlers have said goes together.
-            self._uncork()
+            self._corked = False
+            self._write()
 
     def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         for level, kind, content in ancillary:

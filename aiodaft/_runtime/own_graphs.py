@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -85,8 +86,12 @@ class OwnGraph:
         """Make a new layout; the old one goes with the last of its runs."""
         self._layout = Layout(self._peer, old.flow, self.specs)
         self._peer.graphs.own[self._layout.number] = self
-        if old.is_idle:
+        if self._is_idle(old):
             self._forget(old)
+
+    def _is_idle(self, layout: Layout) -> bool:
+        """Whether it has no runs under way."""
+        return all(run.layout is not layout for run in self._runs.values())
 
     async def replace(self, specs: Specs) -> None:
         """Call other actors from the next run on, and wait for the runs that are under way.
@@ -99,7 +104,8 @@ class OwnGraph:
         self._change(old)
         self._preparing = self._prepare()
         try:
-            await old.wait_idle()
+            if not self._is_idle(old):
+                await old.wait_end()
         except asyncio.CancelledError:
             for run in [run for run in self._runs.values() if run.layout is old]:
                 run.cancel("an actor of its graph was replaced")
@@ -121,28 +127,28 @@ class OwnGraph:
         if self._ready and layout.is_stale:
             self._preparing = self._prepare()
         self._last_run = number = self._last_run + 1
-        numbers = {value: peer.next_number() for value in layout.results}
+        numbers = tuple(itertools.islice(peer.numbers, len(layout.results)))
         run = OwnRun(self, number, numbers, peer.deadline())
-        long = run.take_inputs(args, peer.store)
-        at_once = self._ready and self._broken is None and not (long or self._waiting) and self._has_room
+        try:
+            long = run.take_inputs(args, peer.store)
+        except BaseException:
+            run.over()
+            raise
+        at_once = self._ready and self._broken is None and not (long or self._waiting)
+        at_once = at_once and len(self._runs) < self._max_in_flight
         self._runs[number] = run
         if at_once:
             # The processes work while the refs are made.
             self._send(run)
         refs: dict[int, Ref[Any]] = {}
-        for value, (target, spec, link) in layout.results.items():
-            state = run.states[value] = ResultState(run, target, spec, numbers[value])
+        for (value, (target, spec, link)), result in zip(layout.results.items(), numbers, strict=True):
+            state = run.states[value] = ResultState(run, target, spec, result)
             refs[value] = Ref(state)
             if at_once:
                 state.link = link
         if not at_once:
             self._queue(run, long)
         return refs
-
-    @property
-    def _has_room(self) -> bool:
-        """Whether one more run may be under way."""
-        return len(self._runs) - len(self._waiting) < self._max_in_flight
 
     def _queue(self, run: OwnRun, long: list[tuple[int, Any]]) -> None:
         """Let a run wait for its turn, and for those of its inputs that take long."""
@@ -178,7 +184,7 @@ class OwnGraph:
     def _pump(self) -> None:
         """Send the runs whose turn it is."""
         while self._ready and self._waiting and self._waiting[0].ready:
-            if not self._has_room:
+            if len(self._runs) - len(self._waiting) >= self._max_in_flight:
                 return
             if self._broken is None and self._layout.is_stale:
                 self._preparing = self._prepare()
@@ -199,20 +205,25 @@ class OwnGraph:
         run.layout = layout = self._layout
         for value, state in run.states.items():
             _, _, state.link = layout.results[value]
-        layout.begin()
         run.missing = layout.reports.copy()
         left = None if run.deadline is None else max(0, int((run.deadline - peer.loop.time()) * 1000))
         oldest = next(iter(self._runs))
         # Whoever may have to say that the time is over has to know when; and who waits for the dead is not woken.
         quiet = layout.some_follow and left is None and not any(way.lost for way in layout.ways.values())
-        for process, way, plan in layout.routes:
-            items = tuple([item_of(inputs[index], index, peer, way, executed=False) for index in plan.inputs])
-            numbers = tuple(map(run.numbers.__getitem__, plan.outputs))
-            send = way.send_quietly if quiet and plan.follows else way.send
+        for route in layout.routes:
+            way = route.way
+            chosen = enumerate(inputs) if route.inputs is None else [(index, inputs[index]) for index in route.inputs]
+            if run.plain:
+                items = tuple(chosen)
+            else:
+                items = tuple([item_of(value, index, peer, way, executed=False) for index, value in chosen])
+            numbers = run.numbers if route.results is None else tuple(map(run.numbers.__getitem__, route.results))
+            send = way.send_quietly if quiet and route.plan.follows else way.send
             send((RUN, layout.number, run.number, oldest, left, numbers, items))
             if way.lost is not None:
-                peer.tasks.create_task(self._explain_loss(run, process), name="explain a lost actor")
-        run.drop_inputs()
+                peer.tasks.create_task(self._explain_loss(run, route.process), name="explain a lost actor")
+        if not run.plain:
+            run.drop_inputs()
 
     async def _explain_loss(self, run: OwnRun, process: PeerId) -> None:
         assert run.layout is not None
@@ -290,10 +301,9 @@ class OwnGraph:
         if self._runs.pop(run.number, None) is not None:
             run.over()
             layout = run.layout
-            if layout is not None:
+            if layout is not self._layout and layout is not None and self._is_idle(layout):
                 layout.end()
-                if layout is not self._layout and layout.is_idle:
-                    self._forget(layout)
+                self._forget(layout)
 
     # Ending.
 

@@ -7,7 +7,7 @@ import itertools
 import socket
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -129,8 +129,10 @@ class Peer:
         self.on_forked: Callable[[], object] = lambda: None
         self.explain: Callable[[Link, Exception], Awaitable[DaftError]] = _explain_plainly
         self.key = key
-        self._numbers = itertools.count(1)
-        self.next_number = cast("Callable[[], CallId]", self._numbers.__next__)
+        self.numbers = cast("Iterator[CallId]", itertools.count(1))
+        self.next_number = self.numbers.__next__
+        # When the time of the surrounding call is over, on the loop's clock.
+        self.deadline = current_deadline.get
         self._thread = threading.get_ident()
         self._lost: deque[Link] = deque()
         self._past_traffic = Traffic()
@@ -266,10 +268,6 @@ class Peer:
         """Every call that is queued or runs here."""
         remote = [call for link in self.links.values() for call in link.incoming.values()]
         return [*remote, *self.local_caller.calls.values(), *self.graphs.calls()]
-
-    def deadline(self) -> float | None:
-        """When the surrounding call's time is over, on the loop's clock."""
-        return current_deadline.get()
 
     def cancel_local(self, number: CallId) -> None:
         """Cancel a call that this process made to itself."""

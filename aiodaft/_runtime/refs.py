@@ -218,7 +218,12 @@ class RefState(Watched):
         """
         if self.value is ABSENT and self.error is None:
             if self.arrived is None or is_heavy(self.arrived.payload):
-                yield from self._wait_for_value()
+                future = self._add_waiter()
+                try:
+                    yield from future
+                except BaseException as error:
+                    yield from self._stop_waiting(future, error)
+                    raise
             else:
                 if not self.peer.is_here:
                     self.check_loop()
@@ -253,7 +258,8 @@ class RefState(Watched):
             self.kept.when_unread(lambda: _wake([unread]))
             yield from unread.__await__()
 
-    def _wait_for_value(self) -> Generator[Any, None, None]:
+    def _add_waiter(self) -> asyncio.Future[None]:
+        """A future that is done when the value is here, or known not to come."""
         peer = self.peer
         if peer.closed is not None:
             peer.check_open(f"{self.label} cannot be awaited")
@@ -265,19 +271,18 @@ class RefState(Watched):
             self._waiters.append(future)
         if self.settled or not self.own:
             self._serve_waiters()
-        try:
-            yield from future
-        except asyncio.CancelledError as cancelled:
-            if self._leave(future):
+        return future
+
+    def _stop_waiting(self, future: asyncio.Future[None], why: BaseException) -> Generator[Any, None, None]:
+        """A wait was ended: if the call is ended with it, wait for its cleanup."""
+        ended = self._leave(future)
+        if isinstance(why, asyncio.CancelledError):
+            if ended:
                 yield from self._wait_for_cleanup()
             if isinstance(self.error, DaftError):
                 # Whoever ended the wait may say what became of the call: see `deadline`. Not the error itself, which
                 # may be raised while this is handled, and would know it.
-                cancelled.__cause__ = copy_error(self.error)
-            raise
-        except BaseException:
-            self._leave(future)
-            raise
+                why.__cause__ = copy_error(self.error)
 
     def _leave(self, future: asyncio.Future[None]) -> bool:
         """A waiter is gone; True if it was the last interest in a running call, which is then cancelled."""

@@ -19,7 +19,7 @@ from mmap import mmap
 from typing import Final
 
 # Words, each in a line of its own.
-_HEAD: Final = 0
+HEAD: Final = 0
 _TAIL: Final = 8
 _READER_SLEEPS: Final = 16
 _WRITER_SLEEPS: Final = 24
@@ -47,17 +47,17 @@ def barrier() -> None:
 class _Direction:
     """One of the two rings, as mapped here."""
 
-    __slots__ = ("_mapping", "_start", "_words")
+    __slots__ = ("_mapping", "_start", "words")
 
     def __init__(self, mapping: mmap, start: int) -> None:
         with memoryview(mapping) as region:
-            self._words = region[start : start + _HEADER].cast("Q")
+            self.words = region[start : start + _HEADER].cast("Q")
         # Its slices are cheaper than those of a view.
         self._mapping = mapping
         self._start = start + _HEADER
 
     def release(self) -> None:
-        self._words.release()
+        self.words.release()
 
 
 class RingWriter(_Direction):
@@ -72,7 +72,7 @@ class RingWriter(_Direction):
 
     def write(self, data: bytes | memoryview, *, wake: bool = True) -> int:
         """Write as much as there is room for; returns how many bytes that was. A reader that sleeps may sleep on."""
-        words, head = self._words, self._head
+        words, head = self.words, self._head
         count, room = len(data), CAPACITY - (head - words[_TAIL])
         if count > room:
             count, data = room, data[:room]
@@ -85,14 +85,14 @@ class RingWriter(_Direction):
         else:
             mapping[start + at : start + CAPACITY] = data[:first]
             mapping[start : start + count - first] = data[first:]
-        words[_HEAD] = self._head = head + count
+        words[HEAD] = self._head = head + count
         if wake:
             self.wake_reader()
         return count
 
     def wake_reader(self) -> None:
         """See to it that what was written is noticed soon."""
-        words = self._words
+        words = self.words
         barrier()
         if words[_READER_SLEEPS] or not ORDERED:
             words[_READER_SLEEPS] = 0
@@ -100,7 +100,7 @@ class RingWriter(_Direction):
 
     def wait_for_room(self) -> bool:
         """Ask for the doorbell when there is room; False if there is some already."""
-        words = self._words
+        words = self.words
         words[_WRITER_SLEEPS] = 1
         barrier()
         return bool(self._head - words[_TAIL] == CAPACITY)
@@ -109,22 +109,22 @@ class RingWriter(_Direction):
 class RingReader(_Direction):
     """The reading end."""
 
-    __slots__ = ("_ring_doorbell", "_tail")
+    __slots__ = ("_ring_doorbell", "tail")
 
     def __init__(self, mapping: mmap, start: int, ring_doorbell: Callable[[], object]) -> None:
         super().__init__(mapping, start)
-        self._tail = 0
+        self.tail = 0
         self._ring_doorbell = ring_doorbell
 
     @property
     def filled(self) -> bool:
         """Whether there is something to read."""
-        return self._words[_HEAD] != self._tail
+        return self.words[HEAD] != self.tail
 
     def read(self, most: int) -> bytes:
         """What was written, at most so many bytes; empty if there is nothing."""
-        words, tail = self._words, self._tail
-        count = words[_HEAD] - tail
+        words, tail = self.words, self.tail
+        count = words[HEAD] - tail
         if count > most:
             count = most
         if not count:
@@ -135,7 +135,7 @@ class RingReader(_Direction):
             data = mapping[start + at : start + at + count]
         else:
             data = mapping[start + at : start + CAPACITY] + mapping[start : start + count - first]
-        words[_TAIL] = self._tail = tail + count
+        words[_TAIL] = self.tail = tail + count
         barrier()
         if words[_WRITER_SLEEPS]:
             words[_WRITER_SLEEPS] = 0
@@ -144,11 +144,11 @@ class RingReader(_Direction):
 
     def sleep(self) -> None:
         """Ask for the doorbell; call `barrier` and look once more before trusting in it."""
-        self._words[_READER_SLEEPS] = 1
+        self.words[_READER_SLEEPS] = 1
 
     def wake(self) -> None:
         """Look without being asked."""
-        self._words[_READER_SLEEPS] = 0
+        self.words[_READER_SLEEPS] = 0
 
 
 class RingPair:

@@ -69,7 +69,10 @@ class Row:
         steps = [part.plan.steps[position] for position in segment.steps]
         _, actor = steps[0].actor
         rules = steps[0].rules
-        self.cell = part.peer.cells.get(actor)
+        cell = part.peer.cells.get(actor)
+        # Without it, no run of this row gets as far as to need it.
+        self.is_gone = cell is None
+        self.cell = cast("Cell", cell)
         self.jobs = [
             Job(part, position, self._method(step)) for position, step in zip(segment.steps, steps, strict=True)
         ]
@@ -77,7 +80,7 @@ class Row:
         self.spec = MethodSpec(steps[0].label, rules.name, RowCall.run_on_thread, Options(self.rules))
 
     def _method(self, step: Step[Arguments]) -> MethodSpec:
-        if self.cell is None:
+        if self.is_gone:
             # Every run will say so.
             return MethodSpec(step.label, step.data.method, _missing, Options(step.rules))
         spec = self.cell.find_spec(step.data.method)
@@ -100,7 +103,7 @@ class RowCall(IncomingCall):
         self.run = self.caller_link = run
         self.row = row
         self.caller = run.part.owner
-        self.cell = cast("Cell", row.cell)
+        self.cell = row.cell
         self.spec = row.spec
         self.rules = row.rules
         if row.rules.on_thread:
@@ -115,11 +118,11 @@ class RowCall(IncomingCall):
 
     def deliver(self) -> None:
         """Put it into its actor's mailbox."""
-        if self.row.cell is None:
+        if self.row.is_gone:
             error = ActorDied("the actor was stopped", executed=False)
             self.run.fail(self, error, executed=False)
         else:
-            self.row.cell.deliver(self)
+            self.cell.deliver(self)
 
     # Running.
 

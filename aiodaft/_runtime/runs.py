@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft.exceptions import CallCancelled, DaftError
 
-from .callers import is_plain
+from .callers import all_plain, is_plain
 from .failures import copy_error
 from .flow import Flowing, Value
 from .kept import Kept
@@ -65,15 +65,16 @@ class OwnRun:
     layout: Layout | None = None
     # Refs inside the inputs.
     used: list[RefState] | None = None
-    # Its inputs are encoded.
+    # Its inputs travel in frames as they are; they are encoded.
+    plain = False
     ready = True
     sent = False
     cancelled = False
 
-    def __init__(self, graph: OwnGraph, number: int, numbers: dict[int, CallId], deadline: float | None) -> None:
+    def __init__(self, graph: OwnGraph, number: int, numbers: tuple[CallId, ...], deadline: float | None) -> None:
         self.graph = graph
         self.number = number
-        # The numbers of its results, and what is known of them.
+        # The numbers of its results, in the order of its layout, and what is known of them.
         self.numbers = numbers
         self.states: dict[int, ResultState] = {}
         self.inputs: list[Flowing] = []
@@ -83,6 +84,10 @@ class OwnRun:
 
     def take_inputs(self, args: tuple[Any, ...], store: Store) -> list[tuple[int, Any]]:
         """Encode the inputs; those that take long are left for later, and returned."""
+        if all_plain(args):
+            self.plain = True
+            self.inputs.extend(args)
+            return []
         long: list[tuple[int, Any]] = []
         for index, arg in enumerate(args):
             if is_plain(arg):

@@ -79,7 +79,7 @@ class Spare:
         """Whether somebody has cancelled it: who cancels all tasks, or a call that had it before."""
         # Before its first step, a task tells nobody in public that it will be cancelled.
         task: Any = self.task
-        return bool(task._must_cancel) or self.runs.parked.done() or task.done()
+        return bool(task._must_cancel) or self.runs.parked.done()
 
 
 class Deferred(Coroutine[Any, Any, None]):
@@ -121,6 +121,7 @@ class Deferred(Coroutine[Any, Any, None]):
         thrown = kind if isinstance(kind, BaseException) else kind() if error is None else error
         assert isinstance(thrown, BaseException)
         if self.coro is None:
+            self.parked.cancel()
             raise thrown
         awaited = self._take_awaited()
         # As tasks do: what is waited for is cancelled, and says so to who waits, with the same words.

@@ -63,6 +63,7 @@ class Link:
         self._buffer = bytearray(_READ_SIZE)
         self._fds: deque[int] = deque()
         self._waiter = waiter = owner.waiter
+        self._wakeups = waiter.wakeups
         self._outbox = Outbox(loop, self.traffic, waiter.look, self._broken)
         # Where what the peer sends comes from, if not from the socket.
         self._ring: RingPair | None = None
@@ -135,7 +136,10 @@ class Link:
         """Collect what is packed during the rest of this turn, then write it."""
         if not self._corked:
             self._corked = True
-            self._loop.call_soon(self._uncork)
+            if self._ring is None:
+                self._loop.call_soon(self._uncork)
+            else:
+                self._waiter.before_looking(self._uncork)
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
         """Send a note of a transport, with descriptors."""
@@ -290,6 +294,15 @@ class Link:
     # Receiving.
 
     def _readable(self) -> None:
+        wakeups = self._wakeups
+        wakeups.collecting = True
+        try:
+            self._read_socket()
+        finally:
+            wakeups.collecting = False
+        wakeups.run()
+
+    def _read_socket(self) -> None:
         if self._socket is None:
             return
         if self._ring is not None:

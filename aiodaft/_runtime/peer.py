@@ -104,6 +104,7 @@ class Peer:
         self.in_thread = self.offload.run
         self.links: dict[PeerId, Link] = {}
         self.waiter = Waiter(self.loop)
+        self.wakeups = self.waiter.wakeups
         self.starter = Starter(self.loop)
         self.upgrades = Upgrades(self)
         self.cells: dict[ActorId, Cell] = {}

@@ -63,12 +63,8 @@ class CallState(RefState):
         # Nobody but those who wait for the value has to be told.
         self.status = HERE
         self.settled = True
-        waiters = self._waiters
-        if waiters is not None:
-            self._waiters = None
-            for future in waiters:
-                if not future.done():
-                    future.set_result(None)
+        if self._waiters is not None:
+            self._wake_waiters()
 
     def on_result(self, arrived: Arrived) -> None:
         """The answer is an encoded value."""

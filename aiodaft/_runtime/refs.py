@@ -21,6 +21,7 @@ from .failures import copy_error
 from .kept import Arrived, Kept
 from .landing import Landing
 from .tasks import wait_shielded
+from .wakeups import Wakeup
 from .watching import Watched
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class RefState(Watched):
     shared = False
     # Refs that it depends on.
     inputs: list[RefState] | None = None
-    _waiters: list[asyncio.Future[None]] | None = None
+    _waiters: list[Wakeup] | None = None
     _idle_watchers: list[asyncio.Future[None]] | None = None
     _traceback: TracebackType | None = None
     _fetching = False
@@ -218,11 +219,12 @@ class RefState(Watched):
         """
         if self.value is ABSENT and self.error is None:
             if self.arrived is None or is_heavy(self.arrived.payload):
-                future = self._add_waiter()
+                wakeup = self._add_waiter()
                 try:
-                    yield from future
+                    if not wakeup.done():
+                        yield wakeup
                 except BaseException as error:
-                    yield from self._stop_waiting(future, error)
+                    yield from self._stop_waiting(wakeup, error)
                     raise
             else:
                 if not self.peer.is_here:
@@ -258,24 +260,24 @@ class RefState(Watched):
             self.kept.when_unread(lambda: _wake([unread]))
             yield from unread.__await__()
 
-    def _add_waiter(self) -> asyncio.Future[None]:
-        """A future that is done when the value is here, or known not to come."""
+    def _add_waiter(self) -> Wakeup:
+        """What is woken when the value is here, or known not to come."""
         peer = self.peer
         if peer.closed is not None:
             peer.check_open(f"{self.label} cannot be awaited")
         self.check_loop()
-        future: asyncio.Future[None] = peer.loop.create_future()
+        wakeup = Wakeup(peer.wakeups)
         if self._waiters is None:
-            self._waiters = [future]
+            self._waiters = [wakeup]
         else:
-            self._waiters.append(future)
+            self._waiters.append(wakeup)
         if self.settled or not self.own:
             self._serve_waiters()
-        return future
+        return wakeup
 
-    def _stop_waiting(self, future: asyncio.Future[None], why: BaseException) -> Generator[Any, None, None]:
+    def _stop_waiting(self, wakeup: Wakeup, why: BaseException) -> Generator[Any, None, None]:
         """A wait was ended: if the call is ended with it, wait for its cleanup."""
-        ended = self._leave(future)
+        ended = self._leave(wakeup)
         if isinstance(why, asyncio.CancelledError):
             if ended:
                 yield from self._wait_for_cleanup()
@@ -284,10 +286,10 @@ class RefState(Watched):
                 # may be raised while this is handled, and would know it.
                 why.__cause__ = copy_error(self.error)
 
-    def _leave(self, future: asyncio.Future[None]) -> bool:
+    def _leave(self, wakeup: Wakeup) -> bool:
         """A waiter is gone; True if it was the last interest in a running call, which is then cancelled."""
-        if self._waiters and future in self._waiters:
-            self._waiters.remove(future)
+        if self._waiters and wakeup in self._waiters:
+            self._waiters.remove(wakeup)
         if self._waiters or self.uses or self.borrowers or self._interested or not self.own:
             return False
         # Whoever gives up waiting does not want to hear of errors either, whichever of the two comes first.
@@ -312,9 +314,12 @@ class RefState(Watched):
                     self._fetching = True
                     self.peer.tasks.create_task(self._fetch(), name=f"fetch {self.label}")
                 return
+        self._wake_waiters()
+
+    def _wake_waiters(self) -> None:
         waiters, self._waiters = self._waiters, None
-        if waiters:
-            _wake(waiters)
+        for wakeup in waiters or ():
+            wakeup.wake()
 
     def _decode_now(self) -> None:
         assert self.arrived is not None

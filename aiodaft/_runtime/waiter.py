@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from contextvars import copy_context
 from typing import Final, Protocol
 
 from .ring import HEAD, ORDERED, RingPair, barrier
+from .wakeups import Wakeups
 
 # Seconds of looking after the last sign of life: what a step with a megabyte takes. Gaps are worth that if they are
 # shorter on average.
@@ -49,6 +51,10 @@ class Waiter:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        # Those for whom something has come.
+        self.wakeups = Wakeups(loop)
+        # What is said before anybody looks.
+        self._unsaid: list[Callable[[], object]] = []
         # A new tuple with every change, so that a loop over the old one notices.
         self._rings: tuple[tuple[RingPair, RingUser], ...] = ()
         # That of whoever added the last one: who sends something makes this look, and leaves nothing of his own in it.
@@ -90,22 +96,41 @@ class Waiter:
             self._wake()
             self._loop.call_soon(self._turn, context=self._context)
 
+    def before_looking(self, say: Callable[[], object]) -> None:
+        """Call that at the end of this turn, or before rings are looked at for the next time."""
+        self._unsaid.append(say)
+        self.look()
+
     def _rang(self, ring: RingPair, user: RingUser) -> None:
         ring.quiet()
         user.ring_writable()
         if self._read():
             self._came()
         self.look()
+        self.wakeups.run()
+
+    def _say(self) -> None:
+        unsaid, self._unsaid = self._unsaid, []
+        for say in unsaid:
+            say()
 
     def _turn(self) -> None:
         self.turns += 1
+        if self._unsaid:
+            self._say()
         if self._find():
             self._came()
-        elif not self._worth_looking() and self._asleep():
+            self._loop.call_soon(self._turn, context=self._context)
+            if self.wakeups.due:
+                self.wakeups.run()
+            if self._unsaid:
+                # What those say who went on.
+                self._say()
+            return
+        if not self._worth_looking() and self._asleep():
             self._looking = False
             return
-        else:
-            self._let_others_run()
+        self._let_others_run()
         self._loop.call_soon(self._turn, context=self._context)
 
     def _let_others_run(self) -> None:
@@ -139,13 +164,17 @@ class Waiter:
 
     def _read(self) -> bool:
         found = False
-        rings = self._rings
-        for ring, user in rings:
-            if ring.reader.filled:
-                found = True
-                user.ring_readable()
-                if self._rings is not rings:
-                    break
+        rings, wakeups = self._rings, self.wakeups
+        wakeups.collecting = True
+        try:
+            for ring, user in rings:
+                if ring.reader.filled:
+                    found = True
+                    user.ring_readable()
+                    if self._rings is not rings:
+                        break
+        finally:
+            wakeups.collecting = False
         return found
 
     def _asleep(self) -> bool:

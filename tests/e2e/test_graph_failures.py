@@ -54,6 +54,20 @@ async def test_an_input_that_fails_is_told_as_it_is_one_by_one(module_rt: aiodaf
         assert await graph(1) == 1
 
 
+async def test_a_run_that_cannot_begin_keeps_none_of_its_inputs(module_rt: aiodaft.Runtime) -> None:
+    a, b = await spawn(module_rt, 2)
+
+    def flow(x: aiodaft.Ref[Any], y: aiodaft.Ref[Any]) -> aiodaft.Ref[Any]:
+        return a.on_loop(x, y)
+
+    async with aiodaft.compile(flow) as graph:
+        used = b.same("used")
+        with pytest.raises(aiodaft.SerializationError):
+            await graph([used], asyncio.get_running_loop())
+        async with asyncio.timeout(5):
+            await used.released()
+
+
 async def test_an_actor_that_was_stopped_fails_its_steps_only(module_rt: aiodaft.Runtime) -> None:
     a, b = await spawn(module_rt, 2)
     beside = await module_rt.on(with_=a).spawn(Node)

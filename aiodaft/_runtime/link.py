@@ -7,11 +7,9 @@ means nothing, and says by its end that the peer is gone.
 
 from __future__ import annotations
 
-import array
 import asyncio
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -21,8 +19,9 @@ from aiodaft._protocol.messages import INTRODUCE, NOTE, Message
 from aiodaft._protocol.session import STALL, Session
 from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
 
+from .descriptors import SPACE, Descriptors
 from .neighbour import LinkOwner
-from .outbox import Outbox, close_all
+from .outbox import Outbox
 from .ring import RingPair
 from .tasks import logger
 from .traffic import Traffic
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 _READ_SIZE: Final = 16 << 10
 # Messages that are written together.
 _BATCH: Final = 64
-_MAX_FDS: Final = 8
-_FD_SPACE: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 
 
 class Link:
@@ -61,7 +58,7 @@ class Link:
         self._pack: Callable[[Message], object] = session.send
         self._socket: socket.socket | None = None
         self._buffer = bytearray(_READ_SIZE)
-        self._fds: deque[int] = deque()
+        self._descriptors = Descriptors()
         self._waiter = waiter = owner.waiter
         self._wakeups = waiter.wakeups
         self._outbox = Outbox(loop, self.traffic, waiter.look, self._broken)
@@ -165,14 +162,16 @@ class Link:
         Raises:
             RemoteProtocolError: There is none.
         """
-        if not self._fds and self._ring is not None and self._socket is not None:
+        fd = self._descriptors.take()
+        if fd is None and self._ring is not None and self._socket is not None:
             # It came over the socket before its message came through the ring.
             with suppress(OSError):
-                _, ancillary, _, _ = self._socket.recvmsg(1, _FD_SPACE)
-                self._take_fds(ancillary)
-        if not self._fds:
+                _, ancillary, _, _ = self._socket.recvmsg(1, SPACE)
+                self._descriptors.add(ancillary)
+            fd = self._descriptors.take()
+        if fd is None:
             raise RemoteProtocolError(f"{self.remote} announced a descriptor that did not come")
-        return self._fds.popleft()
+        return fd
 
     def submit(self, call_id: CallId, call: State, message: Message | None, cost: int = 0) -> None:
         """Send a call within the window; see `Session.submit`."""
@@ -227,8 +226,7 @@ class Link:
             self._loop.remove_writer(connection.fileno())
             connection.close()
         self._drop_rings()
-        close_all(self._fds)
-        self._fds.clear()
+        self._descriptors.close()
         # Lost links are remembered for a while.
         self._buffer = bytearray()
         self._owner.link_lost(self, reason)
@@ -309,14 +307,14 @@ class Link:
             self._look_for_end(self._socket)
             return
         try:
-            count, ancillary, _, _ = self._socket.recvmsg_into([self._buffer], _FD_SPACE)
+            count, ancillary, _, _ = self._socket.recvmsg_into([self._buffer], SPACE)
         except BlockingIOError:
             return
         except OSError as error:
             self._broken(error)
             return
         if ancillary:
-            self._take_fds(ancillary)
+            self._descriptors.add(ancillary)
         if not count:
             self.close(PeerLost(f"the connection to {self.remote} ended"))
             return
@@ -367,13 +365,6 @@ class Link:
             self._corked = False
             self._write()
 
-    def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
-        for level, kind, content in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds = array.array("i")
-                fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-                self._fds.extend(fds)
-
     def _broken(self, error: OSError) -> None:
         # Nothing more can be written; what the peer sent before it ended is still read first.
         self._outbox.drop()
@@ -393,8 +384,8 @@ class Link:
             buffer = bytearray(_READ_SIZE)
             with suppress(BlockingIOError, OSError):
                 while self._socket is not None:
-                    count, ancillary, _, _ = self._socket.recvmsg_into([buffer], _FD_SPACE)
-                    self._take_fds(ancillary)
+                    count, ancillary, _, _ = self._socket.recvmsg_into([buffer], SPACE)
+                    self._descriptors.add(ancillary)
                     if not count:
                         break
                     self._receive(memoryview(buffer)[:count])

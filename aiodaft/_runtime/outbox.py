@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 
+from .descriptors import close_all
 from .ring import RingPair
 from .traffic import Traffic
 
@@ -124,10 +123,3 @@ class Outbox:
         self.drop()
         self._socket = None
         self.ring = None
-
-
-def close_all(fds: Iterable[int]) -> None:
-    """Close descriptors; those that are closed already are no error."""
-    for fd in fds:
-        with suppress(OSError):
-            os.close(fd)

@@ -90,6 +90,9 @@ class PeerOptions:
 class Peer:
     """One process."""
 
+    # When the time of the surrounding call is over, on the loop's clock.
+    deadline = staticmethod(current_deadline.get)
+
     def __init__(self, options: PeerOptions, key: Key, env: Env) -> None:
         self.options = options
         self.id = options.id
@@ -104,7 +107,6 @@ class Peer:
         self.in_thread = self.offload.run
         self.links: dict[PeerId, Link] = {}
         self.waiter = Waiter(self.loop)
-        self.wakeups = self.waiter.wakeups
         self.starter = Starter(self.loop)
         self.upgrades = Upgrades(self)
         self.cells: dict[ActorId, Cell] = {}
@@ -132,8 +134,6 @@ class Peer:
         self.key = key
         self.numbers = cast("Iterator[CallId]", itertools.count(1))
         self.next_number = self.numbers.__next__
-        # When the time of the surrounding call is over, on the loop's clock.
-        self.deadline = current_deadline.get
         self._thread = threading.get_ident()
         self._lost: deque[Link] = deque()
         self._past_traffic = Traffic()

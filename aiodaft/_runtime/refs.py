@@ -266,7 +266,7 @@ class RefState(Watched):
         if peer.closed is not None:
             peer.check_open(f"{self.label} cannot be awaited")
         self.check_loop()
-        wakeup = Wakeup(peer.wakeups)
+        wakeup = Wakeup(peer.waiter.wakeups)
         if self._waiters is None:
             self._waiters = [wakeup]
         else:

@@ -325,7 +325,7 @@ class World:
             "aiodaft._runtime.dispatch.socket": self.net,
             "aiodaft._runtime.link.socket": self.net,
             "aiodaft._runtime.link.os": self.net,
-            "aiodaft._runtime.outbox.os": self.net,
+            "aiodaft._runtime.descriptors.os": self.net,
         }
         logs = _Logs(self.loop.problems)
         logger = logging.getLogger("aiodaft")

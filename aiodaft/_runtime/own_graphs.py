@@ -16,9 +16,8 @@ from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
 from aiodaft.ref import Ref
 
 from .arguments import Arguments
-from .failures import copy_error, decode_error
+from .failures import copy_error
 from .flow import Item, Value, item_of
-from .kept import Arrived
 from .layouts import Layout, Specs
 from .runs import OwnRun, ResultState, input_names
 
@@ -49,6 +48,8 @@ class OwnGraph:
         self._runs: dict[int, OwnRun] = {}
         self._waiting: deque[OwnRun] = deque()
         self._last_run = 0
+        # The next one, made while the processes work, so that nobody waits for it.
+        self._next: OwnRun | None = None
         self._idle: asyncio.Future[None] | None = None
         self._closed = False
         # The layout is known to all, or it is known why it cannot be.
@@ -127,8 +128,9 @@ class OwnGraph:
         if self._ready and layout.is_stale:
             self._preparing = self._prepare()
         self._last_run = number = self._last_run + 1
-        numbers = tuple(itertools.islice(peer.numbers, len(layout.results)))
-        run = OwnRun(self, number, numbers, peer.deadline())
+        run = self._next or self._make_run()
+        self._next = None
+        run.number, run.deadline = number, peer.deadline()
         try:
             long = run.take_inputs(args, peer.store)
         except BaseException:
@@ -141,14 +143,19 @@ class OwnGraph:
             # The processes work while the refs are made.
             self._send(run)
         refs: dict[int, Ref[Any]] = {}
-        for (value, (target, spec, link)), result in zip(layout.results.items(), numbers, strict=True):
+        for (value, (target, spec, link)), result in zip(layout.results.items(), run.numbers, strict=True):
             state = run.states[value] = ResultState(run, target, spec, result)
             refs[value] = Ref(state)
             if at_once:
                 state.link = link
-        if not at_once:
+        if at_once:
+            self._next = self._make_run()
+        else:
             self._queue(run, long)
         return refs
+
+    def _make_run(self) -> OwnRun:
+        return OwnRun(self, tuple(itertools.islice(self._peer.numbers, len(self._layout.results))))
 
     def _queue(self, run: OwnRun, long: list[tuple[int, Any]]) -> None:
         """Let a run wait for its turn, and for those of its inputs that take long."""
@@ -251,7 +258,7 @@ class OwnGraph:
                 # The usual case.
                 run.states[index].on_plain(item[1])
             else:
-                self._settle(run, item, [])
+                run.settle(item, [])
         if not missing:
             self._end(run)
 
@@ -259,38 +266,9 @@ class OwnGraph:
         refs = await self._peer.refs.adopt(item[3], neighbour)
         if item[0] in run.missing:
             del run.missing[item[0]]
-            self._settle(run, item, refs)
+            run.settle(item, refs)
             if not run.missing:
                 self._end(run)
-
-    def _settle(self, run: OwnRun, item: Item, refs: list[Ref[Any]]) -> None:
-        state = run.states.get(item[0])
-        size = len(item)
-        if state is None:
-            if size == 3:
-                self._fail(self._nobody(run, item[0]), item)
-        elif size == 2:
-            state.on_plain(item[1])
-        elif size == 1:
-            state.on_stored()
-        elif size == 3:
-            self._fail(state, item)
-        else:
-            state.on_result(Arrived(item[1], item[2], [], refs))
-
-    def _nobody(self, run: OwnRun, index: int) -> ResultState:
-        """A step whose result nobody holds: its error is for whoever looks after such errors."""
-        state = ResultState(run, *self.specs[index - self.inputs], self._peer.next_number())
-        state.handles = 0
-        if run.cancelled:
-            state.expect_cancellation()
-        return state
-
-    def _fail(self, state: ResultState, item: Item) -> None:
-        error = decode_error(item[1])
-        if isinstance(error, DaftError):
-            error.with_executed(item[2])
-        state.on_error(error)
 
     def _end(self, run: OwnRun) -> None:
         self._over(run)
@@ -390,6 +368,8 @@ class OwnGraph:
 
     def _uninstall(self) -> None:
         self._preparing.cancel()
+        # It knows this.
+        self._next = None
         self._forget(self._layout)
 
     def _forget(self, layout: Layout) -> None:

@@ -20,8 +20,8 @@ from .incoming import IncomingCall
 
 if TYPE_CHECKING:
     from .arguments import Arguments
-    from .graphs import Part, Run
     from .hosting import Cell
+    from .parts import Part, Run
 
 
 _NO_KWARGS: Final[dict[str, Any]] = {}

@@ -9,7 +9,8 @@ from aiodaft._protocol.deadlock import CallAt
 from aiodaft._protocol.ids import CallId, PeerId
 
 if TYPE_CHECKING:
-    from .graphs import Graphs, Part, Run
+    from .graphs import Graphs
+    from .parts import Part, Run
     from .rows import RowCall
 
 # A row has no number at the graph's owner. It is called by a value that it makes: the graph, the run and the value in

@@ -8,9 +8,9 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft.exceptions import CallCancelled, DaftError
 
 from .callers import all_plain, is_plain
-from .failures import copy_error
-from .flow import Flowing, Value
-from .kept import Kept
+from .failures import copy_error, decode_error
+from .flow import Flowing, Item, Value
+from .kept import Arrived, Kept
 from .pickling import TooLong
 from .refkinds import CallState
 from .refs import RefState, state_of
@@ -18,6 +18,7 @@ from .serialization import Names
 
 if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
+    from aiodaft.ref import Ref
 
     from .calls import Target
     from .layouts import Layout
@@ -61,6 +62,9 @@ class OwnRun:
     """One run, from its start to the last report."""
 
     # Defaults live in the class: most runs set only what they need.
+    number = 0
+    # When its time is over, on the loop's clock.
+    deadline: float | None = None
     # Once it is sent: where it runs.
     layout: Layout | None = None
     # Refs inside the inputs.
@@ -71,16 +75,14 @@ class OwnRun:
     sent = False
     cancelled = False
 
-    def __init__(self, graph: OwnGraph, number: int, numbers: tuple[CallId, ...], deadline: float | None) -> None:
+    def __init__(self, graph: OwnGraph, numbers: tuple[CallId, ...]) -> None:
         self.graph = graph
-        self.number = number
         # The numbers of its results, in the order of its layout, and what is known of them.
         self.numbers = numbers
         self.states: dict[int, ResultState] = {}
         self.inputs: list[Flowing] = []
         # The values that have to be reported.
         self.missing: dict[int, PeerId] = {}
-        self.deadline = deadline
 
     def take_inputs(self, args: tuple[Any, ...], store: Store) -> list[tuple[int, Any]]:
         """Encode the inputs; those that take long are left for later, and returned."""
@@ -128,6 +130,37 @@ class OwnRun:
         self.graph.skip(self)
         return True
 
+    def settle(self, item: Item, refs: list[Ref[Any]]) -> None:
+        """A result came, with the refs in it, or the news that a step is over."""
+        state = self.states.get(item[0])
+        size = len(item)
+        if state is None:
+            if size == 3:
+                self._fail_one(self._nobody(item[0]), item)
+        elif size == 2:
+            state.on_plain(item[1])
+        elif size == 1:
+            state.on_stored()
+        elif size == 3:
+            self._fail_one(state, item)
+        else:
+            state.on_result(Arrived(item[1], item[2], [], refs))
+
+    def _nobody(self, index: int) -> ResultState:
+        """A step whose result nobody holds: its error is for whoever looks after such errors."""
+        target, spec = self.graph.specs[index - self.graph.inputs]
+        state = ResultState(self, target, spec, target.peer.next_number())
+        state.handles = 0
+        if self.cancelled:
+            state.expect_cancellation()
+        return state
+
+    def _fail_one(self, state: ResultState, item: Item) -> None:
+        error = decode_error(item[1])
+        if isinstance(error, DaftError):
+            error.with_executed(item[2])
+        state.on_error(error)
+
     def fail(self, error: BaseException) -> None:
         """It never began."""
         for state in self.states.values():
@@ -147,7 +180,7 @@ class OwnRun:
         if not self.ready:
             # Its inputs are being encoded; whoever does that comes back.
             return
-        if self.inputs:
+        if self.inputs and not self.plain:
             self.drop_inputs()
         if self.used:
             for state in self.used:

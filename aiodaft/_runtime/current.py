@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,16 @@ if TYPE_CHECKING:
 
 # When the surrounding call, or `aiodaft.deadline()`, ends the time for everything inside; on the loop's clock.
 current_deadline: ContextVar[float | None] = ContextVar("aiodaft_current_deadline", default=None)
+
+
 _context_peer: ContextVar[Peer | None] = ContextVar("aiodaft_peer", default=None)
 # Open peers of this process, oldest first. A worker has exactly one.
 _open_peers: list[Peer] = []
+
+
+def milliseconds_left(deadline: float | None, now: float) -> int | None:
+    """What is left of a deadline, as it travels; rounded up, so that whoever has set it is the first to notice."""
+    return None if deadline is None else max(0, math.ceil((deadline - now) * 1000))
 
 
 def set_process_peer(peer: Peer) -> None:

@@ -206,15 +206,18 @@ class Cell:
         begun = call.given_up or self._interrupt(call)
         if begun and not call.rules.on_thread:
             call.late = True
-            call.timer = self.peer.loop.call_later(self.peer.grace, self._fail_late, call)
+            call.timer = self.peer.loop.call_later(self.peer.grace, self.fail_late, call)
         else:
-            self._fail_late(call, executed=None if begun else False)
+            self.fail_late(call, executed=None if begun else False)
 
-    def _fail_late(self, call: IncomingCall, *, executed: bool | None = None) -> None:
-        call.caller_link.fail(call, self._too_late(call), executed=executed)
-
-    def _too_late(self, call: IncomingCall) -> DeadlineExceeded:
-        return DeadlineExceeded(f"the deadline of {call.label} of {self.name} passed")
+    def fail_late(
+        self, call: IncomingCall, error: BaseException | None = None, *, executed: bool | None = None
+    ) -> None:
+        """Its time was over before it was; perhaps it raised something then."""
+        late = DeadlineExceeded(f"the deadline of {call.label} of {self.name} passed")
+        if not isinstance(error, asyncio.CancelledError):
+            late.__cause__ = error
+        call.caller_link.fail(call, late, executed=executed)
 
     def _interrupt(self, call: IncomingCall) -> bool:
         """Stop a call; False if it has not begun, and never will."""
@@ -246,14 +249,18 @@ class Cell:
 
     def failed(self, call: IncomingCall, error: BaseException, ran: bool) -> None:
         """It raised something."""
-        executed: bool | None = ran
-        if isinstance(error, asyncio.CancelledError):
-            # Where it stopped, nobody can say.
-            executed = None
-            error = self._too_late(call) if call.late else error
+        if call.late or (isinstance(error, DeadlineExceeded) and self._is_late(call)):
+            # Calls that it makes have no more time than it has, and may be the first to notice.
+            self.fail_late(call, error)
+            return
+        # Where a cancelled call stopped, nobody can say.
+        executed = None if isinstance(error, asyncio.CancelledError) else ran
         # What the runtime's own actors raise needs no directions.
         where = f"raised by {call.label} in {self.where}" if self.id >= FIRST_USER_ACTOR else None
         call.caller_link.fail(call, as_call_error(error, where), executed=executed)
+
+    def _is_late(self, call: IncomingCall) -> bool:
+        return call.deadline is not None and self.peer.loop.time() >= call.deadline
 
     def _refuse(self, call: IncomingCall) -> None:
         executed = None if call.begun else False

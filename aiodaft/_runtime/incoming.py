@@ -125,7 +125,10 @@ class IncomingCall:
             executed = True
             made = self.spec.fn(cell.instance, *self.args, **self.kwargs)
             result: Any = await (self._give_items(made) if self.spec.is_stream else made)
-            if is_plain(result):
+            if self.late:
+                # It did not obey, but its time was over.
+                cell.fail_late(self)
+            elif is_plain(result):
                 self.caller_link.answer(self, result)
             else:
                 await self.caller_link.answer_encoded(self, result)

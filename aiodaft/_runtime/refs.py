@@ -221,8 +221,7 @@ class RefState(Watched):
             if self.arrived is None or is_heavy(self.arrived.payload):
                 wakeup = self._add_waiter()
                 try:
-                    if not wakeup.done():
-                        yield wakeup
+                    yield from wakeup
                 except BaseException as error:
                     yield from self._stop_waiting(wakeup, error)
                     raise

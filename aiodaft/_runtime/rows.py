@@ -145,6 +145,9 @@ class RowCall(IncomingCall):
                         args, kwargs = self._arguments(job, patient=False)
                     executed = True
                     result = await job.fn(cell.instance, *args, **kwargs)
+                    if self.late:
+                        cell.fail_late(self)
+                        return
                     if is_plain(result):
                         value = result
                     else:
@@ -154,7 +157,7 @@ class RowCall(IncomingCall):
                 except (SystemExit, KeyboardInterrupt):
                     raise
                 except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
-                    if self.given_up and isinstance(error, asyncio.CancelledError):
+                    if self.late or (self.given_up and isinstance(error, asyncio.CancelledError)):
                         # Its actor knows why, and that goes for all that is left.
                         cell.failed(self, error, executed)
                         return

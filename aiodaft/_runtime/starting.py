@@ -16,6 +16,8 @@ from contextvars import Context, copy_context
 from types import TracebackType
 from typing import Any, Protocol
 
+from .tasks import may_step
+
 
 class Started(Protocol):
     """A call, as far as its task goes."""
@@ -39,7 +41,7 @@ class Starter:
         any task.
         """
         loop = self._loop
-        if not at_once or asyncio.current_task(loop) is not None:
+        if not (at_once and may_step(loop)) or asyncio.current_task(loop) is not None:
             call.task = loop.create_task(coro, context=call.context)
             return
         spare = self._spare

@@ -17,6 +17,15 @@ logger = logging.getLogger("aiodaft")
 T = TypeVar("T")
 
 
+def may_step(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether tasks may take steps in other callbacks than their own.
+
+    Not if the loop is debugged: it says which callback took long. Nor if tasks may run it inside (nest_asyncio, in
+    notebooks): the callback that such a task stands in could not be called there.
+    """
+    return not (loop.get_debug() or hasattr(loop, "_nest_patched"))
+
+
 class TaskOwner:
     """Background tasks of one object: they end with it, and their errors are reported, not lost."""
 

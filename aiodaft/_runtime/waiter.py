@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
 from typing import Final, Protocol
@@ -54,7 +55,7 @@ class Waiter:
         # Those for whom something has come.
         self.wakeups = Wakeups(loop)
         # What is said before anybody looks.
-        self._unsaid: list[Callable[[], object]] = []
+        self._unsaid: deque[Callable[[], object]] = deque()
         # A new tuple with every change, so that a loop over the old one notices.
         self._rings: tuple[tuple[RingPair, RingUser], ...] = ()
         # That of whoever added the last one: who sends something makes this look, and leaves nothing of his own in it.
@@ -110,9 +111,8 @@ class Waiter:
         self.wakeups.run()
 
     def _say(self) -> None:
-        unsaid, self._unsaid = self._unsaid, []
-        for say in unsaid:
-            say()
+        while self._unsaid:
+            self._unsaid.popleft()()
 
     def _turn(self) -> None:
         self.turns += 1

@@ -11,25 +11,24 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import Any
 
+from .tasks import may_step
 
-class Wakeup:
-    """What one `await` of a ref waits for. A task takes it as it takes futures; nobody else gets to see it."""
 
-    # What tells tasks that they may wait for it: https://docs.python.org/3/library/asyncio-future.html#asyncio.isfuture
-    _asyncio_future_blocking = True
-    # Defaults live in the class. The callback is forgotten when it is called: it knows the task, and that knows this.
+class Wakeup(asyncio.Future[None]):
+    """What one `await` of a ref waits for: a future that one task waits for, and that says itself when that goes on."""
+
+    # It is forgotten when it is called: it knows the task, and that knows this.
     _callback: Callable[[Any], object] | None = None
     _context: Context | None = None
-    _done = False
-    _error: BaseException | None = None
 
     def __init__(self, wakeups: Wakeups) -> None:
+        super().__init__(loop=wakeups.loop)
         self._wakeups = wakeups
 
     def wake(self) -> None:
         """There is something to go on with."""
-        if not self._done:
-            self._done = True
+        if not self.done():
+            self.set_result(None)
             if self._callback is not None:
                 self._wakeups.add(self)
 
@@ -46,48 +45,29 @@ class Wakeup:
         if callback is not None:
             self._wakeups.loop.call_soon(callback, self, context=self._context)
 
-    # As futures.
+    # What futures do with those who wait for them.
 
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        """The loop of the task."""
-        return self._wakeups.loop
-
-    def done(self) -> bool:
-        """Whether it was woken, or cancelled."""
-        return self._done
-
-    def result(self) -> None:
-        """Nothing: the ref has the value. Raises what ended the wait, once, if no value did."""
-        error, self._error = self._error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                # Its frames lead here: they must not lead back to it.
-                del error
-
-    def set_exception(self, error: BaseException) -> None:
+    def set_exception(self, error: type | BaseException, /) -> None:
         """End the wait with an error."""
-        if not self._done:
-            self._done, self._error = True, error
-            self.go_on_soon()
+        super().set_exception(error)
+        self.go_on_soon()
 
     def cancel(self, msg: Any = None) -> bool:
         """End the wait; False if it is over."""
-        if self._done:
-            return False
-        self.set_exception(asyncio.CancelledError() if msg is None else asyncio.CancelledError(msg))
-        return True
+        cancelled = super().cancel(msg)
+        if cancelled:
+            self.go_on_soon()
+        return cancelled
 
-    def add_done_callback(self, callback: Callable[[Any], object], *, context: Context | None = None) -> None:
+    def add_done_callback(self, callback: Callable[[Any], object], /, *, context: Context | None = None) -> None:
         """Take what has a task go on."""
         self._callback = callback
         # Not `or`: an empty one counts as false.
         self._context = copy_context() if context is None else context
-        if self._done:
+        if self.done():
             self.go_on_soon()
 
-    def remove_done_callback(self, callback: Callable[[Any], object]) -> int:
+    def remove_done_callback(self, callback: Callable[[Any], object], /) -> int:
         """Forget it."""
         if self._callback != callback:
             return 0
@@ -107,12 +87,10 @@ class Wakeups:
         self.loop = loop
         self.collecting = False
         self.due: deque[Wakeup] = deque()
-        # A loop that is debugged says which callback took long: it has to be that of the task.
-        self._in_turn = loop.get_debug()
 
     def add(self, wakeup: Wakeup) -> None:
         """A task can go on."""
-        if self.collecting and not self._in_turn:
+        if self.collecting and may_step(self.loop):
             self.due.append(wakeup)
         else:
             wakeup.go_on_soon()

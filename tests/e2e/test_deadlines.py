@@ -64,6 +64,32 @@ async def test_who_does_not_obey_a_deadline_has_the_grace_time(hasty_rt: aiodaft
     await actor.let_go()
 
 
+@pytest.mark.parametrize("how", ["give", "raise"])
+async def test_what_a_call_gives_or_raises_after_its_deadline_is_too_late(rt: aiodaft.Runtime, how: str) -> None:
+    actor = await rt.spawn(Subject)
+    async with aiodaft.deadline(0.05):
+        ref = actor.give_in_late(how)
+    with pytest.raises(aiodaft.DeadlineExceeded, match=r"deadline of Subject\.give_in_late") as caught:
+        await ref
+    assert caught.value.executed is None
+    assert (caught.value.__cause__ is not None) is (how == "raise")
+    assert await actor.history() == ["cleaned up"]
+
+
+async def test_a_step_of_a_graph_that_gives_something_after_its_deadline_is_the_last(rt: aiodaft.Runtime) -> None:
+    actor = await rt.spawn(Subject)
+
+    def flow(how: aiodaft.Ref[str]) -> aiodaft.Ref[None]:
+        return actor.use(actor.give_in_late(how))
+
+    async with aiodaft.compile(flow) as graph:
+        async with aiodaft.deadline(0.05):
+            run = graph("give")
+        with pytest.raises(aiodaft.DeadlineExceeded, match=r"deadline of Subject\.give_in_late"):
+            await run
+        assert await actor.history() == ["cleaned up"]
+
+
 async def test_a_call_whose_deadline_passes_in_the_queue_never_starts(rt: aiodaft.Runtime) -> None:
     sleeper = await rt.spawn(Sleeper)
     running = sleeper.block(20)

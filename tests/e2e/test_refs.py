@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 from typing import Any, NamedTuple
 
+import anyio
 import pytest
 from actors import Box, Echo, Log, Relay, Sleeper
 from failing import Failing
@@ -65,6 +66,27 @@ async def test_state_of_a_ref(rt: aiodaft.Runtime) -> None:
     await asyncio.sleep(0)
     assert called == [ref]
     assert "done" in repr(ref)
+
+
+async def test_anyio_does_not_take_a_value_away_that_is_there(rt: aiodaft.Runtime) -> None:
+    log = await rt.spawn(Log)
+    for number in range(20):
+        values: list[Any] = []
+        with anyio.CancelScope() as scope:
+            ref = log.after_gate(number)
+
+            async def watch(ref: aiodaft.Ref[Any] = ref, scope: anyio.CancelScope = scope) -> None:
+                await ref
+                scope.cancel()
+
+            watching = asyncio.get_running_loop().create_task(watch())
+            await asyncio.sleep(0)
+            opening = log.open_gate()
+            values.append(await ref)
+        # As with futures of asyncio: the task behind the watcher goes on with the value, not with the cancellation.
+        assert values == [number]
+        await watching
+        await opening
 
 
 async def test_one_of_two_awaiters_is_cancelled_and_the_other_gets_the_value(rt: aiodaft.Runtime) -> None:

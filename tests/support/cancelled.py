@@ -81,6 +81,17 @@ class Subject(Actor):
         return bytes(1 << 20), Box(other.make())
 
     @method
+    async def give_in_late(self, how: str) -> str:
+        """Takes a while to clean up, and then gives or raises something all the same."""
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await self.clean_up()
+        if how == "raise":
+            raise ValueError("cleanup failed")
+        return "done all the same"
+
+    @method
     async def make(self) -> bytes:
         return bytes(1 << 20)
 

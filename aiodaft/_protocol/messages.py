@@ -84,7 +84,7 @@ _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     HELLO: (_INT, _INT, _STR, _INT),
     # call id, actor, method, plain positional arguments
     CALL: (_INT, _INT, _STR, _TUPLE),
-    # call id, actor, method, what is wanted, milliseconds left, payload, blobs, refs, descriptors of awaited refs, how
+    # call id, actor, method, what is wanted, microseconds left, payload, blobs, refs, descriptors of awaited refs, how
     # often it was sent before
     SEND: (_INT, _INT, _STR, _INT, (_None, int), _BYTES, _BLOBS, _TUPLE, _TUPLE, _INT),
     # call id, plain value
@@ -127,7 +127,7 @@ _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     LEAVE: (_STR, _INT, _STR),
     # stage: an offer comes with three descriptors, and is, as its acceptance, the last that comes over the socket
     RING: (_INT,),
-    # graph of the sender, run, its oldest run that is not over, milliseconds left, numbers of the results, inputs
+    # graph of the sender, run, its oldest run that is not over, microseconds left, numbers of the results, inputs
     RUN: (_INT, _INT, _INT, (_None, int), _TUPLE, _TUPLE),
     # whose graph, graph, run, results that steps of the receiver need
     FLOW: (_STR, _INT, _INT, _TUPLE),

@@ -12,7 +12,7 @@ from aiodaft.exceptions import ActorDied, RuntimeClosed
 from aiodaft.ref import Ref, Stream
 
 from .callers import all_plain
-from .current import current_deadline, milliseconds_left
+from .current import current_deadline, time_left
 from .failures import add_note, copy_error, passed_on
 from .incoming import IncomingCall, current_call
 from .kept import Kept
@@ -285,7 +285,7 @@ class Outgoing:
         blobs = kept.blobs_for(link)
         # The grant keeps the block until the callee is done with it.
         _let_go(request, kept)
-        left = milliseconds_left(deadline, peer.loop.time())
+        left = time_left(deadline, peer.loop.time())
         refs = tuple(peer.refs.describe(ref) for ref in kept.refs)
         slots = peer.refs.describe_values(kept.encoded.slots)
         head = (SEND, request.number, request.target.actor, request.spec.name, request.mode)

@@ -22,9 +22,9 @@ _context_peer: ContextVar[Peer | None] = ContextVar("aiodaft_peer", default=None
 _open_peers: list[Peer] = []
 
 
-def milliseconds_left(deadline: float | None, now: float) -> int | None:
-    """What is left of a deadline, as it travels; rounded up, so that whoever has set it is the first to notice."""
-    return None if deadline is None else max(0, math.ceil((deadline - now) * 1000))
+def time_left(deadline: float | None, now: float) -> int | None:
+    """What is left of a deadline, as it travels: microseconds, rounded up, so that who has set it notices first."""
+    return None if deadline is None else max(0, math.ceil((deadline - now) * 1e6))
 
 
 def set_process_peer(peer: Peer) -> None:

@@ -57,7 +57,7 @@ class Hosted:
             return
         call.attempt = attempt
         if left is not None:
-            call.deadline = self._peer.loop.time() + left / 1000
+            call.deadline = self._peer.loop.time() + left / 1e6
         if mode == WANT_STREAM:
             call.credit = CREDIT_WINDOW
         if refs or slots or isinstance(blobs, tuple) or is_heavy(payload):

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId
 from aiodaft._protocol.mailbox import Mailbox
@@ -16,7 +16,7 @@ from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExce
 from .actor_thread import ActorThread
 from .callers import is_plain
 from .current import current_deadline
-from .failures import as_call_error
+from .failures import add_note, as_call_error
 from .incoming import IncomingCall, current_call
 from .kept import Kept
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from .peer import Peer
 
 logger = logging.getLogger("aiodaft")
+
+# uvloop's clock counts whole milliseconds.
+_TICK: Final = 1e-3
 
 
 class Cell:
@@ -215,8 +218,9 @@ class Cell:
     ) -> None:
         """Its time was over before it was; perhaps it raised something then."""
         late = DeadlineExceeded(f"the deadline of {call.label} of {self.name} passed")
-        if not isinstance(error, asyncio.CancelledError):
-            late.__cause__ = error
+        if error is not None and not isinstance(error, asyncio.CancelledError | DeadlineExceeded):
+            # Not the error itself, which may be unable to travel.
+            add_note(late, f"when it was cancelled for that, it raised {type(error).__name__}")
         call.caller_link.fail(call, late, executed=executed)
 
     def _interrupt(self, call: IncomingCall) -> bool:
@@ -249,8 +253,7 @@ class Cell:
 
     def failed(self, call: IncomingCall, error: BaseException, ran: bool) -> None:
         """It raised something."""
-        if call.late or (isinstance(error, DeadlineExceeded) and self._is_late(call)):
-            # Calls that it makes have no more time than it has, and may be the first to notice.
+        if self.is_late(call, error):
             self.fail_late(call, error)
             return
         # Where a cancelled call stopped, nobody can say.
@@ -259,8 +262,11 @@ class Cell:
         where = f"raised by {call.label} in {self.where}" if self.id >= FIRST_USER_ACTOR else None
         call.caller_link.fail(call, as_call_error(error, where), executed=executed)
 
-    def _is_late(self, call: IncomingCall) -> bool:
-        return call.deadline is not None and self.peer.loop.time() >= call.deadline
+    def is_late(self, call: IncomingCall, error: BaseException) -> bool:
+        """Whether it ended because its time is over. Calls that it made have no more time, and may notice first."""
+        if call.late or call.deadline is None:
+            return call.late
+        return isinstance(error, DeadlineExceeded) and self.peer.loop.time() + _TICK >= call.deadline
 
     def _refuse(self, call: IncomingCall) -> None:
         executed = None if call.begun else False

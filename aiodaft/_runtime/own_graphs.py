@@ -16,7 +16,7 @@ from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
 from aiodaft.ref import Ref
 
 from .arguments import Arguments
-from .current import milliseconds_left
+from .current import time_left
 from .failures import copy_error
 from .flow import Item, Value, item_of
 from .layouts import Layout, Specs
@@ -214,7 +214,7 @@ class OwnGraph:
         for value, state in run.states.items():
             _, _, state.link = layout.results[value]
         run.missing = layout.reports.copy()
-        left = None if run.deadline is None else milliseconds_left(run.deadline, peer.loop.time())
+        left = None if run.deadline is None else time_left(run.deadline, peer.loop.time())
         oldest = next(iter(self._runs))
         # Whoever may have to say that the time is over has to know when; and who waits for the dead is not woken.
         quiet = layout.some_follow and left is None and not any(way.lost for way in layout.ways.values())

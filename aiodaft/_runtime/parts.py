@@ -88,10 +88,12 @@ class Part:
 
     def close(self) -> None:
         """There will be no more runs."""
+        if self._next is not None:
+            self._next.drop()
+            self._next = None
+        for run in self.runs.values():
+            run.drop()
         self.runs.clear()
-        spare, self._next = self._next, None
-        if spare is not None:
-            spare.drop()
 
 
 class Run:
@@ -117,7 +119,7 @@ class Run:
         self._to_come = part.foreign
 
     def drop(self) -> None:
-        """It will not begin."""
+        """It will not begin, if it has not."""
         # They know it.
         self._rows = ()
 
@@ -134,7 +136,7 @@ class Run:
             self.came(items, neighbour)
         calls, self._rows = self._rows, ()
         if left is not None:
-            deadline = part.peer.loop.time() + left / 1000
+            deadline = part.peer.loop.time() + left / 1e6
             for call in calls:
                 call.deadline = deadline
         # All are known before the first may end.

@@ -109,7 +109,6 @@ class RowCall(IncomingCall):
         if row.rules.on_thread:
             self._token = [None]
             self._batch = deque()
-            self.args = (self,)
 
     @property
     def label(self) -> str:
@@ -121,8 +120,11 @@ class RowCall(IncomingCall):
         if self.row.is_gone:
             error = ActorDied("the actor was stopped", executed=False)
             self.run.fail(self, error, executed=False)
-        else:
-            self.cell.deliver(self)
+            return
+        if self.rules.on_thread:
+            # Only now: it knows itself.
+            self.args = (self,)
+        self.cell.deliver(self)
 
     # Running.
 
@@ -157,7 +159,7 @@ class RowCall(IncomingCall):
                 except (SystemExit, KeyboardInterrupt):
                     raise
                 except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
-                    if self.late or (self.given_up and isinstance(error, asyncio.CancelledError)):
+                    if cell.is_late(self, error) or (self.given_up and isinstance(error, asyncio.CancelledError)):
                         # Its actor knows why, and that goes for all that is left.
                         cell.failed(self, error, executed)
                         return

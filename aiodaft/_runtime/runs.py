@@ -180,7 +180,9 @@ class OwnRun:
         if not self.ready:
             # Its inputs are being encoded; whoever does that comes back.
             return
-        if self.inputs and not self.plain:
+        if self.plain:
+            self.inputs = []
+        elif self.inputs:
             self.drop_inputs()
         if self.used:
             for state in self.used:

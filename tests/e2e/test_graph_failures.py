@@ -68,6 +68,18 @@ async def test_a_run_that_cannot_begin_keeps_none_of_its_inputs(module_rt: aioda
             await used.released()
 
 
+async def test_a_graph_that_is_closed_leaves_nothing_for_the_garbage_collector(module_rt: aiodaft.Runtime) -> None:
+    (a,) = await spawn(module_rt, 1)
+    await a.collect_garbage(by_itself=False)
+    for step in (a.on_loop, a.on_thread):
+        async with aiodaft.compile(lambda x, step=step: step(x)) as graph:
+            assert await asyncio.gather(*map(graph, range(10))) == await asyncio.gather(*map(step, range(10)))
+    # The processes are told later.
+    while await a.graph_objects():
+        pass
+    await a.collect_garbage(by_itself=True)
+
+
 async def test_an_actor_that_was_stopped_fails_its_steps_only(module_rt: aiodaft.Runtime) -> None:
     a, b = await spawn(module_rt, 2)
     beside = await module_rt.on(with_=a).spawn(Node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 import aiodaft
 from aiodaft import Actor, Ref, method
 from aiodaft._runtime.current import current_peer
+from aiodaft._runtime.parts import Part, Run
+from aiodaft._runtime.rows import RowCall
 
 
 @dataclass
@@ -77,6 +80,16 @@ class Node(Actor):
     @method
     async def pid(self) -> int:
         return os.getpid()
+
+    @method
+    async def collect_garbage(self, *, by_itself: bool) -> None:
+        gc.collect()
+        _ = gc.enable() if by_itself else gc.disable()
+
+    @method
+    async def graph_objects(self) -> int:
+        """What this process has of graphs, whether anybody knows it or not."""
+        return sum(isinstance(found, Part | Run | RowCall) for found in gc.get_objects())
 
     @method
     async def keep(self, ref: Box) -> Any:

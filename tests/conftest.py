@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,14 +25,14 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 uvloop.new_event_loop().close()
 
 
-def _uvloop() -> asyncio.AbstractEventLoop:
-    loop = uvloop.new_event_loop()
+def _stoppable(new_event_loop: Callable[[], asyncio.AbstractEventLoop]) -> asyncio.AbstractEventLoop:
+    loop = new_event_loop()
     loop.set_exception_handler(_stop_when_time_is_over)
     return loop
 
 
 def _stop_when_time_is_over(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """The exception of a test's time limit is raised in a callback, which uvloop does not pass on as asyncio does."""
+    """The exception of a test's time limit may be raised in a callback, and loops do not pass on what that raises."""
     loop.default_exception_handler(context)
     if isinstance(context.get("exception"), pytest.fail.Exception):
         loop.stop()
@@ -40,7 +41,10 @@ def _stop_when_time_is_over(loop: asyncio.AbstractEventLoop, context: dict[str, 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"asyncio": asyncio.new_event_loop, "uvloop": _uvloop}
+    return {
+        "asyncio": partial(_stoppable, asyncio.new_event_loop),
+        "uvloop": partial(_stoppable, uvloop.new_event_loop),
+    }
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

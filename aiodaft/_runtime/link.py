@@ -351,7 +351,6 @@ class Link:
                 # What is said to the last goes at once, where that costs little.
                 self._prompt = self._outbox.ring is not None
                 handlers[messages[-1][0]](self, messages[-1])
-                self._prompt = False
         except ProtocolError as error:
             self.close(error)
         except Exception as error:  # noqa: BLE001 - see below
@@ -360,9 +359,10 @@ class Link:
             wrong = RemoteProtocolError(f"{self.remote} sent what cannot be handled: {type(error).__name__}: {error}")
             wrong.__cause__ = error
             self.close(wrong)
+        finally:
+            self._prompt, self._corked = False, corked
         if not corked:
             # What the handlers have said goes together.
-            self._corked = False
             self._write()
 
     def _broken(self, error: OSError) -> None:

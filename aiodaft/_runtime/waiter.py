@@ -104,10 +104,13 @@ class Waiter:
 
     def _rang(self, ring: RingPair, user: RingUser) -> None:
         ring.quiet()
-        user.ring_writable()
-        if self._read():
-            self._came()
-        self.look()
+        try:
+            user.ring_writable()
+            if self._read():
+                self._came()
+        finally:
+            # The doorbell does not ring again for what has not been read.
+            self.look()
         self.wakeups.run()
 
     def _say(self) -> None:
@@ -116,22 +119,27 @@ class Waiter:
 
     def _turn(self) -> None:
         self.turns += 1
-        if self._unsaid:
-            self._say()
-        if self._find():
-            self._came()
+        try:
+            if self._unsaid:
+                self._say()
+            found = self._find()
+            if found:
+                self._came()
+            elif not self._worth_looking() and self._asleep():
+                self._looking = False
+                return
+            else:
+                self._let_others_run()
+        except BaseException:
+            # Something ends the program, and may be caught outside.
             self._loop.call_soon(self._turn, context=self._context)
-            if self.wakeups.due:
-                self.wakeups.run()
+            raise
+        self._loop.call_soon(self._turn, context=self._context)
+        if found:
+            self.wakeups.run()
             if self._unsaid:
                 # What those say who went on.
                 self._say()
-            return
-        if not self._worth_looking() and self._asleep():
-            self._looking = False
-            return
-        self._let_others_run()
-        self._loop.call_soon(self._turn, context=self._context)
 
     def _let_others_run(self) -> None:
         now = _now()

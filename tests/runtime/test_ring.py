@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextvars import ContextVar, copy_context
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -223,3 +224,34 @@ async def test_what_comes_is_handled_in_nobodys_context(pair: tuple[RingPair, Ri
     await end.take(1)
     waiter.remove(second)
     assert seen == ["nobody's"]
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+async def test_who_is_interrupted_looks_again(pair: tuple[RingPair, RingPair], asleep: bool) -> None:
+    """As by Ctrl-C in a notebook, where the loop goes on with the next cell."""
+
+    class Interruption(BaseException):
+        pass
+
+    class Reader(Collector):
+        interrupted = False
+
+        def ring_readable(self) -> None:
+            if not self.interrupted:
+                self.interrupted = True
+                raise Interruption
+            super().ring_readable()
+
+    loop, told = asyncio.get_running_loop(), list[Any]()
+    loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+    waiter, end = Waiter(loop), Reader(pair[1])
+    waiter.add(pair[1], end)
+    while waiter._looking and asleep:
+        await asyncio.sleep(0)
+    pair[0].writer.write(b"x")
+    while not told:
+        await asyncio.sleep(0)
+    pair[0].writer.write(b"y")
+    assert await end.take(2) == b"xy"
+    assert [type(error) for error in told] == [Interruption]
+    waiter.remove(pair[1])

@@ -31,6 +31,13 @@ def _stoppable(new_event_loop: Callable[[], asyncio.AbstractEventLoop]) -> async
     return loop
 
 
+# The same for all tests: those of a module that share a loop are known by it.
+_LOOPS = {
+    "asyncio": partial(_stoppable, asyncio.new_event_loop),
+    "uvloop": partial(_stoppable, uvloop.new_event_loop),
+}
+
+
 def _stop_when_time_is_over(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """The exception of a test's time limit may be raised in a callback, and loops do not pass on what that raises."""
     loop.default_exception_handler(context)
@@ -41,10 +48,7 @@ def _stop_when_time_is_over(loop: asyncio.AbstractEventLoop, context: dict[str, 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {
-        "asyncio": partial(_stoppable, asyncio.new_event_loop),
-        "uvloop": partial(_stoppable, uvloop.new_event_loop),
-    }
+    return _LOOPS
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

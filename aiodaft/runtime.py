@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import platform
 import sys
 import warnings
 import weakref
@@ -98,7 +97,7 @@ class Runtime(Scope):
             if not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value!r}: a number that is not negative is needed")
         self.stop_grace = stop_grace
-        self.node_name = platform.node() or "localhost"
+        self.node_name = os.uname().nodename or "localhost"
         self.cancel_grace = cancel_grace
         asked = transport or os.environ.get("AIODAFT_TRANSPORT")
         self._transport = check_name(asked or default_name())

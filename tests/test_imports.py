@@ -18,6 +18,8 @@ HEAVY = {
     "anyio", "cloudpickle", "fastapi", "msgspec", "multiprocessing", "numpy", "pandas", "psutil", "starlette",
     "torch", "ucxx", "uvicorn", "uvloop",
 }  # fmt: skip
+# Of the standard library, what takes milliseconds that few programs need.
+SLOW = {"hashlib", "hmac", "pathlib", "platform", "secrets", "urllib"}
 
 LOOK = """
     import asyncio, asyncio.events, atexit, copyreg, gc, json, logging, os, resource, signal, sys, threading, warnings
@@ -93,6 +95,7 @@ def test_importing_changes_nothing_in_the_process(seen: dict[str, Any]) -> None:
 def test_importing_loads_nothing_heavy(seen: dict[str, Any]) -> None:
     assert "aiodaft.runtime" in seen["loaded"]
     assert heavy_of(seen["loaded"]) == set()
+    assert SLOW.isdisjoint(seen["loaded"])
 
 
 def test_every_public_module_can_be_imported_first_and_loads_nothing_heavy() -> None:

@@ -27,18 +27,20 @@ class FrameEncoder:
     def __init__(self) -> None:
         # Not one growing buffer in the packer: that would lose the frames in it when a later one cannot be packed.
         self._pack: Callable[[Any], bytes] = msgpack.Packer(unicode_errors="surrogatepass").pack
-        self._frames: list[bytes] = []
+        # Those that were not taken; it stays the same list, and others may know it.
+        self.frames: list[bytes] = []
 
     def pack(self, frame: Any) -> None:
         """Add a frame."""
-        self._frames.append(self._pack(frame))
+        self.frames.append(self._pack(frame))
 
     def take(self) -> bytes:
         """Return everything packed since the last call."""
-        if not self._frames:
-            return b""
-        data = b"".join(self._frames)
-        self._frames.clear()
+        frames = self.frames
+        if len(frames) == 1:
+            return frames.pop()
+        data = b"".join(frames)
+        frames.clear()
         return data
 
 
@@ -70,20 +72,23 @@ class FrameDecoder:
         """
         unpacker = self._unpacker
         frames: list[Any] = []
+        self._fed = fed = self._fed + len(data)
         try:
             unpacker.feed(data)
-            self._fed += len(data)
             # To ask for a frame that is not there costs more than a frame does.
-            while unpacker.tell() < self._fed:
+            while unpacker.tell() < fed:
                 frames.append(unpacker.unpack())
         except msgpack.OutOfData:
             # The rest of this one is still to come.
             pass
         except (ValueError, msgpack.UnpackException) as error:
             raise RemoteProtocolError(f"these bytes are no frame: {str(error) or type(error).__name__}") from error
-        self._unfinished = 0 if frames else self._unfinished + len(data)
-        if self._unfinished > MAX_FRAME:
-            raise RemoteProtocolError(f"these bytes are no frame: it exceeds {MAX_FRAME} bytes")
+        if frames:
+            self._unfinished = 0
+        else:
+            self._unfinished += len(data)
+            if self._unfinished > MAX_FRAME:
+                raise RemoteProtocolError(f"these bytes are no frame: it exceeds {MAX_FRAME} bytes")
         return frames
 
 

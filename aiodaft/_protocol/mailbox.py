@@ -77,14 +77,24 @@ class Mailbox(Generic[EntryT]):
     def arrive(self, entry: EntryT) -> bool:
         """A call came in: True if it starts now, else it is kept."""
         rules = entry.rules
-        lane = self._lanes.get(entry.caller) if rules.ordered and self._lanes else None
+        caller = entry.caller
+        if (
+            rules.ordered
+            and rules.concurrency is None
+            and entry.ready
+            and not (self._lanes or self._held or caller in self._last)
+        ):
+            # The usual case, and what `_may_start` and `_start` come to: there is nothing that it might wait for.
+            self._last[caller] = entry
+            return True
+        lane = self._lanes.get(caller) if rules.ordered and self._lanes else None
         if lane is None and self._may_start(entry):
             self._start(entry)
             return True
         if not rules.ordered:
             self._unordered.append(entry)
         elif lane is None:
-            self._lanes[entry.caller] = deque([entry])
+            self._lanes[caller] = deque([entry])
         else:
             lane.append(entry)
         return False
@@ -96,7 +106,8 @@ class Mailbox(Generic[EntryT]):
             del self._last[entry.caller]
         if rules.concurrency is not None:
             self._running[rules.name] -= 1
-        return self.holds_some
+        # What `holds_some` says; on the path of every call.
+        return bool(self._lanes or self._unordered)
 
     def hold(self) -> None:
         """Start nothing until `unhold`: a result is being captured, and no call may change it meanwhile."""

@@ -50,6 +50,8 @@ class Session(Generic[CallT]):
         self._encoder = FrameEncoder()
         self.send: Callable[[Message], None] = self._encoder.pack
         self.data_to_send = self._encoder.take
+        # Messages that nobody has taken yet.
+        self.packed = self._encoder.frames
         self.send((HELLO, OLDEST_WIRE_VERSION, WIRE_VERSION, local, pid))
 
     @property

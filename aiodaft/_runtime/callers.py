@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 def is_plain(value: Any) -> bool:
     """Whether a value travels in a frame as it is."""
     kind = type(value)
-    if kind is str or kind is bytes:
-        return len(value) <= PLAIN_TEXT_LIMIT
     if kind is int:
         return bool(-(1 << 63) <= value < 1 << 64)
+    if kind is str or kind is bytes:
+        return len(value) <= PLAIN_TEXT_LIMIT
     return kind in FLAT
 
 

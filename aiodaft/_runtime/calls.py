@@ -170,7 +170,7 @@ class Outgoing:
             self._submit_elsewhere(running, request)
             return
         target, state, args = request.target, request.state, request.args
-        request.deadline = deadline = peer.deadline()
+        request.deadline = deadline = current_deadline.get()
         if target.remote == peer.id:
             self._submit_local(request)
             return
@@ -285,7 +285,7 @@ class Outgoing:
         blobs = kept.blobs_for(link)
         # The grant keeps the block until the callee is done with it.
         _let_go(request, kept)
-        left = time_left(deadline, peer.loop.time())
+        left = time_left(deadline, peer.loop.time)
         refs = tuple(peer.refs.describe(ref) for ref in kept.refs)
         slots = peer.refs.describe_values(kept.encoded.slots)
         head = (SEND, request.number, request.target.actor, request.spec.name, request.mode)

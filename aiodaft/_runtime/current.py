@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiodaft.exceptions import RuntimeClosed
 
@@ -13,18 +14,23 @@ from .forks import when_forked
 if TYPE_CHECKING:
     from .peer import Peer
 
+# In a second.
+_MICROSECONDS: Final = 1e6
 # When the surrounding call, or `aiodaft.deadline()`, ends the time for everything inside; on the loop's clock.
 current_deadline: ContextVar[float | None] = ContextVar("aiodaft_current_deadline", default=None)
-
-
 _context_peer: ContextVar[Peer | None] = ContextVar("aiodaft_peer", default=None)
 # Open peers of this process, oldest first. A worker has exactly one.
 _open_peers: list[Peer] = []
 
 
-def time_left(deadline: float | None, now: float) -> int | None:
+def time_left(deadline: float | None, clock: Callable[[], float]) -> int | None:
     """What is left of a deadline, as it travels: microseconds, rounded up, so that who has set it notices first."""
-    return None if deadline is None else max(0, math.ceil((deadline - now) * 1e6))
+    return None if deadline is None else max(0, math.ceil((deadline - clock()) * _MICROSECONDS))
+
+
+def deadline_of(left: int, clock: Callable[[], float]) -> float:
+    """The deadline of which so much is left, where it has travelled to."""
+    return clock() + left / _MICROSECONDS
 
 
 def set_process_peer(peer: Peer) -> None:

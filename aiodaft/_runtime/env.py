@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import random
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class Env:
 
     monotonic: Callable[[], float] = time.monotonic
     random: random.Random = field(default_factory=random.Random)
-    token: Callable[[int], bytes] = secrets.token_bytes
+    token: Callable[[int], bytes] = os.urandom
 
     def new_peer_id(self, kind: str) -> PeerId:
         """An id for a process that no other process has."""

@@ -47,6 +47,12 @@ def decode_error(data: bytes) -> BaseException:
     return remote
 
 
+def decode_failure(data: bytes, executed: bool | None) -> BaseException:
+    """The exception that ended a call, or a step of a graph, which knows whether that ran."""
+    error = decode_error(data)
+    return error.with_executed(executed) if isinstance(error, DaftError) else error
+
+
 def as_call_error(error: BaseException, where: str | None) -> Exception:
     """What a caller gets for what a method raised, with a note of where that was."""
     if isinstance(error, asyncio.CancelledError):

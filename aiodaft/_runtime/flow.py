@@ -8,7 +8,7 @@ from aiodaft.exceptions import DaftError
 from aiodaft_transport import TransportError
 
 from .delivery import Delivery
-from .failures import add_note, decode_error, encode_error
+from .failures import add_note, decode_failure, encode_error
 from .kept import Arrived, Kept
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ class Value:
     def error_for(self, label: str, source: str) -> BaseException:
         """Why a step cannot run that needs it."""
         assert self.failure is not None
-        error = decode_error(self.failure)
-        if isinstance(error, DaftError):
-            error.with_executed(self.executed)
+        error = decode_failure(self.failure, self.executed)
         add_note(error, f"needed by {label}, which did not run: its argument is the result of {self.source or source}")
         return error
 

@@ -31,6 +31,7 @@ from .processes import (
     children,
     describe_status,
     die_with_parent,
+    fresh_python,
     is_thread,
     kill,
     reap,
@@ -52,12 +53,6 @@ _MAX_FDS: Final = 4
 _LAST_GRACE: Final = 0.3
 # How long a thread may take from the signal of its end to its end.
 _LAST_BREATH: Final = 0.2
-
-# The child of `fork=False`: told where its modules are, then runs like a forked one.
-_BOOTSTRAP: Final = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from aiodaft._runtime.worker import main; main(*map(int, sys.argv[2:]))"
-)
 
 
 class ForkServer:
@@ -233,22 +228,23 @@ def _import_all(modules: list[str]) -> None:
 
 
 def _exec_worker(environment: dict[str, str], settings: bytes, fds: list[int]) -> int:
-    import json  # noqa: PLC0415 - only this way of starting needs it
-
     reading, writing = os.pipe()
     with open(writing, "wb") as pipe:
         pipe.write(settings)
     link, out, err, pulse = fds
-    process = subprocess.Popen(
-        [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *map(str, (link, reading, pulse))],
-        env={**os.environ, **environment},
-        pass_fds=(link, reading, pulse),
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=err,
-        start_new_session=True,
-    )
-    os.close(reading)
+    try:
+        process = subprocess.Popen(
+            # It runs like a forked one.
+            fresh_python("aiodaft._runtime.worker", link, reading, pulse),
+            env={**os.environ, **environment},
+            pass_fds=(link, reading, pulse),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+    finally:
+        os.close(reading)
     # Reaped with all others; the object must not do it as well.
     process.returncode = 0
     return process.pid

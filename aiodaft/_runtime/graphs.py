@@ -61,10 +61,10 @@ class Graphs:
         return await fetch(peer, peer.loopback, (0, _FIRST_SLOT, None, (), (descriptor,)))
 
     def uninstall(self, owner: PeerId, number: int) -> None:
-        """Take no more part in a graph, which has no runs under way."""
-        part = self._parts.pop((owner, number), None)
+        """Begin no more runs of a graph. Some may be under way that their owner gave up with a process that died."""
+        part = self._parts.get((owner, number))
         if part is not None:
-            part.close()
+            part.finish(lambda: self._parts.pop((owner, number), None))
 
     def run_came(self, link: Neighbour, message: Message) -> None:
         """RUN came."""
@@ -80,7 +80,7 @@ class Graphs:
         part = self._parts.get((owner, graph))
         if part is not None:
             if run not in part.runs:
-                # It was sent before this, and woke nobody.
+                # It may have been sent before this, and woken nobody.
                 self._peer.waiter.look()
             part.run(run).came(items, link)
             return

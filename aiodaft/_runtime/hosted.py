@@ -10,6 +10,7 @@ from aiodaft._protocol.messages import ERROR, WANT_NOTHING, WANT_REPLY, WANT_STR
 from aiodaft.exceptions import ActorDied, RemoteProtocolError, StaleHandle
 
 from .callers import RemoteCaller
+from .current import deadline_of
 from .decoding import is_heavy
 from .delivery import Delivery
 from .failures import add_note, encode_error, passed_on
@@ -57,7 +58,7 @@ class Hosted:
             return
         call.attempt = attempt
         if left is not None:
-            call.deadline = self._peer.loop.time() + left / 1e6
+            call.deadline = deadline_of(left, self._peer.loop.time)
         if mode == WANT_STREAM:
             call.credit = CREDIT_WINDOW
         if refs or slots or isinstance(blobs, tuple) or is_heavy(payload):

@@ -118,7 +118,8 @@ class Cell:
             self.peer.call_soon(self.look_again)
         current_call.set(call)
         # Also if it has none: its context may come from a call of this process that made it.
-        current_deadline.set(call.deadline)
+        if current_deadline.get() != call.deadline:
+            current_deadline.set(call.deadline)
 
     def last_begun(self, call: IncomingCall) -> None:
         """In its task or thread: the last call of a row begins, so that those after the row may start."""

@@ -62,7 +62,7 @@ class IncomingCall:
     # Arguments that are not decoded yet, and the values of the refs among them.
     arrived: Arrived | None = None
     slots: Sequence[Arrived] = ()
-    # When it is too late, on the loop's clock; it was under way then.
+    # When it is too late, on the loop's clock; it was under way when that had come.
     deadline: float | None = None
     timer: asyncio.TimerHandle | None = None
     late = False

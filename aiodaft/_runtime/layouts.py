@@ -61,7 +61,8 @@ class Layout:
         plans: What each process does.
         reports: The values that are reported, and by whom.
         ways: How the processes are reached.
-        routes: In which order they are told of a run.
+        routes: What they are told of a run; those that wait for others come last.
+        some_follow: Whether there are such.
     """
 
     def __init__(self, peer: Peer, flow: Dataflow[Arguments], specs: Specs) -> None:
@@ -78,9 +79,7 @@ class Layout:
         self.plans = make_plan(self.flow)
         self.reports = {value: process for process, plan in self.plans.items() for value in plan.reports}
         self.ways = {process: peer.way_to(process) for process in self.plans}
-        # Who waits for others comes first, and is not woken: what it waits for comes after that, and does it.
-        plans = sorted(self.plans.items(), key=lambda entry: not entry[1].follows)
-        self.some_follow = any(plan.follows for _, plan in plans)
+        self.some_follow = any(plan.follows for plan in self.plans.values())
         # The values that somebody gets: which calls make them, and over which links they come (none if made here).
         self.results: dict[int, tuple[Target, MethodSpec, Link | None]] = {}
         for value in flow.outputs:
@@ -88,7 +87,8 @@ class Layout:
             link = None if way is peer.loopback else cast("Link", way)
             self.results[value] = (*specs[value - flow.inputs], link)
         self.routes = [
-            Route(process, self.ways[process], plan, flow.inputs, [*self.results]) for process, plan in plans
+            Route(process, self.ways[process], plan, flow.inputs, [*self.results])
+            for process, plan in sorted(self.plans.items(), key=lambda entry: entry[1].follows)
         ]
         # Its last run is over.
         self._over: asyncio.Future[None] | None = None
@@ -102,6 +102,12 @@ class Layout:
         if not self._followed:
             return False
         return self._broken or any(_place(target) != place for target, place in self._places)
+
+    @property
+    def may_be_quiet(self) -> bool:
+        """Whether some sleep, and nobody waits for the dead, who wake nobody."""
+        ways = self.ways.values()
+        return any(way.is_asleep for way in ways) and all(way.lost is None for way in ways)
 
     def wake(self) -> None:
         """Let all processes notice what they were told quietly."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -55,12 +55,11 @@ class Link:
         self.traffic = Traffic()
         self._owner = owner
         self._loop = loop
-        self._pack: Callable[[Message], object] = session.send
+        self._pack, self._packed, self._take = session.send, session.packed, session.data_to_send
         self._socket: socket.socket | None = None
         self._buffer = bytearray(_READ_SIZE)
         self._descriptors = Descriptors()
         self._waiter = waiter = owner.waiter
-        self._wakeups = waiter.wakeups
         self._outbox = Outbox(loop, self.traffic, waiter.look, self._broken)
         # Where what the peer sends comes from, if not from the socket.
         self._ring: RingPair | None = None
@@ -84,29 +83,33 @@ class Link:
         self._socket = connection
         self.connected = True
         self._outbox.attach(connection)
-        if self.lost is not None:
-            # What had waited could not be sent any more.
-            return
-        self._loop.add_reader(connection.fileno(), self._readable)
-        self._write()
+        if self.lost is None:
+            self._loop.add_reader(connection.fileno(), self._readable)
+            self._write()
 
     def send(self, message: Message) -> None:
         """Send a message: the first of a turn goes at once, the others together at its end."""
-        if self.lost is not None:
-            return
-        self._pack(message)
-        self._sent_one()
+        if self.lost is None:
+            self._pack(message)
+            self._sent_one()
 
     def send_quietly(self, message: Message) -> None:
         """Send a message that the peer has no use for before something else wakes it: such a wake-up is saved."""
-        if self._outbox.ring is None or self.lost is not None:
+        if self._outbox.ring is not None:
+            # What was said before may be awaited. This may end the link.
+            self._write()
+        if self._outbox.ring is None:
             self.send(message)
             return
-        # What was said before may be awaited.
-        self._write()
         self._pack(message)
         self.traffic.messages_sent += 1
-        self._outbox.write(self.session.data_to_send(), wake=False)
+        self._outbox.write(self._take(), wake=False)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the peer would have to be woken for what comes through a ring."""
+        ring = self._outbox.ring
+        return ring is not None and ring.writer.reader_sleeps
 
     def wake(self) -> None:
         """Let the peer notice what was sent quietly."""
@@ -236,16 +239,13 @@ class Link:
         self._write()
 
     def _take_packed(self, fds: tuple[int, ...] = ()) -> None:
-        data = self.session.data_to_send()
-        if data:
-            self._outbox.add(data, fds)
+        if self._packed:
+            self._outbox.add(self._take(), fds)
 
     def _write(self) -> None:
-        if self._socket is not None:
+        if self._packed and self._socket is not None:
             self._collected = 0
-            data = self.session.data_to_send()
-            if data:
-                self._outbox.write(data)
+            self._outbox.write(self._take())
 
     # Rings.
 
@@ -292,7 +292,7 @@ class Link:
     # Receiving.
 
     def _readable(self) -> None:
-        wakeups = self._wakeups
+        wakeups = self._waiter.wakeups
         wakeups.collecting = True
         try:
             self._read_socket()
@@ -343,14 +343,14 @@ class Link:
         corked, self._corked = self._corked, True
         try:
             messages = self.session.receive_data(data)
-            self.traffic.messages_received += len(messages)
-            handlers = self._owner.handlers
-            for message in messages[:-1]:
-                handlers[message[0]](self, message)
             if messages:
+                self.traffic.messages_received += len(messages)
+                handlers, last = self._owner.handlers, messages.pop()
+                for message in messages:
+                    handlers[message[0]](self, message)
                 # What is said to the last goes at once, where that costs little.
                 self._prompt = self._outbox.ring is not None
-                handlers[messages[-1][0]](self, messages[-1])
+                handlers[last[0]](self, last)
         except ProtocolError as error:
             self.close(error)
         except Exception as error:  # noqa: BLE001 - see below

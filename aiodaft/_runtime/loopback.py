@@ -38,6 +38,7 @@ class Loopback:
         self._peer.loop.call_soon(self._peer.graphs.handlers[message[0]], self, message)
 
     send_quietly = send
+    is_asleep = False
 
     def wake(self) -> None:
         """It never sleeps."""

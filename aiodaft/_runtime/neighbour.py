@@ -38,6 +38,11 @@ class Neighbour(Control, Protocol):
         """Say something to the process. What is said after the end is lost."""
         ...
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `send` has to wake the process, which takes a while."""
+        ...
+
     def send_quietly(self, message: Message) -> None:
         """The same, at once; if the process sleeps, it may notice only when something else wakes it."""
         ...

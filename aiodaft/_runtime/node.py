@@ -153,8 +153,9 @@ class Node(Actor):
         except BaseException:
             # Nobody wants it any more. Once it has ended it is forgotten: by `_child_ended`, or here if it never began.
             worker.wanted = "it was not wanted any more"
-            self._nursery.kill(child)
-            if child.number not in self._nursery:
+            if child.number in self._nursery:
+                await self._nursery.end(child)
+            else:
                 self._workers.pop(worker_id, None)
             raise
         return worker
@@ -274,6 +275,9 @@ class Node(Actor):
         del self._workers[worker.id]
         self._introduced = {pair for pair in self._introduced if worker.id not in pair}
         error = self._endings[worker.id] = worker.lost or self._post_mortem(worker, ending)
+        if not child.pid:
+            # If it is yet to start, it finds that nobody wants it.
+            self._peer.link_to(worker.id).close(error)
         while len(self._endings) > _REMEMBERED:
             del self._endings[next(iter(self._endings))]
         for actor in worker.placed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import errno
 import os
 import signal
 import socket
@@ -20,7 +20,7 @@ from aiodaft.exceptions import SpawnFailed
 
 from . import forkserver as order
 from .logs import LogPump, WorkerOutput
-from .processes import UNKNOWN, status_of
+from .processes import UNKNOWN, fresh_python, importable_path, status_of
 from .pulse import PulseWatch
 from .tasks import TaskOwner
 
@@ -31,11 +31,6 @@ _PRELOADED: Final = ("numpy", "torch")
 _PATIENCE: Final = 5.0
 _KILL_PATIENCE: Final = 1.0
 _REPORT_TIME: Final = 0.1
-
-_BOOTSTRAP: Final = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from aiodaft._runtime.forkserver import main; main(*map(int, sys.argv[2:]))"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +150,10 @@ class Nursery:
     async def end(self, child: Child) -> None:
         """Kill a worker and wait until it has ended, also if the fork server is stopped, or busy importing."""
         self.kill(child)
-        if not await self.wait_end(child, _KILL_PATIENCE):
+        # One that has not said anything yet has started nobody.
+        if not await self.wait_end(child, _KILL_PATIENCE if self._heard else 0.0):
             if child.pid:
-                # Not reaped by its parent, it still has its pid. One that is yet to start finds its socket closed.
+                # Not reaped by its parent, it still has its pid.
                 with suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)
             self._forget(child, Ending(child.pid, None, "SIGKILL"))
@@ -210,6 +206,8 @@ class Nursery:
             process.kill()
 
     async def _wait_end(self, process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is not None:
+            return
         if not hasattr(os, "pidfd_open"):
             await asyncio.to_thread(_end, process)
             return
@@ -262,11 +260,11 @@ class Nursery:
         with theirs:
             # One that is isolated cannot see this process.
             parent = (0, 0) if self._prefix else (os.getpid(), threading.get_native_id())
-            arguments = map(str, (theirs.fileno(), *parent))
+            command = fresh_python("aiodaft._runtime.forkserver", theirs.fileno(), *parent)
             try:
                 # From the loop's own thread, which takes a millisecond or two: it is to end when that thread does.
                 self._process = subprocess.Popen(  # noqa: ASYNC220 - see above
-                    [*self._prefix, sys.executable, "-c", _BOOTSTRAP, json.dumps(_importable_path()), *arguments],
+                    [*self._prefix, *command],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
@@ -287,7 +285,7 @@ class Nursery:
 
     async def _configure(self) -> None:
         """Tell the fork server where modules are, if that has changed: notebooks add to sys.path."""
-        path = _importable_path()
+        path = importable_path()
         if path != self._path:
             await self._send(pack([order.CONFIGURE, path, self._fork]), [])
             # Not before: sending can be cancelled, and then the next spawn is who tells it.
@@ -303,6 +301,11 @@ class Nursery:
                     socket.send_fds(self._socket, [message], fds)
                 except BlockingIOError:
                     await self._room()
+                except OSError as error:
+                    if error.errno == errno.EMSGSIZE:
+                        what = f"{len(message):,} bytes (sys.path, the environment) are too many"
+                        raise SpawnFailed(f"the fork server cannot be told what a worker needs: {what}") from error
+                    raise
                 else:
                     return
 
@@ -379,11 +382,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _importable_path() -> list[str]:
-    # Import hooks may put other things there.
-    return [str(entry) for entry in sys.path]
 
 
 def _no_extensions(code: int, content: bytes) -> Any:

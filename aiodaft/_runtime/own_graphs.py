@@ -16,7 +16,7 @@ from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
 from aiodaft.ref import Ref
 
 from .arguments import Arguments
-from .current import time_left
+from .current import current_deadline, time_left
 from .failures import copy_error
 from .flow import Item, Value, item_of
 from .layouts import Layout, Specs
@@ -120,18 +120,18 @@ class OwnGraph:
 
         Raises:
             SerializationError: An input cannot travel.
-            RuntimeClosed: The graph, or the runtime, is closed.
+            RuntimeClosed: The graph is closed.
         """
         peer = self._peer
-        if self._closed or peer.closed is not None:
-            raise RuntimeClosed("the graph is closed" if self._closed else f"the graph cannot run: {peer.closed}")
+        if self._closed:
+            raise RuntimeClosed("the graph is closed")
         layout = self._layout
         if self._ready and layout.is_stale:
             self._preparing = self._prepare()
         self._last_run = number = self._last_run + 1
         run = self._next or self._make_run()
         self._next = None
-        run.number, run.deadline = number, peer.deadline()
+        run.number, run.deadline = number, current_deadline.get()
         try:
             long = run.take_inputs(args, peer.store)
         except BaseException:
@@ -214,11 +214,12 @@ class OwnGraph:
         for value, state in run.states.items():
             _, _, state.link = layout.results[value]
         run.missing = layout.reports.copy()
-        left = None if run.deadline is None else time_left(run.deadline, peer.loop.time())
+        left = time_left(run.deadline, peer.loop.time)
         oldest = next(iter(self._runs))
-        # Whoever may have to say that the time is over has to know when; and who waits for the dead is not woken.
-        quiet = layout.some_follow and left is None and not any(way.lost for way in layout.ways.values())
-        for route in layout.routes:
+        # Whoever may have to say that the time is over has to know when.
+        quiet = layout.some_follow and left is None and layout.may_be_quiet
+        # Who sleeps and waits for others is told first, and not woken: they do it. Else who begins is told first.
+        for route in reversed(layout.routes) if quiet else layout.routes:
             way = route.way
             chosen = enumerate(inputs) if route.inputs is None else [(index, inputs[index]) for index in route.inputs]
             if run.plain:
@@ -230,8 +231,7 @@ class OwnGraph:
             send((RUN, layout.number, run.number, oldest, left, numbers, items))
             if way.lost is not None:
                 peer.tasks.create_task(self._explain_loss(run, route.process), name="explain a lost actor")
-        if not run.plain:
-            run.drop_inputs()
+        run.drop_inputs()
 
     async def _explain_loss(self, run: OwnRun, process: PeerId) -> None:
         assert run.layout is not None

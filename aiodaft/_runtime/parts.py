@@ -8,7 +8,7 @@ or dies, nobody waits for ever, and a run is forgotten when the last value has c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
@@ -17,6 +17,7 @@ from aiodaft._protocol.plan import SubPlan
 from aiodaft.exceptions import DaftError
 
 from .arguments import Arguments
+from .current import deadline_of
 from .failures import copy_error
 from .flow import Flowing, Item, Value, fetch, is_failure, item_of, value_of
 from .incoming import IncomingCall
@@ -55,6 +56,8 @@ class Part:
         self.rows = [Row(self, segment) for segment in plan.segments]
         # The next run is made when one is over: that way nobody waits for it.
         self._next: Run | None = Run(self)
+        # Called when the last run is over, once no more begin.
+        self._over: Callable[[], object] | None = None
         # Refs inside results, by run: they are held until their receivers must have registered them.
         self.pins: dict[int, list[Any]] = {}
         # Values of refs from outside the graph, by step and place.
@@ -83,11 +86,27 @@ class Part:
 
     def forget(self, run: Run) -> None:
         """A run is over."""
-        if self.runs.pop(run.number, None) is not None and self._next is None:
+        if self.runs.pop(run.number, None) is None:
+            return
+        if self._over is not None:
+            self._end()
+        elif self._next is None:
             self._next = Run(self)
+
+    def finish(self, over: Callable[[], object]) -> None:
+        """No more runs begin: call that once those under way are over."""
+        self._over = over
+        self._end()
+
+    def _end(self) -> None:
+        over = self._over
+        if over is not None and not self.runs:
+            self.close()
+            over()
 
     def close(self) -> None:
         """There will be no more runs."""
+        self._over = None
         if self._next is not None:
             self._next.drop()
             self._next = None
@@ -136,14 +155,15 @@ class Run:
             self.came(items, neighbour)
         calls, self._rows = self._rows, ()
         if left is not None:
-            deadline = part.peer.loop.time() + left / 1e6
+            deadline = deadline_of(left, part.peer.loop.time)
             for call in calls:
                 call.deadline = deadline
         # All are known before the first may end.
         self.calls = calls
-        for call, missing in zip(calls, self.missing, strict=True):
-            if missing:
-                call.ready = False
+        if any(self.missing):
+            for call, missing in zip(calls, self.missing, strict=True):
+                call.ready = not missing
+        for call in calls:
             call.deliver()
 
     def came(self, items: tuple[Item, ...], neighbour: Neighbour) -> None:

@@ -30,7 +30,6 @@ from .agent import Agent
 from .callers import LocalCaller
 from .calls import CallSink, Outgoing, Target
 from .channels import Channels
-from .current import current_deadline
 from .deadlocks import Deadlocks
 from .dispatch import Dispatch
 from .env import Env
@@ -89,9 +88,6 @@ class PeerOptions:
 
 class Peer:
     """One process."""
-
-    # When the time of the surrounding call is over, on the loop's clock.
-    deadline = staticmethod(current_deadline.get)
 
     def __init__(self, options: PeerOptions, key: Key, env: Env) -> None:
         self.options = options

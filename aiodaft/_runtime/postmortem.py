@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .replies import State
     from .roster import Worker
 
-_CGROUPS: Final = Path("/sys/fs/cgroup")
+_CGROUPS: Final = "/sys/fs/cgroup"
 # What the state of a thread in /proc means for somebody who waits for its process. What says most comes first.
 _STATES: Final = {
     "T": "it is stopped (SIGSTOP)",
@@ -104,10 +104,12 @@ def _add_evidence(error: OutcomeUnknown, worker: Worker, doing: Activity) -> Non
 def condition(pid: int) -> str:
     """Why a process may not answer, as the kernel sees it."""
     states: set[str] = set()
-    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
-        # The name in brackets may contain anything; a thread may end meanwhile.
-        with suppress(OSError):
-            states.add(thread.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0])
+    threads = f"/proc/{pid}/task"
+    with suppress(OSError):
+        for thread in os.listdir(threads):
+            # The name in brackets may contain anything; a thread may end meanwhile.
+            with suppress(OSError), open(f"{threads}/{thread}/stat", encoding="utf-8", errors="replace") as stat:
+                states.add(stat.read().rpartition(")")[2].split()[0])
     return next((meaning for state, meaning in _STATES.items() if state in states), "nothing is known of it")
 
 
@@ -119,16 +121,16 @@ class OomKills:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Path, int] = {}
+        self._seen: dict[str, int] = {}
 
-    def watch(self, pid: int) -> Path | None:
+    def watch(self, pid: int) -> str | None:
         """Count from now on; returns where, for `take`. None where the kernel does not say."""
         counter = _counter_of(pid)
         if counter is not None and counter not in self._seen:
             self._seen[counter] = _kills(counter)
         return counter
 
-    def take(self, counter: Path | None) -> bool:
+    def take(self, counter: str | None) -> bool:
         """Whether there was another one since."""
         if counter is None or _kills(counter) <= self._seen[counter]:
             return False
@@ -136,24 +138,29 @@ class OomKills:
         return True
 
 
-def _counter_of(pid: int) -> Path | None:
+def _counter_of(pid: int) -> str | None:
     """The file that counts the kills in a process's control group: version 2 or 1, seen from a container or not."""
     try:
-        groups = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")
+        with open(f"/proc/{pid}/cgroup", encoding="utf-8") as file:
+            groups = file.read()
     except OSError:
         return None
-    candidates: list[Path] = []
+    candidates: list[str] = []
     for controllers, group in re.findall(r"^\d+:(.*?):/(.*)$", groups, re.MULTILINE):
         if "memory" in controllers.split(","):
-            candidates += [_CGROUPS / "memory" / group / "memory.oom_control", _CGROUPS / "memory/memory.oom_control"]
+            folder, name = f"{_CGROUPS}/memory", "memory.oom_control"
         elif not controllers:
-            candidates += [_CGROUPS / group / "memory.events", _CGROUPS / "memory.events"]
-    return next((path for path in candidates if path.exists()), None)
+            folder, name = _CGROUPS, "memory.events"
+        else:
+            continue
+        candidates += [f"{folder}/{group}/{name}", f"{folder}/{name}"]
+    return next((path for path in candidates if os.path.exists(path)), None)
 
 
-def _kills(counter: Path) -> int:
+def _kills(counter: str) -> int:
     try:
-        found = re.search(r"^oom_kill (\d+)$", counter.read_text(encoding="ascii"), re.MULTILINE)
+        with open(counter, encoding="ascii") as file:
+            found = re.search(r"^oom_kill (\d+)$", file.read(), re.MULTILINE)
     except OSError:
         # The group went with its last process.
         return 0

@@ -18,6 +18,21 @@ UNKNOWN: Final = (None, None)
 IS_LINUX: Final = sys.platform == "linux"
 
 
+def importable_path() -> list[str]:
+    """Where modules of this process come from."""
+    # Import hooks may put other things there.
+    return [str(entry) for entry in sys.path]
+
+
+def fresh_python(module: str, *numbers: int) -> list[str]:
+    """The command of a new interpreter that calls `main(*numbers)` of a module, found where this one finds it."""
+    first = 1 + len(numbers)
+    code = (
+        f"import sys; sys.path[:] = sys.argv[{first}:]; from {module} import main; main(*map(int, sys.argv[1:{first}]))"
+    )
+    return [sys.executable, "-c", code, *map(str, numbers), *importable_path()]
+
+
 def _prctl(option: int, value: int) -> None:
     if IS_LINUX:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

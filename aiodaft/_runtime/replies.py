@@ -10,7 +10,7 @@ from aiodaft._protocol.messages import ADOPTED, ERROR, RESULT, STORED, Message
 from aiodaft.exceptions import DaftError, RemoteProtocolError
 
 from .delivery import Delivery
-from .failures import copy_error, decode_error
+from .failures import copy_error, decode_failure
 from .kept import Arrived
 from .refkinds import CallState
 from .refs import RefState, release_inputs
@@ -81,10 +81,7 @@ class Replies:
         elif kind == STORED:
             state.on_stored()
         elif kind == ERROR:
-            error = decode_error(message[2])
-            if isinstance(error, DaftError):
-                error.with_executed(message[3])
-            state.on_error(error)
+            state.on_error(decode_failure(message[2], message[3]))
 
     def item_came(self, link: Link, message: Message) -> None:
         """ITEM came."""

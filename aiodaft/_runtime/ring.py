@@ -12,7 +12,6 @@ turn round: a barrier stands between. Where Python has no way to say so, the doo
 from __future__ import annotations
 
 import os
-import platform
 import threading
 from collections.abc import Callable
 from mmap import mmap
@@ -31,7 +30,7 @@ CAPACITY: Final = 128 << 10
 SIZE: Final = 2 * (_HEADER + CAPACITY)
 
 # Whether stores are seen in order, and a locked instruction is a full barrier.
-ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
+ORDERED: Final = os.uname().machine in ("x86_64", "AMD64")
 
 _lock = threading.Lock()
 _acquire, _release = _lock.acquire, _lock.release
@@ -77,6 +76,9 @@ class RingWriter(_Direction):
         if count > room:
             count, data = room, data[:room]
         if not count:
+            if wake:
+                # Who sleeps may have been left asleep by what fills it.
+                self.wake_reader()
             return 0
         at, start, mapping = head % CAPACITY, self._start, self._mapping
         first = CAPACITY - at
@@ -97,6 +99,11 @@ class RingWriter(_Direction):
         if words[_READER_SLEEPS] or not ORDERED:
             words[_READER_SLEEPS] = 0
             self._ring_doorbell()
+
+    @property
+    def reader_sleeps(self) -> bool:
+        """Whether the reader has to be woken."""
+        return bool(self.words[_READER_SLEEPS])
 
     def wait_for_room(self) -> bool:
         """Ask for the doorbell when there is room; False if there is some already."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft.exceptions import PeerLost
@@ -52,7 +51,7 @@ class Worker:
     # It did not answer, and is being killed for that.
     lost: PeerLost | None = None
     # Where the kernel counts processes that it kills for want of memory.
-    oom_counter: Path | None = None
+    oom_counter: str | None = None
 
     @property
     def names(self) -> str:

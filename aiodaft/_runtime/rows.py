@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .arguments import Arguments
     from .hosting import Cell
     from .parts import Part, Run
-
+    from .store import Store
 
 _NO_KWARGS: Final[dict[str, Any]] = {}
 
@@ -76,6 +76,8 @@ class Row:
         self.jobs = [
             Job(part, position, self._method(step)) for position, step in zip(segment.steps, steps, strict=True)
         ]
+        # Where it matters that the last one begins.
+        self.last = self.jobs[-1] if len(steps) > 1 else None
         self.rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, row=len(steps) > 1)
         self.spec = MethodSpec(steps[0].label, rules.name, RowCall.run_on_thread, Options(self.rules))
 
@@ -130,13 +132,12 @@ class RowCall(IncomingCall):
 
     async def work(self) -> None:
         """On the loop: do the steps. No error of theirs leaves this."""
-        cell, run, jobs = self.cell, self.run, self.row.jobs
-        last = jobs[-1]
+        cell, run, row = self.cell, self.run, self.row
         value: Flowing
         cell.enter(self)
         try:
-            for job in jobs:
-                if job is last and len(jobs) > 1:
+            for job in row.jobs:
+                if job is row.last:
                     cell.last_begun(self)
                 executed = False
                 try:
@@ -179,11 +180,10 @@ class RowCall(IncomingCall):
         call.args = ()
         store, batch = call.cell.peer.store, call._batch
         assert batch is not None
-        jobs = call.row.jobs
-        last = jobs[-1]
+        row = call.row
         value: Flowing
-        for job in jobs:
-            if job is last and len(jobs) > 1:
+        for job in row.jobs:
+            if job is row.last:
                 call.cell.last_begun(call)
             executed = False
             try:
@@ -207,7 +207,7 @@ class RowCall(IncomingCall):
                 value = call._failure(job, error, executed)
             call.run.values[job.index] = value
             batch.append(value)
-            if job.leaves and job is not last:
+            if job.leaves and job is not row.jobs[-1]:
                 call.cell.thread.to_loop(call.flush)
 
     async def _fetch_own(self, job: Job) -> None:
@@ -218,23 +218,29 @@ class RowCall(IncomingCall):
                 await value.fetch_own(self.cell.peer)
 
     def _arguments(self, job: Job, *, patient: bool) -> tuple[Any, Any]:
-        store = self.cell.peer.store
-        run = self.run
-        taken: list[Any] = []
-        encoded: list[Value] | None = None
-        for slot in job.slots:
-            value = run.part.outside[job.position, -slot - 1] if slot < 0 else run.values[slot]
-            taken.append(value)
+        store, values = self.cell.peer.store, self.run.values
+        taken: list[Any]
+        if job.data.outside:
+            outside = self.run.part.outside
+            taken = [outside[job.position, -slot - 1] if slot < 0 else values[slot] for slot in job.slots]
+        else:
+            taken = [*map(values.__getitem__, job.slots)]
+        if Value in map(type, taken):
+            taken = self._decode(job, taken, store, patient=patient)
+        return (taken, _NO_KWARGS) if job.bare else job.data.make(store, taken, patient=patient)
+
+    def _decode(self, job: Job, values: list[Flowing], store: Store, *, patient: bool) -> list[Any]:
+        encoded: list[Value] = []
+        for slot, value in zip(job.slots, values, strict=True):
             if type(value) is Value:
                 if value.failure is not None:
-                    source = run.part.plan.labels.get(slot, "a ref from outside the graph")
+                    source = self.run.part.plan.labels.get(slot, "a ref from outside the graph")
                     raise InputFailed(value.error_for(job.label, source))
-                encoded = [*(encoded or ()), value]
-        if encoded:
-            taken = [value.take(store, patient=patient) if type(value) is Value else value for value in taken]
-            for value in encoded:
-                value.used()
-        return (taken, _NO_KWARGS) if job.bare else job.data.make(store, taken, patient=patient)
+                encoded.append(value)
+        taken = [value.take(store, patient=patient) if type(value) is Value else value for value in values]
+        for value in encoded:
+            value.used()
+        return taken
 
     def _failure(self, job: Job, error: BaseException, executed: bool) -> Value:
         if isinstance(error, InputFailed):

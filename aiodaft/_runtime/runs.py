@@ -8,7 +8,7 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft.exceptions import CallCancelled, DaftError
 
 from .callers import all_plain, is_plain
-from .failures import copy_error, decode_error
+from .failures import copy_error, decode_failure
 from .flow import Flowing, Item, Value
 from .kept import Arrived, Kept
 from .pickling import TooLong
@@ -136,13 +136,13 @@ class OwnRun:
         size = len(item)
         if state is None:
             if size == 3:
-                self._fail_one(self._nobody(item[0]), item)
+                self._nobody(item[0]).on_error(decode_failure(item[1], item[2]))
         elif size == 2:
             state.on_plain(item[1])
         elif size == 1:
             state.on_stored()
         elif size == 3:
-            self._fail_one(state, item)
+            state.on_error(decode_failure(item[1], item[2]))
         else:
             state.on_result(Arrived(item[1], item[2], [], refs))
 
@@ -154,12 +154,6 @@ class OwnRun:
         if self.cancelled:
             state.expect_cancellation()
         return state
-
-    def _fail_one(self, state: ResultState, item: Item) -> None:
-        error = decode_error(item[1])
-        if isinstance(error, DaftError):
-            error.with_executed(item[2])
-        state.on_error(error)
 
     def fail(self, error: BaseException) -> None:
         """It never began."""
@@ -180,9 +174,7 @@ class OwnRun:
         if not self.ready:
             # Its inputs are being encoded; whoever does that comes back.
             return
-        if self.plain:
-            self.inputs = []
-        elif self.inputs:
+        if self.inputs:
             self.drop_inputs()
         if self.used:
             for state in self.used:

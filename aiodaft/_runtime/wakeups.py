@@ -29,8 +29,7 @@ class Wakeup(asyncio.Future[None]):
         """There is something to go on with."""
         if not self.done():
             self.set_result(None)
-            if self._callback is not None:
-                self._wakeups.add(self)
+            self._wakeups.add(self)
 
     def go_on(self) -> None:
         """Have the task take its next step, now; none runs here."""

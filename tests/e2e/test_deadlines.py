@@ -130,10 +130,10 @@ async def test_deadlines_travel_to_nested_calls_and_only_shrink(rt: aiodaft.Runt
 
 
 def test_what_is_left_of_a_deadline_is_rounded_up_to_microseconds() -> None:
-    assert time_left(None, 1.0) is None
-    assert time_left(1.5, 1.0) == 500_000
-    assert time_left(1.0 + 1e-9, 1.0) == 1
-    assert time_left(1.0, 2.0) == 0
+    assert time_left(None, lambda: 1.0) is None
+    assert time_left(1.5, lambda: 1.0) == 500_000
+    assert time_left(1.0 + 1e-9, lambda: 1.0) == 1
+    assert time_left(1.0, lambda: 2.0) == 0
 
 
 async def test_deadlines_do_not_look_at_the_clock_on_the_wall(

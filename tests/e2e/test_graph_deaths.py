@@ -55,6 +55,32 @@ async def test_a_dead_actor_fails_its_runs_and_is_replaced(rt: aiodaft.Runtime) 
         assert [(await actor.state())[1:] for actor in (a, c)] == [(0, 0), (0, 0)]
 
 
+@pytest.mark.parametrize("how", ["closed", "replaced"])
+async def test_steps_of_a_run_that_was_given_up_go_on_and_hold_nobody_up(rt: aiodaft.Runtime, how: str) -> None:
+    slow, between, dead = await spawn(rt, 3)
+    async with aiodaft.compile(lambda x: dead.same(between.same(slow.wait(x)))) as graph:
+        run = graph(1)
+        # It has begun.
+        assert await slow.same(0) == 0
+        await rt.kill(dead)
+        with pytest.raises(aiodaft.ActorDied):
+            await run
+        if how == "replaced":
+            await graph.replace(dead, await rt.spawn(Node))
+        else:
+            await graph.aclose()
+        # The first answer comes when the processes are being told, the second when they have been.
+        for _ in range(2):
+            await rt.info(between)
+        later = between.same(2)
+        await slow.open()
+        assert await later == 2
+        if how == "replaced":
+            assert await graph(3) == 3
+    while any([await actor.graph_objects() for actor in (slow, between)]):
+        await between.collect_garbage(by_itself=True)
+
+
 async def test_graphs_follow_actors_that_are_restarted(rt: aiodaft.Runtime) -> None:
     a, owner = await spawn(rt, 2)
     supervised = await rt.on(restart=aiodaft.Restart(intensity=9, backoff=aiodaft.Backoff(0))).spawn(Node)

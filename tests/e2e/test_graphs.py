@@ -11,6 +11,9 @@ from graph_actors import Box, Node
 
 import aiodaft
 from aiodaft import Ref, Refs
+from aiodaft._protocol.messages import RUN
+from aiodaft._runtime.link import Link
+from aiodaft.actor import target_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -102,6 +105,32 @@ async def test_a_run_is_one_message_to_each_process_and_one_back_and_no_socket(m
     assert after.messages_sent - before.messages_sent == 4 * 10
     assert after.messages_received - before.messages_received == 10
     assert after.control == before.control
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+async def test_who_begins_is_told_first_unless_others_sleep_and_are_not_woken(
+    module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch, asleep: bool
+) -> None:
+    first, second = await spawn(module_rt, 2)
+    told: list[tuple[str, str]] = []
+    loud, quiet = Link.send, Link.send_quietly
+
+    def note(name: str, send: Any) -> Any:
+        def noted(link: Link, message: Any) -> None:
+            if message[0] == RUN:
+                told.append((link.remote, name))
+            send(link, message)
+
+        return noted
+
+    async with aiodaft.compile(lambda x: second.same(first.same(x))) as graph:
+        expected = await graph(5)
+        monkeypatch.setattr(Link, "is_asleep", asleep)
+        monkeypatch.setattr(Link, "send", note("loud", loud))
+        monkeypatch.setattr(Link, "send_quietly", note("quiet", quiet))
+        assert await graph(5) == expected
+    begins, follows = [target_of(actor).remote for actor in (first, second)]
+    assert told == ([(follows, "quiet"), (begins, "loud")] if asleep else [(begins, "loud"), (follows, "loud")])
 
 
 async def test_many_runs_are_under_way_and_the_others_wait_here(module_rt: aiodaft.Runtime) -> None:

@@ -46,21 +46,56 @@ async def test_spawns_that_are_cancelled_at_any_moment_leave_nothing(rt: aiodaft
     assert (await rt.resources())[1] == free
 
 
-async def test_more_spawns_than_the_fork_server_has_room_for(rt: aiodaft.Runtime) -> None:
+async def spawn_more_than_there_is_room_for(rt: aiodaft.Runtime, count: int) -> tuple[int, list[asyncio.Task[Echo]]]:
+    """Stop the fork server and have it start more than its socket can hold: its pid, and who waits."""
     await rt.stop(await rt.spawn(Echo))
-    assert rt._nursery is not None
-    assert rt._nursery.pid is not None
-    os.kill(rt._nursery.pid, signal.SIGSTOP)
+    nursery = rt._nursery
+    assert nursery is not None
+    assert nursery.pid is not None
+    assert nursery._socket is not None
+    os.kill(nursery.pid, signal.SIGSTOP)
+    nursery._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     loop = asyncio.get_running_loop()
-    assert rt._nursery._socket is not None
-    rt._nursery._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-    spawning = [loop.create_task(waited_for(rt.spawn(Echo))) for _ in range(320)]
-    while not rt._nursery._sending.locked():
+    spawning = [loop.create_task(waited_for(rt.spawn(Echo))) for _ in range(count)]
+    while not nursery._sending.locked():
         await asyncio.sleep(0)
-    os.kill(rt._nursery.pid, signal.SIGKILL)
+    return nursery.pid, spawning
+
+
+async def test_more_spawns_than_the_fork_server_has_room_for(rt: aiodaft.Runtime) -> None:
+    pid, spawning = await spawn_more_than_there_is_room_for(rt, 320)
+    os.kill(pid, signal.SIGKILL)
     done, pending = await asyncio.wait(spawning, timeout=10)
     assert not pending
     assert {type(task.exception()) for task in done} == {aiodaft.SpawnFailed}
+
+
+async def test_spawns_that_are_cancelled_leave_nobody_also_if_the_fork_server_hears_of_it_too_late(
+    rt: aiodaft.Runtime,
+) -> None:
+    # Neither is there room for the order to kill somebody.
+    pid, spawning = await spawn_more_than_there_is_room_for(rt, 20)
+    before = len(descendants())
+    for task in spawning:
+        task.cancel()
+    await asyncio.wait(spawning)
+    assert await rt.node.processes() == ()
+    os.kill(pid, signal.SIGCONT)
+    # It has done what it was told before.
+    await rt.stop(await rt.spawn(Echo))
+    async with asyncio.timeout(10):
+        while len(descendants()) > before:
+            await asyncio.sleep(0)
+
+
+async def test_a_runtime_whose_fork_server_died_before_it_said_anything_can_be_closed() -> None:
+    async with aiodaft.Runtime() as rt:
+        spawning = asyncio.get_running_loop().create_task(waited_for(rt.spawn(Echo)))
+        while rt._nursery is None or rt._nursery.pid is None:
+            await asyncio.sleep(0)
+        os.kill(rt._nursery.pid, signal.SIGKILL)
+        with pytest.raises(aiodaft.SpawnFailed):
+            await spawning
 
 
 async def test_c41_an_actor_dies_with_its_family_and_its_callers_hear(rt: aiodaft.Runtime) -> None:

@@ -19,6 +19,7 @@ from aiodaft._runtime import forkserver as order
 from aiodaft._runtime import nursery as nursery_module
 from aiodaft._runtime.logs import LogPump
 from aiodaft._runtime.nursery import Nursery
+from aiodaft.exceptions import SpawnFailed
 
 
 @asynccontextmanager
@@ -56,6 +57,14 @@ async def test_the_paths_are_told_before_the_first_spawn_and_not_again() -> None
             _, connection = await nursery.spawn(b"", {}, "actor")
             connection.close()
             assert received(server) == expected
+
+
+async def test_a_path_that_is_too_long_to_be_told_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with nursery_and_server() as (nursery, server):
+        monkeypatch.syspath_prepend("/" + "x" * (4 << 20))
+        with pytest.raises(SpawnFailed, match=r"4,\d+,\d+ bytes \(sys.path, the environment\) are too many"):
+            await nursery.spawn(b"", {}, "actor")
+        assert received(server) == []
 
 
 async def test_what_a_cancelled_spawn_could_not_tell_is_told_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import Callable
 from contextvars import ContextVar
 
 import pytest
@@ -32,14 +33,23 @@ async def wait(wakeup: Wakeup, log: list[str], name: str) -> None:
     log.append(name)
 
 
-async def in_a_callback(what: object) -> None:
+def handle_messages(wakeups: Wakeups, *woken: Wakeup) -> None:
+    """What links do with messages that bring values."""
+    wakeups.collecting = True
+    for wakeup in woken:
+        wakeup.wake()
+    wakeups.collecting = False
+    wakeups.run()
+
+
+async def in_a_callback(what: Callable[[], None]) -> None:
     """Have the loop call something, where no task runs."""
     done = asyncio.get_running_loop().create_future()
 
     def call() -> None:
         try:
-            assert callable(what)
-            done.set_result(what())
+            what()
+            done.set_result(None)
         except BaseException as error:  # noqa: BLE001 - the test gets it
             done.set_exception(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
 
@@ -96,9 +106,7 @@ async def test_a_loop_that_is_debugged_is_told_the_truth_about_who_takes_long() 
         await asyncio.sleep(0)
 
         def messages() -> None:
-            wakeups.collecting = True
-            wakeup.wake()
-            wakeups.run()
+            handle_messages(wakeups, wakeup)
             log.append("over")
 
         await in_a_callback(messages)
@@ -128,14 +136,7 @@ async def test_one_who_goes_on_may_cancel_the_next(wakeups: Wakeups) -> None:
     canceller = asyncio.get_running_loop().create_task(cancel())
     await asyncio.sleep(0)
 
-    def messages() -> None:
-        wakeups.collecting = True
-        first.wake()
-        second.wake()
-        wakeups.collecting = False
-        wakeups.run()
-
-    await in_a_callback(messages)
+    await in_a_callback(lambda: handle_messages(wakeups, first, second))
     await asyncio.wait([task])
     # As with futures: the value had come, but the task was told to end before it went on.
     assert task.cancelled()
@@ -184,15 +185,8 @@ async def test_who_is_behind_one_that_ends_the_program_goes_on_all_the_same(wake
     first.add_done_callback(interrupt)
     await asyncio.sleep(0)
 
-    def messages() -> None:
-        wakeups.collecting = True
-        first.wake()
-        behind.wake()
-        wakeups.collecting = False
-        wakeups.run()
-
     with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
-        await in_a_callback(messages)
+        await in_a_callback(lambda: handle_messages(wakeups, first, behind))
     await task
     assert log == ["behind"]
 

@@ -369,7 +369,7 @@ class Lingering(Actor):
     @method
     async def make_folder(self) -> str:
         self._folder = folder()
-        return self._folder.__enter__().name
+        return os.path.basename(self._folder.__enter__())
 
     @method
     async def pid(self) -> int:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar, Final
 from unittest import mock
 
@@ -319,7 +320,7 @@ class World:
             "aiodaft._runtime.peer.Offload": SimOffload,
             # Errors tell of these, and differ in length with the folder, the machine and how modules were loaded.
             "aiodaft._runtime.peer.visible_pid": lambda: 10_000_000,
-            "aiodaft.runtime.platform.node": lambda: "here",
+            "aiodaft.runtime.os.uname": lambda: SimpleNamespace(nodename="here"),
             "aiodaft._runtime.failures._text": lambda error: "",
             "aiodaft._runtime.pickling._reduce_traceback": lambda frames: (_no_frames, ()),
             "aiodaft._runtime.dispatch.socket": self.net,

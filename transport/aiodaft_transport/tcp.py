@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import secrets
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -213,7 +213,7 @@ class TcpTransport:
 
     async def _admit(self, connection: socket.socket) -> str:
         loop = asyncio.get_running_loop()
-        handshake = ServerHandshake(self._key, secrets.token_bytes(NONCE_SIZE))
+        handshake = ServerHandshake(self._key, os.urandom(NONCE_SIZE))
         await loop.sock_sendall(connection, handshake.challenge)
         peer, accept = handshake.receive_hello(await _receive_exactly(connection, HELLO_SIZE))
         await loop.sock_sendall(connection, accept)
@@ -269,7 +269,7 @@ class TcpTransport:
         try:
             _configure(connection)
             await loop.sock_connect(connection, (address, port))
-            handshake = ClientHandshake(self._key, secrets.token_bytes(NONCE_SIZE), self._name)
+            handshake = ClientHandshake(self._key, os.urandom(NONCE_SIZE), self._name)
             hello = handshake.receive_challenge(await _receive_exactly(connection, CHALLENGE_SIZE))
             await loop.sock_sendall(connection, hello)
             handshake.receive_accept(await _receive_exactly(connection, ACCEPT_SIZE))

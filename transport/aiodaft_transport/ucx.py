@@ -123,7 +123,7 @@ class UcxTransport:
                 raise TransportError("the transport is closed")
             # All its files are made now; others reach them through /proc.
             with folder() as path:
-                self._driver = Driver(self._library, {**self._options, "POSIX_DIR": str(path)})
+                self._driver = Driver(self._library, {**self._options, "POSIX_DIR": path})
         return self._driver
 
     def allocate(self, nbytes: int) -> Block:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Final
 
-SHARED_MEMORY: Final = Path("/dev/shm")
+SHARED_MEMORY: Final = "/dev/shm"
 _PREFIX: Final = "aiodaft-"
 
 
 @contextmanager
-def folder() -> Generator[Path]:
+def folder() -> Generator[str]:
     """A new folder in shared memory; afterwards it is gone, with all that is in it."""
     sweep()
     path, lock = _make()
@@ -32,7 +30,11 @@ def folder() -> Generator[Path]:
 
 def sweep() -> None:
     """Remove the folders of processes that are gone."""
-    for path in SHARED_MEMORY.glob(f"{_PREFIX}*"):
+    names: list[str] = []
+    with suppress(OSError):
+        names = [name for name in os.listdir(SHARED_MEMORY) if name.startswith(_PREFIX)]
+    for name in names:
+        path = f"{SHARED_MEMORY}/{name}"
         # Its maker lives, it is another user's, or somebody was quicker.
         with suppress(OSError):
             lock = _lock(path, fcntl.LOCK_NB)
@@ -40,19 +42,19 @@ def sweep() -> None:
             os.close(lock)
 
 
-def _make() -> tuple[Path, int]:
+def _make() -> tuple[str, int]:
     while True:
-        path = SHARED_MEMORY / f"{_PREFIX}{secrets.token_hex(8)}"
-        path.mkdir(mode=0o700)
+        path = f"{SHARED_MEMORY}/{_PREFIX}{os.urandom(8).hex()}"
+        os.mkdir(path, mode=0o700)
         # Until it is locked it looks like one that was left.
         with suppress(FileNotFoundError):
             lock = _lock(path)
-            if path.exists():
+            if os.path.exists(path):
                 return path, lock
             os.close(lock)
 
 
-def _lock(path: Path, how: int = 0) -> int:
+def _lock(path: str, how: int = 0) -> int:
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | how)
@@ -62,8 +64,8 @@ def _lock(path: Path, how: int = 0) -> int:
     return lock
 
 
-def _remove(path: Path) -> None:
+def _remove(path: str) -> None:
     with suppress(OSError):
-        for file in path.iterdir():
-            file.unlink()
-        path.rmdir()
+        for name in os.listdir(path):
+            os.unlink(f"{path}/{name}")
+        os.rmdir(path)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,11 @@ def _stoppable(new_event_loop: Callable[[], asyncio.AbstractEventLoop]) -> async
     return loop
 
 
+# Seconds that a test gets to end by itself after its time limit, or its failure.
+_LAST_GRACE = 60.0
+
+_STDERR = pytest.StashKey[int]()
+
 # The same for all tests: those of a module that share a loop are known by it.
 _LOOPS = {
     "asyncio": partial(_stoppable, asyncio.new_event_loop),
@@ -43,6 +49,35 @@ def _stop_when_time_is_over(loop: asyncio.AbstractEventLoop, context: dict[str, 
     loop.default_exception_handler(context)
     if isinstance(context.get("exception"), pytest.fail.Exception):
         loop.stop()
+
+
+# The time limit raises an exception, once, and not any more after a failure. What goes on nevertheless is ended, and
+# it is shown where it was; pytest-xdist goes on in a new process.
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # While tests run, it is captured.
+    config.stash[_STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, bool | None, bool | None]:
+    _end_after(settings.timeout + _LAST_GRACE, item)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    # A failure has stopped it.
+    _end_after(_LAST_GRACE, item)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _end_after(seconds: float, item: pytest.Item) -> None:
+    faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[_STDERR])
 
 
 def pytest_asyncio_loop_factories(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import io
 import os
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import pytest_asyncio
@@ -26,9 +28,16 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 uvloop.new_event_loop().close()
 
 
+# What a test says when its time is over: raised in it, or in a callback.
+_OVER = ("from pytest-timeout", "Event loop stopped before Future completed")
+
+_loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
+
+
 def _stoppable(new_event_loop: Callable[[], asyncio.AbstractEventLoop]) -> asyncio.AbstractEventLoop:
     loop = new_event_loop()
     loop.set_exception_handler(_stop_when_time_is_over)
+    _loops.add(loop)
     return loop
 
 
@@ -49,6 +58,25 @@ def _stop_when_time_is_over(loop: asyncio.AbstractEventLoop, context: dict[str, 
     loop.default_exception_handler(context)
     if isinstance(context.get("exception"), pytest.fail.Exception):
         loop.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if call.excinfo is not None and any(sign in str(call.excinfo.value) for sign in _OVER):
+        # The limit finds a loop that waits; here is what it waits for.
+        report.sections.append(("where the tasks were", _where_tasks_are()))
+    return report
+
+
+def _where_tasks_are() -> str:
+    where = io.StringIO()
+    for loop in _loops:
+        for task in asyncio.all_tasks(loop):
+            task.print_stack(file=where)
+    return where.getvalue()
 
 
 # The time limit raises an exception, once, and not any more after a failure. What goes on nevertheless is ended, and

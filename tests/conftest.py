@@ -80,7 +80,7 @@ def _where_tasks_are() -> str:
 
 
 # The time limit raises an exception, once, and not any more after a failure. What goes on nevertheless is ended, and
-# it is shown where it was; pytest-xdist goes on in a new process.
+# it is shown where it was.
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -73,17 +73,8 @@ class Driver:
         self._turn_soon()
         return endpoint
 
-    def disconnect(self, endpoint: Endpoint) -> None:
-        """See `Endpoint.close`."""
-        del self._endpoints[endpoint.number]
-        self._catch_up()
-        number = next(self._numbers)
-        if not self.worker.disconnect(endpoint.handle, number):
-            self._waiting[number] = _ignore
-        self.turn()
-
-    def _catch_up(self) -> None:
-        """Read what has come.
+    def catch_up(self) -> None:
+        """Read what has come, before a connection is closed that still works.
 
         UCX 1.22 may end the process if it closes a TCP connection with something left to send, and only then reads that
         the peer closed it, too: `uct_tcp_iface_handle_events` uses what `uct_tcp_cm_handle_conn_fin` has freed.
@@ -91,6 +82,14 @@ class Driver:
         until = time.perf_counter() + _SLICE
         while self.worker.progress() and time.perf_counter() < until:
             pass
+
+    def disconnect(self, endpoint: Endpoint) -> None:
+        """See `Endpoint.close`."""
+        del self._endpoints[endpoint.number]
+        number = next(self._numbers)
+        if not self.worker.disconnect(endpoint.handle, number):
+            self._waiting[number] = _ignore
+        self.turn()
 
     def get(
         self, endpoint: Endpoint, target: tuple[int, int, int], source: tuple[int, int], on_completed: Completed

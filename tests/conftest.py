@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
-import io
 import os
+import traceback
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from actors import Echo
 from leaks import Snapshot
 
 import aiodaft
+from aiodaft._runtime.awaits import frames_of
 from aiodaft.actor import Handle
 
 # Workers load the packages hundreds of times: with this setting they would compile them each time.
@@ -45,6 +46,7 @@ def _stoppable(new_event_loop: Callable[[], asyncio.AbstractEventLoop]) -> async
 _LAST_GRACE = 60.0
 
 _STDERR = pytest.StashKey[int]()
+_FAILED = pytest.StashKey[bool]()
 
 # The same for all tests: those of a module that share a loop are known by it.
 _LOOPS = {
@@ -65,18 +67,21 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if call.excinfo is not None and any(sign in str(call.excinfo.value) for sign in _OVER):
-        # The limit finds a loop that waits; here is what it waits for.
-        report.sections.append(("where the tasks were", _where_tasks_are()))
+    if call.excinfo is not None:
+        item.stash[_FAILED] = True
+        if any(sign in str(call.excinfo.value) for sign in _OVER):
+            # The limit finds a loop that waits; here is what it waits for.
+            report.sections.append(("where the tasks were", _where_tasks_are()))
     return report
 
 
 def _where_tasks_are() -> str:
-    where = io.StringIO()
+    where: list[str] = []
     for loop in _loops:
         for task in asyncio.all_tasks(loop):
-            task.print_stack(file=where)
-    return where.getvalue()
+            frames = ((frame, frame.f_lineno) for frame in frames_of(task.get_coro()))
+            where += [f"{task}\n", *traceback.StackSummary.extract(frames).format()]
+    return "".join(where)
 
 
 # The time limit raises an exception, once, and not any more after a failure. What goes on nevertheless is ended, and
@@ -96,12 +101,20 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    # A failure has stopped it.
-    _end_after(_LAST_GRACE, item)
+    if _FAILED in item.stash:
+        # That has stopped the clock.
+        _end_after(_LAST_GRACE, item)
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    # pytest-xdist calls a run without tests a success if a worker dies while it collects them.
+    if error is not None:
+        node.config.pluginmanager.get_plugin("session").testsfailed += 1
 
 
 def _end_after(seconds: float, item: pytest.Item) -> None:

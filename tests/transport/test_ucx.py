@@ -213,28 +213,6 @@ async def test_memory_is_its_owners_again_once_a_fetch_into_it_over_a_network_is
         await CHECKS["memory_is_its_owners_again_once_a_fetch_into_it_is_cancelled"](pair)
 
 
-@pytest.mark.usefixtures("over_tcp")
-async def test_memory_is_its_owners_again_once_the_producer_over_a_network_is_lost() -> None:
-    """Only the consumer gives up here: UCX 1.22 may end the process where both do while data is under way (README)."""
-    async with open_pair("ucx") as pair:
-        poison = POISON * (24 * MIB)
-        _, grant, _ = await granted(pair, len(poison))
-        target = bytearray(len(poison))
-        control = pair.consumer.control
-        task = asyncio.get_running_loop().create_task(
-            pair.consumer.transport.fetch_into(grant, control, memoryview(target))
-        )
-        while not opened(pair.consumer.transport).driver.in_flight:
-            await asyncio.sleep(0)
-        pair.consumer.transport.peer_lost(control.peer)
-        with pytest.raises(PeerGone):
-            await task
-        del task
-        target[:] = poison
-        await pair.settle()
-        assert target == poison
-
-
 async def test_a_cancelled_fetch_frees_its_memory_only_after_the_last_piece() -> None:
     async with open_pair("ucx") as pair:
         consumer = opened(pair.consumer.transport)

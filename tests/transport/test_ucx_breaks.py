@@ -70,6 +70,8 @@ async def test_after_ucx_broke_a_connection_the_next_transfer_makes_another() ->
         assert (block.grants, opened(pair.consumer.transport).landing.live_blocks()) == (0, 0)
 
 
+# In the middle of a transfer UCX 1.22 may use what it has freed, and end the process: see README.
+@pytest.mark.soak
 async def test_a_transfer_whose_connection_breaks_fails_and_the_next_one_succeeds() -> None:
     async with open_pair("ucx") as pair:
         consumer = opened(pair.consumer.transport)

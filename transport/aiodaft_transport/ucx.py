@@ -221,8 +221,6 @@ class UcxTransport:
         # Before any block of it is used for something else.
         remote.stamp.expire()
         remote.lost = f"{peer} is gone"
-        if remote.endpoint is not None:
-            self.driver.catch_up()
         remote.cut(remote.lost)
         self._free_keys(remote)
         granted, remote.granted = remote.granted, {}

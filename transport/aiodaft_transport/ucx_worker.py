@@ -73,16 +73,6 @@ class Driver:
         self._turn_soon()
         return endpoint
 
-    def catch_up(self) -> None:
-        """Read what has come, before a connection is closed that still works.
-
-        UCX 1.22 may end the process if it closes a TCP connection with something left to send, and only then reads that
-        the peer closed it, too: `uct_tcp_iface_handle_events` uses what `uct_tcp_cm_handle_conn_fin` has freed.
-        """
-        until = time.perf_counter() + _SLICE
-        while self.worker.progress() and time.perf_counter() < until:
-            pass
-
     def disconnect(self, endpoint: Endpoint) -> None:
         """See `Endpoint.close`."""
         del self._endpoints[endpoint.number]

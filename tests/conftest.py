@@ -28,10 +28,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # libuv opens a pipe for signals with its first loop, and keeps it for the life of the process.
 uvloop.new_event_loop().close()
 
-
+# Seconds that a test gets to end by itself after its time limit, or its failure.
+_LAST_GRACE = 60.0
 # What a test says when its time is over: raised in it, or in a callback.
 _OVER = ("from pytest-timeout", "Event loop stopped before Future completed")
-
+_STDERR = pytest.StashKey[int]()
+_FAILED = pytest.StashKey[bool]()
 _loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
@@ -41,12 +43,6 @@ def _stoppable(new_event_loop: Callable[[], asyncio.AbstractEventLoop]) -> async
     _loops.add(loop)
     return loop
 
-
-# Seconds that a test gets to end by itself after its time limit, or its failure.
-_LAST_GRACE = 60.0
-
-_STDERR = pytest.StashKey[int]()
-_FAILED = pytest.StashKey[bool]()
 
 # The same for all tests: those of a module that share a loop are known by it.
 _LOOPS = {

@@ -46,16 +46,21 @@ def test_the_promises_know_every_error_and_no_other() -> None:
 
 def test_every_fault_names_tests_that_there_are() -> None:
     rows = re.findall(r"^\| ([A-Z]\d+) \| (.+) \| (.+) \|$", FAULTS.read_text(), re.MULTILINE)
-    numbers = [*range(1, 54), *range(100, 121)]
-    assert [int(number[1:]) for number, _, _ in rows] == numbers
+    assert [int(number[1:]) for number, _, _ in rows] == [*range(1, 121)]
     shown = {number: LINK.findall(tests) for number, _, tests in rows}
-    assert {number for number, links in shown.items() if not links} == {"G106", "G107", "G110"}
+    why_not = {tests for number, _, tests in rows if not shown[number]}
+    assert why_not == {
+        "needs several machines",
+        "there are no collectives yet",
+        "there is none yet",
+        "not promised: the actors of a runtime trust each other",
+    }
     named = [link for links in shown.values() for link in links]
     assert [name for name, at in named if f"def test_{name}(" not in (FAULTS.parent / at).read_text()] == []
 
 
 def test_every_fault_that_a_test_is_named_after_names_that_test() -> None:
     text = FAULTS.read_text()
-    named = re.compile(r"def test_((?:[abcgh]\d+_(?:and_)?)+\w+)\(")
+    named = re.compile(r"def test_((?:[a-h]\d+_(?:and_)?)+\w+)\(")
     tests = [name for path in (ROOT / "tests").rglob("test_*.py") for name in named.findall(path.read_text())]
     assert [name for name in tests if f"[{name}]" not in text] == []

@@ -42,12 +42,12 @@ def is_alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-def open_files() -> dict[int, str]:
-    """The descriptors of this process, and what they are."""
+def open_files(pid: int | str = "self") -> dict[int, str]:
+    """The descriptors of a process, and what they are."""
     found: dict[int, str] = {}
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in os.listdir(f"/proc/{pid}/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{entry}")
+            target = os.readlink(f"/proc/{pid}/fd/{entry}")
         except OSError:
             continue
         # CUDA opens more of them whenever it likes.

@@ -64,14 +64,21 @@ class Store:
         return self.transport_named(self._preferred)
 
     def transport_named(self, name: str) -> Transport:
-        """The transport with this name, opened when first needed."""
+        """The transport with this name, opened when first needed. Safe in any thread."""
         if name == DEVICE_NAME:
             return cast("Transport", self.devices.transport)
-        if name not in self._transports:
-            transport = self._transports[name] = self._open_transport(name)
-            for address, nbytes in list(self._registered.items()):
-                transport.register(address, nbytes)
-        return self._transports[name]
+        known = self._transports.get(name)
+        if known is not None:
+            return known
+        # The loop, an actor's thread and the helper thread may come here at the same time. All of them get the one that
+        # is stored first; a transport that is not stored has opened nothing yet.
+        transport = self._transports.setdefault(name, self._open_transport(name))
+        for address, nbytes in list(self._registered.items()):
+            transport.register(address, nbytes)
+            if address not in self._registered:
+                # Another thread has unregistered it, perhaps before it was registered here.
+                transport.unregister(address)
+        return transport
 
     @property
     def devices(self) -> Devices:
@@ -269,9 +276,11 @@ class Store:
         Raises:
             ValueError: Part of it is registered.
         """
-        if any(start < address + nbytes and address < start + size for start, size in list(self._registered.items())):
-            raise ValueError("the memory, or part of it, is registered already")
-        self._registered[address] = nbytes
+        with self._lock:
+            known = list(self._registered.items())
+            if any(start < address + nbytes and address < start + size for start, size in known):
+                raise ValueError("the memory, or part of it, is registered already")
+            self._registered[address] = nbytes
         for transport in list(self._transports.values()):
             transport.register(address, nbytes)
 

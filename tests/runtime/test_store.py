@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from aiodaft import BorrowError
 from aiodaft._runtime.kept import Kept
 from aiodaft._runtime.serialization import Names, encode
+from aiodaft._runtime.store import Store
 from aiodaft_transport.arena import Arena, ArenaBlock
 
 LARGE = 1 << 20  # elements, so that it is not inline
@@ -75,3 +78,50 @@ def test_a_value_that_is_given_up_while_it_is_packed_costs_no_memory(arena: Aren
     kept = Kept(encode(torch.zeros(LARGE), names=Names("x")))
     packed(kept, arena, kept.release)
     assert arena.live_blocks() == 0
+
+
+class Recorder:
+    """A transport that knows which memory is registered."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.registered[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        self.registered.pop(address, None)
+
+
+def store_that_opens(open_transport: Callable[[str], Any]) -> Store:
+    nothing: Any = None
+    return Store(nothing, nothing, open_transport, "shm", direct=False)
+
+
+def test_threads_that_need_a_transport_at_the_same_time_get_the_same_one() -> None:
+    both = threading.Barrier(2, timeout=20)
+
+    def open_transport(name: str) -> Recorder:
+        # Neither of the two threads finds a transport that the other has stored.
+        both.wait()
+        return Recorder()
+
+    store = store_that_opens(open_transport)
+    store.register(64, 100)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(store.transport_named, ["shm", "shm"])
+    assert first is second is store.transport
+    assert first.registered == {64: 100}  # type: ignore[attr-defined]  # it is a Recorder
+
+
+def test_memory_that_is_unregistered_while_a_transport_opens_is_not_registered_there() -> None:
+    class Late(Recorder):
+        def register(self, address: int, nbytes: int) -> None:
+            store.unregister(address)
+            super().register(address, nbytes)
+
+    late = Late()
+    store = store_that_opens(lambda name: late)
+    store.register(64, 100)
+    assert store.transport is late
+    assert late.registered == {}

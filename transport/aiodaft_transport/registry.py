@@ -45,7 +45,7 @@ def default_name() -> str:
 
 
 def open_transport(name: str, host: Host, key: Key, *, local: str) -> Transport:
-    """Open this process's end of a transport.
+    """Open this process's end of a transport. It takes memory, descriptors and ports when it is first used.
 
     Args:
         name: One of `NAMES`.

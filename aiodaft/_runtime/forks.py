@@ -1,14 +1,32 @@
-"""What is told to the forked children of this process: its loops, links and signals are not theirs."""
+"""What is told to the forked children of this process: its loops, links and signals are not theirs.
+
+A signal that reaches a child before the child has left the parent's signal handling goes to the parent instead: the
+handler in C writes it into the wakeup socket of the loop, which both processes have, and the child forgets it. So a
+process whose loop handles signals blocks all signals of the thread that forks, from before the fork until the child has
+left the handling (in the child) or the fork is over (in the parent). `subprocess` runs these hooks only if it has a
+`preexec_fn`; without one it uses vfork and blocks signals itself.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Final
 
 _callbacks: Final[dict[Callable[[], object], None]] = {}
+
+
+class _Masks(threading.local):
+    """The signals that the current thread blocked before each fork that it is in the middle of."""
+
+    def __init__(self) -> None:
+        self.before: list[set[int]] = []
+
+
+_masks: Final = _Masks()
 
 
 def when_forked(callback: Callable[[], object]) -> None:
@@ -32,11 +50,27 @@ def leave_signals() -> None:
 @cache
 def _watch() -> None:
     # For good: Python cannot undo it.
-    os.register_at_fork(after_in_child=_tell)
+    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_tell)
+
+
+def _block_signals() -> None:
+    # A call of its own: a handler may raise out of the second one, and the mask has changed by then.
+    _masks.before.append({*signal.pthread_sigmask(signal.SIG_BLOCK, ())})
+    if leave_signals in _callbacks:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def _unblock_signals() -> None:
+    # Empty if a handler raised before anything was blocked.
+    if _masks.before:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before.pop())
 
 
 def _tell() -> None:
     callbacks = list(_callbacks)
     _callbacks.clear()
-    for callback in callbacks:
-        callback()
+    try:
+        for callback in callbacks:
+            callback()
+    finally:
+        _unblock_signals()

@@ -152,6 +152,48 @@ def test_a_child_of_a_program_under_run_ends_by_itself_and_by_a_signal_of_its_ow
     assert done.stdout.splitlines() == ["child", "0 -15 goes on"]
 
 
+# Signals.
+
+
+def test_a_signal_that_reaches_a_child_first_ends_the_child_and_not_the_program() -> None:
+    done = run("""
+        import asyncio, os, signal, subprocess, sys
+        sys.path.insert(0, {support!r})
+        # Before aiodaft: its hook runs first.
+        from early_signal import fork_a_child_that_is_terminated_at_once
+        import aiodaft
+        from forking import blocked_in_a_child
+
+        def both():
+            return blocked_in_a_child(), sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+
+        async def main():
+            print(fork_a_child_that_is_terminated_at_once())
+            print(await asyncio.to_thread(fork_a_child_that_is_terminated_at_once))
+            # What the user blocks stays blocked, and nothing else, in the child, the parent, and after an exec.
+            print(both(), await asyncio.to_thread(both))
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+            print(both(), flush=True)
+            subprocess.run(["grep", "SigBlk", "/proc/self/status"], preexec_fn=lambda: None)
+            await asyncio.sleep(0)
+
+        aiodaft.run(main())
+        print(both(), flush=True)
+    """)
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert done.stdout.splitlines() == [
+        "-15", "-15", "([], []) ([], [])", "([10], [10])", "SigBlk:\t0000000000000200", "([10], [10])",
+    ]  # fmt: skip
+
+
+async def test_a_signal_that_reaches_a_child_of_an_actor_first_ends_the_child_and_not_the_actor() -> None:
+    # The hook that sends the signal is there before the worker's own.
+    async with aiodaft.Runtime(preload=("early_signal",)) as rt:
+        forker = await rt.spawn(Forker)
+        assert await forker.terminate_a_child_at_once() == -15
+        assert await forker.blocked() == ([], [])
+
+
 # One that just ends.
 
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from actors import Echo
+from early_signal import fork_a_child_that_is_terminated_at_once
 
 from aiodaft import Actor, RuntimeClosed, method
 
@@ -70,6 +71,22 @@ def terminate_a_child() -> int | None:
         child.close()
 
 
+def blocked_in_a_child() -> list[int]:
+    """The signals that a forked child blocks."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writing, bytes(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))))
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as told:
+        found = [*told.read()]
+    os.waitpid(child, 0)
+    return found
+
+
 class Forker(Actor):
     """Forks."""
 
@@ -83,6 +100,16 @@ class Forker(Actor):
         """A stream that gives nothing, and does not end."""
         await asyncio.Event().wait()
         yield 0
+
+    @method
+    def terminate_a_child_at_once(self) -> int:
+        """As a thread of the actor."""
+        return fork_a_child_that_is_terminated_at_once()
+
+    @method
+    async def blocked(self) -> tuple[list[int], list[int]]:
+        """The signals that a child blocks, and then those that this process blocks."""
+        return blocked_in_a_child(), sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 
     @method
     async def terminate_a_child(self) -> int | None:

@@ -64,7 +64,8 @@ class Runtime(Scope):
         isolation: "pidns" puts the actors into a PID namespace: whatever they start ends with their fork server,
             however that ends. Their own `os.getpid()` is then not what others see.
         stop_grace: Seconds that calls under way get when their actor is stopped.
-        cancel_grace: Seconds that cancelled calls get for their cleanup.
+        cancel_grace: Seconds that cancelled calls get for their cleanup. A `def` method that already runs gets none: a
+            thread cannot be interrupted.
         max_pending: Calls that may wait to be sent to one process before `Overloaded` is raised.
         patience: How long an actor that does not answer is waited for: reported after 5 s, lost after 30 s, unless
             said here, in the class line or by `rt.on(patience=...)`.

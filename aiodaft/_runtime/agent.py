@@ -81,7 +81,7 @@ class Agent(Actor):
             # Calls of def methods wait for the actor's thread.
             "queued": cell.mailbox.queued + len(calls) - len(begun),
             "done": cell.done,
-            "abandoned": cell.abandoned,
+            "abandoned": len(cell.abandoned),
             "stored_bytes": self._peer.store.stored_bytes(),
         }
 

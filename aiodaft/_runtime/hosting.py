@@ -45,8 +45,8 @@ class Cell:
         # Calls that have started and not ended; and how many have ended.
         self.active = 0
         self.done = 0
-        # Of those that have started: their callers have given them up.
-        self.abandoned = 0
+        # Calls that run on although their callers have given them up.
+        self.abandoned: set[IncomingCall] = set()
         self.stopping: str | None = None
         self._idle: asyncio.Event | None = None
         self._starting = False
@@ -193,10 +193,14 @@ class Cell:
     # Ending.
 
     def cancel(self, call: IncomingCall) -> None:
-        """The caller does not want the call any more."""
-        self.give_up(
-            call, CallCancelled(f"{call.label} of {self.name} was cancelled before it started", executed=False)
-        )
+        """The caller does not want the call any more. If it runs on the thread, it fails at once."""
+        what = f"{call.label} of {self.name} was cancelled"
+        self.give_up(call, CallCancelled(f"{what} before it started", executed=False))
+        if call.given_up and call.rules.on_thread:
+            error = CallCancelled(
+                f"{what}; it runs on, because a thread cannot be interrupted, and its result is dropped"
+            )
+            call.caller_link.fail(call, error, executed=None)
 
     def give_up(self, call: IncomingCall, why: DaftError) -> None:
         """End a call, if that was not asked for before; one that has not begun fails at once, with this error."""
@@ -230,9 +234,8 @@ class Cell:
             if call.task is not None:
                 call.task.cancel()
             # A method on the thread cannot be interrupted; its result is dropped.
-            if not call.given_up:
-                call.given_up = True
-                self.abandoned += 1
+            call.given_up = True
+            self.abandoned.add(call)
             return True
         call.withdrawn = True
         if call.bringing is not None:
@@ -279,8 +282,7 @@ class Cell:
         """It is over, and was answered if somebody waited for that."""
         self.active -= 1
         self.done += 1
-        if call.given_up:
-            self.abandoned -= 1
+        self.abandoned.discard(call)
         if call.rules.on_thread:
             self.peer.waiter.threads -= 1
         # Its context knows the call: without this they would keep each other, and the arguments, alive.
@@ -293,7 +295,7 @@ class Cell:
             self._idle.set()
 
     def running(self) -> list[IncomingCall]:
-        """Calls that have started and are not answered yet."""
+        """Calls that have started and not ended."""
         return [call for call in self.peer.incoming_calls() if call.cell is self and call.started]
 
     async def stop(self, reason: str, grace: float) -> None:
@@ -307,7 +309,8 @@ class Cell:
         for call in self.running():
             if not call.over and not self._interrupt(call):
                 self._refuse(call)
-        await self._wait_idle(self.peer.grace)
+        if not all(call.rules.on_thread for call in self.abandoned):
+            await self._wait_idle(self.peer.grace)
         for call in self.running():
             self._refuse(call)
         leave = getattr(type(self.instance), "__aexit__", None)

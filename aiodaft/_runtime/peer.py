@@ -264,7 +264,8 @@ class Peer:
     def incoming_calls(self) -> list[IncomingCall]:
         """Every call that is queued or runs here."""
         remote = [call for link in self.links.values() for call in link.incoming.values()]
-        return [*remote, *self.local_caller.calls.values(), *self.graphs.calls()]
+        answered = [call for cell in self.cells.values() for call in cell.abandoned if call.over]
+        return [*remote, *self.local_caller.calls.values(), *self.graphs.calls(), *answered]
 
     def cancel_local(self, number: CallId) -> None:
         """Cancel a call that this process made to itself."""

@@ -177,4 +177,4 @@ class PulseWatch:
 
 
 def _runs(call: IncomingCall) -> bool:
-    return call.begun and not call.over and call.cell.id >= FIRST_USER_ACTOR
+    return call.begun and call.cell.id >= FIRST_USER_ACTOR

@@ -183,6 +183,9 @@ class RowCall(IncomingCall):
         row = call.row
         value: Flowing
         for job in row.jobs:
+            if call.given_up:
+                # The steps that are left have failed already.
+                return
             if job is row.last:
                 call.cell.last_begun(call)
             executed = False

@@ -7,7 +7,7 @@ import asyncio
 import anyio
 import pytest
 from actors import Box, Echo, Log, Relay, Sleeper
-from cancelled import Clinging, Subject
+from cancelled import Blocking, Clinging, Subject
 from leaks import is_alive
 
 import aiodaft
@@ -174,14 +174,14 @@ async def abandoned(rt: aiodaft.Runtime, actor: object, count: int) -> aiodaft.A
     return info
 
 
-async def test_a_thread_cannot_be_interrupted_but_its_result_is_dropped(hasty_rt: aiodaft.Runtime) -> None:
-    rt, sleeper = hasty_rt, await hasty_rt.spawn(Sleeper)
+async def test_a_thread_cannot_be_interrupted_but_its_result_is_dropped(rt: aiodaft.Runtime) -> None:
+    sleeper = await rt.spawn(Sleeper)
     ref = sleeper.block(20)
     await sleeper.history()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await ref
-    with pytest.raises(aiodaft.CallCancelled, match="did not end within its grace time") as caught:
+    with pytest.raises(aiodaft.CallCancelled, match="a thread cannot be interrupted") as caught:
         await ref
     assert caught.value.executed is None
     assert (await abandoned(rt, sleeper, 1)).running == ("Sleeper.block",)
@@ -192,6 +192,32 @@ async def test_a_thread_cannot_be_interrupted_but_its_result_is_dropped(hasty_rt
     await sleeper.unblock()
     assert await next_one == "unblocked"
     assert (await rt.info(sleeper)).stored_bytes == 0
+
+
+async def test_a_method_on_a_thread_gets_no_grace_time() -> None:
+    # With such a grace time, a wait for any of it, also for that of the actors when they are stopped, is a hang.
+    async with aiodaft.Runtime(preload=(), cancel_grace=3600, stop_grace=0) as rt:
+        subject, other, service = await rt.spawn(Subject), await rt.spawn(Subject), await rt.host(Blocking)
+        neighbour = await rt.on(with_=other).spawn(Subject)
+        for one in (subject, other):
+            await one.remember_loop()
+        refs = {
+            "another process": subject.block(),
+            "the same process": neighbour.call_block(other),
+            "a hosted object": service.call(Blocking.block),
+        }
+        for begun in (subject.has_begun(), other.has_begun(), service.call(Blocking.has_begun)):
+            await begun
+        for ref in refs.values():
+            ref.cancel()
+        for where in ("another process", "a hosted object"):
+            with pytest.raises(aiodaft.CallCancelled, match="it runs on, because a thread cannot be") as caught:
+                await refs[where]
+            assert caught.value.executed is None
+        with pytest.raises(aiodaft.CallCancelled):
+            await refs["the same process"]
+        assert await neighbour.history() == ["cleaned up"]
+        assert (await rt.info(other)).abandoned == 1
 
 
 @pytest.mark.parametrize("how", ["asyncio", "anyio"])
@@ -245,9 +271,8 @@ async def test_calls_that_outlive_their_deadline_or_their_caller_are_counted(rt:
     with pytest.raises(aiodaft.DeadlineExceeded):
         async with aiodaft.deadline(0.05):
             await stubborn.stubborn(None)
-    # Both are over for whoever called, when the second has used up its grace time; the actor still has them.
-    while (await abandoned(rt, stubborn, 2)).running:
-        pass
+    # Both are over for their callers; the actor still runs them.
+    assert (await abandoned(rt, stubborn, 2)).running == ("Subject.stubborn",) * 2
     await stubborn.let_go()
     await abandoned(rt, stubborn, 0)
 

@@ -150,25 +150,22 @@ class OnThread(Case):
     async def wait(self) -> None:
         await self.subject.block()
 
-    async def after(self) -> None:
-        # It runs on, and everybody can see it; the wait ends when it does.
-        while not (await self.rt.info(self.subject)).abandoned:
-            assert "ended" not in await self.subject.history()
-        await self.subject.let_go()
-
     async def check(self) -> None:
-        assert await self.subject.history() == ["began", "ended"]
+        # The wait is over at once; the method runs on, and everybody can see it.
+        assert await self.subject.history() == ["began"]
         info = await self.rt.info(self.subject)
-        assert (info.abandoned, info.running) == (0, ())
+        assert (info.abandoned, info.running) == (1, ("Subject.block",))
+        await self.subject.let_go()
+        while (info := await self.rt.info(self.subject)).abandoned:
+            pass
+        assert info.running == ()
+        assert await self.subject.history() == ["began", "ended"]
 
 
 class Queued(OnThread):
     async def prepare(self) -> None:
         await super().prepare()
         self.ahead = self.subject.block()
-
-    async def after(self) -> None:
-        """Nothing is needed: it ends at once."""
 
     async def check(self) -> None:
         assert await self.subject.history() == ["began"]
@@ -251,15 +248,13 @@ async def test_the_wait_is_over_when_the_call_is(
     assert not any(link.session.calls for link in module_rt.peer.links.values())
 
 
-@pytest.mark.parametrize("how", ["block", "stubborn"])
 async def test_what_a_cancelled_call_gives_all_the_same_is_dropped(
-    module_rt: aiodaft.Runtime, how: str, monkeypatch: pytest.MonkeyPatch
+    module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The call ends before its grace time does.
     monkeypatch.setattr(module_rt.peer, "grace", 3600)
     subject = await module_rt.spawn(Subject)
-    await subject.remember_loop()
-    ref = subject.block() if how == "block" else subject.stubborn(subject)
+    ref = subject.stubborn(subject)
     await subject.has_begun()
     assert ref.cancel()
     # Asked after the cancellation, so that this has come by then.
@@ -271,3 +266,28 @@ async def test_what_a_cancelled_call_gives_all_the_same_is_dropped(
     assert not ref.cancel()
     while (await module_rt.info(subject)).stored_bytes:
         pass
+
+
+async def test_a_run_of_a_graph_that_is_cancelled_starts_no_more_steps_on_the_thread(
+    module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_rt.peer, "grace", 3600)
+    subject = await module_rt.spawn(Subject)
+    await subject.remember_loop()
+
+    def flow() -> tuple[aiodaft.Ref[bytes], aiodaft.Ref[bytes]]:
+        return subject.block(), subject.block()
+
+    async with aiodaft.compile(flow) as graph:
+        refs = graph()
+        await subject.has_begun()
+        for ref in refs:
+            ref.cancel()
+        for ref, executed in zip(refs, (None, False), strict=True):
+            with pytest.raises(aiodaft.CallCancelled) as caught:
+                await ref
+            assert caught.value.executed is executed
+        await subject.let_go()
+        while (await module_rt.info(subject)).abandoned:
+            pass
+        assert await subject.history() == ["began", "ended"]

@@ -69,6 +69,14 @@ class Subject(Actor):
         return bytes(1 << 20)
 
     @method
+    async def call_block(self, other: Subject) -> None:
+        """Waits for a call that cannot be interrupted."""
+        try:
+            await other.block()
+        finally:
+            await self.clean_up()
+
+    @method
     async def stubborn(self, other: Any) -> Any:
         """Lets nobody cancel it; gives something large and a ref."""
         self.note("began")
@@ -127,6 +135,20 @@ class Subject(Actor):
     async def tasks(self) -> int:
         """How many tasks there are besides this one."""
         return len(asyncio.all_tasks()) - 1
+
+
+class Blocking:
+    """Knows nothing of aiodaft, and cannot be interrupted."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+
+    def block(self) -> None:
+        self.began.set()
+        threading.Event().wait(20)
+
+    async def has_begun(self) -> None:
+        await asyncio.to_thread(self.began.wait)
 
 
 class Stuck(Actor):

@@ -200,7 +200,8 @@ class RestartLimitReached(ActorDied):
 class PeerLost(OutcomeUnknown):
     """The connection to another process ended, or the process did not answer for longer than its `Patience`.
 
-    In the second case it was killed: it was stopped, or C code kept its interpreter.
+    In the second case it was killed, because it was stopped for longer than `Patience(lost_after=...)`, or was silent
+    for longer than `Patience(give_up=...)`. The message says which.
     """
 
 

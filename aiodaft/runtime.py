@@ -67,8 +67,8 @@ class Runtime(Scope):
         cancel_grace: Seconds that cancelled calls get for their cleanup. A `def` method that already runs gets none: a
             thread cannot be interrupted.
         max_pending: Calls that may wait to be sent to one process before `Overloaded` is raised.
-        patience: How long an actor that does not answer is waited for: reported after 5 s, lost after 30 s, unless
-            said here, in the class line or by `rt.on(patience=...)`.
+        patience: How long a process that does not answer is waited for: by default it is reported after 5 s, and killed
+            after 30 s if it is stopped. A class line or `rt.on(patience=...)` goes before this.
         env: Clock, randomness and ids, for simulations.
 
     Raises:

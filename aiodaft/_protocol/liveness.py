@@ -24,14 +24,18 @@ _AT_LEAST: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a process that gives no sign of life is waited for: it is stopped, or C code keeps its interpreter.
+    """How long the runtime waits for a process that gives no sign of life, before it warns and before it kills.
 
-    Busy loops and methods, slow imports and waiting do not count: a thread of the process answers meanwhile.
+    Such a process is stopped, or C code keeps its interpreter: a long sort, `json.loads`, `pickle.loads`. Busy loops
+    and methods, slow imports and waiting are no silence, because a thread of the process answers meanwhile. By default
+    only a stopped process is killed: C code may be healthy, however long it takes.
 
     Args:
-        suspect_after: Seconds until it is reported, by a warning and in `rt.info`; None for never.
-        lost_after: Seconds until it is given up: its process is killed and its calls fail with `PeerLost`; None for
-            never.
+        suspect_after: Seconds of silence until the first warning, from which on `rt.info` calls the actor suspect. The
+            next warning comes when the silence has lasted twice as long, and so on. None for no warnings.
+        lost_after: Seconds until a process is killed that is stopped (SIGSTOP, state T) and silent. Its calls fail with
+            `PeerLost`. None for never.
+        give_up: Seconds of silence, whatever the reason, until a process is killed. None for never.
 
     Raises:
         ValueError: Less than 0.1 seconds, or no number.
@@ -39,9 +43,10 @@ class Patience:
 
     suspect_after: float | None = 5.0
     lost_after: float | None = 30.0
+    give_up: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("suspect_after", "lost_after"):
+        for name in ("suspect_after", "lost_after", "give_up"):
             value: object = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and _SHORTEST <= value < math.inf):
                 raise ValueError(f"{name}={value!r}: at least {_SHORTEST} seconds are needed, or None for never")
@@ -51,12 +56,14 @@ class Patience:
         return Patience(
             _longer(self.suspect_after, other.suspect_after),
             _longer(self.lost_after, other.lost_after),
+            _longer(self.give_up, other.give_up),
         )
 
     @property
     def period(self) -> float | None:
         """Seconds between two questions; None if nothing is ever to be found out."""
-        shortest = min((after for after in (self.suspect_after, self.lost_after) if after is not None), default=None)
+        limits = (self.suspect_after, self.lost_after, self.give_up)
+        shortest = min((after for after in limits if after is not None), default=None)
         return None if shortest is None else min(_LONGEST_PERIOD, shortest / _ASKED_WITHIN)
 
 
@@ -83,21 +90,30 @@ class Liveness:
     def __init__(self, patience: Patience, now: float) -> None:
         self.health = Health.ALIVE
         self.last_heard = now
+        # Once it is LOST: the part of its patience that is used up.
+        self.limit = ""
         self._patience = patience
         self._due = now if patience.period is None else math.ceil(now / patience.period) * patience.period
-        # Periods since a question that is not answered yet.
+        # Periods since a question that is not answered yet; how many of them, up to now, found the process stopped.
         self._missed: int | None = None
+        self._stopped = 0
+        self._warnings = 0
 
     @property
     def patience(self) -> Patience:
         """How long it is waited for."""
         return self._patience
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether a question is not answered yet: then `handle_timer` wants to know whether the process is stopped."""
+        return self._missed is not None
+
     def relax(self, patience: Patience) -> None:
         """Wait as long as this from now on, whatever was missed before."""
         self._patience = patience
         if self._missed is not None:
-            self._missed = 0
+            self._ask()
 
     def get_timer(self) -> float | None:
         """When `handle_timer` has to be called; None for never."""
@@ -113,29 +129,43 @@ class Liveness:
         self._missed = None
         return Order.CLEAR if suspected else None
 
-    def handle_timer(self, now: float) -> Order | None:
-        """A period is over. Whatever came in meanwhile must have been handed to `heard` before."""
+    def handle_timer(self, now: float, *, stopped: bool = False) -> Order | None:
+        """A period is over. Whatever came in meanwhile must have been handed to `heard` before.
+
+        Args:
+            now: The time.
+            stopped: Whether the process is stopped now. Only a silent process need be looked at.
+        """
         period = self._patience.period
         if self.health is Health.LOST or period is None or now < self._due:
             return None
         # All processes are looked at in the same moments, and so cost one wakeup. Never much sooner than in a period.
         self._due = math.ceil(now / period + _AT_LEAST) * period
         if self._missed is None:
-            self._missed = 0
+            self._ask()
             return Order.ASK
         self._missed += 1
-        if self._is_over(self._patience.lost_after, period):
-            self.health = Health.LOST
-            return Order.GIVE_UP
-        if self.health is Health.ALIVE and self._is_over(self._patience.suspect_after, period):
+        self._stopped = self._stopped + 1 if stopped else 0
+        for limit, periods in (("lost_after", self._stopped), ("give_up", self._missed)):
+            after: float | None = getattr(self._patience, limit)
+            if _is_over(after, period, periods):
+                self.health = Health.LOST
+                self.limit = f"{limit}={after:g}"
+                return Order.GIVE_UP
+        suspect_after = self._patience.suspect_after
+        if suspect_after is not None and _is_over(suspect_after * 2**self._warnings, period, self._missed):
+            self._warnings += 1
             self.health = Health.SUSPECT
             return Order.SUSPECT
         return None
 
-    def _is_over(self, after: float | None, period: float) -> bool:
-        assert self._missed is not None
-        # In whole periods: 5 times a fifth may be less than the whole.
-        return after is not None and self._missed >= math.ceil(round(after / period, 6))
+    def _ask(self) -> None:
+        self._missed = self._stopped = self._warnings = 0
+
+
+def _is_over(after: float | None, period: float, periods: int) -> bool:
+    # In whole periods: 5 times a fifth may be less than the whole.
+    return after is not None and periods >= math.ceil(round(after / period, 6))
 
 
 def _longer(first: float | None, second: float | None) -> float | None:

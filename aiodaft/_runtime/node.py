@@ -22,7 +22,7 @@ from .failures import decode_error
 from .incoming import current_call
 from .link import introduce
 from .nursery import Child, Ending, Nursery
-from .postmortem import OomKills, activity, condition, died, given_up
+from .postmortem import OomKills, activity, died, given_up, silence
 from .roster import Place, Process, Worker
 from .tasks import logger
 from .worker import WorkerSettings
@@ -114,7 +114,7 @@ class Node(Actor):
     ) -> Place:
         if beside is None:
             worker = await self._start_worker(label, gpus)
-            worker.child.pulse.begin(patience or self._patience)
+            worker.child.pulse.begin(patience or self._patience, worker.pid)
         else:
             worker = self._host(label, PeerId(beside))
             if patience is not None:
@@ -295,12 +295,10 @@ class Node(Actor):
     def _pulse_changed(self, worker: Worker, order: Order) -> None:
         """A worker does not answer, or does again."""
         link = self._peer.link_to(worker.id)
-        vitals = worker.child.pulse.vitals()
         if order is Order.CLEAR:
             logger.warning("%s answers again", worker)
         elif order is Order.SUSPECT:
-            why, doing = condition(worker.pid), activity(worker, link)
-            logger.warning("%s has not answered for %.1f s: %s; %s", worker, vitals.silent_for, why, doing)
+            logger.warning("%s", silence(worker, activity(worker, link)))
         elif order is Order.GIVE_UP and worker.wanted is None:
             worker.lost = given_up(worker, activity(worker, link))
             logger.error("%s", worker.lost)

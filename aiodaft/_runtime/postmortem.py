@@ -12,6 +12,7 @@ from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft.exceptions import ActorDied, OutcomeUnknown, PeerLost
 
 from .nursery import Ending
+from .processes import is_stopped
 from .refkinds import CallState
 
 if TYPE_CHECKING:
@@ -83,11 +84,21 @@ def died(worker: Worker, ending: Ending, doing: Activity, *, oom: bool) -> Actor
     return error
 
 
+def silence(worker: Worker, doing: Activity) -> str:
+    """What to warn of while a worker does not answer."""
+    pulse = worker.child.pulse
+    warning = f"{worker} has not answered for {pulse.vitals().silent_for:.1f} s: {condition(worker.pid)}; {doing}"
+    if pulse.patience.give_up is not None or is_stopped(worker.pid):
+        return warning
+    return f"{warning}. Its calls wait for it; Patience(give_up=seconds) kills such a process after that time"
+
+
 def given_up(worker: Worker, doing: Activity) -> PeerLost:
     """The error of callers of a worker that has not answered for too long."""
-    vitals = worker.child.pulse.vitals()
+    pulse = worker.child.pulse
     error = PeerLost(
-        f"{worker} has not answered for {vitals.silent_for:.1f} s and was killed: {condition(worker.pid)}; {doing}"
+        f"{worker} has not answered for {pulse.vitals().silent_for:.1f} s and was killed, as Patience({pulse.limit}) "
+        f"demands: {condition(worker.pid)}; {doing}"
     )
     _add_evidence(error, worker, doing)
     return error

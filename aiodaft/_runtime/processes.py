@@ -123,13 +123,25 @@ def reap() -> list[tuple[int, int]]:
 
 def status_of(pid: int) -> tuple[int | None, str | None] | None:
     """As `describe_status`, of a process that others wait for; None while it has not ended, UNKNOWN once they have."""
+    fields = _stat_of(pid)
+    if not fields:
+        return UNKNOWN if IS_LINUX else None
+    return describe_status(int(fields[-1])) if fields[0] in {b"Z", b"X"} else None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP). One that a debugger holds is not."""
+    return _stat_of(pid)[:1] == [b"T"]
+
+
+def _stat_of(pid: int) -> list[bytes]:
+    """The fields of proc_pid_stat(5) from the third one, the state, to the last one, the status; none if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+            # The second field, the name, may contain anything.
+            return file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return UNKNOWN if IS_LINUX else None
-    # State and status are the third and the last field of proc_pid_stat(5); the second one may contain anything.
-    return describe_status(int(fields[-1])) if fields[0] in {b"Z", b"X"} else None
+        return []
 
 
 def describe_status(status: int) -> tuple[int | None, str | None]:

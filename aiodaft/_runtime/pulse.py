@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Final
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
 from aiodaft._protocol.liveness import Health, Liveness, Order, Patience
 
+from .processes import is_stopped
+
 if TYPE_CHECKING:
     from .incoming import IncomingCall
     from .peer import Peer
@@ -99,6 +101,7 @@ class PulseWatch:
         self._connection = connection
         self._loop = loop
         self._liveness: Liveness | None = None
+        self._pid = 0
         self._timer: asyncio.TimerHandle | None = None
         self._lag = 0.0
         self._method = ""
@@ -106,8 +109,9 @@ class PulseWatch:
         # Told to report a suspicion, to take it back, and to give the process up.
         self.on_order: Callable[[Order], object] = lambda order: None
 
-    def begin(self, patience: Patience) -> None:
+    def begin(self, patience: Patience, pid: int) -> None:
         """The process runs: watch it."""
+        self._pid = pid
         self._liveness = Liveness(patience, self._loop.time())
         self._look()
 
@@ -116,6 +120,16 @@ class PulseWatch:
         if self._liveness is not None:
             self._liveness.relax(self._liveness.patience.widened(patience))
             self._schedule()
+
+    @property
+    def patience(self) -> Patience:
+        """How long the process is waited for."""
+        return Patience(None, None) if self._liveness is None else self._liveness.patience
+
+    @property
+    def limit(self) -> str:
+        """The part of its patience that a process which was given up has used up, such as "lost_after=30"."""
+        return "" if self._liveness is None else self._liveness.limit
 
     def vitals(self) -> Vitals:
         """How it is."""
@@ -142,7 +156,8 @@ class PulseWatch:
         # Answers are read only now: they wake nobody, and what came while this loop was busy is known before anybody
         # is accused.
         self._read_answer()
-        order = self._liveness.handle_timer(self._loop.time())
+        stopped = self._liveness.is_silent and is_stopped(self._pid)
+        order = self._liveness.handle_timer(self._loop.time(), stopped=stopped)
         if order is Order.ASK:
             # Of a process that is gone, its link tells.
             with suppress(OSError):

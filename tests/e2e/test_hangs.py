@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -63,7 +62,9 @@ async def test_d60_one_that_stays_stopped_is_given_up_and_everybody_hears(rt: ai
     while not (await rt.info(stuck)).suspect:
         pass
     through = relay.call_other(stuck, 2)
-    with pytest.raises(aiodaft.PeerLost, match=r"Stuck-\d+ \(pid \d+\) has not answered for .* and was killed") as lost:
+    with pytest.raises(
+        aiodaft.PeerLost, match=r"Stuck-\d+ \(pid \d+\) has not answered .* Patience\(lost_after=1\)"
+    ) as lost:
         await ref
     assert lost.value.executed is None
     assert lost.value.last_method == "Stuck.stop_itself"
@@ -100,14 +101,32 @@ async def test_one_that_is_given_up_is_restarted_with_the_patience_and_the_gpus_
         assert [process.pid for process in processes if seen.name in process.actors] == [seen.pid]
 
 
-async def test_d61_c_code_that_keeps_the_interpreter_is_given_up_unless_the_actor_is_excused(
-    rt: aiodaft.Runtime, caplog: pytest.LogCaptureFixture
+async def test_d61_c_code_that_keeps_the_interpreter_is_reported_and_not_given_up(
+    rt: aiodaft.Runtime, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    caplog.set_level(logging.WARNING)
-    stuck, excused = await rt.on(patience=QUICK).spawn(Stuck), await rt.spawn(Unhurried)
-    excused_call = excused.hold_interpreter(60)
-    with pytest.raises(aiodaft.PeerLost, match=r"C code that keeps the interpreter.*under way: Stuck.hold_interpreter"):
-        await stuck.hold_interpreter(60)
+    stuck = await rt.on(patience=Patience(0.1, 0.2)).spawn(Stuck)
+    os.mkfifo(gate := tmp_path / "gate")
+    ref = stuck.hold_interpreter(str(gate))
+    # After 0.1, 0.2 and 0.4 s; a process that is stopped would be dead by then.
+    while caplog.text.count("has not answered for") < 3:
+        await asyncio.sleep(0)
+    assert "in C code that keeps the interpreter to itself; under way: Stuck.hold_interpreter" in caplog.text
+    assert "Patience(give_up=seconds) kills such a process" in caplog.text
+    assert (await rt.info(stuck)).suspect
+    os.close(os.open(gate, os.O_WRONLY))
+    assert await ref == "free again"
+
+
+async def test_d61_c_code_that_keeps_the_interpreter_is_given_up_where_patience_says_so(
+    rt: aiodaft.Runtime, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    os.mkfifo(gate := str(tmp_path / "gate"))
+    stuck, excused = await rt.on(patience=Patience(0.3, None, give_up=1)).spawn(Stuck), await rt.spawn(Unhurried)
+    excused_call = excused.hold_interpreter(gate)
+    with pytest.raises(
+        aiodaft.PeerLost, match=r"Patience\(give_up=1\).*keeps the interpreter.*under way: Stuck.hold_interpreter"
+    ):
+        await stuck.hold_interpreter(gate)
     assert not excused_call.done()
     assert "Unhurried" not in caplog.text
     await rt.kill(excused)

@@ -20,7 +20,9 @@ many_seeds = pytest.mark.parametrize(
 class World:
     """A watcher and a process, either of which may be held up for a while; messages take their time."""
 
-    def __init__(self, seed: int, patience: Patience = PATIENCE) -> None:
+    def __init__(self, seed: int, patience: Patience = PATIENCE, *, stops: bool = True) -> None:
+        # Whether the process is stopped while it does nothing; else C code keeps its interpreter.
+        self.stops = stops
         self.rng = random.Random(seed)
         self.liveness = Liveness(patience, 0.0)
         self.orders: list[tuple[float, Order]] = []
@@ -41,7 +43,8 @@ class World:
             if answer <= now:
                 answer = FOREVER
                 self.note(now, liveness.heard(now))
-            order = liveness.handle_timer(now)
+            stopped = self.stops and later(self.process_away, now) != now
+            order = liveness.handle_timer(now, stopped=stopped)
             if order is Order.ASK:
                 answer = later(self.process_away, now + self.latency()) + self.latency()
             else:
@@ -53,6 +56,9 @@ class World:
 
     def names(self) -> list[str]:
         return [order.name for _, order in self.orders]
+
+    def first(self, kind: Order) -> float:
+        return next(when for when, order in self.orders if order is kind)
 
 
 def later(pauses: list[tuple[float, float]], when: float) -> float:
@@ -78,7 +84,7 @@ def pauses(rng: random.Random, longest: float, until: float) -> list[tuple[float
 @pytest.mark.parametrize("watcher", [0.0, 2.0, 120.0], ids=["awake", "often away", "away for minutes"])
 def test_d69_pauses_shorter_than_the_patience_never_count_as_death(seeds: range, watcher: float) -> None:
     for seed in seeds:
-        world = World(seed)
+        world = World(seed) if seed % 2 else World(seed, Patience(give_up=30), stops=False)
         rng = world.rng
         world.process_away = pauses(rng, 29.9, 500)
         world.watcher_away = pauses(rng, watcher, 500) if watcher else []
@@ -116,16 +122,17 @@ def test_d69_what_never_answers_again_is_always_found_and_in_time(seeds: range) 
     for seed in seeds:
         rng = random.Random(seed)
         stopped = rng.uniform(0, 100)
-        patience = Patience(rng.choice([None, 0.3, 2, 5]), rng.choice([1.0, 7.3, 30, 100]))
-        world = World(seed, patience)
+        suspect, lost = rng.choice([None, 0.3, 2, 5]), rng.choice([1.0, 7.3, 30, 100])
+        stops = rng.random() < 0.5
+        patience = Patience(suspect, lost) if stops else Patience(suspect, give_up=lost)
+        world = World(seed, patience, stops=stops)
         world.process_away = [(stopped, FOREVER)]
         world.run(1000)
-        suspect, lost = patience.suspect_after, patience.lost_after
-        assert lost is not None
-        times = {order: when - stopped for when, order in world.orders}
-        assert lost - 0.1 <= times[Order.GIVE_UP] <= lost * 1.1 + 3, f"seed {seed}: {times} of {patience}"
+        given_up = world.first(Order.GIVE_UP) - stopped
+        assert lost - 0.1 <= given_up <= lost * 1.1 + 3, f"seed {seed}: {world.orders} of {patience}"
         if suspect is not None and suspect < lost:
-            assert suspect - 0.1 <= times[Order.SUSPECT] <= suspect * 1.2 + 2, f"seed {seed}: {times} of {patience}"
+            reported = world.first(Order.SUSPECT) - stopped
+            assert suspect - 0.1 <= reported <= suspect * 1.2 + 2, f"seed {seed}: {world.orders} of {patience}"
 
 
 @many_seeds
@@ -136,20 +143,52 @@ def test_d69_a_watcher_that_is_often_away_finds_it_later_and_finds_it(seeds: ran
         world.process_away = [(rng.uniform(0, 100), FOREVER)]
         world.watcher_away = pauses(rng, 10.0, 5000)
         world.run(5000)
-        assert world.names() == ["SUSPECT", "GIVE_UP"], f"seed {seed}"
+        # After 5, 10 and 20 s, and 30 s.
+        assert world.names() == ["SUSPECT", "SUSPECT", "SUSPECT", "GIVE_UP"], f"seed {seed}"
+
+
+@many_seeds
+def test_d61_c_code_is_reported_at_growing_intervals_and_never_given_up(seeds: range) -> None:
+    for seed in seeds:
+        world = World(seed, stops=False)
+        began = world.rng.uniform(0, 100)
+        world.process_away = [(began, FOREVER)]
+        world.run(750)
+        assert set(world.names()) == {"SUSPECT"}, f"seed {seed}"
+        silences = [when - began for when, _ in world.orders]
+        assert len(silences) == 8, f"seed {seed}: {silences}"
+        for number, silence in enumerate(silences):
+            assert 5 * 2**number - 0.1 <= silence <= 5 * 2**number * 1.01 + 2, f"seed {seed}: {silences}"
+
+
+def test_d61_only_the_time_for_which_a_process_is_stopped_counts_against_it() -> None:
+    liveness = Liveness(Patience(None, 1), 0.0)
+    steps = iter(range(1000))
+
+    def look(*, stopped: bool) -> Order | None:
+        return liveness.handle_timer(next(steps) * 0.2, stopped=stopped)
+
+    assert look(stopped=False) is Order.ASK
+    assert liveness.is_silent
+    assert {look(stopped=False) for _ in range(100)} == {None}
+    assert {look(stopped=True) for _ in range(4)} == {None}
+    assert look(stopped=False) is None
+    assert [look(stopped=True) for _ in range(5)] == [None, None, None, None, Order.GIVE_UP]
+    assert liveness.limit == "lost_after=1"
 
 
 def test_d60_a_process_that_goes_on_in_time_is_cleared_once() -> None:
     world = World(0)
-    world.process_away = [(10.0, 20.0), (40.0, 60.0)]
+    world.process_away = [(10.0, 19.0), (40.0, 49.0)]
     world.run(100)
     assert world.names() == ["SUSPECT", "CLEAR"] * 2
 
 
 def test_what_was_given_up_stays_given_up() -> None:
-    liveness = Liveness(Patience(None, 1), 0.0)
+    liveness = Liveness(Patience(None, None, 1), 0.0)
     orders = [liveness.handle_timer(step * 0.25) for step in range(10)]
     assert orders.count(Order.GIVE_UP) == 1
+    assert liveness.limit == "give_up=1"
     assert (liveness.heard(3.0), liveness.health, liveness.get_timer()) == (None, Health.LOST, None)
     assert liveness.handle_timer(4.0) is None
     assert liveness.last_heard == 0.0
@@ -173,11 +212,13 @@ def test_a_look_that_comes_early_counts_for_nothing() -> None:
 def test_who_lives_with_a_patient_actor_is_waited_for_as_long() -> None:
     assert Patience(1, 60).widened(Patience(5, 30)) == Patience(5, 60)
     assert Patience(None, 3).widened(Patience(5, None)) == Patience(None, None)
-    liveness = Liveness(Patience(None, 1), 0.0)
+    assert Patience(give_up=3).widened(Patience(give_up=5)) == Patience(give_up=5)
+    assert Patience(give_up=3).widened(Patience()) == Patience()
+    liveness = Liveness(Patience(None, None, 1), 0.0)
     for step in range(5):
         assert liveness.handle_timer(step * 0.2) in (None, Order.ASK)
-    liveness.relax(Patience(None, 10))
-    assert liveness.patience == Patience(None, 10)
+    liveness.relax(Patience(None, None, 10))
+    assert liveness.patience == Patience(None, None, 10)
     orders = [liveness.handle_timer(float(second)) for second in range(1, 20)]
     assert orders.index(Order.GIVE_UP) == 9
 

@@ -23,9 +23,11 @@ class Stuck(Actor):
         return "continued"
 
     @method
-    def hold_interpreter(self, seconds: int) -> None:
-        """In C, without letting any other thread of this process run."""
-        ctypes.PyDLL(None).sleep(seconds)
+    def hold_interpreter(self, until: str) -> str:
+        """In C, until somebody writes to a fifo, without letting any other thread of this process run."""
+        library = ctypes.PyDLL(None)
+        library.close(library.open(until.encode(), os.O_RDONLY))
+        return "free again"
 
     @method
     async def block_loop(self, until: str) -> str:
@@ -36,5 +38,5 @@ class Stuck(Actor):
         return "free again"
 
 
-class Unhurried(Stuck, patience=Patience(suspect_after=None, lost_after=None)):
+class Unhurried(Stuck, patience=Patience(suspect_after=None, lost_after=None, give_up=None)):
     """Says in its class line that nobody is to worry."""

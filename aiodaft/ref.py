@@ -6,7 +6,7 @@ Passing a ref to another actor moves the value from actor to actor; awaiting it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
 
@@ -284,6 +284,13 @@ def _group_of(errors: list[BaseException]) -> BaseExceptionGroup[BaseException]:
     return BaseExceptionGroup(f"{len(errors)} members failed", errors)
 
 
+class LoopBackend(Protocol):
+    """What one `async for` over a stream needs of its process."""
+
+    def next_item(self) -> Coroutine[Any, Any, Any]: ...
+    def leave(self) -> None: ...
+
+
 class StreamBackend(Protocol):
     """What a `Stream` needs of the process it lives in."""
 
@@ -291,6 +298,7 @@ class StreamBackend(Protocol):
 
     def watch(self, callback: Callable[[Any], object]) -> None: ...
     async def next_item(self) -> Any: ...
+    def loop(self) -> LoopBackend: ...
     async def aclose(self) -> None: ...
     def handle_dropped(self) -> None: ...
 
@@ -298,10 +306,18 @@ class StreamBackend(Protocol):
 class Stream(Generic[T_co]):
     """Values that an actor's async generator yields, as they come: `async for`.
 
-    The producer runs ahead of the consumer by a bounded number of items. Leaving the loop early and dropping the
-    stream, or `aclose()`, ends the producer: its `finally` blocks run.
+    The producer runs ahead of the consumer by a bounded number of items. It ends, and its `finally` blocks run, when
 
-    Cancellation: a cancelled `async for` loses no item.
+    - the last `async for` over the stream is left: by `break`, `return`, an exception or a cancellation;
+    - the task of that loop is cancelled, fails or returns None while the loop is suspended in an async generator. A
+      task that returns something else is taken for one step of that generator, which another task may continue;
+    - the stream is dropped, or `aclose()` is called.
+
+    A stream that ended because its loop was left raises RuntimeError where it is used again. `await anext(stream)`
+    takes one item, and leaves the stream open.
+
+    Cancellation: a cancelled `anext(stream)` loses no item. If several tasks take from the stream, the others get
+    every item, in order.
     """
 
     __slots__ = ("__weakref__", "_backend")
@@ -309,8 +325,8 @@ class Stream(Generic[T_co]):
     def __init__(self, backend: StreamBackend) -> None:
         self._backend = backend
 
-    def __aiter__(self) -> Stream[T_co]:
-        return self
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        return _Loop(self)
 
     async def __anext__(self) -> T_co:
         item: T_co = await self._backend.next_item()
@@ -346,6 +362,31 @@ class Stream(Generic[T_co]):
 
         def __reduce__(self) -> NoReturn:
             raise TypeError(f"{self!r} cannot be passed on: let the actors share a Channel")
+
+
+class _Loop(Generic[T_co]):
+    """One `async for` over a stream.
+
+    Only the interpreter holds it, on the stack of the loop's frame. So it is deleted as soon as the loop is left, also
+    where names and tracebacks keep the frame and the stream.
+    """
+
+    __slots__ = ("_backend", "_stream")
+
+    def __init__(self, stream: Stream[T_co]) -> None:
+        # The loop may have the only reference to the stream.
+        self._stream = stream
+        self._backend = stream._backend.loop()
+
+    def __aiter__(self) -> _Loop[T_co]:
+        return self
+
+    def __anext__(self) -> Coroutine[Any, Any, T_co]:
+        # No coroutine function: its frame, in the traceback of a cancellation, would keep the loop alive.
+        return self._backend.next_item()
+
+    def __del__(self) -> None:
+        self._backend.leave()
 
 
 class Borrowed(Generic[T]):

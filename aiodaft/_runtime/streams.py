@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiodaft._protocol.ids import CallId
@@ -45,6 +46,11 @@ class StreamState:
         self._changed: asyncio.Future[None] | None = None
         # Somebody is about to take the first item.
         self.opening = False
+        # The `async for` over it, and the calls of `next_item` under way.
+        self._loops: set[StreamLoop] = set()
+        self._taking = 0
+        # Why the last loop was over before the producer was.
+        self._left: str | None = None
         self._watchers: list[Callable[[StreamState], object]] = []
 
     # Answers to the call.
@@ -120,15 +126,27 @@ class StreamState:
 
         Raises:
             StopAsyncIteration: There are no more.
+            RuntimeError: The loop over the stream was left.
             BaseException: What the producer raised, after its last item.
         """
-        while self.opening or not self._items:
-            if not self._items and (self._over or self._closing):
-                error, self._error = self._error, None
-                if error is not None and not self._closing:
-                    raise error
-                raise StopAsyncIteration
-            await self._wait_change()
+        if self._left is not None:
+            hint = "to take items one by one, use `await anext(stream)`"
+            raise RuntimeError(f"{self.label}: the stream ended because {self._left}; {hint}")
+        self._taking += 1
+        try:
+            while self.opening or not self._items:
+                if not self._items and (self._over or self._closing):
+                    raise self._why_no_more()
+                await self._wait_change()
+            return await self._take_first()
+        finally:
+            self._taking -= 1
+
+    def _why_no_more(self) -> BaseException:
+        error, self._error = self._error, None
+        return StopAsyncIteration() if error is None or self._closing else error
+
+    async def _take_first(self) -> Any:
         # It stays where it is until it can be had: a cancelled consumer leaves it to the next one, in its place.
         item = self._items[0]
         self.opening = True
@@ -168,11 +186,31 @@ class StreamState:
             taken, self._count = self._count, 0
             self.peer.give_credit(self, taken)
 
+    def loop(self) -> StreamLoop:
+        """An `async for` over the stream begins."""
+        loop = StreamLoop(self)
+        self._loops.add(loop)
+        return loop
+
+    def loop_left(self, loop: StreamLoop, why: str) -> None:
+        """An `async for` is over. Safe in any thread, also while garbage is collected. Idempotent."""
+        if loop not in self._loops:
+            return
+        self._loops.remove(loop)
+        used_up = self._over and not self._items
+        if not (self._loops or self._taking or self._closing or used_up):
+            # From now on, before the loop's next turn: code that takes another item must not get one by chance.
+            self._left = why
+        self.peer.call_soon(partial(self._end_loop, loop))
+
+    def _end_loop(self, loop: StreamLoop) -> None:
+        loop.follow(None)
+        if self._left is not None:
+            self._cancel()
+
     async def aclose(self) -> None:
         """End the producer and wait for its cleanup, at most for the grace time."""
-        self._items.clear()
-        if not self._closing:
-            self._cancel()
+        self._cancel()
         with shield_from_anyio(), suppress(TimeoutError):
             async with asyncio.timeout(self.peer.grace):
                 while not self._over:
@@ -185,13 +223,48 @@ class StreamState:
             self.peer.call_soon(self._cancel)
 
     def _cancel(self) -> None:
-        if self._closing or self._over:
+        if self._closing:
             return
         self._closing = True
         self._items.clear()
+        if self._over:
+            return
         if self.link is None:
             self.peer.cancel_local(self.number)
         elif self.link.withdraw(self.number):
             self._end(None)
         else:
             self.link.send((CANCEL, self.number))
+
+
+class StreamLoop:
+    """One `async for` over a stream, and the task that runs it."""
+
+    def __init__(self, stream: StreamState) -> None:
+        self._stream = stream
+        self._task: asyncio.Task[Any] | None = None
+
+    def next_item(self) -> Coroutine[Any, Any, Any]:
+        """The next item; the task that asks is the one that runs the loop."""
+        task = asyncio.current_task()
+        if task is not self._task:
+            self.follow(task)
+        return self._stream.next_item()
+
+    def follow(self, task: asyncio.Task[Any] | None) -> None:
+        """The loop is run by this task from now on. Tasks may take turns: in each, an async generator takes a step."""
+        if self._task is not None:
+            self._task.remove_done_callback(self._task_ended)
+        self._task = task
+        if task is not None:
+            task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        # Not `exception()`, which would count as a look at the error. A task that gives something took one step of a
+        # generator, and another one may take the next.
+        if task._result is None:  # type: ignore[attr-defined]  # private
+            self._stream.loop_left(self, "the task that ran the `async for` over it ended")
+
+    def leave(self) -> None:
+        """The loop is over. Safe in any thread, also while garbage is collected."""
+        self._stream.loop_left(self, "the `async for` over it was left")

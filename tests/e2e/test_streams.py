@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any
 
 import pytest
 from actors import Box, Echo, Streamer
@@ -46,9 +48,7 @@ async def test_breaking_out_runs_the_producers_finally(rt: aiodaft.Runtime) -> N
     async for item in streamer.numbers(10**9):
         if item == 5:
             break
-    gc.collect()
-    while (await streamer.progress())[1] == 0:
-        await asyncio.sleep(0)
+    await until_ended(streamer)
     async with streamer.numbers(10**9) as stream:
         assert await anext(stream) == 0
     assert (await streamer.progress())[1] == 2
@@ -110,6 +110,146 @@ async def test_a_cancelled_wait_loses_no_item(rt: aiodaft.Runtime) -> None:
             items.append(task.result())
     items += [item async for item in stream]
     assert items == list(range(300))
+
+
+# Loops that are left. Names and tracebacks keep the stream, and the garbage collector does not run.
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def until_ended(streamer: Streamer, count: int = 1) -> None:
+    """Returns once that many producers of the actor have ended."""
+    while (await streamer.progress())[1] < count:
+        await asyncio.sleep(0)
+
+
+async def forward(stream: aiodaft.Stream[int]) -> AsyncIterator[int]:
+    """As the generator of a route that sends events."""
+    async for item in stream:
+        yield item
+
+
+async def run_until(reached: asyncio.Event, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    task = asyncio.get_running_loop().create_task(work)
+    await reached.wait()
+    return task
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_leaving_a_loop_ends_the_producer_although_the_stream_has_a_name(rt: aiodaft.Runtime) -> None:
+    streamer = await rt.spawn(Streamer)
+    left_by_break, left_by_error = streamer.numbers(10**9), streamer.numbers(10**9)
+    async for _ in left_by_break:
+        break
+    await until_ended(streamer, 1)
+    with pytest.raises(ZeroDivisionError) as caught:
+        async for item in left_by_error:
+            item / 0
+    await until_ended(streamer, 2)
+    assert caught.tb is not None
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_cancelled_loop_ends_the_producer_although_the_error_is_kept(rt: aiodaft.Runtime) -> None:
+    streamer, reached = await rt.spawn(Streamer), asyncio.Event()
+    stream = streamer.stalling()
+    kept: list[BaseException] = []
+
+    async def consume() -> None:
+        try:
+            async for _ in stream:
+                reached.set()
+        except asyncio.CancelledError as error:
+            kept.append(error)
+            await asyncio.Event().wait()
+
+    task = await run_until(reached, consume())
+    await asyncio.sleep(0)
+    task.cancel()
+    await until_ended(streamer)
+    assert len(kept) == 1
+    task.cancel()
+    await asyncio.wait([task])
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("how", ["cancelled", "failed", "returned"])
+async def test_a_loop_in_a_suspended_generator_ends_with_its_task(rt: aiodaft.Runtime, how: str) -> None:
+    streamer, reached = await rt.spawn(Streamer), asyncio.Event()
+    generator = forward(streamer.numbers(10**9))
+
+    async def send() -> None:
+        async for _ in generator:
+            reached.set()
+            if how == "cancelled":
+                await asyncio.Event().wait()
+            if how == "failed":
+                raise OSError("the client left")
+            return
+
+    task = await run_until(reached, send())
+    if how == "cancelled":
+        task.cancel()
+    await asyncio.wait([task])
+    await until_ended(streamer)
+    with pytest.raises(RuntimeError, match="ended because the task that ran the `async for` over it ended"):
+        await anext(generator)
+    if how == "failed":
+        assert isinstance(task.exception(), OSError)
+
+
+async def test_a_generator_may_take_each_step_in_a_task_of_its_own(rt: aiodaft.Runtime) -> None:
+    streamer = await rt.spawn(Streamer)
+    generator = forward(streamer.numbers(100))
+    items = [await asyncio.get_running_loop().create_task(generator.__anext__()) for _ in range(100)]  # type: ignore[arg-type]
+    assert items == list(range(100))
+
+
+async def test_a_stream_whose_loop_was_left_says_so(rt: aiodaft.Runtime) -> None:
+    streamer = await rt.spawn(Streamer)
+    for count in (3, 10**9):
+        stream = streamer.numbers(count)
+        async for _ in stream:
+            break
+        with pytest.raises(RuntimeError, match=r"Streamer\.numbers: the stream ended because .* use `await anext"):
+            await anext(stream)
+        await stream.aclose()
+
+
+async def test_the_first_items_can_be_taken_before_a_loop(rt: aiodaft.Runtime) -> None:
+    streamer = await rt.spawn(Streamer)
+    stream = streamer.numbers(40)
+    assert await anext(stream) == 0
+    assert [item async for item in stream] == list(range(1, 40))
+    assert [item async for item in stream] == []
+
+
+async def test_a_loop_that_is_left_takes_nothing_from_other_loops(rt: aiodaft.Runtime) -> None:
+    streamer, reached = await rt.spawn(Streamer), asyncio.Event()
+    stream = streamer.numbers(300)
+    items: list[int] = []
+
+    async def consume() -> None:
+        async for item in stream:
+            items.append(item)
+            reached.set()
+            await asyncio.sleep(0)
+
+    first = await run_until(reached, consume())
+    second = asyncio.get_running_loop().create_task(consume())
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first, second])
+    assert first.cancelled()
+    assert items == list(range(300))
+
+
+# Several consumers.
 
 
 class Arriving:

@@ -176,6 +176,15 @@ class Streamer(Actor):
             self.finished += 1
 
     @method
+    async def stalling(self) -> AsyncIterator[int]:
+        """One item, and no other."""
+        try:
+            yield 0
+            await asyncio.Event().wait()
+        finally:
+            self.finished += 1
+
+    @method
     async def blobs(self, count: int, size: int) -> AsyncIterator[bytearray]:
         for index in range(count):
             yield bytearray([index]) * size if index % 2 == 0 else bytearray([index])

@@ -142,8 +142,8 @@ class Belongings:
         life = self._runtime.supervisor.retire(target)
         if life is not None:
             await life.settled()
-        await stop_actor(self._runtime.peer, target, WHY_STOPPED, self._runtime.stop_grace)
-        await self._vacate(target)
+        answers = await stop_actor(self._runtime.peer, target, WHY_STOPPED, self._runtime.stop_grace)
+        await self._vacate(target, answers)
 
     async def kill(self, target: Target) -> None:
         """End an actor's process at once. Idempotent."""
@@ -165,11 +165,10 @@ class Belongings:
         ending = [life for target in targets if (life := runtime.supervisor.retire(target)) is not None]
         await asyncio.gather(*(life.settled() for life in ending))
         if graceful:
-            for target in targets:
-                await stop_actor(runtime.peer, target, WHY_STOPPED, runtime.stop_grace)
+            answers = [await stop_actor(runtime.peer, target, WHY_STOPPED, runtime.stop_grace) for target in targets]
         else:
-            await asyncio.gather(*(stop_actor(runtime.peer, target, WHY_STOPPED, 0) for target in targets))
-        await asyncio.gather(*(self._vacate(target) for target in targets))
+            answers = await asyncio.gather(*(stop_actor(runtime.peer, target, WHY_STOPPED, 0) for target in targets))
+        await asyncio.gather(*map(self._vacate, targets, answers))
 
     async def _stop_making(self) -> None:
         making = dict(self._making)
@@ -178,9 +177,9 @@ class Belongings:
         await asyncio.gather(*(ref.ready() for ref in making))
         await asyncio.gather(*(self._vacate(target) for target in making.values()))
 
-    async def _vacate(self, target: Target) -> None:
+    async def _vacate(self, target: Target, answers: bool = True) -> None:
         self._owned.pop(target.identity, None)
         runtime = self._runtime
         await runtime.coordinator.release(*target.identity)
-        await runtime.node.vacate(target.remote, target.actor, WHY_STOPPED)
+        await runtime.node.vacate(target.remote, target.actor, WHY_STOPPED, answers=answers)
         runtime.supervisor.close(target)

@@ -153,8 +153,8 @@ class Family:
     async def _halt(self, life: Life) -> None:
         place, reason = life.place, "one of its siblings died"
         leaving = Target(self._peer, place.peer, place.actor, life.label, None)
-        await stop_actor(self._peer, leaving, reason, self._grace)
-        await self._peer.node_agent().vacate(place.peer, place.actor, reason, keep=True)
+        answers = await stop_actor(self._peer, leaving, reason, self._grace)
+        await self._peer.node_agent().vacate(place.peer, place.actor, reason, keep=True, answers=answers)
         self._stopped(life)
 
     def _stopped(self, life: Life) -> None:

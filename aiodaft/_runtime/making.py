@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._protocol.ids import AGENT, ActorId, PeerId, epoch_of
@@ -13,6 +14,7 @@ from aiodaft.ref import Ref
 from .agent import host_spec
 from .calls import Request, Target
 from .refkinds import CallState
+from .refs import state_of
 from .tasks import logger
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 # Said to whom it concerns when an actor is stopped.
 WHY_STOPPED: Final = "stopped by its owner"
+# Seconds in which a process that lives answers, however short the grace times are.
+_ANSWER_TIME: Final = 1.0
 
 
 class Recipe:
@@ -66,13 +70,29 @@ class Recipe:
             kept.release()
 
 
-async def stop_actor(peer: Peer, target: Target, reason: str, grace: float) -> None:
+async def stop_actor(peer: Peer, target: Target, reason: str, grace: float) -> bool:
     """Have an actor end its calls within the grace time, and leave its instance. Nothing if it is gone.
 
-    A process that does not answer (it is frozen, or C code holds its interpreter) is given up soon after that.
+    Returns:
+        Whether its process answers. One that has not said anything within the two grace times (it is stopped, or a call
+        keeps its interpreter or its loop) can only be killed.
     """
-    try:
-        async with asyncio.timeout(grace + 2 * peer.grace + 1.0):
-            await peer.agent_of(target.remote).stop(target.actor, reason, grace)
-    except (DaftError, TimeoutError) as error:
-        logger.debug("%s was gone before it was stopped: %s", target.label, error)
+    agent = peer.agent_of(target.remote)
+    # The answer comes when the process has begun to stop the actor.
+    stopping, begun = agent.stop(target.actor, reason, grace), agent.answer()
+    for ref in (stopping, begun):
+        # What becomes of them concerns nobody else.
+        state_of(ref).mark_seen()
+    answers = await _is_over(begun, grace + max(peer.grace, _ANSWER_TIME))
+    ended = answers and await _is_over(stopping, grace + 2 * peer.grace + 1.0)
+    if not ended:
+        logger.debug("%s does not answer, and is killed", target.label)
+    return answers
+
+
+async def _is_over(ref: Ref[None], seconds: float) -> bool:
+    """Wait for a call, but no longer than that. It is not cancelled, which would take time."""
+    with suppress(TimeoutError, DaftError):
+        async with asyncio.timeout(seconds):
+            await ref.ready()
+    return ref.done()

@@ -161,10 +161,11 @@ class Node(Actor):
         return worker
 
     @method
-    async def vacate(self, peer: str, actor: int, reason: str, keep: bool = False) -> None:
+    async def vacate(self, peer: str, actor: int, reason: str, keep: bool = False, answers: bool = True) -> None:
         """An actor is stopped: free what it had, and end its process if it was the last one there.
 
-        With `keep`, its slot stays its own, for its next incarnation.
+        With `keep`, its slot stays its own, for its next incarnation. A process that does not answer gets no time to
+        end by itself.
         """
         number = number_of(ActorId(actor))
         if not keep:
@@ -183,7 +184,7 @@ class Node(Actor):
             return
         worker.wanted = reason
         self._peer.link_to(worker.id).send((BYE, reason))
-        if not await self._nursery.wait_end(worker.child, self._peer.grace):
+        if not answers or not await self._nursery.wait_end(worker.child, self._peer.grace):
             await self._nursery.end(worker.child)
 
     def _free(self, number: ActorId, *, keep_gpus: bool = False) -> None:

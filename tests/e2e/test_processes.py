@@ -12,9 +12,11 @@ import pytest
 from actors import Echo, Sleeper
 from leaks import descendants, is_alive
 from odd_actors import Parent
+from stuck import Stuck
 
 import aiodaft
 from aiodaft._runtime import nursery
+from aiodaft._runtime.postmortem import condition
 
 
 async def waited_for(spawned: aiodaft.Spawned[Echo]) -> Echo:
@@ -141,3 +143,18 @@ async def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end(monkeypatc
             assert rt._nursery.pid is not None
             os.kill(rt._nursery.pid, signal.SIGSTOP)
     await gone(pid)
+
+
+async def test_a_block_that_fails_ends_within_the_two_grace_times_though_an_actor_does_not_answer() -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with asyncio.timeout(None) as limit, aiodaft.Runtime(preload=(), stop_grace=3, cancel_grace=1) as rt:
+            stuck = await rt.spawn(Stuck)
+            pid, ref = (await rt.info(stuck)).pid, stuck.stop_itself()
+            while "(SIGSTOP)" not in condition(pid):
+                await asyncio.sleep(0)
+            limit.reschedule(asyncio.get_running_loop().time() + 4)
+            raise ZeroDivisionError
+    assert not limit.expired()
+    with pytest.raises(aiodaft.ActorDied):
+        await ref
+    assert not is_alive(pid)

@@ -122,7 +122,9 @@ class Spawner(ABC):
         """Say where the next actors go.
 
         Args:
-            cpus: CPUs each of them needs; counted, not enforced. Overrides the class line.
+            cpus: CPUs each of them needs. They are counted, and torch, OpenMP and MKL compute with so many threads, at
+                least one: `OMP_NUM_THREADS` is set unless you have set it. Without `cpus`, each library takes its own
+                default, usually all processors. Overrides the class line.
             gpus: GPUs each of them needs: whole ones are exclusive, a fraction shares one.
             resources: Other things each needs, as declared by `Runtime(resources=...)`.
             node: Name of the machine.

@@ -71,10 +71,10 @@ class Ledger(Generic[HolderT]):
         self._holders[holder] = (label, demand, chosen)
         return chosen
 
-    def gpus_of(self, holder: HolderT) -> tuple[int, ...]:
-        """The numbers of a holder's GPUs."""
-        _, _, chosen = self._holders.get(holder, ("", Demand(), ()))
-        return chosen
+    def share_of(self, holder: HolderT) -> tuple[float, tuple[int, ...]]:
+        """How many CPUs a holder has, and the numbers of its GPUs."""
+        _, demand, chosen = self._holders.get(holder, ("", Demand(), ()))
+        return demand.cpus, chosen
 
     def give_back(self, holder: HolderT, *, keep_gpus: bool = False) -> None:
         """Return what a holder had, or all but its GPUs; nothing if it had nothing."""

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _REPORT_TIMEOUT: Final = 2.0
 # Who was using a dead actor says so within this time; if nobody does, its scope has to hear of it.
 _BLAME_DELAY: Final = 0.1
+# How many threads OpenMP, MKL, OpenBLAS and torch compute with.
+_THREADS: Final = "OMP_NUM_THREADS"
 # Processes that ended and are remembered to say how.
 _REMEMBERED: Final = 1024
 
@@ -88,9 +90,9 @@ class Node(Actor):
                 f"{label} lives in the process of another actor and shares its GPUs: ask for none"
             )
         actor = ActorId(next(self._actor_numbers))
-        gpus = self._ledger.take(actor, label, demand)
+        self._ledger.take(actor, label, demand)
         try:
-            place = await self._move_in(label, actor, beside, gpus, patience)
+            place = await self._move_in(label, actor, beside, patience)
         except BaseException:
             self._ledger.give_back(actor)
             raise
@@ -106,14 +108,11 @@ class Node(Actor):
             ActorDied: The actor that it lives with is gone for good.
             SpawnFailed: The process did not start.
         """
-        number = number_of(ActorId(actor))
-        return await self._move_in(label, ActorId(actor), beside, self._ledger.gpus_of(number), self._kept.get(number))
+        return await self._move_in(label, ActorId(actor), beside, self._kept.get(number_of(ActorId(actor))))
 
-    async def _move_in(
-        self, label: str, actor: ActorId, beside: str | None, gpus: tuple[int, ...], patience: Patience | None
-    ) -> Place:
+    async def _move_in(self, label: str, actor: ActorId, beside: str | None, patience: Patience | None) -> Place:
         if beside is None:
-            worker = await self._start_worker(label, gpus)
+            worker = await self._start_worker(label, *self._ledger.share_of(number_of(actor)))
             worker.child.pulse.begin(patience or self._patience, worker.pid)
         else:
             worker = self._host(label, PeerId(beside))
@@ -128,7 +127,7 @@ class Node(Actor):
             raise ActorDied(f"{label} was to live with an actor that is gone", executed=False)
         return worker
 
-    async def _start_worker(self, label: str, gpus: tuple[int, ...]) -> Worker:
+    async def _start_worker(self, label: str, cpus: float, gpus: tuple[int, ...]) -> Worker:
         options = self._peer.options
         worker_id = self._peer.env.new_peer_id("worker")
         settings = WorkerSettings(
@@ -142,8 +141,7 @@ class Node(Actor):
             key=self._peer.key.secret(),
             uvloop=self._uvloop,
         )
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(_gpu_names(gpus))} if gpus else {}
-        child, connection = await self._nursery.spawn(settings.packed(), environment, label)
+        child, connection = await self._nursery.spawn(settings.packed(), _environment(cpus, gpus), label)
         worker = self._workers[worker_id] = Worker(worker_id, child, label, gpus=gpus)
         self._peer.attach(worker_id, connection)
         try:
@@ -312,6 +310,16 @@ class Node(Actor):
         if not worker.blamed:
             for actor in worker.actors:
                 self.on_died(worker.id, actor, error)
+
+
+def _environment(cpus: float, gpus: tuple[int, ...]) -> dict[str, str]:
+    """What tells libraries in an actor's process of its share of the machine."""
+    environment: dict[str, str] = {}
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(_gpu_names(gpus))
+    if cpus and _THREADS not in os.environ:
+        environment[_THREADS] = str(max(1, int(cpus)))
+    return environment
 
 
 def _visible_gpus() -> list[str]:

@@ -135,6 +135,7 @@ def run_forked(parent: int, packed: bytes, link: int, out: int, err: int, pulse:
         os.close(source)
     sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
     _reseed()
+    _set_threads()
     return _serve(packed, link, pulse)
 
 
@@ -178,6 +179,15 @@ def _reseed() -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         numpy.random.seed()
+
+
+def _set_threads() -> None:
+    """torch that the fork server has loaded has not read the environment of this process."""
+    torch: Any = sys.modules.get("torch")
+    # OpenMP allows a list, with a number for each level of nesting.
+    number = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if hasattr(torch, "set_num_threads") and number.isdecimal() and int(number):
+        torch.set_num_threads(int(number))
 
 
 def _no_extensions(code: int, content: bytes) -> Any:

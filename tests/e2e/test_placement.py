@@ -154,6 +154,18 @@ async def test_workers_see_their_own_gpus_only(rt: aiodaft.Runtime) -> None:
     assert (await rt.info(second)).gpus == (1, 2)
 
 
+async def test_cpus_are_the_number_of_threads_unless_the_user_has_set_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    for users in (None, "3"):
+        with monkeypatch.context() as patch:
+            patch.delenv("OMP_NUM_THREADS", raising=False)
+            if users is not None:
+                patch.setenv("OMP_NUM_THREADS", users)
+            async with aiodaft.Runtime(preload=(), cpus=8) as rt:
+                for cpus, threads in ((2.5, "2"), (0.25, "1"), (0, None)):
+                    probe = await rt.on(cpus=cpus).spawn(Probe)
+                    assert await probe.environ("OMP_NUM_THREADS") == (users or threads)
+
+
 async def test_gpus_of_a_restricted_controller_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-abc")
     async with aiodaft.Runtime(preload=()) as rt:

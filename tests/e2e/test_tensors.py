@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import gc
 import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 from actors import Box
+from supervised import AT_ONCE
 from torch_actors import Keeper, Layer
 from transports import TRANSPORTS
 
@@ -249,3 +251,15 @@ async def test_threads_of_torch_are_where_they_belong(rt: aiodaft.Runtime) -> No
     x = torch.randn(2048, 512)
     assert (await a.forward(x)).shape == (2048, 512)
     assert os.getpid() != (await rt.info(a)).pid
+
+
+async def test_torch_computes_with_as_many_threads_as_the_actor_has_cpus(rt: aiodaft.Runtime) -> None:
+    # The fork server has loaded torch, which counted the processors then. Who runs the tests may have set a number.
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    limited = await rt.on(cpus=1, restart=aiodaft.Restart(backoff=AT_ONCE)).spawn(Keeper)
+    assert await limited.threads() == (int(threads), threads)
+    os.kill((await rt.info(limited)).pid, signal.SIGKILL)
+    while not (await rt.info(limited)).restarts:
+        pass
+    assert await limited.threads() == (int(threads), threads)
+    assert (await (await rt.spawn(Keeper)).threads())[1] == os.environ.get("OMP_NUM_THREADS")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ class Keeper(Actor):
     def __init__(self) -> None:
         self.tensor = torch.zeros(0)
         self.lent: Any = None
+
+    @method
+    def threads(self) -> tuple[int, str | None]:
+        """How many threads torch computes with, and what the environment says of that."""
+        return torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
 
     @method
     async def make(self, size: int, value: float) -> Tensor:

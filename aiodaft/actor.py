@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, cast
 
 from aiodaft._protocol.ledger import Demand
-from aiodaft._protocol.liveness import Patience
+from aiodaft._protocol.liveness import Health, Patience
 from aiodaft.methods import MethodSpec, specs_of
 from aiodaft.supervision import Restart, check_alone
 
@@ -74,6 +74,7 @@ class CallTarget(Protocol):
     def stream(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]: ...
     def tell(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
     def reduce(self, cls: type) -> tuple[Any, ...]: ...
+    def health(self) -> Health: ...
 
 
 class BoundMethod:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, overload
 
 from aiodaft.actor import CallTarget, target_of
 from aiodaft.methods import MethodSpec, Sig, StreamSig, specs_of
@@ -19,7 +21,11 @@ A0 = TypeVar("A0")
 ActorT = TypeVar("ActorT")
 
 # Calls per member that `map` keeps under way: the next argument travels while the member works.
-_AHEAD = 2
+_UNDER_WAY: Final = 2
+# Results that `map` lets wait for an older one: per member, and the bytes of those that their producers keep.
+_RESULTS: Final = 64
+_RESULT_BYTES: Final = 256 << 20
+_NO_CALLS: Final[Mapping[CallTarget, int]] = {}
 
 
 class Group(Generic[ActorT]):
@@ -40,7 +46,8 @@ class Group(Generic[ActorT]):
         self._class = cls
         self._grow = grow
         self._shrink = shrink
-        self._in_flight: dict[CallTarget, int] = {}
+        # Calls of this group that are not over, by member. Threads may add to it.
+        self._under_way: dict[CallTarget, set[Any]] = {}
         self._turn = 0
 
     @overload
@@ -78,31 +85,68 @@ class Group(Generic[ActorT]):
     @overload
     def any(self, m: StreamSig[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Stream[R]: ...
     def any(self, m: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of one member: the one with the fewest calls of this group under way, in turn among equals."""
+        """Call a method of one member: the one with the fewest calls of this group under way, in turn among equals.
+
+        Members that are dead, that are being restarted or that do not answer are left out, as far as this process knows
+        (the controller knows all of it; another process learns of a death from its own connection or call). If no
+        other member is left, the call waits for one that is restarted or may answer again; if all are dead, the ref
+        fails at once with the `ActorDied` of one of them.
+
+        Raises:
+            ValueError: The group has no members.
+        """
         spec = self._spec(m, streams=True)
         target = self._freest()
         if spec.is_stream:
             stream = target.stream(spec, args, kwargs)
-            self._count(target)
-            stream.when_over(lambda _: self._uncount(target))
+            under_way = self._under_way.setdefault(target, set())
+            under_way.add(stream._backend)
+            stream.when_over(under_way.discard)
             return stream
         return self._call(target, spec, args, kwargs)
 
     @overload
     def map(
         self, m: Sig[Concatenate[A0, P1], R], items: Iterable[A0], /, *args: P1.args, **kwargs: P1.kwargs
-    ) -> AsyncIterator[R]: ...
+    ) -> AsyncGenerator[R, None]: ...
     @overload
     def map(
         self, m: Sig[Concatenate[A0, P1], R], items: Refs[A0], /, *args: P1.args, **kwargs: P1.kwargs
-    ) -> AsyncIterator[R]: ...
-    def map(self, m: Any, items: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method with each item, on members as they become free; `async for` gives the results in item order.
+    ) -> AsyncGenerator[R, None]: ...
+    # A keyword of its own next to a ParamSpec cannot be written: here checkers look at the items alone.
+    @overload
+    def map(
+        self,
+        m: Sig[Concatenate[A0, ...], R],
+        items: Iterable[A0] | Refs[A0],
+        /,
+        *args: Any,
+        ordered: bool,
+        **kwargs: Any,
+    ) -> AsyncGenerator[R, None]: ...
+    def map(self, m: Any, items: Any, /, *args: Any, ordered: bool = True, **kwargs: Any) -> Any:  # type: ignore[misc]  # a ParamSpec may have that keyword
+        """Call a method with each item, on members as they become free; `async for` gives the results.
 
-        Items are taken as they are needed: at most two calls per member are under way. Leaving the loop cancels
-        those.
+        A member has at most two calls of this map under way: it works on one while the arguments of the next travel.
+        Members are left out as by `any`. Results wait to be taken, up to 64 per member and 256 MiB of results that
+        are larger than 64 KiB; then no more items are taken until the loop goes on.
+
+        Args:
+            m: The method.
+            items: Its first argument, one for each call; taken as members become free.
+            args: The other arguments, the same for each call.
+            ordered: Whether results come in the order of the items; False gives each as soon as it is there.
+            kwargs: More of them.
+
+        Raises:
+            Exception: What a call raised, in the place of its result: no more items are taken after an error, the
+                results before it are given, and the calls behind it are cancelled.
+            ValueError: The group has no members.
+
+        Cancellation: the calls under way are cancelled, as they are when the loop is left. If the loop may be left
+        early while something still names the iterator, put it into `contextlib.aclosing`.
         """
-        return self._map(self._spec(m), iter(items), args, kwargs)
+        return _Map(self, self._spec(m), iter(items), args, kwargs).results(ordered=ordered)
 
     async def resize(self, n: int) -> None:
         """Make the group n members large: new ones are made like the first, surplus ones are stopped, last rank first.
@@ -121,6 +165,8 @@ class Group(Generic[ActorT]):
             # Taken out first: nothing is called on them from here on.
             surplus = self._members[n:]
             del self._members[n:]
+            for member in surplus:
+                self._under_way.pop(target_of(member), None)
             await self._shrink(surplus)
 
     @overload
@@ -158,45 +204,98 @@ class Group(Generic[ActorT]):
     def _targets(self) -> list[CallTarget]:
         return [target_of(member) for member in self._members]
 
-    def _freest(self) -> CallTarget:
+    def _freest(self, busy: Mapping[CallTarget, int] = _NO_CALLS) -> CallTarget:
+        """The member to call next; one that has its share of `busy` calls only if all that are as healthy have it."""
         targets = self._targets()
         if not targets:
             raise ValueError("the group has no members")
         self._turn += 1
         turned = targets[self._turn % len(targets) :] + targets[: self._turn % len(targets)]
-        return min(turned, key=lambda target: self._in_flight.get(target, 0))
+
+        def rank(target: CallTarget) -> tuple[int, bool, int]:
+            under_way = len(self._under_way.get(target, ()))
+            return target.health().value, busy.get(target, 0) >= _UNDER_WAY, under_way
+
+        return min(turned, key=rank)
 
     def _call(self, target: CallTarget, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
         ref = target.call(spec, args, kwargs)
-        self._count(target)
-        ref._state.watch(lambda _: self._uncount(target))
+        under_way = self._under_way.setdefault(target, set())
+        under_way.add(ref._state)
+        ref._state.watch(under_way.discard)
         return ref
 
-    def _count(self, target: CallTarget) -> None:
-        self._in_flight[target] = self._in_flight.get(target, 0) + 1
 
-    def _uncount(self, target: CallTarget) -> None:
-        self._in_flight[target] -= 1
-        if not self._in_flight[target]:
-            del self._in_flight[target]
+class _Map:
+    """One `Group.map`: the calls under way, and the results that wait to be taken."""
 
-    async def _map(
-        self, spec: MethodSpec, items: Iterator[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> AsyncGenerator[Any, None]:
-        under_way: deque[Ref[Any]] = deque()
+    def __init__(
+        self,
+        group: Group[Any],
+        spec: MethodSpec,
+        items: Iterator[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._group = group
+        self._spec = spec
+        self._items = items
+        self._args = args
+        self._kwargs = kwargs
+        # Whether there may be another item to take.
+        self._open = True
+        # Calls whose results were not taken yet, in item order; and those of them that are over, in that order.
+        self._calls: dict[Ref[Any], None] = {}
+        self._over: dict[Ref[Any], None] = {}
+        self._under_way: Counter[CallTarget] = Counter()
+        self._stored_bytes = 0
+        self._news = asyncio.Event()
+
+    async def results(self, *, ordered: bool) -> AsyncGenerator[Any, None]:
+        """The results; see `Group.map`."""
         try:
             while True:
-                while len(under_way) < _AHEAD * max(1, len(self._members)):
-                    try:
-                        item = next(items)
-                    except StopIteration:
-                        break
-                    under_way.append(self._call(self._freest(), spec, (item, *args), kwargs))
-                if not under_way:
+                self._begin_calls()
+                if not self._calls:
                     return
-                yield await under_way[0]
-                under_way.popleft()
+                ref = next(iter(self._calls if ordered or not self._over else self._over))
+                if ref in self._over:
+                    yield await ref
+                    self._taken(ref)
+                else:
+                    self._news.clear()
+                    await self._news.wait()
         finally:
-            for ref in under_way:
+            for ref in self._calls:
                 ref._state.mark_seen()
                 ref.cancel()
+
+    def _begin_calls(self) -> None:
+        """Give items to members that are free, within the bounds."""
+        group = self._group
+        most = _RESULTS * max(1, len(group))
+        while self._open and len(self._over) < most and self._stored_bytes < _RESULT_BYTES:
+            target = group._freest(self._under_way)
+            if self._under_way[target] >= _UNDER_WAY:
+                return
+            try:
+                item = next(self._items)
+            except StopIteration:
+                self._open = False
+                return
+            ref = group._call(target, self._spec, (item, *self._args), self._kwargs)
+            self._calls[ref] = None
+            self._under_way[target] += 1
+            ref._state.watch(partial(self._ended, ref, target))
+
+    def _ended(self, ref: Ref[Any], target: CallTarget, _: object) -> None:
+        self._under_way[target] -= 1
+        self._stored_bytes += ref._state.stored_bytes
+        self._over[ref] = None
+        if ref._state.error is not None:
+            self._open = False
+        self._news.set()
+
+    def _taken(self, ref: Ref[Any]) -> None:
+        del self._calls[ref], self._over[ref]
+        self._stored_bytes -= ref._state.stored_bytes

@@ -24,6 +24,7 @@ class RefBackend(Protocol):
     settled: bool
     error: BaseException | None
     seen: bool
+    stored_bytes: int
 
     @property
     def label(self) -> str: ...

@@ -65,7 +65,7 @@ class Agent(Actor):
             try:
                 await cell.stop(reason, grace)
             finally:
-                self._peer.cells.pop(cell.id, None)
+                self._peer.hosted.remove(cell)
 
     @method
     async def report(self, actor: int) -> dict[str, Any]:

@@ -139,6 +139,7 @@ class Belongings:
 
     async def stop(self, target: Target) -> None:
         """Stop an actor within the grace time. Idempotent."""
+        target.stopped = True
         life = self._runtime.supervisor.retire(target)
         if life is not None:
             await life.settled()

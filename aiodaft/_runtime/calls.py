@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
+from aiodaft._protocol.liveness import Health
 from aiodaft._protocol.messages import CALL, SEND, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
 from aiodaft.exceptions import ActorDied, RuntimeClosed
 from aiodaft.ref import Ref, Stream
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 class Target:
     """An actor, as a handle of this process reaches it."""
 
-    __slots__ = ("actor", "label", "peer", "remote", "sink")
+    __slots__ = ("actor", "label", "peer", "remote", "sink", "stopped")
 
     def __init__(self, peer: Peer, remote: PeerId, actor: ActorId, label: str, sink: ErrorSink | None) -> None:
         self.peer = peer
@@ -43,6 +44,8 @@ class Target:
         self.label = label
         # Where errors go that nobody holds.
         self.sink = sink
+        # The actor was stopped, and a call was refused for that; its process may live.
+        self.stopped = False
 
     def __str__(self) -> str:
         return f"{self.label} in {self.remote}"
@@ -85,6 +88,28 @@ class Target:
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
         return _rebuild_handle, (self.remote, self.actor, self.label, cls)
+
+    def health(self) -> Health:
+        """What this process knows of the actor without a question to another process. Safe in any thread.
+
+        Returns:
+            ALIVE: a call goes to the actor. SUSPECT: a call may have to wait, because the actor is restarted or its
+            process does not answer. LOST: a call fails at once.
+        """
+        if self.stopped:
+            return Health.LOST
+        peer, remote = self.peer, self.remote
+        if remote == peer.id:
+            return Health.ALIVE if self.actor in peer.cells else Health.LOST
+        link = peer.links.get(remote)
+        if link is not None and link.lost is not None:
+            return Health.LOST
+        return Health.SUSPECT if remote in peer.suspects else Health.ALIVE
+
+    def note_death(self, error: ActorDied) -> None:
+        """A call failed with this; an argument or a nested call may speak of another actor's death."""
+        if error.executed is False and error.actor == self.label:
+            self.stopped = True
 
     def missed(self, request: Request, link: Link | None) -> None:
         """The actor is not where a call was to go: its process is gone, or (no link) is this one and has no such actor.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from aiodaft._protocol.ids import SUPERVISOR, ActorId, CallId, PeerId, epoch_of, number_of
+from aiodaft._protocol.liveness import Health
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._protocol.session import Session
 from aiodaft.actor import Handle
@@ -113,6 +114,20 @@ class Followed(Target):
         self.peer.outgoing.submit(request)
         return Ref(state)
 
+    def health(self) -> Health:
+        """See `Target.health`. The owner tells its own process where the actor is; any other process asks once."""
+        if self.ended is not None:
+            return Health.LOST
+        health = super().health()
+        if health is not Health.LOST:
+            return health
+        if self.owner != self.peer.id and self._finding is None:
+            self.peer.call_soon(self._look)
+        return Health.SUSPECT
+
+    def note_death(self, error: ActorDied) -> None:
+        """One incarnation is gone; the next one may be there."""
+
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
         return _rebuild, (self.owner, self.place, self.label, cls, True)
@@ -146,6 +161,14 @@ class Followed(Target):
         deadline = request.deadline
         timer = None if deadline is None else self.peer.loop.call_at(deadline, self._expire, request)
         self._waiting[number] = (request, timer)
+        self._start_finding(link)
+
+    def _look(self) -> None:
+        link = self.peer.links.get(self.remote)
+        if self.ended is None and self.peer.closed is None and (link is None or link.lost is not None):
+            self._start_finding(link)
+
+    def _start_finding(self, link: Link | None) -> None:
         if self._finding is None:
             self._finding = self.peer.tasks.create_task(self._find(link), name=f"find {self.label}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._protocol.messages import ERROR, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from .neighbour import Neighbour
     from .peer import Peer
 
+# Stopped actors whose names are remembered.
+_REMEMBERED: Final = 1024
+
 
 class Hosted:
     """The incoming side of one process."""
@@ -32,6 +35,15 @@ class Hosted:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._callers: dict[PeerId, RemoteCaller] = {}
+        # The latest actors that were stopped here, with their names.
+        self._stopped: dict[ActorId, str] = {}
+
+    def remove(self, cell: Cell) -> None:
+        """An actor is not hosted any more; calls that still come for it are refused in its name."""
+        self._peer.cells.pop(cell.id, None)
+        self._stopped[cell.id] = cell.name
+        while len(self._stopped) > _REMEMBERED:
+            del self._stopped[next(iter(self._stopped))]
 
     def caller(self, link: Link) -> RemoteCaller:
         """The caller at the other end of a link."""
@@ -130,7 +142,9 @@ class Hosted:
         elif any(number_of(other) == number_of(actor) for other in self._peer.cells):
             error = StaleHandle("the actor was restarted: the handle leads to an earlier incarnation of it")
         else:
-            error = ActorDied("the actor was stopped", executed=False)
+            name = self._stopped.get(actor, "")
+            error = ActorDied(f"{name or 'the actor'} was stopped", executed=False)
+            error.actor = name
         link.send((ERROR, number, encode_error(error), False))
 
     async def _bring(self, call: IncomingCall, args: Delivery, slots: tuple[Any, ...]) -> None:

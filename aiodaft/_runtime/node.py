@@ -272,6 +272,7 @@ class Node(Actor):
         if worker is None:
             return
         del self._workers[worker.id]
+        self._peer.suspects.discard(worker.id)
         self._introduced = {pair for pair in self._introduced if worker.id not in pair}
         error = self._endings[worker.id] = worker.lost or self._post_mortem(worker, ending)
         if not child.pid:
@@ -295,8 +296,10 @@ class Node(Actor):
         """A worker does not answer, or does again."""
         link = self._peer.link_to(worker.id)
         if order is Order.CLEAR:
+            self._peer.suspects.discard(worker.id)
             logger.warning("%s answers again", worker)
         elif order is Order.SUSPECT:
+            self._peer.suspects.add(worker.id)
             logger.warning("%s", silence(worker, activity(worker, link)))
         elif order is Order.GIVE_UP and worker.wanted is None:
             worker.lost = given_up(worker, activity(worker, link))

@@ -89,6 +89,9 @@ class PeerOptions:
 class Peer:
     """One process."""
 
+    # Why nothing works any more, once it does not.
+    closed: str | None = None
+
     def __init__(self, options: PeerOptions, key: Key, env: Env) -> None:
         self.options = options
         self.id = options.id
@@ -102,6 +105,8 @@ class Peer:
         # What transports run there.
         self.in_thread = self.offload.run
         self.links: dict[PeerId, Link] = {}
+        # Processes that do not answer, as far as the node is here to know.
+        self.suspects: set[PeerId] = set()
         self.waiter = Waiter(self.loop)
         self.starter = Starter(self.loop)
         self.upgrades = Upgrades(self)
@@ -119,8 +124,6 @@ class Peer:
         self.loopback = Loopback(self)
         self.deadlocks = Deadlocks(self)
         self.graphs = Graphs(self)
-        # Why nothing works any more, once it does not.
-        self.closed: str | None = None
         # Told of errors that nobody holds and no scope owns, of processes that ended, and of a wish to exit.
         self.on_unheld: Callable[[BaseException, str], object] = _log_unheld
         self.on_exit: Callable[[BaseException], object] = _ignore_exit

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import CANCEL, RELEASE
-from aiodaft.exceptions import CallCancelled, DaftError
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError
 from aiodaft.ref import Ref
 
 from .kept import Arrived
@@ -90,6 +90,12 @@ class CallState(RefState):
             # It would keep this, and the value, until then.
             self._timer.cancel()
             self._timer = None
+
+    def on_error(self, error: BaseException) -> None:
+        """There will be no value."""
+        if isinstance(error, ActorDied):
+            self.target.note_death(error)
+        super().on_error(error)
 
     def on_lost(self, error: DaftError) -> None:
         """The connection to the callee ended before it answered."""

@@ -61,6 +61,8 @@ class RefState(Watched):
     error: BaseException | None = None
     # Somebody was told of the error.
     seen = False
+    # Size of a value that its producer keeps.
+    stored_bytes = 0
     # Other processes may ask for it: it is in the peer's table.
     shared = False
     # Refs that it depends on.

@@ -79,6 +79,8 @@ class Replies:
             else:
                 state.on_result(Arrived(payload, blobs, [], []))
         elif kind == STORED:
+            if isinstance(state, CallState):
+                state.stored_bytes = message[2]
             state.on_stored()
         elif kind == ERROR:
             state.on_error(decode_failure(message[2], message[3]))

@@ -193,8 +193,22 @@ class Member(Actor):
         return value
 
     @method
+    async def hold_first(self, value: int) -> int:
+        """Waits for `open` if the value is 0."""
+        return await Member.held.fn(self, value) if value == 0 else value
+
+    @method
+    async def padded(self, value: int) -> bytes:
+        """A result of half a MiB; that of 0 waits for `open`."""
+        return bytes([await Member.hold_first.fn(self, value)]) * (1 << 19)
+
+    @method
     async def open(self) -> None:
         self.gate.set()
+
+    @method
+    async def close(self) -> None:
+        self.gate.clear()
 
     @method
     async def history(self) -> list[str]:

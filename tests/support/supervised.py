@@ -139,3 +139,30 @@ class Caller(Actor):
     @method
     async def ask(self, name: str, *args: Any) -> Any:
         return await getattr(self.other, name)(*args)
+
+
+class Late(Mortal, restart=Restart(intensity=5, backoff=AT_ONCE)):
+    """Comes back when the test opens the gate, a FIFO."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.path = gate
+
+    def on_restart(self, epoch: int) -> None:
+        with open(self.path, encoding="utf-8"):
+            pass
+
+
+class Balancer(Actor):
+    """Calls a group from a process of its own."""
+
+    def __init__(self, group: aiodaft.Group[Mortal]) -> None:
+        self.group = group
+
+    @method
+    async def pids(self, count: int) -> list[int]:
+        return [await self.group.any(Mortal.pid) for _ in range(count)]
+
+    @method
+    async def ask_first(self) -> int:
+        return await self.group[0].pid()

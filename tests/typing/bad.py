@@ -48,6 +48,7 @@ async def groups(rt: Runtime) -> None:
     (await ws.all(Model.none)).foo  # E17 a list has no such attribute
     await rt.group("4", Model, "w")  # E31 not a number of members
     ws.all(Model.tokens, "x")  # E32 a stream for all
+    ws.map(Model.execute, ["no"], ordered=False)  # E45 items of the wrong type, in any order
 
 
 async def services(rt: Runtime, b: Model) -> None:

@@ -241,6 +241,9 @@ async def groups(rt: Runtime) -> None:
         async for text in ws.map(Model.sync, range(3)):
             assert_type(text, str)
         assert_type([member async for member in ws.map(Model.execute, everyone)], list[Tensor])
+        async for text in ws.map(Model.sync, range(3), ordered=False):
+            assert_type(text, str)
+        assert_type([member async for member in ws.map(Model.execute, everyone, scale=2.0, ordered=True)], list[Tensor])
         await ws.resize(3)
 
 

@@ -20,6 +20,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
 
     Returned from a method, or passed to one, it travels without any copy. Do not write to it while others may read
     it: `await ref.released()` tells when nobody does. (A write in between is found out: the reader gets BorrowError.)
+    A forked child (`multiprocessing` with "fork") shares the tensor: each sees what the other writes to it.
 
     Args:
         size: The shape, as numbers or as one sequence.

@@ -11,6 +11,7 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INLINE_LIMIT
 from aiodaft.ref import Borrowed
 from aiodaft_transport import DEVICE_NAME, Block, Grant, Transport
+from aiodaft_transport.forks import fork_count
 from aiodaft_transport.memory import view_at
 
 from .decoding import decode, is_heavy
@@ -53,8 +54,10 @@ class Store:
         self._open_transport = open_transport
         self._transports: dict[str, Transport] = {}
         self._preferred = transport
-        # Memory of tensors by its address: made by `empty()`; and bytes of what the user registered.
-        self._shared: dict[int, Block] = {}
+        self._forks = fork_count()
+        # Memory of tensors by its address: made by `empty()`, with the count of forks then; and bytes of what the user
+        # registered.
+        self._shared: dict[int, tuple[Block, int]] = {}
         self._registered: dict[int, int] = {}
         self.entries: dict[Key, Kept] = {}
 
@@ -127,9 +130,11 @@ class Store:
     def _find_block(self, source: Source, name: str) -> Block | None:
         """The block that a tensor's memory is, if the transport reads it where it lies."""
         shared = self._shared.get(source.address) if name == self._preferred else None
-        if shared is not None or not self._registered or source.nbytes <= INLINE_LIMIT:
+        if shared is not None:
+            return shared[0]
+        if not self._registered or source.nbytes <= INLINE_LIMIT:
             # Small ones travel better together.
-            return shared
+            return None
         return self.transport_named(name).block_at(view_at(source.address, source.nbytes, source.keep))
 
     async def keep_anywhere(
@@ -264,11 +269,14 @@ class Store:
 
     def share(self, address: int, block: Block) -> None:
         """Remember that a tensor made by `empty()` begins at an address."""
-        self._shared[address] = block
+        self._shared[address] = block, self._forks.value
 
     def unshare(self, address: int) -> None:
-        """The tensor is gone: its block is reused once nobody reads it."""
-        self._shared.pop(address).release()
+        """The tensor is gone: its block is reused once nobody reads it, unless a forked child may have the tensor."""
+        block, forks = self._shared.pop(address)
+        if self._forks.value != forks:
+            block.retire()
+        block.release()
 
     def register(self, address: int, nbytes: int) -> None:
         """Prepare every transport, also those that are opened later, for memory of the user's. Safe in any thread.

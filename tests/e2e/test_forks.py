@@ -10,11 +10,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from actors import Echo, Sleeper
 from forking import FORK, Forker, in_a_child, wait_for_a_signal
 from leaks import is_alive
 
 import aiodaft
+from aiodaft_transport.conformance import ForkedChild
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -72,6 +74,25 @@ async def test_h118_a_forked_child_is_refused_whatever_it_tries_and_the_parent_g
     assert not pending.done()
     pending.cancel()
     assert await echo.echo("goes on") == "goes on"
+
+
+async def test_a_child_keeps_seeing_values_that_its_parent_has_dropped(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+
+    async def value(number: float) -> torch.Tensor:
+        return await echo.echo(torch.full((100_000,), number))
+
+    def made_here(number: float) -> torch.Tensor:
+        return aiodaft.empty(100_000).fill_(number)
+
+    held = [await value(1), made_here(1)]
+    # By numpy: torch's own threads are not there in a child.
+    child = ForkedChild(lambda: all(bool((tensor.numpy() == 1).all()) for tensor in held))
+    held.clear()
+    for number in range(2, 6):
+        # Memory that was freed last is used first.
+        assert (await value(number))[0] == made_here(number)[0] == number
+    assert child.finds_it_true()
 
 
 async def test_a_child_that_lives_on_does_not_keep_the_runtime_from_ending() -> None:

@@ -9,6 +9,8 @@ from transports import TRANSPORTS
 from aiodaft_transport.conformance import CHECKS
 
 
+# What later Pythons say of any fork beside threads.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("check", CHECKS)
 async def test_transport_conforms(name: str, check: str) -> None:

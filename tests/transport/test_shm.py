@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import struct
+import subprocess
+import sys
 import threading
 from mmap import PAGESIZE
 
@@ -14,11 +17,15 @@ from hypothesis import strategies as st
 from transport_desk import Office, opened_office
 from transport_probes import descriptors_of_segments, mappings, segments_mapped
 
-from aiodaft_transport import GrantError
+from aiodaft_transport import Block, GrantError
+from aiodaft_transport.arena import ArenaBlock
 from aiodaft_transport.memory import address_of
 from aiodaft_transport.shm import private_pages
 
 MIB = 1 << 20
+# What later Pythons say of any fork beside threads.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
 NOTE = struct.Struct("<BQQ")
 
 
@@ -280,6 +287,15 @@ def test_a_lost_consumer_gives_back_its_grants_and_only_its_own() -> None:
         assert kept == view == content(100_000)
 
 
+def test_memory_that_a_lost_consumer_had_is_not_reused_because_its_children_may_live() -> None:
+    with opened_office("one") as office:
+        block, _ = office.give(content(100_000), "one")
+        block.release()
+        office.producer.peer_lost("one")
+        again = office.producer.allocate(100_000)
+        assert segment_of(again) != segment_of(block)
+
+
 def test_a_peer_that_comes_back_is_sent_the_segment_again() -> None:
     with opened_office() as office:
         block, view = office.give(content(100_000))
@@ -325,3 +341,75 @@ def test_closing_twice_or_with_everything_in_use_leaves_nothing() -> None:
     office.desk.settle()
     gc.collect()
     assert (mappings(), segments_mapped(), descriptors_of_segments()) == (0, 0, before)
+
+
+# Forks.
+
+
+def fork() -> None:
+    """Fork a child that ends at once."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def segment_of(block: Block) -> int:
+    assert isinstance(block, ArenaBlock)
+    return block.segment.id
+
+
+def test_memory_of_a_view_that_was_there_at_a_fork_is_given_up_and_not_reused() -> None:
+    before = segments_mapped()
+    with opened_office() as office:
+        block, view = office.give(content(100_000))
+        fork()
+        del view
+        block.release()
+        office.desk.settle()
+        assert (segments_mapped() - before, mapped(office)) == (0, 0)
+        again, _ = office.give(content(100_000, 2))
+        assert segment_of(again) != segment_of(block)
+
+
+def test_other_blocks_of_a_segment_that_is_given_up_stay_until_they_are_released() -> None:
+    with opened_office() as office:
+        held, view = office.give(content(100_000))
+        other, other_view = office.give(content(100_000, 2))
+        assert segment_of(held) == segment_of(other)
+        fork()
+        del view
+        held.release()
+        office.desk.settle()
+        assert segment_of(office.producer.allocate(100_000)) != segment_of(other)
+        assert other_view == other.view == content(100_000, 2)
+        assert office.fetch(office.grant(other)) == content(100_000, 2)
+
+
+def test_what_came_or_was_given_back_beside_a_fork_is_reused_and_so_is_what_a_subprocess_cannot_see() -> None:
+    with opened_office() as office:
+        first, view = office.give(content(100_000))
+        del view
+        first.release()
+        office.desk.settle()
+        fork()
+        second, view = office.give(content(100_000))
+        subprocess.run([sys.executable, "-c", ""], check=True)
+        del view
+        second.release()
+        office.desk.settle()
+        assert segment_of(first) == segment_of(second) == segment_of(office.producer.allocate(100_000))
+
+
+def test_a_process_that_forks_again_and_again_costs_no_memory_beyond_what_it_holds() -> None:
+    before = segments_mapped()
+    with opened_office() as office:
+        lasting, lasting_view = office.give(content(100_000))
+        for seed in range(20):
+            block, view = office.give(content(100_000, seed))
+            fork()
+            del view
+            block.release()
+            office.desk.settle()
+        assert segments_mapped() - before <= 2
+        assert lasting_view == lasting.view == content(100_000)

@@ -70,6 +70,10 @@ class Block(Pullable, Protocol):
         """The memory itself, writable, as unsigned bytes."""
         ...
 
+    def retire(self) -> None:
+        """See to it that the memory is not reused after `release`: a forked child may still read it."""
+        ...
+
 
 class Host(Protocol):
     """What a transport needs of the process it serves."""

@@ -27,7 +27,7 @@ DEFAULT_KEEP: Final = 512 << 20
 class PooledSegment(ABC):
     """A run of memory, handed out in pieces of `capacity` bytes."""
 
-    __slots__ = ("address", "capacity", "free", "id", "live", "size")
+    __slots__ = ("address", "capacity", "free", "id", "live", "retired", "size")
 
     def __init__(self, segment_id: int, size: int, capacity: int, address: int) -> None:
         self.id = segment_id
@@ -37,6 +37,8 @@ class PooledSegment(ABC):
         # Popped from the end: the block freed last has the warmest pages.
         self.free = list(range(size - capacity, -1, -capacity))
         self.live = 0
+        # No block of it is handed out any more; it is closed once no block of it is in use.
+        self.retired = False
 
     @abstractmethod
     def close(self) -> None:
@@ -94,6 +96,10 @@ class PooledBlock(Readable, Generic[S]):
 
     def release(self) -> None:
         self._pool.release(self)
+
+    def retire(self) -> None:
+        """See `Block.retire`."""
+        self.segment.retired = True
 
     def take_grant(self) -> None:
         self._pool.take_grant(self)
@@ -189,14 +195,14 @@ class BlockPool(ABC, Generic[S]):
         capacity = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
         segments = self._classes.setdefault(capacity, [])
         for segment in segments:
-            if segment.free:
+            if segment.free and not segment.retired:
                 return segment
         size = min(_MAX_SHARED_SEGMENT, max(_MIN_SHARED_SEGMENT, 16 * capacity))
         segments.append(self._make_segment(self.next_number(), size, capacity))
         return segments[-1]
 
     def _own_segment(self, nbytes: int) -> S:
-        fitting = [s for s in self._own if not s.live and nbytes <= s.size <= nbytes * _BEST_FIT]
+        fitting = [s for s in self._own if not (s.live or s.retired) and nbytes <= s.size <= nbytes * _BEST_FIT]
         if fitting:
             return min(fitting, key=lambda segment: segment.size)
         size = -(-nbytes // _OWN_ROUNDING) * _OWN_ROUNDING
@@ -207,8 +213,9 @@ class BlockPool(ABC, Generic[S]):
         if not block.released or block.grants or self._closed:
             return
         segment = block.segment
-        segment.free.append(block.offset)
         segment.live -= 1
+        if not segment.retired:
+            segment.free.append(block.offset)
         if not segment.live and segment in self._own:
             # Most recently used last: that is where trimming does not look first.
             self._own.remove(segment)
@@ -221,10 +228,9 @@ class BlockPool(ABC, Generic[S]):
         idle = [segment for segment in self._segments() if not segment.live]
         surplus = sum(segment.size for segment in idle) - self._keep
         for segment in idle:
-            if surplus <= 0:
-                return
-            surplus -= segment.size
-            self._drop(segment)
+            if segment.retired or surplus > 0:
+                surplus -= segment.size
+                self._drop(segment)
 
     def _drop(self, segment: S) -> None:
         for segments in (self._own, *self._classes.values()):

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 from .abc import Block, Control, Grant, Transport
@@ -134,6 +135,44 @@ async def check_a_reused_block_shows_its_new_content_where_the_consumer_wrote(pa
         await _returned(pair)
         block.release()
     assert pair.producer.live_blocks() == 0
+
+
+async def check_a_forked_child_keeps_seeing_what_the_parent_has_dropped(pair: Pair) -> None:
+    block, grant, content = await granted(pair, 1 << 20)
+    view = await fetched(pair, grant)
+    child = ForkedChild(partial(view.__eq__, content))
+    del view
+    await _returned(pair)
+    block.release()
+    # What is freed last is reused first.
+    await granted(pair, 1 << 20, seed=2)
+    assert child.finds_it_true()
+
+
+class ForkedChild:
+    """A forked child that waits until it is asked, and then evaluates a condition."""
+
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        asked, self._asking = os.pipe()
+        self._told, telling = os.pipe()
+        self._pid = os.fork()
+        if not self._pid:
+            try:
+                os.close(self._asking)
+                os.read(asked, 1)
+                os.write(telling, b"true" if condition() else b"false")
+            finally:
+                os._exit(0)
+        os.close(asked)
+        os.close(telling)
+
+    def finds_it_true(self) -> bool:
+        """What the condition is in the child, which ends."""
+        os.close(self._asking)
+        with open(self._told, "rb") as told:
+            answer = told.read()
+        os.waitpid(self._pid, 0)
+        return answer == b"true"
 
 
 async def check_a_block_is_kept_while_a_view_lives_and_freed_after(pair: Pair) -> None:

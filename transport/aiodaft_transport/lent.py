@@ -48,6 +48,9 @@ class LentBlock(Readable):
     def release(self) -> None:
         """There is nothing to reuse: the memory is somebody else's."""
 
+    def retire(self) -> None:
+        """The same."""
+
 
 # What a process may grant.
 AnyBlock: TypeAlias = ArenaBlock | LentBlock

@@ -5,6 +5,10 @@ file system whatever dies. Consumers cache their private mapping of a segment, b
 cost more than the copy. The trap of that cache: a page that a consumer wrote to keeps its private copy when the
 producer reuses the block. So before a grant goes back, pages that became private are found (bit 61 of
 /proc/self/pagemap is clear) and dropped; the kernel then shows the file's page again.
+
+A consumer that forks while it has a view says so when it gives the grant back: its children may have the view, and show
+the file's pages, so the producer does not reuse the block. It retires the whole segment, which is closed with its last
+block; the kernel frees the memory when the last child has ended.
 """
 
 from __future__ import annotations
@@ -20,12 +24,14 @@ from typing import ClassVar, Final, cast
 from .abc import Block, Control, Grant, Host, size_of
 from .arena import DEFAULT_KEEP, Arena, ArenaBlock, Segment
 from .exceptions import GrantError, TransportError
+from .forks import fork_count
 from .grants import segment_of
 from .memory import check_target, exposed_view
 
 _SEGMENT: Final = 1  # id, size: a segment to map; the descriptor comes along
 _RETURN: Final = 2  # id: a grant comes back
 _GONE: Final = 3  # id: a segment that the producer unmapped
+_RETIRE: Final = 4  # id: a grant comes back, and forked children may still read the block
 _NOTE: Final = struct.Struct("<BQQ")
 # Copied in one step; about 0.1 ms.
 _SLICE: Final = 1 << 20
@@ -83,6 +89,7 @@ class ShmTransport:
     def __init__(self, host: Host, *, keep: int = DEFAULT_KEEP) -> None:
         self._host = host
         self._arena = Arena(shared=True, keep=keep, on_segment_closed=self._segment_closed)
+        self._forks = fork_count()
         self._granted: dict[str, dict[int, ArenaBlock]] = {}
         self._last_grant = 0
         self._announced: dict[str, tuple[Control, set[int]]] = {}
@@ -125,11 +132,12 @@ class ShmTransport:
             self.decline(grant, control)
             raise TransportError(f"segment {segment_id} of {control.peer} could not be mapped: {error}") from error
         mapping.busy.add(offset)
+        forks = self._forks.value
 
         def give_back() -> None:
             mapping.scrub(offset, nbytes)
             mapping.busy.discard(offset)
-            self._return_grant(grant_id, control)
+            self._return_grant(grant_id, control, _RETURN if self._forks.value == forks else _RETIRE)
 
         def dropped(call_soon: Callable[[Callable[[], object]], None] = self._host.call_soon) -> None:
             call_soon(give_back)
@@ -163,14 +171,14 @@ class ShmTransport:
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
         kind, number, size = _NOTE.unpack(note) if len(note) == _NOTE.size else (0, 0, 0)
         known = self._segments.get(control.peer, {})
-        if len(fds) != (kind == _SEGMENT) or not _SEGMENT <= kind <= _GONE or (kind == _SEGMENT and number in known):
+        if len(fds) != (kind == _SEGMENT) or not _SEGMENT <= kind <= _RETIRE or (kind == _SEGMENT and number in known):
             for fd in fds:
                 os.close(fd)
             raise GrantError(f"{control.peer} sent a note that makes no sense")
         if kind == _SEGMENT:
             self._segments.setdefault(control.peer, {})[number] = _RemoteSegment(fds[0], size)
-        elif kind == _RETURN:
-            if not self._take_back(control.peer, number):
+        elif kind in {_RETURN, _RETIRE}:
+            if not self._take_back(control.peer, number, retire=kind == _RETIRE):
                 raise GrantError(f"{control.peer} returned grant {number}, which it does not hold")
         elif kind == _GONE:
             segment = self._segments.get(control.peer, {}).pop(number, None)
@@ -180,6 +188,8 @@ class ShmTransport:
     def peer_lost(self, peer: str) -> None:
         self._announced.pop(peer, None)
         for block in self._granted.pop(peer, {}).values():
+            # It cannot say any more whether it has forked, and its children may end later than itself.
+            block.retire()
             block.return_grant()
         for segment in self._segments.pop(peer, {}).values():
             segment.close()
@@ -196,13 +206,15 @@ class ShmTransport:
             control.send_note(self.name, _NOTE.pack(_SEGMENT, segment.id, segment.size), (segment.fd,))
             announced.add(segment.id)
 
-    def _return_grant(self, grant_id: int, control: Control) -> None:
+    def _return_grant(self, grant_id: int, control: Control, kind: int = _RETURN) -> None:
         if control.peer in self._segments:
-            control.send_note(self.name, _NOTE.pack(_RETURN, grant_id, 0))
+            control.send_note(self.name, _NOTE.pack(kind, grant_id, 0))
 
-    def _take_back(self, peer: str, grant_id: int) -> bool:
+    def _take_back(self, peer: str, grant_id: int, *, retire: bool = False) -> bool:
         block = self._granted.get(peer, {}).pop(grant_id, None)
         if block is not None:
+            if retire:
+                block.retire()
             block.return_grant()
         return block is not None
 

@@ -154,6 +154,8 @@ class Group(Generic[ActorT]):
         Raises:
             TypeError: The group is a slice of another, or came from another process.
             InsufficientResources: There is no room; the group stays as it is.
+
+        Cancellation: new members are taken back, and the group stays as it is; surplus members are killed.
         """
         if self._grow is None or self._shrink is None:
             raise TypeError("only the group that `rt.group` gave can be resized, not a part of it")

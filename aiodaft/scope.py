@@ -11,7 +11,7 @@ from aiodaft._runtime.belongings import Belongings
 from aiodaft._runtime.calls import Target
 from aiodaft._runtime.following import Followed, Pinned
 from aiodaft._runtime.making import Recipe
-from aiodaft._runtime.tasks import logger, shield_from_anyio
+from aiodaft._runtime.tasks import logger, see_through, shield_from_anyio
 from aiodaft.actor import Handle, class_of, target_of
 from aiodaft.exceptions import CallCancelled, OutcomeUnknown, RuntimeClosed
 from aiodaft.group import Group
@@ -226,7 +226,7 @@ class Scope(Spawner):
                 for error in filter(None, results):
                     raise error
             except BaseException:
-                await self._take_back([made[rank] for rank in ranks if rank in made])
+                await self._stop_handles([made[rank] for rank in ranks if rank in made])
                 raise
             return [made[rank] for rank in ranks]
 
@@ -237,36 +237,40 @@ class Scope(Spawner):
     async def stop(self, actor: object) -> None:
         """Stop an actor: it takes no more calls, ends those it has within the grace time, and is left. Idempotent.
 
-        Cancellation: the actor is killed.
+        Cancellation: the actor is killed; it is gone when this raises.
         """
-        target = self._target(actor)
-        stopping = self._runtime.start_task(self._belongings.stop(target), f"stop {target.label}")
-        with shield_from_anyio():
-            try:
-                await asyncio.wait([stopping])
-            except asyncio.CancelledError:
-                await self.kill(actor)
-                raise
-        stopping.result()
+        await self._stop_handles([actor])
 
     async def kill(self, actor: object) -> None:
-        """End an actor's process at once, with every actor in it. Calls under way fail with ActorDied. Idempotent."""
+        """End an actor's process at once, with every actor in it. Calls under way fail with ActorDied. Idempotent.
+
+        Cancellation: raised when the process has ended.
+        """
         target = self._target(actor)
-        await self._runtime.start_task(self._belongings.kill(target), f"kill {target.label}")
+        await see_through(self._runtime.start_task(self._belongings.kill(target), f"kill {target.label}"))
 
     async def stop_group(self, group: Group[Any]) -> None:
-        """Stop every member of a group, the last rank first."""
+        """Stop every member of a group, the last rank first.
+
+        Cancellation: the members that are left are killed; all are gone when this raises.
+        """
         await self._stop_handles(list(group))
 
-    async def _take_back(self, handles: list[Any]) -> None:
-        """Stop actors that nobody got to see; completes though it is cancelled."""
-        stopping = self._runtime.start_task(self._stop_handles(handles), "take back a group")
-        with shield_from_anyio():
-            await asyncio.wait([stopping])
-
     async def _stop_handles(self, handles: list[Any]) -> None:
-        for handle in reversed(handles):
-            await self.stop(handle)
+        """Stop actors, the last one first. Cancellation: see `stop_group`."""
+        targets = [self._target(handle) for handle in reversed(handles)]
+
+        async def stop() -> None:
+            for target in targets:
+                await self._belongings.stop(target)
+
+        def kill() -> None:
+            # A runtime that was closed meanwhile has ended them all.
+            for target in targets if not self._runtime.is_closed else ():
+                self._runtime.peer.tasks.create_task(self._belongings.kill(target), name=f"kill {target.label}")
+
+        what = ", ".join(target.label for target in targets)
+        await see_through(self._runtime.start_task(stop(), f"stop {what}"), kill)
 
     # Looking.
 

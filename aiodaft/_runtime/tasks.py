@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from typing import Any, TypeVar
@@ -86,14 +86,21 @@ def shield_from_anyio() -> AbstractContextManager[object]:
     return nullcontext() if anyio is None else anyio.CancelScope(shield=True)
 
 
-async def see_through(future: asyncio.Future[T]) -> T:
-    """Wait for something that nobody can stop; a cancellation is raised once it is over."""
+async def see_through(future: asyncio.Future[T], hasten: Callable[[], object] = lambda: None) -> T:
+    """Wait for something that nobody can stop; a cancellation is raised once it is over.
+
+    Args:
+        future: What is waited for.
+        hasten: Called at the first cancellation.
+    """
     cancelled: asyncio.CancelledError | None = None
     with shield_from_anyio():
         while not future.done():
             try:
                 await asyncio.wait([future])
             except asyncio.CancelledError as error:
+                if cancelled is None:
+                    hasten()
                 cancelled = error
     if cancelled is not None:
         raise cancelled

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import pytest
 from actors import Echo
-from supervised import Balancer, Late, Mortal
+from supervised import Balancer, Late, Lingerer, Mortal
 
 import aiodaft
 from aiodaft import Group, Patience
@@ -166,3 +167,41 @@ async def test_a_map_ends_with_the_death_of_a_member_in_its_place(rt: aiodaft.Ru
     assert got in ([], [1], [1, 1])
     assert caught.value.executed is None
     assert len(await pids(group)) == 1
+
+
+async def leave(rt: aiodaft.Runtime, notes: str) -> None:
+    async with rt.group(3, Lingerer, notes):
+        pass
+
+
+async def stop(rt: aiodaft.Runtime, notes: str) -> None:
+    await rt.stop_group(await rt.group(3, Lingerer, notes))
+
+
+async def shrink(rt: aiodaft.Runtime, notes: str) -> None:
+    group = await rt.on(restart="permanent").group(3, Lingerer, notes)
+    await group.resize(0)
+
+
+async def stop_one(rt: aiodaft.Runtime, notes: str) -> None:
+    await rt.stop(await rt.spawn(Lingerer, notes))
+
+
+@pytest.mark.parametrize(("end", "again"), list(itertools.product([leave, stop, shrink, stop_one], [False, True])))
+async def test_cancelling_the_end_of_a_group_leaves_no_member(
+    rt: aiodaft.Runtime,
+    tmp_path: Path,
+    end: Callable[[aiodaft.Runtime, str], Coroutine[None, None, None]],
+    again: bool,
+) -> None:
+    notes = tmp_path / "notes"
+    ending = asyncio.get_running_loop().create_task(end(rt, str(notes)))
+    await until(notes.exists)
+    ending.cancel()
+    if again:
+        await asyncio.sleep(0)
+        ending.cancel()
+    await asyncio.wait([ending])
+    assert ending.cancelled()
+    assert await rt.node.processes() == ()
+    assert (await rt.resources())[1]["gpus"] == 4

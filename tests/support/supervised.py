@@ -153,6 +153,21 @@ class Late(Mortal, restart=Restart(intensity=5, backoff=AT_ONCE)):
             pass
 
 
+class Lingerer(Actor, gpus=1):
+    """Says that it is being stopped, and does not leave."""
+
+    def __init__(self, notes: str) -> None:
+        self.notes = notes
+
+    async def __aenter__(self) -> Lingerer:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        with open(self.notes, "a", encoding="utf-8") as file:
+            file.write("leaving\n")
+        await asyncio.Event().wait()
+
+
 class Balancer(Actor):
     """Calls a group from a process of its own."""
 

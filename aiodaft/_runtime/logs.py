@@ -1,4 +1,4 @@
-"""What workers print: passed on line by line with the actor's name, and the last lines kept as evidence.
+"""What workers print: passed on with the actor's name, and the last lines kept as evidence.
 
 A thread of its own reads, so that a busy loop (a notebook cell that computes) stalls no actor that prints.
 """
@@ -12,28 +12,33 @@ import socket
 import sys
 import threading
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from typing import Final
+
+from aiodaft._protocol.printing import MAX_LINE, Printed, Screen
 
 _READ_SIZE: Final = 64 << 10
 _PIPE_SIZE: Final = 1 << 20
 _KEPT_LINES: Final = 20
-_MAX_LINE: Final = 4 << 10
 
 
 class WorkerOutput:
     """Standard output and error of one worker."""
 
-    def __init__(self, reading: dict[int, int]) -> None:
+    def __init__(self, reading: dict[int, int], screen: Screen) -> None:
         # Changed when actors move in; set before the worker can print.
         self.name = ""
         # Where each stream is read, until the worker has closed it; whoever reads has the lock.
         self._reading = reading
         self._lock = threading.Lock()
         self._last: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._partial = dict.fromkeys(reading, b"")
-        # Streams and lines that are still to be passed on.
-        self._unwritten: deque[tuple[int, list[str]]] = deque()
+        self._printed = {stream: Printed() for stream in reading}
+        self._screen = screen
+        # What is still to be passed on: a stream, a line, whether it is complete, and whether it is a progress bar.
+        self._unwritten: deque[tuple[int, str, bool, bool]] = deque()
 
     @property
     def last_lines(self) -> tuple[str, ...]:
@@ -53,26 +58,29 @@ class WorkerOutput:
                 data = os.read(self._reading[stream], _READ_SIZE)
             except BlockingIOError:
                 return None
-            *lines, rest = (self._partial[stream] + data).split(b"\n")
-            if rest and (not data or len(rest) > _MAX_LINE):
-                lines.append(rest)
-                rest = b""
-            self._partial[stream] = rest
-            texts = [line.decode("utf-8", "backslashreplace").rstrip("\r") for line in lines]
+            printed = self._printed[stream]
+            lines = printed.take(data)
             if stream == 2:
-                self._last.extend(text[:_MAX_LINE] for text in texts)
-            self._unwritten.append((stream, texts))
+                self._last.extend(line[:MAX_LINE] for line in lines)
+            self._unwritten.extend((stream, line, True, False) for line in lines)
+            if printed.line:
+                self._unwritten.append((stream, printed.line, False, printed.is_bar))
             return data
 
     def pass_on(self) -> None:
         """Print what was taken in; takes as long as whoever reads that."""
         # A program whose own output is gone must not lose its actors over it.
         with suppress(OSError, ValueError, AttributeError):
-            while self._unwritten:
-                stream, lines = self._unwritten.popleft()
+            for stream, texts in groupby(self._shown(), itemgetter(0)):
                 target = sys.stdout if stream == 1 else sys.stderr
-                target.write("".join(f"({self.name}) {line}\n" for line in lines))
+                target.write("".join(text for _, text in texts))
                 target.flush()
+
+    def _shown(self) -> Iterator[tuple[int, str]]:
+        while self._unwritten:
+            stream, line, complete, is_bar = self._unwritten.popleft()
+            line = f"({self.name}) {line}"
+            yield from self._screen.show((self, stream), stream, line, complete=complete, is_bar=is_bar)
 
     def close(self, stream: int) -> None:
         """Read a stream no more."""
@@ -92,6 +100,8 @@ class LogPump:
         self._closing = False
         self._lock = threading.Lock()
         self._new: list[tuple[int, tuple[WorkerOutput, int]]] = []
+        # Both streams are one terminal, usually.
+        self._screen = Screen()
 
     def open(self) -> tuple[WorkerOutput, int, int]:
         """Pipes for a new worker: where its output is seen, and the two ends to write to, which the caller closes."""
@@ -103,7 +113,7 @@ class LogPump:
                 fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
             os.set_blocking(reading[stream], False)
             ends.append(writing)
-        output = WorkerOutput(reading)
+        output = WorkerOutput(reading, self._screen)
         with self._lock:
             self._new += [(fd, (output, stream)) for stream, fd in reading.items()]
         if self._thread is None:

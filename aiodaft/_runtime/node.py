@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -140,6 +141,7 @@ class Node(Actor):
             max_pending=options.max_pending,
             key=self._peer.key.secret(),
             uvloop=self._uvloop,
+            log_level=logging.getLogger().level,
         )
         child, connection = await self._nursery.spawn(settings.packed(), _environment(cpus, gpus), label)
         worker = self._workers[worker_id] = Worker(worker_id, child, label, gpus=gpus)

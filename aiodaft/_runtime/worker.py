@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -44,6 +45,7 @@ class WorkerSettings:
     max_pending: int
     key: bytes
     uvloop: bool
+    log_level: int
 
     def packed(self) -> bytes:
         """As bytes."""
@@ -156,6 +158,8 @@ def main(link: int, settings: int, pulse: int) -> None:
 def _serve(packed: bytes, link: int, pulse: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = WorkerSettings.unpacked(packed)
+    _set_log_level(settings.log_level)
+    sys.breakpointhook = _refuse_breakpoint
     sockets = socket.socket(fileno=link), socket.socket(fileno=pulse)
 
     async def serve() -> int:
@@ -179,6 +183,29 @@ def _reseed() -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         numpy.random.seed()
+
+
+def _set_log_level(level: int) -> None:
+    """Print what is logged here from the controller's level on, unless the program says what becomes of it."""
+    root, printer = logging.getLogger(), logging.lastResort
+    # A module that the fork server has loaded may have said so.
+    if not root.handlers and printer is not None:
+        root.setLevel(level)
+        # It is used only as long as there are no handlers, so that `logging.basicConfig` works as anywhere.
+        printer.setLevel(logging.NOTSET)
+        printer.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+
+
+def _refuse_breakpoint(*args: Any, **kwargs: Any) -> Any:
+    """What `breakpoint()` does here: a debugger that reads the terminal would find none."""
+    if os.environ.get("PYTHONBREAKPOINT"):
+        return sys.__breakpointhook__(*args, **kwargs)
+    raise RuntimeError(
+        "breakpoint() in an actor: its process has no terminal. Make an instance of the class in your own process and "
+        "call the method there, such as `Model(2.0).execute(x)`. Or set PYTHONBREAKPOINT, before the actor is spawned, "
+        "to a debugger that is reached by a port, such as remote_pdb.set_trace. `aiodaft stack` shows what every "
+        "process is in the middle of, without stopping it"
+    )
 
 
 def _set_threads() -> None:

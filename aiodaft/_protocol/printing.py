@@ -1,0 +1,89 @@
+"""What many processes print, on one terminal: whole lines, and progress bars as they move. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Final
+
+# A longer line is cut.
+MAX_LINE: Final = 4 << 10
+
+
+class Printed:
+    """Cuts what one process prints on one stream into lines.
+
+    A carriage return goes back to the beginning of the line, so of each line only the last state counts. That keeps a
+    progress bar, which is one line with thousands of states, as small as any line.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def take(self, data: bytes) -> list[str]:
+        """The lines that are complete with this; nothing (b"") means that the process prints no more."""
+        *lines, rest = (self._rest + data).split(b"\n")
+        state = _last_state(rest)
+        if state and (not data or len(state) > MAX_LINE):
+            lines.append(state)
+            rest = b""
+        elif b"\r" in rest:
+            # A newline may follow that last one.
+            rest = b"\r" + state + (b"\r" if rest.endswith(b"\r") else b"")
+        self._rest = rest
+        return [_text(_last_state(line)) for line in lines]
+
+    @property
+    def line(self) -> str:
+        """The line that is not complete yet, as it looks now."""
+        return _text(_last_state(self._rest))
+
+    @property
+    def is_bar(self) -> bool:
+        """Whether that line was written over: it is a progress bar."""
+        return b"\r" in self._rest
+
+
+def _last_state(line: bytes) -> bytes:
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", "backslashreplace")
+
+
+class Screen:
+    """Decides what to write so that a line of one writer never stands inside a line of another one.
+
+    At most one line is incomplete at a time. Another writer ends it by a newline; only a bar waits for a bar, because
+    two bars that end each other's lines would fill the screen. The bar that waits is shown when its line is complete.
+    """
+
+    def __init__(self) -> None:
+        # Who has the incomplete line, on which stream, what it looks like, and whether it is a bar.
+        self._writer: Hashable = None
+        self._stream = 0
+        self._shown = ""
+        self._is_bar = False
+
+    def show(
+        self, writer: Hashable, stream: int, line: str, *, complete: bool, is_bar: bool = False
+    ) -> list[tuple[int, str]]:
+        """What to write, and on which streams, when a writer's current line looks like this."""
+        written: list[tuple[int, str]] = []
+        if writer != self._writer:
+            if self._writer is not None:
+                if is_bar and self._is_bar and not complete:
+                    return []
+                written.append((self._stream, "\n"))
+            self._writer, self._stream, self._shown = writer, stream, ""
+        change = line.removeprefix(self._shown)
+        if len(change) == len(line) and self._shown:
+            # Spaces hide what was longer.
+            change = "\r" + line.ljust(len(self._shown))
+        self._shown, self._is_bar = line, is_bar
+        if complete:
+            change += "\n"
+            self._writer = None
+        if change:
+            written.append((stream, change))
+        return written

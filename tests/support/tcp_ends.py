@@ -71,14 +71,15 @@ def reset(connection: socket.socket) -> None:
 async def impostor(
     behave: Callable[[socket.socket], Awaitable[None]], nbytes: int = 1000
 ) -> AsyncGenerator[Grant, None]:
-    """A process that serves one connection as `behave` says, and a grant that leads to it."""
+    """A process that serves connections, one after the other, as `behave` says, and a grant that leads to it."""
     loop = asyncio.get_running_loop()
 
     async def serve() -> None:
-        connection, _ = await loop.sock_accept(listener)
-        with connection:
-            connection.setblocking(False)
-            await behave(connection)
+        while True:
+            connection, _ = await loop.sock_accept(listener)
+            with connection:
+                connection.setblocking(False)
+                await behave(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)

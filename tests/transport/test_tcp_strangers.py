@@ -6,16 +6,17 @@ import asyncio
 import os
 import random
 import socket
+from contextlib import AsyncExitStack
 
 import pytest
-from ends import LocalHost, open_pair
+from ends import KEY, LocalHost, open_pair
 from far_end import OTHER_KEY, open_far_end
 from leaks import open_files, resident
-from tcp_ends import WORD, address_of_grant, admitted, dialled, impostor, receive, reset, send
+from tcp_ends import WORD, address_of_grant, admit, admitted, dialled, impostor, receive, reset, send
 from transport_probes import no_more_files
 
 import aiodaft_transport.tcp
-from aiodaft_transport import HandshakeError, TransportError
+from aiodaft_transport import HandshakeError, PeerGone, TransportError
 from aiodaft_transport.conformance import LoopbackControl, fetched, granted
 from aiodaft_transport.handshake import CHALLENGE_SIZE, HELLO_SIZE, MAGIC, ServerHandshake
 from aiodaft_transport.tcp import TcpTransport
@@ -115,22 +116,59 @@ async def test_a_silent_stranger_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> 
             assert len(await receive(connection, CHALLENGE_SIZE + 1)) == CHALLENGE_SIZE
 
 
-async def test_strangers_beyond_a_limit_are_turned_away_until_others_left() -> None:
-    async with open_pair("tcp") as pair:
+async def test_f86_strangers_beyond_a_limit_make_room_for_each_other_and_members_are_served() -> None:
+    async with open_pair("tcp") as pair, AsyncExitStack() as stack:
         _, grant, content = await granted(pair, 1000)
-        before = len(open_files())
-        strangers = [socket.create_connection(address_of_grant(grant)) for _ in range(64)]
+        strangers = [await stack.enter_async_context(dialled(grant)) for _ in range(64)]
         for stranger in strangers:
-            stranger.setblocking(False)
             assert len(await receive(stranger, CHALLENGE_SIZE)) == CHALLENGE_SIZE
-        async with dialled(grant) as connection:
-            assert await receive(connection, 1) == b""
-        for stranger in strangers:
-            stranger.close()
-        # The listener hears of it by and by.
-        while len(open_files()) > before:
-            await asyncio.sleep(0)
         assert await fetched(pair, grant) == content
+        # The oldest one had to go, and no other one.
+        assert await receive(strangers[0], 1) == b""
+        for stranger in strangers[1:]:
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1)
+
+
+async def test_f86_a_member_keeps_its_connection_however_many_strangers_come() -> None:
+    async with open_pair("tcp") as pair:
+        _, grant, _ = await granted(pair, 1000)
+        async with admitted(grant) as connection, AsyncExitStack() as stack:
+            for _ in range(200):
+                stranger = await stack.enter_async_context(dialled(grant))
+                await receive(stranger, CHALLENGE_SIZE)
+            await send(connection, WORD.pack(int(grant[3])))
+            assert await receive(connection, WORD.size) == WORD.pack(1000)
+
+
+@pytest.mark.parametrize("said", ["nothing", "the challenge"])
+async def test_f86_a_consumer_that_is_dropped_before_it_has_proved_the_key_connects_again(said: str) -> None:
+    came = list[socket.socket]()
+
+    async def behave(connection: socket.socket) -> None:
+        came.append(connection)
+        if len(came) == 3:
+            await admit(connection)
+            await send(connection, WORD.pack(4) + b"here")
+        elif said == "the challenge":
+            await send(connection, ServerHandshake(KEY, bytes(32)).challenge)
+
+    async with open_pair("tcp") as pair, impostor(behave, 4) as grant:
+        assert await fetched(pair, grant) == b"here"
+    assert len(came) == 3
+
+
+async def test_a_producer_that_drops_every_connection_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aiodaft_transport.tcp, "_ATTEMPTS", 3)
+    came = list[socket.socket]()
+
+    async def behave(connection: socket.socket) -> None:
+        came.append(connection)
+
+    async with open_pair("tcp") as pair, impostor(behave) as grant:
+        with pytest.raises(PeerGone, match="ended the connection before the handshake was over"):
+            await fetched(pair, grant)
+    assert len(came) == 3
 
 
 async def test_running_out_of_descriptors_does_not_end_the_listener() -> None:

@@ -3,6 +3,10 @@
 The producer listens on one port of a chosen interface (loopback unless told otherwise); consumers connect, prove
 the cluster key, and ask for the blocks they were granted. Bytes go from the block straight into the socket, and
 from the socket straight into the buffer that the value will live in: no stream, no join, no copy in Python.
+
+A connection is a stranger until it has proved the key. Strangers have a table of their own, and the oldest one makes
+room for the next, so that strangers take no connection from a peer. A consumer that is dropped before it has proved the
+key, because many strangers came at the same time, connects again.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ _SOCKET_BUFFER: Final = 4 << 20
 _CHUNK: Final = 1 << 20
 _HANDSHAKE_TIMEOUT: Final = 5.0
 _MAX_STRANGERS: Final = 64
+# How often a consumer connects if it is dropped before the handshake is over.
+_ATTEMPTS: Final = 16
 # accept() fails like this for want of something, or because the stranger left; the listener itself is fine.
 _PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED})
 _ACCEPT_PAUSE: Final = 0.1
@@ -65,7 +71,8 @@ class TcpTransport:
         self._regions = Regions(self._blocks.next_number, lambda number: None)
         self._listener: socket.socket | None = None
         self._accepting = False
-        self._strangers = 0
+        # Connections that have not proved the key yet, oldest first.
+        self._strangers: dict[socket.socket, None] = {}
         self._granted: dict[str, dict[int, AnyBlock]] = {}
         self._last_grant = 0
         self._idle: dict[str, list[socket.socket]] = {}
@@ -186,11 +193,17 @@ class TcpTransport:
                     # The stranger stays in the queue until there is room for it.
                     await asyncio.sleep(_ACCEPT_PAUSE)
                     continue
-                if self._strangers >= _MAX_STRANGERS:
-                    connection.close()
-                    continue
-                self._strangers += 1
+                if len(self._strangers) >= _MAX_STRANGERS:
+                    self._drop_oldest_stranger()
+                self._strangers[connection] = None
                 self._host.create_task(self._serve(connection), name="tcp serve")
+
+    def _drop_oldest_stranger(self) -> None:
+        oldest = next(iter(self._strangers))
+        del self._strangers[oldest]
+        # The task that uses the socket sees the end of the stream and closes it.
+        with suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)
 
     async def _serve(self, connection: socket.socket) -> None:
         _configure(connection)
@@ -201,7 +214,7 @@ class TcpTransport:
             except (HandshakeError, PeerGone, OSError, TimeoutError):
                 return
             finally:
-                self._strangers -= 1
+                self._strangers.pop(connection, None)
             users = self._open.setdefault(peer, set())
             users.add(connection)
             try:
@@ -247,14 +260,11 @@ class TcpTransport:
         """Lend a connection to a peer. May block while connecting; one that failed midway is not used again."""
         idle = self._idle.setdefault(peer, [])
         users = self._open.setdefault(peer, set())
-        fresh = not idle
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM) if fresh else idle.pop()
+        connection = idle.pop() if idle else await self._dial(peer, users, address, port)
         # From now on, losing the peer ends it.
         users.add(connection)
         reusable = False
         try:
-            if fresh:
-                await self._connect(connection, address, port)
             yield connection
             reusable = True
         finally:
@@ -264,17 +274,40 @@ class TcpTransport:
             else:
                 connection.close()
 
+    async def _dial(self, peer: str, users: set[socket.socket], address: str, port: int) -> socket.socket:
+        """A new connection to a peer, after the handshake."""
+        left = _ATTEMPTS
+        while True:
+            left -= 1
+            connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            # Losing the peer ends it.
+            users.add(connection)
+            try:
+                await self._connect(connection, address, port)
+            except BaseException as error:
+                connection.close()
+                lost = self._open.get(peer) is not users
+                if not left or lost or not isinstance(error, _Dropped):
+                    raise
+            else:
+                return connection
+            finally:
+                users.discard(connection)
+
     async def _connect(self, connection: socket.socket, address: str, port: int) -> None:
         loop = asyncio.get_running_loop()
         try:
             _configure(connection)
             await loop.sock_connect(connection, (address, port))
+        except OSError as error:
+            raise PeerGone(f"no connection to {address}:{port}: {error}") from error
+        try:
             handshake = ClientHandshake(self._key, os.urandom(NONCE_SIZE), self._name)
             hello = handshake.receive_challenge(await _receive_exactly(connection, CHALLENGE_SIZE))
             await loop.sock_sendall(connection, hello)
             handshake.receive_accept(await _receive_exactly(connection, ACCEPT_SIZE))
-        except OSError as error:
-            raise PeerGone(f"no connection to {address}:{port}: {error}") from error
+        except (PeerGone, OSError) as error:
+            raise _Dropped(f"{address}:{port} ended the connection before the handshake was over: {error}") from error
 
     async def _pull(self, connection: socket.socket, grant_id: int, target: memoryview) -> None:
         loop = asyncio.get_running_loop()
@@ -293,6 +326,10 @@ class TcpTransport:
                 await asyncio.sleep(0)
         except OSError as error:
             raise PeerGone(f"the connection broke: {error}") from error
+
+
+class _Dropped(PeerGone):
+    """The other side ended a connection before the handshake was over; it does so when it has too many strangers."""
 
 
 def _is_wildcard(interface: str) -> bool:

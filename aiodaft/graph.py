@@ -86,9 +86,11 @@ def _line() -> str:
 class Graph(Generic[P, R]):
     """A captured dataflow. Calling it starts a run and gives a `Ref` like any other (or several, as `fn` returned).
 
-    Runs start in the order in which they are called, and overlap; each step is a call of its actor. Once the graph is
-    ready, which entering it waits for, and while there is room for more runs, a step starts after the calls that this
-    process made to its actor before the run, and before those that it makes later. A step that fails fails the run,
+    Runs start in the order in which they are called, and overlap; each step is a call of its actor. On every actor of
+    the graph, the steps of a run start after the calls and runs that this process submitted to that actor before, and
+    before those that it submits later, also while the run waits: for room, for the graph to be ready, for a large input
+    to be copied. Methods declared `@method(ordered=False)` are outside this order; a method that runs under way wait
+    for, such as one that opens a gate, has to be one of these. A step that fails fails the run,
     or that part of it which depends on the step. Runs that begin while a supervised actor is down wait for it to be
     back. The rings between processes stay after the graph is closed: calls made one by one use them too.
 

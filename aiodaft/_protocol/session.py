@@ -2,7 +2,8 @@
 
 Calls that are not answered yet are bounded: beyond the window they wait here, in order, as small records. A call
 whose arguments are still being copied holds its place; the answers themselves are the credits, so a sender alone
-keeps the other side's memory bounded. All calls in the window may wait for one beyond it (say, the one that opens
+keeps the other side's memory bounded. A run of a graph, which is no call, takes its place behind the calls that wait
+when it is sent. All calls in the window may wait for one beyond it (say, the one that opens
 a gate), so a window that brings no answer for a while is opened further.
 """
 
@@ -37,6 +38,9 @@ class Session(Generic[CallT]):
         # Calls without an answer: under way, and waiting for their turn.
         self.calls: dict[CallId, CallT] = {}
         self._waiting: OrderedDict[CallId, Message | None] = OrderedDict()
+        # Messages among them that are no calls; they have negative numbers.
+        self._others = 0
+        self._last_other = 0
         self._base_window = window
         self._window = window
         self._answers = 0
@@ -57,7 +61,7 @@ class Session(Generic[CallT]):
     @property
     def waiting(self) -> int:
         """Calls that are not sent yet."""
-        return len(self._waiting)
+        return len(self._waiting) - self._others
 
     def is_waiting(self, call_id: CallId) -> bool:
         """Whether a call is not sent yet."""
@@ -120,10 +124,8 @@ class Session(Generic[CallT]):
                 self._bytes += cost
             self.send(message)
             return
-        if len(self._waiting) >= self._max_pending:
-            raise Overloaded(
-                f"{len(self._waiting)} calls are waiting for {self.remote} already; await some of them first"
-            )
+        if self.waiting >= self._max_pending:
+            raise Overloaded(f"{self.waiting} calls are waiting for {self.remote} already; await some of them first")
         self.calls[call_id] = call
         self._wait(call_id, message, cost)
 
@@ -132,6 +134,15 @@ class Session(Generic[CallT]):
         if call_id not in self._waiting:
             raise LocalProtocolError(f"call {call_id} is not waiting for its message")
         self._wait(call_id, message, cost)
+
+    def line_up(self, message: Message) -> None:
+        """Send a message that is no call behind the calls that wait; it takes no place in the window."""
+        if not self._waiting:
+            self.send(message)
+            return
+        self._others += 1
+        self._last_other -= 1
+        self._waiting[CallId(self._last_other)] = message
 
     def withdraw(self, call_id: CallId) -> bool:
         """Take back a call that was not sent yet; True if that was possible."""
@@ -179,12 +190,18 @@ class Session(Generic[CallT]):
         self._pump()
 
     def _pump(self) -> None:
-        while self._waiting and len(self.calls) - len(self._waiting) < self._window:
+        while self._waiting:
             call_id, message = next(iter(self._waiting.items()))
-            cost = self._costs.get(call_id, 0)
-            # One call may exceed the byte window, or it would wait for ever.
-            if message is None or (self._bytes and self._bytes + cost > self._window_bytes):
+            if message is None:
                 return
+            if call_id < 0:
+                self._others -= 1
+            else:
+                cost = self._costs.get(call_id, 0)
+                # One call may exceed the byte window, or it would wait for ever.
+                full = self._bytes and self._bytes + cost > self._window_bytes
+                if full or len(self.calls) - self.waiting >= self._window:
+                    return
+                self._bytes += cost
             del self._waiting[call_id]
-            self._bytes += cost
             self.send(message)

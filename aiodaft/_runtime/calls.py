@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
 from aiodaft._protocol.liveness import Health
 from aiodaft._protocol.messages import CALL, SEND, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
+from aiodaft._protocol.order import Entry, Order
 from aiodaft.exceptions import ActorDied, RuntimeClosed
 from aiodaft.ref import Ref, Stream
 
 from .callers import all_plain
 from .current import current_deadline, time_left
 from .failures import add_note, copy_error, passed_on
+from .hall import Hall
 from .incoming import IncomingCall, current_call
 from .kept import Kept
 from .pickling import TooLong, home
@@ -60,6 +62,11 @@ class Target:
     def identity(self) -> tuple[PeerId, ActorId]:
         """What the actor is known by, for as long as it lives."""
         return self.remote, self.actor
+
+    @property
+    def lane(self) -> Target:
+        """Where what this process submits to the actor waits for its turn."""
+        return self
 
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
         """Call a method and return a ref of its result at once."""
@@ -132,7 +139,7 @@ def _rebuild_handle(remote: PeerId, actor: ActorId, label: str, cls: type) -> An
     return peer.handle(remote, actor, label, cls)
 
 
-class Request:  # noqa: B903 - on the path of every call: a dataclass with these defaults costs more
+class Request:
     """A call to be made."""
 
     # Defaults live in the class: most calls are made once, and at once.
@@ -146,6 +153,8 @@ class Request:  # noqa: B903 - on the path of every call: a dataclass with these
     again = False
     # How often it was made before.
     attempt = 0
+    # It was handed on once: what still waits in this process was submitted after it.
+    had_turn = False
 
     def __init__(
         self,
@@ -166,6 +175,29 @@ class Request:  # noqa: B903 - on the path of every call: a dataclass with these
         # Who waits for the answer.
         self.state = state
 
+    # As an entry of `Order`.
+
+    @property
+    def lanes(self) -> tuple[Target]:
+        """The actor that it calls."""
+        return (self.target.lane,)
+
+    def may_go(self) -> bool:
+        """It waits for nothing but its turn."""
+        return True
+
+    def go(self) -> None:
+        """Its turn has come."""
+        self.target.peer.sender.turn_came(self)
+
+
+class Submitted(Entry, Protocol):
+    """A call, or a run of a graph, that waits for its turn."""
+
+    def go(self) -> None:
+        """The turn has come. Raises nothing."""
+        ...
+
 
 class CallSink(Protocol):
     """What calls are handed to."""
@@ -174,10 +206,14 @@ class CallSink(Protocol):
 
 
 class Outgoing:
-    """Sends calls."""
+    """Sends calls. Says when runs of graphs may be sent, so that both keep one order."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
+        # Runs that cannot be sent yet, and the calls and runs that were submitted after them to the same actors.
+        self.order: Order[Submitted] = Order()
+        # Those calls.
+        self._hall = Hall(peer)
 
     def submit(self, request: Request) -> None:
         """Send a call; its answer goes to `request.state`. Never blocks, and raises only what is wrong with the call.
@@ -196,6 +232,10 @@ class Outgoing:
             return
         target, state, args = request.target, request.state, request.args
         request.deadline = deadline = current_deadline.get()
+        if self.order.lanes and self._must_wait(request):
+            if self._hall.admit(request):
+                self.order.enter(request)
+            return
         if target.remote == peer.id:
             self._submit_local(request)
             return
@@ -213,6 +253,7 @@ class Outgoing:
 
     def submit_later(self, request: Request) -> None:
         """Send a call that had to wait, or has to be made again: with the deadline that it had."""
+        request.had_turn = True
         token = current_deadline.set(request.deadline)
         try:
             self.submit(request)
@@ -220,6 +261,24 @@ class Outgoing:
             request.state.on_error(error)
         finally:
             current_deadline.reset(token)
+
+    def _must_wait(self, request: Request) -> bool:
+        """Whether something that was submitted before a call, to the same actor, waits."""
+        return request.spec.rules.ordered and not request.had_turn and request.target.lane in self.order.lanes
+
+    def turn_came(self, request: Request) -> None:
+        """Nothing that was submitted before a call waits any more."""
+        if self._hall.take(request):
+            self.submit_later(request)
+
+    def look_again(self, lanes: Iterable[Hashable]) -> None:
+        """Something has changed in these lanes: send what may go now."""
+        for entry in self.order.ready(lanes):
+            entry.go()
+
+    def close(self, reason: str) -> None:
+        """Fail the calls that wait for their turn."""
+        self._hall.fail(RuntimeClosed(reason))
 
     def prepare(self, request: Request) -> bool:
         """Encode the arguments of a call that has to wait, so that it is made with what they are now.
@@ -239,9 +298,7 @@ class Outgoing:
         if not self._use_inputs(kept, request):
             return False
         request.kept = kept
-        # Whoever may send it again releases it, so it may take memory of its own.
-        if kept.is_inline or request.again:
-            self._peer.store.pack_now(kept)
+        self._peer.store.pack_now(kept)
         return True
 
     # The slower ways.

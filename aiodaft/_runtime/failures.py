@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from aiodaft._protocol.codec import pack, unpack
-from aiodaft.exceptions import CallCancelled, DaftError, RemoteError
+from aiodaft.exceptions import CallCancelled, DaftError, RemoteError, RestartLimitReached
 
 from .cutting import cut
 from .decoding import decode
@@ -94,6 +94,14 @@ def passed_on(error: BaseException, *, executed: bool | None) -> BaseException:
     if not isinstance(error, DaftError) or error.executed is executed:
         return error
     return copy_error(error).with_traceback(error.__traceback__).with_executed(executed)
+
+
+def unsent(error: BaseException) -> BaseException:
+    """The error of one more call that was not sent."""
+    if not isinstance(error, DaftError) or isinstance(error, RestartLimitReached):
+        # That an actor died too often is one error, however many wait for it.
+        return error
+    return copy_error(error).with_executed(False)
 
 
 def _encode_object(error: BaseException) -> tuple[bytes | str, bytes | None]:

@@ -15,32 +15,30 @@ from typing import TYPE_CHECKING, Any, cast
 from aiodaft._protocol.ids import SUPERVISOR, ActorId, CallId, PeerId, epoch_of, number_of
 from aiodaft._protocol.liveness import Health
 from aiodaft._protocol.messages import WANT_REPLY
-from aiodaft._protocol.session import Session
 from aiodaft.actor import Handle
 from aiodaft.exceptions import (
     ActorDied,
     DaftError,
-    DeadlineExceeded,
     NotDelivered,
     PeerLost,
-    RestartLimitReached,
     RuntimeClosed,
     StaleHandle,
 )
 from aiodaft.ref import Ref
 
 from .calls import Request, Target
-from .failures import copy_error
-from .link import Link
+from .failures import copy_error, unsent
+from .hall import Hall
 from .pickling import home
 from .refkinds import CallState
 from .refs import Status
-from .replies import State, TellState
 
 if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
 
+    from .link import Link
     from .peer import Peer
+    from .replies import State
     from .sinks import ErrorSink
     from .supervisor import Supervisor
 
@@ -69,17 +67,14 @@ class Followed(Target):
     While the actor is down its address is this very process, where nobody has its number.
     """
 
-    __slots__ = ("__weakref__", "_finding", "_hall", "_waiting", "ended", "owner")
+    __slots__ = ("__weakref__", "_finding", "_hall", "ended", "owner")
 
     def __init__(self, peer: Peer, place: Whereabouts, owner: PeerId, label: str, sink: ErrorSink | None) -> None:
         # A handle may have travelled for long: without a connection to that process it is worth asking.
         super().__init__(peer, place.peer if place.peer in peer.links else peer.id, place.actor, label, sink)
         self.owner = owner
         self.ended: DaftError | None = None
-        # Calls that wait, by number; the link without a socket bounds them, and lets them be cancelled.
-        self._waiting: dict[CallId, tuple[Request, asyncio.TimerHandle | None]] = {}
-        session: Session[State] = Session(peer.id, peer.pid, remote=peer.id, max_pending=peer.options.max_pending)
-        self._hall = Link(peer, session, peer.id, peer.loop)
+        self._hall = Hall(peer)
         self._finding: asyncio.Task[None] | None = None
 
     @property
@@ -142,26 +137,12 @@ class Followed(Target):
             Overloaded: Too many calls are waiting.
         """
         if self.ended is not None:
-            request.state.on_error(_unsent(self.ended))
+            request.state.on_error(unsent(self.ended))
             return
-        number, state, sender = request.number, request.state, self.peer.sender
         # Its state frees the arguments; those of streams and tells are freed when they are sent.
-        request.again = request.again or isinstance(state, FollowedCall)
-        self._hall.session.submit(number, state, None)
-        waits = False
-        try:
-            waits = sender.prepare(request)
-        finally:
-            if not waits:
-                self._hall.withdraw(number)
-        if not waits:
-            return
-        if not isinstance(state, TellState):
-            state.link = self._hall
-        deadline = request.deadline
-        timer = None if deadline is None else self.peer.loop.call_at(deadline, self._expire, request)
-        self._waiting[number] = (request, timer)
-        self._start_finding(link)
+        request.again = request.again or isinstance(request.state, FollowedCall)
+        if self._hall.admit(request):
+            self._start_finding(link)
 
     def _look(self) -> None:
         link = self.peer.links.get(self.remote)
@@ -172,21 +153,9 @@ class Followed(Target):
         if self._finding is None:
             self._finding = self.peer.tasks.create_task(self._find(link), name=f"find {self.label}")
 
-    def _expire(self, request: Request) -> None:
-        if self._take(request):
-            late = DeadlineExceeded(f"the deadline of {request.spec.label} passed before it was sent", executed=False)
-            request.state.on_error(late)
-
-    def _take(self, request: Request) -> bool:
-        """Take a call out; False if it was cancelled meanwhile."""
-        self.forget(request.number)
-        return self._hall.withdraw(request.number)
-
     def forget(self, number: CallId) -> None:
         """A call does not wait any more."""
-        _, timer = self._waiting.pop(number, (None, None))
-        if timer is not None:
-            timer.cancel()
+        self._hall.forget(number)
 
     async def arrive(self) -> None:
         """Wait until it is somewhere.
@@ -201,7 +170,7 @@ class Followed(Target):
             else:
                 self.end(found.ended)
         if self.ended is not None:
-            raise _unsent(self.ended)
+            raise unsent(self.ended)
 
     async def _find(self, link: Link | None) -> None:
         """Ask where it is, which is answered when it is somewhere."""
@@ -210,17 +179,17 @@ class Followed(Target):
             lost = None if link is None else await self.peer.explanation(link)
             found = await self.supervisor().whereabouts(self.number, wait=True)
         except asyncio.CancelledError:
-            self._fail_waiting(RuntimeClosed(self.peer.closed or "the runtime is closed"))
+            self._hall.fail(RuntimeClosed(self.peer.closed or "the runtime is closed"))
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait get it
             self._finding = None
-            self._fail_waiting(error)
+            self._hall.fail(error)
             return
         self._finding = None
         if found.ended is not None:
             self.end(found.ended)
         elif lost is not None and link is not None and found.peer == link.remote:
-            self._fail_waiting(lost)
+            self._hall.fail(lost)
         else:
             self.move(found)
 
@@ -236,9 +205,8 @@ class Followed(Target):
         """It is there now; news that are older than what is known are ignored."""
         if self.ended is None and epoch_of(place.actor) >= self.epoch:
             self.remote, self.actor = place.peer, place.actor
-            for request, _ in list(self._waiting.values()):
-                if self._take(request):
-                    self.peer.sender.submit_later(request)
+            for request in self._hall.take_all():
+                self.peer.sender.submit_later(request)
 
     def leave(self) -> None:
         """It is down."""
@@ -249,12 +217,7 @@ class Followed(Target):
         if self.ended is None:
             self.ended = error
             self.leave()
-            self._fail_waiting(error)
-
-    def _fail_waiting(self, error: BaseException) -> None:
-        for request, _ in list(self._waiting.values()):
-            if self._take(request):
-                request.state.on_error(_unsent(error))
+            self._hall.fail(error)
 
 
 class FollowedCall(CallState):
@@ -315,6 +278,11 @@ class Pinned(Target):
         super().__init__(life.peer, place.peer, place.actor, life.label, life.sink)
         self.life = life
 
+    @property
+    def lane(self) -> Target:
+        """All handles of the actor stand in one lane."""
+        return self.life
+
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
         return _rebuild, (self.life.owner, Whereabouts(self.remote, self.actor), self.label, cls, False)
@@ -340,11 +308,11 @@ class Pinned(Target):
             lost = None if link is None else await self.peer.explanation(link)
             found = await self.life.supervisor().whereabouts(number_of(self.actor), wait=False)
         except Exception as problem:  # noqa: BLE001 - the caller gets it
-            state.on_error(_unsent(problem))
+            state.on_error(unsent(problem))
             return
         stale = StaleHandle(f"{self.label} was restarted: this handle leads to its epoch {epoch_of(self.actor)}")
         # Two processes may have fallen out; then it is still there.
-        state.on_error(_unsent(found.ended or (lost if lost is not None and found.peer == self.remote else stale)))
+        state.on_error(unsent(found.ended or (lost if lost is not None and found.peer == self.remote else stale)))
 
 
 class PinnedCall(CallState):
@@ -356,14 +324,6 @@ class PinnedCall(CallState):
             cast("Pinned", self.target).refuse(self, self.link)
         else:
             super().on_lost(error)
-
-
-def _unsent(error: BaseException) -> BaseException:
-    """The error of one more call that was not sent."""
-    if not isinstance(error, DaftError) or isinstance(error, RestartLimitReached):
-        # That an actor died too often is one error, however many wait for it.
-        return error
-    return copy_error(error).with_executed(False)
 
 
 class Followers:

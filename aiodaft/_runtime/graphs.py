@@ -102,6 +102,11 @@ class Graphs:
         if own is not None:
             own.reported(run, items, link)
 
+    def abandon(self, error: DaftError) -> None:
+        """The runtime is closed: runs that wait here do not begin."""
+        for own in list(self.own.values()):
+            own.abandon(error)
+
     def parts_of(self, owner: PeerId) -> list[Part]:
         """What this process does of a process's graphs."""
         return [part for (process, _), part in self._parts.items() if process == owner]

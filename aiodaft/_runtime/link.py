@@ -93,13 +93,19 @@ class Link:
             self._pack(message)
             self._sent_one()
 
+    def send_in_turn(self, message: Message) -> None:
+        """Send a message behind the calls that wait for room in the window."""
+        if self.lost is None:
+            self.session.line_up(message)
+            self._sent_one()
+
     def send_quietly(self, message: Message) -> None:
-        """Send a message that the peer has no use for before something else wakes it: such a wake-up is saved."""
+        """Send a message in turn that the peer has no use for before something else wakes it: saves that wake-up."""
         if self._outbox.ring is not None:
             # What was said before may be awaited. This may end the link.
             self._write()
-        if self._outbox.ring is None:
-            self.send(message)
+        if self._outbox.ring is None or self.session.waiting:
+            self.send_in_turn(message)
             return
         self._pack(message)
         self.traffic.messages_sent += 1

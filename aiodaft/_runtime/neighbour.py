@@ -43,8 +43,12 @@ class Neighbour(Control, Protocol):
         """Whether `send` has to wake the process, which takes a while."""
         ...
 
+    def send_in_turn(self, message: Message) -> None:
+        """The same, behind the calls that were submitted before."""
+        ...
+
     def send_quietly(self, message: Message) -> None:
-        """The same, at once; if the process sleeps, it may notice only when something else wakes it."""
+        """The same; if the process sleeps, it may notice only when something else wakes it."""
         ...
 
     def wake(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -42,6 +42,7 @@ class OwnGraph:
         """
         self.inputs = flow.inputs
         self.specs = specs
+        self._lanes = self._find_lanes()
         self._layout = Layout(peer, flow, specs)
         self._max_in_flight = max_in_flight
         self._peer = peer
@@ -62,6 +63,10 @@ class OwnGraph:
     def flow(self) -> Dataflow[Arguments]:
         """The dataflow, with its actors where they are."""
         return self._layout.flow
+
+    def _find_lanes(self) -> tuple[Hashable, ...]:
+        """Where its runs stand in the order of what is submitted."""
+        return (self, *dict.fromkeys(target.lane for target, spec in self.specs if spec.rules.ordered))
 
     def _prepare(self) -> asyncio.Task[None]:
         self._ready, self._broken = False, None
@@ -102,6 +107,9 @@ class OwnGraph:
         """
         old = self._layout
         self.specs = specs
+        # Runs that wait already keep their places: in front of others there, and behind others in the new actor's lane,
+        # they would wait in a circle.
+        self._lanes = self._find_lanes()
         self._preparing.cancel()
         self._change(old)
         self._preparing = self._prepare()
@@ -131,7 +139,7 @@ class OwnGraph:
         self._last_run = number = self._last_run + 1
         run = self._next or self._make_run()
         self._next = None
-        run.number, run.deadline = number, current_deadline.get()
+        run.number, run.deadline, run.lanes = number, current_deadline.get(), self._lanes
         try:
             long = run.take_inputs(args, peer.store)
         except BaseException:
@@ -139,6 +147,7 @@ class OwnGraph:
             raise
         at_once = self._ready and self._broken is None and not (long or self._waiting)
         at_once = at_once and len(self._runs) < self._max_in_flight
+        at_once = at_once and not (peer.sender.order.lanes and peer.sender.order.holds_up(self._lanes))
         self._runs[number] = run
         if at_once:
             # The processes work while the refs are made.
@@ -161,8 +170,9 @@ class OwnGraph:
     def _queue(self, run: OwnRun, long: list[tuple[int, Any]]) -> None:
         """Let a run wait for its turn, and for those of its inputs that take long."""
         self._waiting.append(run)
+        self._peer.sender.order.enter(run)
         if long:
-            run.ready = False
+            run.packed = False
             packing = self._pack(run, long, self._peer.store.current_streams())
             self._peer.tasks.create_task(packing, name="copy the inputs of a graph")
         else:
@@ -183,7 +193,7 @@ class OwnGraph:
             if not run.sent:
                 run.fail(error)
                 self.withdraw(run)
-        run.ready = True
+        run.packed = True
         if run.sent:
             # It was withdrawn meanwhile.
             run.over()
@@ -191,21 +201,28 @@ class OwnGraph:
 
     def _pump(self) -> None:
         """Send the runs whose turn it is."""
-        while self._ready and self._waiting and self._waiting[0].ready:
-            if len(self._runs) - len(self._waiting) >= self._max_in_flight:
-                return
-            if self._broken is None and self._layout.is_stale:
-                self._preparing = self._prepare()
-                return
-            run = self._waiting.popleft()
-            if self._broken is not None:
-                run.sent = True
-                run.fail(self._broken)
-                self._over(run)
-            else:
-                self._send(run)
+        self._peer.sender.look_again((self,))
         if self._closed and not self._runs:
             self._drained()
+
+    def may_begin(self) -> bool:
+        """Whether the graph is ready, and has room for one more run."""
+        if not self._ready or len(self._runs) - len(self._waiting) >= self._max_in_flight:
+            return False
+        if self._broken is None and self._layout.is_stale:
+            self._preparing = self._prepare()
+            return False
+        return True
+
+    def turn_came(self, run: OwnRun) -> None:
+        """Nothing that was submitted before a run waits any more, and it may begin."""
+        self._waiting.popleft()
+        if self._broken is not None:
+            run.sent = True
+            run.fail(self._broken)
+            self._over(run)
+        else:
+            self._send(run)
 
     def _send(self, run: OwnRun) -> None:
         peer, inputs = self._peer, run.inputs
@@ -227,7 +244,7 @@ class OwnGraph:
             else:
                 items = tuple([item_of(value, index, peer, way, executed=False) for index, value in chosen])
             numbers = run.numbers if route.results is None else tuple(map(run.numbers.__getitem__, route.results))
-            send = way.send_quietly if quiet and route.plan.follows else way.send
+            send = way.send_quietly if quiet and route.plan.follows else way.send_in_turn
             send((RUN, layout.number, run.number, oldest, left, numbers, items))
             if way.lost is not None:
                 peer.tasks.create_task(self._explain_loss(run, route.process), name="explain a lost actor")
@@ -291,13 +308,15 @@ class OwnGraph:
         if not run.sent:
             self._waiting.remove(run)
             run.sent = True
+            self._peer.sender.order.leave(run)
         self._end(run)
+        self._peer.sender.look_again(run.lanes)
 
     def skip(self, run: OwnRun) -> None:
         """Tell everybody that nobody wants a run's results."""
         assert run.layout is not None
         for way in run.layout.ways.values():
-            way.send((SKIP, run.layout.number, run.number))
+            way.send_in_turn((SKIP, run.layout.number, run.number))
 
     def in_flight_with(self, remote: PeerId) -> int:
         """Runs under way that a process takes part in."""
@@ -329,6 +348,14 @@ class OwnGraph:
         """
         while not self._preparing.done():
             await asyncio.wait([self._preparing])
+
+    def abandon(self, error: DaftError) -> None:
+        """The runtime is closed: no run that waits begins any more."""
+        self._ready, self._broken = True, error
+        for run in list(self._waiting):
+            if not run.sent:
+                run.fail(error)
+                self.withdraw(run)
 
     def cancel(self, why: str) -> None:
         """Cancel every run."""

@@ -358,6 +358,8 @@ class Peer:
         if self.closed is not None:
             return
         self.closed = reason
+        self.graphs.abandon(RuntimeClosed(reason))
+        self.sender.close(reason)
         for link in list(self.links.values()):
             link.send((m.BYE, reason))
             link.close(RuntimeClosed(reason))

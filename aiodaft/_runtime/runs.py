@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import CallId, PeerId
@@ -67,11 +68,13 @@ class OwnRun:
     deadline: float | None = None
     # Once it is sent: where it runs.
     layout: Layout | None = None
+    # The actors that it calls, and the graph: its runs stand in one lane.
+    lanes: Sequence[Hashable] = ()
     # Refs inside the inputs.
     used: list[RefState] | None = None
     # Its inputs travel in frames as they are; they are encoded.
     plain = False
-    ready = True
+    packed = True
     sent = False
     cancelled = False
 
@@ -83,6 +86,16 @@ class OwnRun:
         self.inputs: list[Flowing] = []
         # The values that have to be reported.
         self.missing: dict[int, PeerId] = {}
+
+    # As an entry of `Order`.
+
+    def may_go(self) -> bool:
+        """Whether its inputs are there, and its graph is ready for it."""
+        return self.packed and self.graph.may_begin()
+
+    def go(self) -> None:
+        """Its turn has come."""
+        self.graph.turn_came(self)
 
     def take_inputs(self, args: tuple[Any, ...], store: Store) -> list[tuple[int, Any]]:
         """Encode the inputs; those that take long are left for later, and returned."""
@@ -171,7 +184,7 @@ class OwnRun:
 
     def over(self) -> None:
         """Nothing more will be reported. Idempotent."""
-        if not self.ready:
+        if not self.packed:
             # Its inputs are being encoded; whoever does that comes back.
             return
         if self.inputs:

@@ -113,7 +113,7 @@ async def test_who_begins_is_told_first_unless_others_sleep_and_are_not_woken(
 ) -> None:
     first, second = await spawn(module_rt, 2)
     told: list[tuple[str, str]] = []
-    loud, quiet = Link.send, Link.send_quietly
+    loud, quiet = Link.send_in_turn, Link.send_quietly
 
     def note(name: str, send: Any) -> Any:
         def noted(link: Link, message: Any) -> None:
@@ -126,7 +126,7 @@ async def test_who_begins_is_told_first_unless_others_sleep_and_are_not_woken(
     async with aiodaft.compile(lambda x: second.same(first.same(x))) as graph:
         expected = await graph(5)
         monkeypatch.setattr(Link, "is_asleep", asleep)
-        monkeypatch.setattr(Link, "send", note("loud", loud))
+        monkeypatch.setattr(Link, "send_in_turn", note("loud", loud))
         monkeypatch.setattr(Link, "send_quietly", note("quiet", quiet))
         assert await graph(5) == expected
     begins, follows = [target_of(actor).remote for actor in (first, second)]
@@ -137,7 +137,7 @@ async def test_many_runs_are_under_way_and_the_others_wait_here(module_rt: aioda
     a, b = await spawn(module_rt, 2)
     async with aiodaft.compile(lambda x: b.same(a.wait(x)), max_in_flight=16) as graph:
         refs = [graph(index) for index in range(40)]
-        # Calls made one by one go in between, and are answered after the runs that were sent before have come.
+        # Calls without an order go in between, and are answered after the runs that were sent before have come.
         assert await a.state() == (1, 16, 0)
         assert not any(ref.done() for ref in refs)
         refs[30].cancel()

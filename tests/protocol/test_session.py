@@ -194,6 +194,27 @@ def test_what_is_no_call_does_not_wait_for_the_window() -> None:
     assert sent(one) == [1, 1]
 
 
+def test_a_run_goes_behind_the_calls_that_wait_and_takes_no_place_in_the_window() -> None:
+    one = greeted(window=1, max_pending=1)
+    one.line_up((m.SKIP, 0, 0))
+    submit(one, 1, 2)
+    one.line_up((m.SKIP, 7, 0))
+    assert sent(one) == [0, 1]
+    assert one.waiting == 1
+    one.settle(CallId(1))
+    assert sent(one) == [2, 7]
+    one.settle(CallId(2))
+    assert (one.waiting, one.calls) == (0, {})
+
+
+def test_a_run_goes_when_the_calls_before_it_are_withdrawn() -> None:
+    one = greeted(window=1)
+    submit(one, 1, 2)
+    one.line_up((m.SKIP, 7, 0))
+    assert one.withdraw(CallId(2))
+    assert sent(one) == [1, 7]
+
+
 def test_a_call_that_was_not_sent_can_be_withdrawn() -> None:
     one = greeted(window=1)
     submit(one, 1, 2, 3)

@@ -69,6 +69,12 @@ class Node(Actor):
         return self.log
 
     @method
+    async def mark(self, entry: tuple[int, Any]) -> tuple[int, Any]:
+        """Notes the number that comes with a value of any size."""
+        self.log.append(entry[0])
+        return entry
+
+    @method
     async def same(self, value: Any = None) -> Any:
         return value
 
@@ -100,7 +106,7 @@ class Node(Actor):
         await self.gate.wait()
         return value
 
-    @method
+    @method(ordered=False)
     async def open(self) -> None:
         self.gate.set()
 
@@ -142,6 +148,13 @@ class Node(Actor):
         return worked
 
     @method
+    async def run_and_call(self, beside: Node) -> list[Any]:
+        """A run of a graph over an actor of this process, between two calls of that actor."""
+        async with aiodaft.compile(lambda x: beside.mark(x)) as graph:
+            await asyncio.gather(beside.mark((0, None)), graph((1, None)), beside.mark((2, None)))
+        return await beside.notes()
+
+    @method
     async def run_for_ever(self, other: Node) -> None:
         """Has a run under way in another actor that never ends by itself."""
 
@@ -151,7 +164,7 @@ class Node(Actor):
         async with aiodaft.compile(flow) as graph:
             await graph(b"x" * 300_000)
 
-    @method
+    @method(ordered=False)
     async def state(self) -> tuple[int, int, int]:
         """Plans here, runs under way, bytes kept for others."""
         graphs = current_peer().graphs

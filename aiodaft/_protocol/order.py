@@ -1,0 +1,81 @@
+"""The order in which one process submits calls, and runs of graphs, to actors. Pure: it says what may go out.
+
+The rule: what the process submits to one actor goes out in the order of submission. An entry stands in the lanes of all
+actors that it is for. It goes out when it may and stands first in each of them. It enters all of them at once, so no
+two entries wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+
+class Entry(Protocol):
+    """A call or a run that is submitted."""
+
+    @property
+    def lanes(self) -> Sequence[Hashable]:
+        """The actors that it is for."""
+        ...
+
+    def may_go(self) -> bool:
+        """Whether it could go out now; asked when it stands first."""
+        ...
+
+
+EntryT = TypeVar("EntryT", bound=Entry)
+
+
+class Order(Generic[EntryT]):
+    """What one process has submitted and not sent. Only entries that cannot go at once, and those behind, are here."""
+
+    def __init__(self) -> None:
+        # By actor: its entries, in the order of submission. An actor without entries has no lane.
+        self.lanes: dict[Hashable, OrderedDict[EntryT, None]] = {}
+        # Lanes in which something has changed, while entries are taken out.
+        self._changed: deque[Hashable] = deque()
+        self._taking = False
+
+    def holds_up(self, lanes: Iterable[Hashable]) -> bool:
+        """Whether what is submitted now, for these lanes, has to wait behind something."""
+        return not self.lanes.keys().isdisjoint(lanes)
+
+    def enter(self, entry: EntryT) -> None:
+        """Let an entry wait behind everything that was submitted before it."""
+        for lane in entry.lanes:
+            self.lanes.setdefault(lane, OrderedDict())[entry] = None
+
+    def leave(self, entry: EntryT) -> None:
+        """Take an entry out, whatever its place: those behind it may be `ready` now."""
+        for lane in entry.lanes:
+            entries = self.lanes[lane]
+            del entries[entry]
+            if not entries:
+                del self.lanes[lane]
+
+    def ready(self, lanes: Iterable[Hashable]) -> Iterator[EntryT]:
+        """Take out what may go now, one after the other, because something has changed in these lanes.
+
+        Each entry has to be sent before the next is asked for. What changes meanwhile is looked at here, too.
+        """
+        self._changed.extend(lanes)
+        if self._taking:
+            return
+        self._taking = True
+        try:
+            while self._changed:
+                entries = self.lanes.get(self._changed.popleft())
+                if entries is None:
+                    continue
+                entry = next(iter(entries))
+                if self._is_first(entry) and entry.may_go():
+                    self.leave(entry)
+                    yield entry
+                    self._changed.extend(entry.lanes)
+        finally:
+            self._taking = False
+
+    def _is_first(self, entry: EntryT) -> bool:
+        return all(next(iter(self.lanes[lane])) is entry for lane in entry.lanes)

@@ -18,6 +18,9 @@ _LONGEST_PERIOD: Final = 1.0
 # Questions that fit into the shorter patience.
 _ASKED_WITHIN: Final = 5
 _SHORTEST: Final = 0.1
+# For so long a loop may be kept from turning before that is reported, and so long is the first pause between reports.
+_STALL: Final = 1.0
+_FIRST_PAUSE: Final = 5.0
 # The part of a period that may count as one.
 _AT_LEAST: Final = 0.9
 
@@ -161,6 +164,22 @@ class Liveness:
 
     def _ask(self) -> None:
         self._missed = self._stopped = self._warnings = 0
+
+
+class Stalls:
+    """When to report what keeps the loop of a process from turning: each culprit again, after pauses that double."""
+
+    def __init__(self) -> None:
+        # When the next report of each culprit may come, and the pause after that.
+        self._next: dict[str, tuple[float, float]] = {}
+
+    def is_due(self, culprit: str, lag: float, now: float) -> bool:
+        """Whether to report it now; `lag` is for how long the loop has not turned."""
+        due, pause = self._next.get(culprit, (now, _FIRST_PAUSE))
+        if lag < _STALL or now < due:
+            return False
+        self._next[culprit] = now + pause, 2 * pause
+        return True
 
 
 def _is_over(after: float | None, period: float, periods: int) -> bool:

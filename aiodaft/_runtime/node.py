@@ -150,6 +150,7 @@ class Node(Actor):
             worker.pid = await asyncio.shield(child.started)
             worker.oom_counter = self._oom_kills.watch(worker.pid)
             child.pulse.on_order = partial(self._pulse_changed, worker)
+            child.pulse.on_stall = partial(_report_stall, worker)
         except BaseException:
             # Nobody wants it any more. Once it has ended it is forgotten: by `_child_ended`, or here if it never began.
             worker.wanted = "it was not wanted any more"
@@ -315,6 +316,17 @@ class Node(Actor):
         if not worker.blamed:
             for actor in worker.actors:
                 self.on_died(worker.id, actor, error)
+
+
+def _report_stall(worker: Worker, culprit: str, line: str, seconds: float) -> None:
+    logger.warning(
+        "%s (pid %d) has kept the event loop of its process from turning for %.1f s: %s. Other calls, streams and "
+        "cancellations wait for it. Make it a `def` method, which runs on a thread, or await asyncio.to_thread(...)",
+        culprit or f"a task or callback of {worker.names}",
+        worker.pid,
+        seconds,
+        line,
+    )
 
 
 def _environment(cpus: float, gpus: tuple[int, ...]) -> dict[str, str]:

@@ -16,19 +16,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
-from aiodaft._protocol.liveness import Health, Liveness, Order, Patience
+from aiodaft._protocol.liveness import Health, Liveness, Order, Patience, Stalls
 
 from .processes import is_stopped
+from .waits import on_loop
 
 if TYPE_CHECKING:
     from .incoming import IncomingCall
     from .peer import Peer
 
 _QUESTION: Final = b"?"
-# Lag of the loop, and age of the oldest call, in seconds; the call's name follows.
+# Lag of the loop, and age of the oldest call, in seconds. Texts follow, with a zero byte between them: the call's name;
+# if the loop does not turn, the call that keeps it from that, and the line where it is.
 _ANSWER: Final = struct.Struct("<dd")
-_MAX_ANSWER: Final = 1 << 10
+_MAX_ANSWER: Final = 1 << 12
 _MAX_NAME: Final = 200
+_MAX_LINE: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,10 @@ class Pulse:
     """The worker's end."""
 
     def __init__(self, connection: socket.socket, peer: Peer) -> None:
+        """To be made in the thread of the peer's loop."""
         self._connection = connection
         self._peer = peer
+        self._loop_thread = threading.get_ident()
         self._lag = 0.0
         # When the loop was asked to turn; None once it has.
         self._asked: float | None = None
@@ -74,18 +79,31 @@ class Pulse:
                 self._connection.send(self._answer(self._peer.env.monotonic()))
 
     def _answer(self, now: float) -> bytes:
+        culprit = line = ""
         if self._asked is None:
             self._asked = now
             self._peer.call_soon(self._turned)
         else:
             self._lag = now - self._asked
+            culprit, line = self._find_culprit()
         # A loop that changes its calls in this very moment is not stuck.
         with suppress(RuntimeError):
             call = next((call for call in self._peer.incoming_calls() if _runs(call)), None)
             key = None if call is None else (call.caller, call.number)
             if key != self._oldest:
                 self._oldest, self._name, self._since = key, "" if call is None else call.label[:_MAX_NAME], now
-        return _ANSWER.pack(self._lag, now - self._since) + self._name.encode("utf-8", "backslashreplace")
+        texts = f"{self._name}\0{culprit}\0{line}"
+        return _ANSWER.pack(self._lag, now - self._since) + texts.encode("utf-8", "backslashreplace")
+
+    def _find_culprit(self) -> tuple[str, str]:
+        """What keeps the loop from turning, if it is the user's code."""
+        call, line = on_loop(self._loop_thread)
+        if call is None:
+            return "", line[:_MAX_LINE]
+        if call.cell.id < FIRST_USER_ACTOR:
+            # An actor is made here: imports may take long.
+            return "", ""
+        return f"{call.label} of {call.cell.name}"[:_MAX_NAME], line[:_MAX_LINE]
 
     def _turned(self) -> None:
         if self._asked is not None:
@@ -106,6 +124,10 @@ class PulseWatch:
         self._lag = 0.0
         self._method = ""
         self._method_since = 0.0
+        self._stalls = Stalls()
+        # Told what keeps the loop from turning (an unknown task or callback if it is empty), where that is, and for
+        # how long.
+        self.on_stall: Callable[[str, str, float], object] = lambda culprit, line, seconds: None
         # Told to report a suspicion, to take it back, and to give the process up.
         self.on_order: Callable[[Order], object] = lambda order: None
 
@@ -185,7 +207,12 @@ class PulseWatch:
             return
         now = self._loop.time()
         self._lag, age = _ANSWER.unpack_from(answer)
-        self._method, self._method_since = answer[_ANSWER.size :].decode("utf-8", "replace"), now - age
+        # What may be missing, if it talks nonsense, is empty.
+        texts = answer[_ANSWER.size :].decode("utf-8", "replace").split("\0")
+        self._method, culprit, line = (*texts, "", "", "")[:3]
+        self._method_since = now - age
+        if line and self.patience.suspect_after is not None and self._stalls.is_due(culprit, self._lag, now):
+            self.on_stall(culprit, line, self._lag)
         order = self._liveness.heard(now)
         if order is not None:
             self.on_order(order)

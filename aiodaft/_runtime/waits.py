@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from aiodaft._protocol.deadlock import CallAt, Reason, Waiting
 
-from .awaits import Frames, Wait, thread_stack, wait_of_task, wait_of_thread
+from .awaits import Frames, Wait, thread_stack, users_line, wait_of_task, wait_of_thread
 from .hosting import Cell
+from .incoming import IncomingCall
 from .refkinds import CallState
 from .rows import RowCall
 from .rowwaits import find_row, needed_by, row_number
 
 if TYPE_CHECKING:
-    from .incoming import IncomingCall
     from .peer import Peer
+
+
+_RUNNER: Final = asyncio.Runner.run.__code__
+_WORK: Final = frozenset({IncomingCall.work.__code__, RowCall.work.__code__})
 
 
 def on_thread(cell: Cell) -> tuple[IncomingCall | None, Frames]:
@@ -29,6 +33,19 @@ def on_thread(cell: Cell) -> tuple[IncomingCall | None, Frames]:
             call: IncomingCall = frame.f_locals["call"]
             return call, frames[index + 1 :]
     return None, []
+
+
+def on_loop(ident: int) -> tuple[IncomingCall | None, str]:
+    """What the thread of a loop is busy with, looked at from another thread: a call, and the line of the user's code.
+
+    No line if it runs no code of the user. No call if that is a task or a callback that a method has left behind.
+    """
+    frames = thread_stack(ident)
+    codes = [frame.f_code for frame in frames]
+    # Outside of the loop is what has started the process.
+    inside = frames[codes.index(_RUNNER) + 1 :] if _RUNNER in codes else []
+    call = next((frame.f_locals["self"] for frame in inside if frame.f_code in _WORK), None)
+    return call, users_line(inside)
 
 
 def frames_on_thread(call: IncomingCall) -> Frames:

@@ -134,18 +134,38 @@ async def test_d61_c_code_that_keeps_the_interpreter_is_given_up_where_patience_
         await excused_call
 
 
-async def test_d62_a_blocked_loop_is_no_death_and_its_lag_is_seen(rt: aiodaft.Runtime, tmp_path: Path) -> None:
-    stuck = await rt.on(patience=Patience(None, 0.8)).spawn(Stuck)
+async def test_d62_a_blocked_loop_is_no_death_and_its_lag_and_the_culprit_are_seen(
+    rt: aiodaft.Runtime, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck = await rt.on(patience=Patience(0.5, 0.8, give_up=0.8)).spawn(Stuck)
     gate = tmp_path / "gate"
     ref = stuck.block_loop(str(gate))
     # Longer than it would take to give it up.
-    while (seen := await rt.info(stuck)).loop_lag < 1:
+    culprit = "Stuck.block_loop of Stuck-"
+    while (seen := await rt.info(stuck)).loop_lag < 1 or culprit not in caplog.text:
         assert seen.alive
         assert seen.running in ((), ("Stuck.block_loop",))
     assert seen.running == ("Stuck.block_loop",)
     assert not seen.suspect
+    warning = next(record.getMessage() for record in caplog.records if culprit in record.getMessage())
+    assert f"(pid {seen.pid}) has kept the event loop" in warning
+    assert "stuck.py:" in warning
+    assert "in wait_for_file" in warning
     gate.touch()
     assert await ref == "free again"
+
+
+async def test_a_task_that_blocks_the_loop_is_found_by_its_line(
+    rt: aiodaft.Runtime, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck = await rt.on(patience=Patience(0.5)).spawn(Stuck)
+    gate = tmp_path / "gate"
+    await stuck.block_loop_later(str(gate))
+    while "a task or callback of Stuck-" not in caplog.text:
+        await asyncio.sleep(0)
+    assert "in wait_for_file" in caplog.text
+    gate.touch()
+    assert await stuck.echo("free again") == "free again"
 
 
 async def test_a_controller_that_is_blocked_accuses_nobody(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from aiodaft._protocol.liveness import Health, Liveness, Order, Patience
+from aiodaft._protocol.liveness import Health, Liveness, Order, Patience, Stalls
 
 PATIENCE = Patience()
 FOREVER = float("inf")
@@ -182,6 +182,18 @@ def test_d60_a_process_that_goes_on_in_time_is_cleared_once() -> None:
     world.process_away = [(10.0, 19.0), (40.0, 49.0)]
     world.run(100)
     assert world.names() == ["SUSPECT", "CLEAR"] * 2
+
+
+def test_what_keeps_a_loop_from_turning_is_reported_at_growing_pauses() -> None:
+    stalls = Stalls()
+    # Blocks for 100 s, is looked at each second; and another one, later.
+    reported = [second for second in range(100) if stalls.is_due("Model.step", float(second), float(second))]
+    assert reported == [1, 6, 16, 36, 76]
+    assert stalls.is_due("Model.load", 1.0, 80.0)
+    # Again, for less than a second, and for longer before the pause is over; then once it is.
+    assert not stalls.is_due("Model.step", 0.9, 200.0)
+    assert not stalls.is_due("Model.step", 5.0, 155.0)
+    assert stalls.is_due("Model.step", 1.0, 156.0)
 
 
 def test_what_was_given_up_stays_given_up() -> None:

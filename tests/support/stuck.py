@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
 from typing import Any
 
 from aiodaft import Actor, Patience, method
+
+
+def wait_for_file(path: str) -> None:
+    exists = os.path.exists
+    while not exists(path):
+        pass
 
 
 class Stuck(Actor):
@@ -32,10 +39,13 @@ class Stuck(Actor):
     @method
     async def block_loop(self, until: str) -> str:
         """In Python, until a file exists: other threads run, the loop does not."""
-        exists = os.path.exists
-        while not exists(until):
-            pass
+        wait_for_file(until)
         return "free again"
+
+    @method
+    async def block_loop_later(self, until: str) -> None:
+        """The same in a callback, when the call is over."""
+        asyncio.get_running_loop().call_soon(wait_for_file, until)
 
 
 class Unhurried(Stuck, patience=Patience(suspect_after=None, lost_after=None, give_up=None)):

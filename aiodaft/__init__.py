@@ -39,7 +39,7 @@ from aiodaft.program import run, start, stop
 from aiodaft.ref import Ref, Refs, Stream, borrow, lazy
 from aiodaft.runtime import Runtime
 from aiodaft.scope import Scope
-from aiodaft.service import Service
+from aiodaft.service import Service, ServiceGroup
 from aiodaft.supervision import Backoff, Restart
 from aiodaft.web import cancel_on_disconnect
 
@@ -79,6 +79,7 @@ __all__ = [
     "Scope",
     "SerializationError",
     "Service",
+    "ServiceGroup",
     "SpawnFailed",
     "Spawned",
     "StaleHandle",

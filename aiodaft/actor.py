@@ -21,8 +21,8 @@ class Actor:
     """Base of classes whose instances live in processes of their own; adds no public names.
 
     What an instance needs is said in the class line, `class Model(Actor, gpus=1)`, and overridden by
-    `rt.on(gpus=...)`. If the class has `__aenter__` and `__aexit__`, the runtime enters the instance before its first
-    call and leaves it when the actor is stopped.
+    `rt.on(gpus=...)`. If the class is a context manager, the runtime enters the instance before its first call and
+    leaves it when the actor is stopped: on the actor's loop if it is an async one, else on the actor's thread.
 
     With a restart policy, `class Model(Actor, restart=Restart(...))`, the class may have a method
     `on_restart(self, epoch: int)`, `def` or `async def`: it runs in each new incarnation, after the constructor and

@@ -177,28 +177,37 @@ class Group(Generic[ActorT]):
     def __getitem__(self, index: slice) -> Group[ActorT]: ...
     def __getitem__(self, index: int | slice) -> ActorT | Group[ActorT]:
         if isinstance(index, slice):
-            return Group(self._members[index], self._class)
-        return self._members[index]
+            return type(self)(self._members[index], self._class)
+        return self._member(self._members[index])
 
     def __len__(self) -> int:
         return len(self._members)
 
     def __iter__(self) -> Iterator[ActorT]:
-        return iter(self._members)
+        return map(self._member, self._members)
 
     def __repr__(self) -> str:
-        return f"<Group of {len(self._members)} {self._class.__name__}>"
+        return f"<{type(self).__name__} of {len(self._members)} {self._class.__name__}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Group, (self._members, self._class)
+        return type(self), (self._members, self._class)
 
-    def _spec(self, m: Any, *, streams: bool = False) -> MethodSpec:
+    def _member(self, handle: Any) -> ActorT:
+        """What a member is to users."""
+        member: ActorT = handle
+        return member
+
+    def _find(self, m: Any) -> MethodSpec:
         name = getattr(m, "__name__", None)
         spec = specs_of(self._class).get(name or "")
         if spec is None:
             raise TypeError(
                 f"{m!r:.80} is not a remote method of {self._class.__name__}: decorate it with @aiodaft.method"
             )
+        return spec
+
+    def _spec(self, m: Any, *, streams: bool = False) -> MethodSpec:
+        spec = self._find(m)
         if spec.is_stream and not streams:
             raise TypeError(f"{spec.label} is a stream: use `group.any`, or call it on one member")
         return spec

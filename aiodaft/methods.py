@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import update_wrapper
+from types import FunctionType, MethodDescriptorType, MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from aiodaft._protocol.mailbox import Rules
@@ -17,7 +20,10 @@ from aiodaft_transport import check_name
 if TYPE_CHECKING:
     from aiodaft.ref import Ref, Stream
 
-__all__ = ["Method", "MethodSpec", "Options", "Sig", "StreamMethod", "StreamSig", "method", "plain_spec", "specs_of"]
+__all__ = [
+    "ATTRIBUTE", "Method", "MethodSpec", "Options", "PlainMethods", "Sig", "StreamMethod", "StreamSig", "is_private",
+    "method", "specs_of",
+]  # fmt: skip
 
 P = ParamSpec("P")
 P1 = ParamSpec("P1")
@@ -29,6 +35,8 @@ A2 = TypeVar("A2")
 S = TypeVar("S")
 
 _SPECS: Final = "__aiodaft_specs__"
+# Stands for a method of hosted objects that reads an attribute; no attribute can have this name.
+ATTRIBUTE: Final = "."
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,14 +344,89 @@ def specs_of(cls: type) -> dict[str, MethodSpec]:
     return specs
 
 
-def plain_spec(cls: type, name: str) -> MethodSpec:
-    """A public method of a class that knows nothing of aiodaft.
+class PlainMethods:
+    """The methods of a class that knows nothing of aiodaft."""
 
-    Raises:
-        AttributeError: The class has no such public method.
-    """
-    fn = None if name.startswith("_") else getattr(cls, name, None)
+    def __init__(self, cls: type) -> None:
+        self._class = cls
+        self._by_name: dict[str, MethodSpec | None] = {}
+        self._by_function: dict[Any, MethodSpec] = {}
+
+    def of(self, fn: Any) -> MethodSpec:
+        """The method that `Class.method` gives: of the class itself, or of one of its bases.
+
+        Raises:
+            TypeError: It is no method of the class.
+            AttributeError: It is a private one.
+        """
+        if not callable(fn):
+            raise TypeError(_no_method(self._class, fn))
+        if fn not in self._by_function:
+            name = self._name_of(fn)
+            spec = self.find(name)
+            if spec is None:
+                raise AttributeError(f"{self._class.__name__} has no public method {name!r}")
+            self._by_function[fn] = spec
+        return self._by_function[fn]
+
+    def find(self, name: str) -> MethodSpec | None:
+        """The public method with a name, or what reads an attribute; None if there is none."""
+        if name not in self._by_name:
+            self._by_name[name] = _attribute_spec(self._class) if name == ATTRIBUTE else _plain_spec(self._class, name)
+        return self._by_name[name]
+
+    def _name_of(self, fn: Any) -> str:
+        own = getattr(fn, "__name__", "")
+        names = [own, *dir(self._class)] if not is_private(own) else [*dir(self._class), own]
+        for name in names:
+            if any(_is_same(getattr(base, name, None), fn) for base in self._class.__mro__):
+                return name
+        raise TypeError(_no_method(self._class, fn))
+
+
+def _no_method(cls: type, fn: Any) -> str:
+    return f"{fn!r:.80} is not a method of {cls.__name__}: name methods by the class, as {cls.__name__}.method"
+
+
+def is_private(name: str) -> bool:
+    """Whether a class keeps an attribute of this name to itself."""
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def _is_same(found: Any, fn: Any) -> bool:
+    # Each look at a class method makes a new object.
+    return found is fn or (isinstance(found, MethodType) and isinstance(fn, MethodType) and found == fn)
+
+
+def _attribute_spec(cls: type) -> MethodSpec:
+    return MethodSpec(f"{cls.__name__}.get", ATTRIBUTE, getattr, Options(Rules(ATTRIBUTE, on_thread=True)))
+
+
+def _plain_spec(cls: type, name: str) -> MethodSpec | None:
+    fn = None if is_private(name) else getattr(cls, name, None)
     if fn is None or not callable(fn):
-        raise AttributeError(f"{cls.__name__} has no public method {name!r}")
-    asynchronous = inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn)
-    return MethodSpec(f"{cls.__name__}.{name}", name, fn, Options(Rules(name, on_thread=not asynchronous)))
+        return None
+    is_stream = inspect.isasyncgenfunction(fn)
+    on_thread = not (is_stream or inspect.iscoroutinefunction(fn))
+    declared = inspect.getattr_static(cls, name)
+    takes_instance = isinstance(declared, FunctionType | MethodDescriptorType)
+    function = fn if takes_instance else _call_by_name(name, declared, fn)
+    spec = MethodSpec(f"{cls.__name__}.{name}", name, function, Options(Rules(name, on_thread=on_thread)))
+    spec.is_stream = is_stream
+    return spec
+
+
+def _call_by_name(name: str, declared: Any, fn: Any) -> Callable[..., Any]:
+    """A function that calls what the instance has under a name: a static method, say, which takes no instance."""
+
+    def call(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(instance, name)(*args, **kwargs)
+
+    if isinstance(declared, staticmethod | classmethod):
+        # Builtins may not say what they take; the actor will.
+        with suppress(TypeError, ValueError):
+            signature = inspect.signature(fn)
+            instance = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            update_wrapper(call, fn)
+            vars(call)["__signature__"] = signature.replace(parameters=[instance, *signature.parameters.values()])
+    return call

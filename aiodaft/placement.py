@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, ca
 from aiodaft._protocol.ledger import Demand
 from aiodaft._protocol.liveness import Patience
 from aiodaft.actor import Actor
-from aiodaft.service import Service
+from aiodaft.service import Service, ServiceGroup
 from aiodaft.supervision import Kind, Restart, check_alone
 
 if TYPE_CHECKING:
@@ -189,17 +189,30 @@ class Spawner(ABC):
         Raises:
             Exception: As `spawn`.
         """
-        scope, constraints = self._spawning()
         actor_class = _check_class(cls, args, kwargs)
         if not issubclass(actor_class, Actor):
-            raise TypeError(f"{actor_class.__name__} is not an Actor: derive it from aiodaft.Actor")
+            raise TypeError(
+                f"{actor_class.__name__} is not an Actor: derive it from aiodaft.Actor, or use rt.host_group(...)"
+            )
+        return self._group("group", n, actor_class, args, kwargs)
+
+    def host_group(self, n: int, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[ServiceGroup[T]]:
+        """Make n instances of any class: all of them, or (if one cannot be made) none.
+
+        Raises:
+            Exception: As `spawn`.
+        """
+        return self._group("host_group", n, _check_class(cls, args, kwargs), args, kwargs)
+
+    def _group(self, what: str, n: int, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Spawned[Any]:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"a group has a positive number of members, not {n!r}")
+        scope, constraints = self._spawning()
 
-        async def start() -> Group[ActorT]:
-            return cast("Group[ActorT]", await scope.spawn_group(n, actor_class, args, kwargs, constraints))
+        def start() -> Coroutine[Any, Any, Group[Any]]:
+            return scope.spawn_group(n, cls, args, kwargs, constraints)
 
-        return Spawned(f"group({n}, {actor_class.__name__})", start, scope.stop_group)
+        return Spawned(f"{what}({n}, {cls.__name__})", start, scope.stop_group)
 
 
 class Placement(Spawner):

@@ -12,12 +12,12 @@ from aiodaft._runtime.calls import Target
 from aiodaft._runtime.following import Followed, Pinned
 from aiodaft._runtime.making import Recipe
 from aiodaft._runtime.tasks import logger, see_through, shield_from_anyio
-from aiodaft.actor import Handle, class_of, target_of
+from aiodaft.actor import Actor, Handle, class_of, target_of
 from aiodaft.exceptions import CallCancelled, OutcomeUnknown, RuntimeClosed
 from aiodaft.group import Group
 from aiodaft.info import ActorInfo, look_at
 from aiodaft.placement import Constraints, Spawner
-from aiodaft.service import Service
+from aiodaft.service import Service, ServiceGroup
 from aiodaft.supervision import Restart
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Scope(Spawner):
     async def spawn_group(
         self, n: int, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
     ) -> Group[Any]:
-        """Make a group (what `group` does when awaited)."""
+        """Make a group of actors, or of services (what `group` and `host_group` do when awaited)."""
 
         async def grow(first: int, count: int) -> list[Any]:
             base = self._runtime.new_label(cls)
@@ -230,7 +230,8 @@ class Scope(Spawner):
                 raise
             return [made[rank] for rank in ranks]
 
-        return Group(await grow(0, n), cls, grow, self._stop_handles)
+        kind = Group if issubclass(cls, Actor) else ServiceGroup
+        return kind(await grow(0, n), cls, grow, self._stop_handles)
 
     # Stopping.
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from aiodaft.actor import target_of
-from aiodaft.methods import plain_spec
-from aiodaft.ref import Ref
+from aiodaft.group import Group
+from aiodaft.methods import ATTRIBUTE, MethodSpec, PlainMethods, Sig, StreamSig, is_private
+from aiodaft.ref import Ref, Refs, Stream
 
-__all__ = ["Service"]
+__all__ = ["Service", "ServiceGroup"]
 
 P = ParamSpec("P")
 P1 = ParamSpec("P1")
@@ -21,14 +23,22 @@ T = TypeVar("T")
 class Service(Generic[T]):
     """Handle of an instance that `rt.host` made: `await service.call(LLM.generate, prompts)`."""
 
-    def __init__(self, handle: object, cls: type) -> None:
+    def __init__(self, handle: object, cls: type, methods: PlainMethods | None = None) -> None:
         self.handle = handle
         self._class = cls
+        self._methods = methods or PlainMethods(cls)
 
+    # A method of an actor is none of a hosted class: what is given for it cannot be awaited.
+    @overload
+    def call(self, fn: Sig[..., Any] | StreamSig[..., Any], /, *args: Any, **kwargs: Any) -> None: ...
     @overload
     def call(
         self, fn: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Ref[R]: ...
+    @overload
+    def call(  # type: ignore[overload-overlap]  # the first that fits counts
+        self, fn: Callable[Concatenate[T, P], AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Stream[R]: ...
     @overload
     def call(self, fn: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
     @overload
@@ -41,22 +51,196 @@ class Service(Generic[T]):
         **kwargs: P1.kwargs,
     ) -> Ref[R]: ...
     @overload
-    def call(
+    def call(  # type: ignore[overload-overlap]  # the first that fits counts
         self, fn: Callable[Concatenate[T, A0, P1], R], a0: Ref[A0], /, *args: P1.args, **kwargs: P1.kwargs
     ) -> Ref[R]: ...
+    # Static and class methods.
+    @overload
+    def call(self, fn: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
+    @overload
+    def call(self, fn: Callable[P, AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
+    @overload
+    def call(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
     def call(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a public method of the instance.
+        """Call a public method of the instance: a plain, static, class or special one, such as `Model.__call__`.
+
+        Returns:
+            A `Ref` of the result; for an async generator a `Stream` of its items.
 
         Raises:
             TypeError: `fn` is not a method of the hosted class, or the arguments do not fit.
+            AttributeError: `fn` is a private method.
         """
-        name = getattr(fn, "__name__", "")
-        if getattr(self._class, name, None) is not fn:
-            raise TypeError(f"{fn!r:.80} is not a method of {self._class.__name__}")
-        return target_of(self.handle).call(plain_spec(self._class, name), args, kwargs)
+        spec, target = self._methods.of(fn), target_of(self.handle)
+        return target.stream(spec, args, kwargs) if spec.is_stream else target.call(spec, args, kwargs)
+
+    def get(self, name: str) -> Ref[Any]:
+        """Read an attribute or a property of the instance, on the actor's thread.
+
+        Raises:
+            TypeError: It is a method.
+            AttributeError: It is private. Awaiting the ref raises it if there is no such attribute.
+        """
+        if is_private(name):
+            raise AttributeError(f"{self._class.__name__}.{name} is private")
+        spec = self._methods.find(name)
+        if spec is not None:
+            raise TypeError(f"{spec.label} is a method: use `service.call({spec.label}, ...)`")
+        return target_of(self.handle).call(cast("MethodSpec", self._methods.find(ATTRIBUTE)), (name,), {})
 
     def __repr__(self) -> str:
         return f"<Service of {self._class.__name__}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Service, (self.handle, self._class)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):
+                # Python itself asks for such names, also before there is a class.
+                raise AttributeError(f"a Service has no attribute {name!r}")
+            cls = self._class
+            if callable(getattr(cls, name, None)):
+                what = f"use `service.call({cls.__name__}.{name}, ...)`"
+            elif inspect.getattr_static(cls, name, None) is None:
+                what = f"if it is an attribute of the instance, use `service.get({name!r})`"
+            else:
+                what = f"use `service.get({name!r})`"
+            raise AttributeError(f"{self!r} has no attribute {name!r}: {what}")
+
+        def __call__(self, *_: object, **__: object) -> NoReturn:
+            raise TypeError(f"{self!r} is not callable: use `service.call({self._class.__name__}.__call__, ...)`")
+
+
+class ServiceGroup(Group[Service[T]]):
+    """Instances of one class that `rt.host_group` made, numbered by rank: a `Group` whose members are services.
+
+    Methods are named by the class, `services.all(LLM.generate, prompts)`. An index gives a service, a slice a group of
+    some of them, which does not own them.
+    """
+
+    def __init__(self, members: Iterable[Any], cls: type, grow: Any = None, shrink: Any = None) -> None:
+        super().__init__(members, cls, grow, shrink)
+        self._methods = PlainMethods(cls)
+
+    def _member(self, handle: Any) -> Service[T]:
+        return Service(handle, self._class, self._methods)
+
+    def _find(self, m: Any) -> MethodSpec:
+        return self._methods.of(m)
+
+    if TYPE_CHECKING:
+        # The same operations, for the functions of a plain class instead of an actor's methods.
+
+        @overload  # type: ignore[override]  # see above
+        def all(
+            self, m: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+        ) -> Refs[R]: ...
+        @overload
+        def all(self, m: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Refs[R]: ...
+        @overload
+        def all(
+            self,
+            m: Callable[Concatenate[T, A0, P1], Coroutine[Any, Any, R]],
+            a0: Ref[A0],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
+        ) -> Refs[R]: ...
+        @overload
+        def all(
+            self, m: Callable[Concatenate[T, A0, P1], R], a0: Ref[A0], /, *args: P1.args, **kwargs: P1.kwargs
+        ) -> Refs[R]: ...
+        def all(self, m: Any, /, *args: Any, **kwargs: Any) -> Any: ...
+
+        @overload  # type: ignore[override]  # see above
+        def each(
+            self,
+            m: Callable[Concatenate[T, A0, P1], Coroutine[Any, Any, R]],
+            a0: Iterable[A0] | Refs[A0],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
+        ) -> Refs[R]: ...
+        @overload
+        def each(
+            self,
+            m: Callable[Concatenate[T, A0, P1], R],
+            a0: Iterable[A0] | Refs[A0],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
+        ) -> Refs[R]: ...
+        def each(self, m: Any, a0: Any, /, *args: Any, **kwargs: Any) -> Any: ...
+
+        @overload  # type: ignore[override]  # see above
+        def any(
+            self, m: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+        ) -> Ref[R]: ...
+        @overload
+        def any(  # type: ignore[overload-overlap]  # the first that fits counts
+            self, m: Callable[Concatenate[T, P], AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs
+        ) -> Stream[R]: ...
+        @overload
+        def any(self, m: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
+        @overload
+        def any(
+            self,
+            m: Callable[Concatenate[T, A0, P1], Coroutine[Any, Any, R]],
+            a0: Ref[A0],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
+        ) -> Ref[R]: ...
+        @overload
+        def any(
+            self, m: Callable[Concatenate[T, A0, P1], R], a0: Ref[A0], /, *args: P1.args, **kwargs: P1.kwargs
+        ) -> Ref[R]: ...
+        def any(self, m: Any, /, *args: Any, **kwargs: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+        @overload  # type: ignore[override]  # see above
+        def map(
+            self,
+            m: Callable[Concatenate[T, A0, P1], Coroutine[Any, Any, R]],
+            items: Iterable[A0] | Refs[A0],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
+        ) -> AsyncGenerator[R, None]: ...
+        @overload
+        def map(
+            self,
+            m: Callable[Concatenate[T, A0, P1], R],
+            items: Iterable[A0] | Refs[A0],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
+        ) -> AsyncGenerator[R, None]: ...
+        @overload
+        def map(
+            self,
+            m: Callable[Concatenate[T, A0, ...], Coroutine[Any, Any, R]],
+            items: Iterable[A0] | Refs[A0],
+            /,
+            *args: Any,
+            ordered: bool,
+            **kwargs: Any,
+        ) -> AsyncGenerator[R, None]: ...
+        @overload
+        def map(
+            self,
+            m: Callable[Concatenate[T, A0, ...], R],
+            items: Iterable[A0] | Refs[A0],
+            /,
+            *args: Any,
+            ordered: bool,
+            **kwargs: Any,
+        ) -> AsyncGenerator[R, None]: ...
+        def map(self, m: Any, items: Any, /, *args: Any, **kwargs: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+        @overload
+        def __getitem__(self, index: int) -> Service[T]: ...
+        @overload
+        def __getitem__(self, index: slice) -> ServiceGroup[T]: ...
+        def __getitem__(self, index: Any) -> Any: ...

@@ -10,7 +10,7 @@ from aiodaft._protocol.deadlock import CallAt, Waiting
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, incarnation
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, WaitingCall
-from aiodaft.methods import MethodSpec, Options, method, plain_spec, specs_of
+from aiodaft.methods import MethodSpec, Options, PlainMethods, method, specs_of
 from aiodaft.stack import ProcessStack
 
 from .arguments import Sealed
@@ -42,13 +42,11 @@ class Agent(Actor):
         call = current_call.get()
         assert call is not None
         epoch = call.attempt
-        cell = Cell(self._peer, incarnation(ActorId(actor), epoch), label, _spec_finder(cls))
+        find_spec = specs_of(cls).get if issubclass(cls, Actor) else PlainMethods(cls).find
+        cell = Cell(self._peer, incarnation(ActorId(actor), epoch), label, find_spec)
         try:
             cell.instance = await cell.thread.run(lambda: cls(*args, **kwargs))
-            enter = getattr(cls, "__aenter__", None)
-            if enter is not None:
-                entered = await enter(cell.instance)
-                cell.instance = cell.instance if entered is None else entered
+            await cell.enter_instance()
             if epoch and issubclass(cls, Actor):
                 await _tell_restarted(cell, cls, epoch)
         except BaseException as error:
@@ -167,22 +165,6 @@ async def _tell_restarted(cell: Cell, cls: type, epoch: int) -> None:
         await hook(cell.instance, epoch)
     else:
         await cell.thread.run(lambda: hook(cell.instance, epoch))
-
-
-def _spec_finder(cls: type) -> Any:
-    if issubclass(cls, Actor):
-        return specs_of(cls).get
-    known: dict[str, MethodSpec] = {}
-
-    def find(name: str) -> MethodSpec | None:
-        if name not in known:
-            try:
-                known[name] = plain_spec(cls, name)
-            except AttributeError:
-                return None
-        return known[name]
-
-    return find
 
 
 def _caller() -> PeerId:

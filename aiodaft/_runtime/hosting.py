@@ -39,6 +39,8 @@ class Cell:
         self.id = actor
         self.name = name
         self.instance: Any = None
+        # The context manager that was entered for the instance.
+        self._manager: Any = None
         self.find_spec = find_spec
         self.mailbox: Mailbox[IncomingCall] = Mailbox()
         self.thread = ActorThread(name, peer.loop)
@@ -313,15 +315,33 @@ class Cell:
             await self._wait_idle(self.peer.grace)
         for call in self.running():
             self._refuse(call)
-        leave = getattr(type(self.instance), "__aexit__", None)
-        if leave is not None:
-            try:
-                async with asyncio.timeout(self.peer.grace):
-                    await leave(self.instance, None, None, None)
-            except Exception:
-                logger.exception("leaving %s failed", self.name)
+        try:
+            async with asyncio.timeout(self.peer.grace):
+                await self._leave_instance()
+        except Exception:
+            logger.exception("leaving %s failed", self.name)
         self.thread.close()
         self.instance = None
+
+    async def enter_instance(self) -> None:
+        """Enter the instance if it is a context manager; one that is both kinds is entered as an async one."""
+        manager = self.instance
+        if hasattr(type(manager), "__aenter__"):
+            entered = await manager.__aenter__()
+        elif hasattr(type(manager), "__enter__"):
+            entered = await self.thread.run(manager.__enter__)
+        else:
+            return
+        self._manager = manager
+        if isinstance(entered, type(manager)):
+            self.instance = entered
+
+    async def _leave_instance(self) -> None:
+        manager, self._manager = self._manager, None
+        if hasattr(type(manager), "__aexit__"):
+            await manager.__aexit__(None, None, None)
+        elif manager is not None:
+            await self.thread.run(lambda: manager.__exit__(None, None, None))
 
     async def _wait_idle(self, seconds: float) -> None:
         if not self.active or seconds <= 0:

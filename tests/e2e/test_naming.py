@@ -277,6 +277,7 @@ async def test_services_of_classes_that_nobody_wrote_for_this(rt: aiodaft.Runtim
     listed = await rt.host(list, [3, 1, 2])
     await listed.call(list.sort)
     assert await listed.call(list.pop) == 3
+    assert await listed.call(list.__len__) == 2
     with pytest.raises(IndexError, match="pop index out of range"):
         await listed.call(list.pop, 7)
 

@@ -54,9 +54,17 @@ async def groups(rt: Runtime) -> None:
 async def services(rt: Runtime, b: Model) -> None:
     svc = await rt.host(LLM, "opt")
     svc.call(LLM.generate, 3)  # E18 a value of the wrong type
-    svc.call(Model.execute, Tensor())  # E19 a method of another class
+    await svc.call(Model.execute, Tensor())  # E19 a method of another class
     await svc.call(LLM.agenerate, b.none())  # E20 a ref of the wrong type
     y: str = await svc.call(LLM.generate, ["a"])  # E21 a list is not its item
+    await svc.call(LLM.stream, "a")  # E46 a stream is not awaited
+    svc.call(LLM.count, 3)  # E47 a value of the wrong type for a static method
+    svc.generate(["a"])  # E48 a service has no methods of its own
+    llms = await rt.host_group(2, LLM, "opt")
+    llms.all(LLM.generate, 3)  # E49 a value of the wrong type for all
+    llms.map(LLM.agenerate, [1])  # E50 items of the wrong type
+    llms.all(LLM.stream, "a") + 1  # E51 refs are no numbers
+    await rt.group(2, LLM, "opt")  # E52 not an actor
 
 
 async def dataflows(rt: Runtime, channel: Channel[Tensor], a: Model) -> None:

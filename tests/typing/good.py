@@ -20,6 +20,7 @@ from aiodaft import (
     Runtime,
     Scope,
     Service,
+    ServiceGroup,
     Spawned,
     Stream,
     lazy,
@@ -124,6 +125,21 @@ class LLM:
 
     async def agenerate(self, prompt: str) -> str:
         return prompt.upper()
+
+    async def stream(self, prompt: str) -> AsyncIterator[str]:
+        for word in prompt.split():
+            yield word
+
+    @staticmethod
+    def count(text: str) -> int:
+        return len(text)
+
+    @classmethod
+    async def name_of(cls, version: int) -> str:
+        return f"{cls.__name__}-{version}"
+
+    def __call__(self, prompt: str) -> str:
+        return prompt
 
 
 async def calls(rt: Runtime) -> None:
@@ -257,6 +273,26 @@ async def services(rt: Runtime) -> None:
         assert_type(await a.three(Tensor(1), 1, svc.call(LLM.agenerate, "x")), int)
         async with rt.host(LLM, "other") as other:
             assert_type(other, Service[LLM])
+        assert_type(svc.call(LLM.stream, "to be"), Stream[str])
+        assert_type([word async for word in svc.call(LLM.stream, "to be")], list[str])
+        assert_type(svc.call(LLM.count, "four"), Ref[int])
+        assert_type(await svc.call(LLM.name_of, 3), str)
+        assert_type(svc.call(LLM.__call__, "hi"), Ref[str])
+        assert_type(await svc.get("model"), Any)
+        async with rt.host_group(2, LLM, "opt") as llms:
+            assert_type(llms, ServiceGroup[LLM])
+            assert_type(await llms.all(LLM.generate, ["a"], max_tokens=3), list[list[str]])
+            assert_type(llms.all(LLM.agenerate, a.sync(2)), Refs[str])
+            assert_type(await llms.each(LLM.agenerate, ["a", "b"]), list[str])
+            assert_type(llms.any(LLM.agenerate, "a"), Ref[str])
+            assert_type(llms.any(LLM.stream, "a"), Stream[str])
+            async for text in llms.map(LLM.agenerate, ["a", "b", "c"]):
+                assert_type(text, str)
+            async for text in llms.map(LLM.agenerate, ["a", "b", "c"], ordered=False):
+                assert_type(text, str)
+            assert_type(llms[0], Service[LLM])
+            assert_type(llms[:1], ServiceGroup[LLM])
+            assert_type([service async for service in llms[:1].map(LLM.generate, [["a"]])], list[list[str]])
 
 
 async def dataflows(rt: Runtime) -> None:

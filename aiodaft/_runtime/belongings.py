@@ -16,7 +16,9 @@ from .calls import Target
 from .family import Family
 from .following import Pinned, Whereabouts
 from .making import WHY_STOPPED, Recipe, stop_actor
+from .roster import Conditions
 from .supervisor import Life
+from .surroundings import Surroundings
 from .tasks import shield_from_anyio
 
 if TYPE_CHECKING:
@@ -96,8 +98,9 @@ class Belongings:
 
     async def _find_place(self, recipe: Recipe, constraints: Constraints, host: PeerId | None, *, keep: bool) -> Place:
         runtime, cls = self._runtime, recipe.cls
-        demand, patience = constraints.demand(cls), constraints.patience_with(cls)
-        placing: Ref[Place] = runtime.node.place(recipe.label, demand, host, patience, keep)
+        surroundings = Surroundings.here() if host is None else None
+        conditions = Conditions(constraints.patience_with(cls), surroundings)
+        placing: Ref[Place] = runtime.node.place(recipe.label, constraints.demand(cls), host, conditions, keep)
         try:
             return await placing
         except asyncio.CancelledError:

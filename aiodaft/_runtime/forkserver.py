@@ -38,9 +38,11 @@ from .processes import (
     session_of,
     visible_pid,
 )
+from .surroundings import change_environment
 
-CONFIGURE: Final = 0  # sys.path, whether to fork
-SPAWN: Final = 1  # number, environment, modules to import before forking, settings of the worker; with descriptors
+# Number, working directory, sys.path, changes to the environment, modules to import before forking, what is added to
+# the environment of the worker alone, settings of the worker; with descriptors.
+SPAWN: Final = 1
 KILL: Final = 2  # number, signal
 SPAWNED: Final = 3  # number, pid
 EXITED: Final = 4  # number, pid, exit code, signal
@@ -58,14 +60,15 @@ _LAST_BREATH: Final = 0.2
 class ForkServer:
     """Starts workers when told to, reports their ends, and clears up."""
 
-    def __init__(self, node: socket.socket, parent: int, thread: int) -> None:
+    def __init__(self, node: socket.socket, parent: int, thread: int, *, fork: bool) -> None:
         self._node = node
         self._pid = os.getpid()
         self._parent = parent
         self._thread = thread
         self._numbers: dict[int, int] = {}
         self._pids: dict[int, int] = {}
-        self._fork = True
+        self._fork = fork
+        self._environment = dict(os.environ)
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_end = socket.socketpair()
 
@@ -129,9 +132,7 @@ class ForkServer:
         if not data:
             return False
         order = unpack(data, _no_extensions)
-        if order[0] == CONFIGURE:
-            _, sys.path[:], self._fork = order
-        elif order[0] == SPAWN:
+        if order[0] == SPAWN:
             self._spawn(order, fds)
         elif order[0] == KILL:
             pid = self._pids.get(order[1])
@@ -140,7 +141,16 @@ class ForkServer:
         return True
 
     def _spawn(self, order: list[Any], fds: list[int]) -> None:
-        _, number, environment, modules, settings = order
+        _, number, directory, path, changes, modules, environment, settings = order
+        try:
+            os.chdir(directory)
+        except OSError as error:
+            why = f"the working directory that the controller had when it spawned the actor cannot be entered: {error}"
+            self._send([FAILED, number, why])
+            _close(fds)
+            return
+        sys.path[:] = path
+        change_environment(self._environment, changes)
         try:
             if self._fork:
                 _import_all(modules)
@@ -153,8 +163,7 @@ class ForkServer:
             self._numbers[pid], self._pids[number] = number, pid
             self._send([SPAWNED, number, visible_pid(pid)])
         finally:
-            for fd in fds:
-                os.close(fd)
+            _close(fds)
 
     def _fork_worker(self, environment: dict[str, str], settings: bytes, fds: list[int]) -> int:
         gc.collect()
@@ -219,6 +228,11 @@ class ForkServer:
         sweep()
 
 
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
 def _import_all(modules: list[str]) -> None:
     for name in modules:
         if name not in sys.modules:
@@ -254,12 +268,12 @@ def _no_extensions(code: int, content: bytes) -> Any:
     raise ValueError(f"unexpected extension {code}")
 
 
-def main(fd: int, parent: int, thread: int) -> None:
+def main(fd: int, parent: int, thread: int, fork: int) -> None:
     """Entry point of the process; `thread` is that of the parent which has started it.
 
     In a PID namespace of its own it cannot see its parent (0), and ends with it by other means.
     """
-    server = ForkServer(socket.socket(fileno=fd), parent, thread)
+    server = ForkServer(socket.socket(fileno=fd), parent, thread, fork=bool(fork))
     if parent:
         die_with_parent(parent, signal.SIGCONT)
     # Everything that a worker of any kind uses; the import alone has no effects.

@@ -24,7 +24,8 @@ from .incoming import current_call
 from .link import introduce
 from .nursery import Child, Ending, Nursery
 from .postmortem import OomKills, activity, died, given_up, silence
-from .roster import Place, Process, Worker
+from .roster import Conditions, Place, Process, Worker
+from .surroundings import Surroundings
 from .tasks import logger
 from .worker import WorkerSettings
 
@@ -51,8 +52,10 @@ class Node(Actor):
         self._nursery = nursery
         # What actors have, by their numbers: a restart changes nothing.
         self._ledger = ledger
-        # Those whose slots outlive their processes, with their patience.
-        self._kept: dict[ActorId, Patience | None] = {}
+        # The ledger's numbers are places in this list, whatever becomes of the environment.
+        self._visible_gpus = _visible_gpus()
+        # Those whose slots outlive their processes, with what the next one is started with.
+        self._kept: dict[ActorId, Conditions] = {}
         self._uvloop = uvloop
         self._patience = patience
         self._oom_kills = OomKills()
@@ -71,7 +74,7 @@ class Node(Actor):
 
     @method
     async def place(
-        self, label: str, demand: Demand, beside: str | None, patience: Patience | None, keep: bool = False
+        self, label: str, demand: Demand, beside: str | None, conditions: Conditions, keep: bool = False
     ) -> Place:
         """Find room for an actor, and a process: a new one, or the one of an actor that it is to live with.
 
@@ -79,7 +82,7 @@ class Node(Actor):
             label: What the actor is called.
             demand: What it needs.
             beside: The process it is to live in.
-            patience: How long that is waited for when it does not answer; the runtime's, unless said.
+            conditions: What its process is started with.
             keep: Whether it may be restarted: what it has stays its own until it is vacated for good.
 
         Raises:
@@ -93,32 +96,36 @@ class Node(Actor):
         actor = ActorId(next(self._actor_numbers))
         self._ledger.take(actor, label, demand)
         try:
-            place = await self._move_in(label, actor, beside, patience)
+            place = await self._move_in(label, actor, beside, conditions)
         except BaseException:
             self._ledger.give_back(actor)
             raise
         if keep:
-            self._kept[actor] = patience
+            self._kept[actor] = conditions
         return place
 
     @method
     async def place_again(self, label: str, actor: int, beside: str | None) -> Place:
-        """Find a process for the next incarnation of an actor that has its slot, and its patience.
+        """Find a process for the next incarnation of an actor that has its slot, started with what the first one had.
 
         Raises:
             ActorDied: The actor that it lives with is gone for good.
             SpawnFailed: The process did not start.
         """
-        return await self._move_in(label, ActorId(actor), beside, self._kept.get(number_of(ActorId(actor))))
+        conditions = self._kept.get(number_of(ActorId(actor)))
+        if conditions is None:
+            raise ActorDied(f"{label} was stopped", executed=False)
+        return await self._move_in(label, ActorId(actor), beside, conditions)
 
-    async def _move_in(self, label: str, actor: ActorId, beside: str | None, patience: Patience | None) -> Place:
+    async def _move_in(self, label: str, actor: ActorId, beside: str | None, conditions: Conditions) -> Place:
         if beside is None:
-            worker = await self._start_worker(label, *self._ledger.share_of(number_of(actor)))
-            worker.child.pulse.begin(patience or self._patience, worker.pid)
+            assert conditions.surroundings is not None
+            worker = await self._start_worker(label, number_of(actor), conditions.surroundings)
+            worker.child.pulse.begin(conditions.patience or self._patience, worker.pid)
         else:
             worker = self._host(label, PeerId(beside))
-            if patience is not None:
-                worker.child.pulse.widen(patience)
+            if conditions.patience is not None:
+                worker.child.pulse.widen(conditions.patience)
         worker.add(actor, label)
         return Place(worker.id, actor, worker.gpus)
 
@@ -128,7 +135,8 @@ class Node(Actor):
             raise ActorDied(f"{label} was to live with an actor that is gone", executed=False)
         return worker
 
-    async def _start_worker(self, label: str, cpus: float, gpus: tuple[int, ...]) -> Worker:
+    async def _start_worker(self, label: str, number: ActorId, surroundings: Surroundings) -> Worker:
+        cpus, gpus = self._ledger.share_of(number)
         options = self._peer.options
         worker_id = self._peer.env.new_peer_id("worker")
         settings = WorkerSettings(
@@ -142,8 +150,10 @@ class Node(Actor):
             key=self._peer.key.secret(),
             uvloop=self._uvloop,
             log_level=logging.getLogger().level,
+            argv=surroundings.argv,
         )
-        child, connection = await self._nursery.spawn(settings.packed(), _environment(cpus, gpus), label)
+        environment = self._own_environment(cpus, gpus, surroundings)
+        child, connection = await self._nursery.spawn(settings.packed(), surroundings, environment, label)
         worker = self._workers[worker_id] = Worker(worker_id, child, label, gpus=gpus)
         self._peer.attach(worker_id, connection)
         try:
@@ -160,6 +170,19 @@ class Node(Actor):
                 self._workers.pop(worker_id, None)
             raise
         return worker
+
+    def _own_environment(self, cpus: float, gpus: tuple[int, ...], surroundings: Surroundings) -> dict[str, str]:
+        """What tells libraries in an actor's process of its share of the machine."""
+        environment: dict[str, str] = {}
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(self._gpu_name, gpus))
+        if cpus and _THREADS not in surroundings.environment:
+            environment[_THREADS] = str(max(1, int(cpus)))
+        return environment
+
+    def _gpu_name(self, gpu: int) -> str:
+        """What CUDA calls one of this process's GPUs: a number of the machine, or an id, where it may use only some."""
+        return self._visible_gpus[gpu] if gpu < len(self._visible_gpus) else str(gpu)
 
     @method
     async def vacate(self, peer: str, actor: int, reason: str, keep: bool = False, answers: bool = True) -> None:
@@ -329,25 +352,9 @@ def _report_stall(worker: Worker, culprit: str, line: str, seconds: float) -> No
     )
 
 
-def _environment(cpus: float, gpus: tuple[int, ...]) -> dict[str, str]:
-    """What tells libraries in an actor's process of its share of the machine."""
-    environment: dict[str, str] = {}
-    if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(_gpu_names(gpus))
-    if cpus and _THREADS not in os.environ:
-        environment[_THREADS] = str(max(1, int(cpus)))
-    return environment
-
-
 def _visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return [entry.strip() for entry in visible.split(",") if entry.strip() not in ("", "-1")]
-
-
-def _gpu_names(gpus: tuple[int, ...]) -> list[str]:
-    """What CUDA calls some of this process's GPUs: numbers of the machine, or ids, where it may use only some."""
-    visible = _visible_gpus()
-    return [visible[gpu] if gpu < len(visible) else str(gpu) for gpu in gpus]
 
 
 def gpus_of_this_machine() -> int:

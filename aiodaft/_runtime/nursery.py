@@ -20,8 +20,9 @@ from aiodaft.exceptions import SpawnFailed
 
 from . import forkserver as order
 from .logs import LogPump, WorkerOutput
-from .processes import UNKNOWN, fresh_python, importable_path, status_of
+from .processes import UNKNOWN, fresh_python, status_of
 from .pulse import PulseWatch
+from .surroundings import Surroundings
 from .tasks import TaskOwner
 
 # Imported once by the fork server, if this process has them: slow to import, and safe to fork with.
@@ -90,7 +91,8 @@ class Nursery:
         # The fork server has said something, and so is not still busy with its first imports.
         self._heard = False
         self._sending = asyncio.Lock()
-        self._path: list[str] = []
+        # What the fork server was started with.
+        self._environment: dict[str, str] = {}
         self._writable = asyncio.Event()
         self.on_ended: Callable[[Child, Ending], object] = lambda child, ending: None
         # Told that somebody rings at the door, and the fork server's pid as they see it.
@@ -101,8 +103,16 @@ class Nursery:
         """The fork server's process, once there is one."""
         return None if self._process is None else self._process.pid
 
-    async def spawn(self, settings: bytes, environment: dict[str, str], name: str) -> tuple[Child, socket.socket]:
+    async def spawn(
+        self, settings: bytes, surroundings: Surroundings, environment: dict[str, str], name: str
+    ) -> tuple[Child, socket.socket]:
         """Start a worker.
+
+        Args:
+            settings: What it is told.
+            surroundings: What it has in common with the controller.
+            environment: What it alone has in its environment.
+            name: What it is called in logs.
 
         Returns:
             The worker, whose `started` gives its pid, and this side of the socket to it.
@@ -120,10 +130,11 @@ class Nursery:
         watched, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pulse = PulseWatch(watched, self._loop)
         child = self._children[self._last_number] = Child(self._last_number, output, pulse, self._loop)
-        message = pack([order.SPAWN, child.number, environment, self._modules(), settings])
+        changes = surroundings.changes(self._environment)
+        common = [surroundings.directory, surroundings.path, changes]
+        message = pack([order.SPAWN, child.number, *common, self._modules(), environment, settings])
         try:
             with theirs, answering:
-                await self._configure()
                 await self._send(message, [theirs.fileno(), out, err, answering.fileno()])
         except BaseException as error:
             self._children.pop(child.number, None)
@@ -260,7 +271,8 @@ class Nursery:
         with theirs:
             # One that is isolated cannot see this process.
             parent = (0, 0) if self._prefix else (os.getpid(), threading.get_native_id())
-            command = fresh_python("aiodaft._runtime.forkserver", theirs.fileno(), *parent)
+            command = fresh_python("aiodaft._runtime.forkserver", theirs.fileno(), *parent, int(self._fork))
+            self._environment = dict(os.environ)
             try:
                 # From the loop's own thread, which takes a millisecond or two: it is to end when that thread does.
                 self._process = subprocess.Popen(  # noqa: ASYNC220 - see above
@@ -268,6 +280,7 @@ class Nursery:
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
+                    env=self._environment,
                 )
             except OSError as error:
                 ours.close()
@@ -275,21 +288,12 @@ class Nursery:
         ours.setblocking(False)
         self._socket = ours
         self._loop.add_reader(ours.fileno(), self._readable)
-        await self._configure()
 
     def _modules(self) -> list[str]:
         """What the fork server imports before it forks."""
         if self._preload is not None:
             return list(self._preload)
         return [name for name in _PRELOADED if name in sys.modules]
-
-    async def _configure(self) -> None:
-        """Tell the fork server where modules are, if that has changed: notebooks add to sys.path."""
-        path = importable_path()
-        if path != self._path:
-            await self._send(pack([order.CONFIGURE, path, self._fork]), [])
-            # Not before: sending can be cancelled, and then the next spawn is who tells it.
-            self._path = path
 
     async def _send(self, message: bytes, fds: list[int]) -> None:
         # One at a time: the loop tells only one waiter that there is room.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.liveness import Patience
 from aiodaft.exceptions import PeerLost
 
 from .nursery import Child
 from .pulse import Vitals
+from .surroundings import Surroundings
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,19 @@ class Place:
     peer: PeerId
     actor: ActorId
     gpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What every incarnation of an actor is started with.
+
+    Attributes:
+        patience: How long it is waited for when it does not answer; the runtime's if None.
+        surroundings: What its process has in common with the controller; None if it lives in another actor's process.
+    """
+
+    patience: Patience | None
+    surroundings: Surroundings | None
 
 
 @dataclass(frozen=True, slots=True)

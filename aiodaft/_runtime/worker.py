@@ -46,6 +46,7 @@ class WorkerSettings:
     key: bytes
     uvloop: bool
     log_level: int
+    argv: list[str]
 
     def packed(self) -> bytes:
         """As bytes."""
@@ -160,6 +161,7 @@ def _serve(packed: bytes, link: int, pulse: int) -> int:
     settings = WorkerSettings.unpacked(packed)
     _set_log_level(settings.log_level)
     sys.breakpointhook = _refuse_breakpoint
+    sys.argv[:] = settings.argv
     sockets = socket.socket(fileno=link), socket.socket(fileno=pulse)
 
     async def serve() -> int:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from aiodaft._protocol.codec import unpack
-from aiodaft._runtime import forkserver as order
 from aiodaft._runtime import nursery as nursery_module
 from aiodaft._runtime.logs import LogPump
 from aiodaft._runtime.nursery import Nursery
+from aiodaft._runtime.surroundings import Surroundings
 from aiodaft.exceptions import SpawnFailed
 
 
@@ -39,53 +39,34 @@ async def nursery_and_server() -> AsyncGenerator[tuple[Nursery, socket.socket], 
             await nursery.aclose()
 
 
-def received(server: socket.socket) -> list[int]:
-    """The kinds of the orders that have come."""
-    kinds: list[int] = []
+def received(server: socket.socket) -> list[list[Any]]:
+    """The orders that have come."""
+    orders: list[list[Any]] = []
     with suppress(BlockingIOError):
         while True:
             data, fds, _, _ = socket.recv_fds(server, 1 << 20, 3)
             for fd in fds:
                 os.close(fd)
-            kinds.append(unpack(data, lambda code, content: None)[0])
-    return kinds
-
-
-async def test_the_paths_are_told_before_the_first_spawn_and_not_again() -> None:
-    async with nursery_and_server() as (nursery, server):
-        for expected in ([order.CONFIGURE, order.SPAWN], [order.SPAWN]):
-            _, connection = await nursery.spawn(b"", {}, "actor")
-            connection.close()
-            assert received(server) == expected
+            orders.append(unpack(data, lambda code, content: None))
+    return orders
 
 
 async def test_a_path_that_is_too_long_to_be_told_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     async with nursery_and_server() as (nursery, server):
         monkeypatch.syspath_prepend("/" + "x" * (4 << 20))
         with pytest.raises(SpawnFailed, match=r"4,\d+,\d+ bytes \(sys.path, the environment\) are too many"):
-            await nursery.spawn(b"", {}, "actor")
+            await nursery.spawn(b"", Surroundings.here(), {}, "actor")
         assert received(server) == []
 
 
-async def test_what_a_cancelled_spawn_could_not_tell_is_told_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_what_has_changed_in_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIODAFT_TEST_MARK", "")
     async with nursery_and_server() as (nursery, server):
-        _, connection = await nursery.spawn(b"", {}, "actor")
+        nursery._environment = {**os.environ, "AIODAFT_TEST_GONE": "1"}
+        monkeypatch.setenv("AIODAFT_TEST_MARK", "changed")
+        _, connection = await nursery.spawn(b"", Surroundings.here(), {}, "actor")
         connection.close()
-        monkeypatch.syspath_prepend("/notebook")
-        assert nursery._socket is not None
-        with suppress(BlockingIOError):
-            while True:
-                nursery._socket.send(b"\x91\x09")
-        spawning = asyncio.get_running_loop().create_task(nursery.spawn(b"", {}, "cancelled"))
-        while not nursery._sending.locked():
-            await asyncio.sleep(0)
-        spawning.cancel()
-        await asyncio.wait([spawning])
-        assert spawning.cancelled()
-        received(server)
-        _, connection = await nursery.spawn(b"", {}, "actor")
-        connection.close()
-        assert received(server) == [order.CONFIGURE, order.SPAWN]
+        assert received(server)[0][4] == {"AIODAFT_TEST_GONE": None, "AIODAFT_TEST_MARK": "changed"}
 
 
 def test_the_last_lines_are_known_before_the_thread_that_passes_them_on_has_seen_them() -> None:
@@ -119,7 +100,7 @@ async def test_a_fork_server_that_imports_what_takes_long_is_not_waited_for(
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "endless.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()")
     nursery = Nursery(asyncio.get_running_loop(), fork=True, preload=("endless",))
-    child, connection = await nursery.spawn(b"", {}, "actor")
+    child, connection = await nursery.spawn(b"", Surroundings.here(), {}, "actor")
     connection.close()
     writing = await asyncio.to_thread(os.open, tmp_path / "fifo", os.O_WRONLY)
     # Now it imports.

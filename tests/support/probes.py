@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
 
+import environment_at_import
+
 import aiodaft
 from aiodaft import Actor, method
 from aiodaft._runtime.current import current_peer
@@ -40,6 +42,16 @@ class Probe(Actor):
     @method
     async def set_environ(self, name: str, value: str) -> None:
         os.environ[name] = value
+
+    @method
+    async def surroundings(self, names: tuple[str, ...]) -> tuple[dict[str, str | None], str, list[str], list[str]]:
+        """Some variables of the environment, the working directory, sys.path and sys.argv."""
+        return {name: os.environ.get(name) for name in names}, os.getcwd(), sys.path, sys.argv
+
+    @method
+    async def seen_at_import(self, name: str) -> str | None:
+        """A variable as it was when a module was imported."""
+        return environment_at_import.SEEN.get(name)
 
     @method
     async def has_module(self, name: str) -> bool:

@@ -1,0 +1,116 @@
+"""What an actor's process has in common with the controller: environment, working directory, sys.path, sys.argv."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from probes import Probe
+from supervised import AT_ONCE
+
+import aiodaft
+from aiodaft import Restart
+
+MARK, GONE = "AIODAFT_TEST_MARK", "AIODAFT_TEST_GONE"
+
+
+@pytest.mark.parametrize("fork", [True, False])
+async def test_an_actor_gets_what_the_controller_has_when_it_is_spawned(
+    fork: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(GONE, "1")
+    # No UTF-8, and not in the environment that a process can start with: the limits of what a variable can be.
+    monkeypatch.setenv(MARK, "before \udcff")
+    async with aiodaft.Runtime(preload=(), fork=fork) as rt:
+        first = await rt.spawn(Probe)
+        before = await first.surroundings((MARK, GONE))
+        monkeypatch.setenv(MARK, "after")
+        monkeypatch.delenv(GONE)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend("added")
+        monkeypatch.setattr(sys, "argv", ["program", "--flag"])
+        second = await rt.spawn(Probe)
+        now = {MARK: "after", GONE: None}, str(tmp_path), sys.path, ["program", "--flag"]
+        assert await second.surroundings((MARK, GONE)) == now
+        monkeypatch.undo()
+        assert before == await first.surroundings((MARK, GONE))
+        assert before == ({MARK: "before \udcff", GONE: "1"}, os.getcwd(), sys.path, sys.argv)
+        third = await rt.spawn(Probe)
+        assert await third.surroundings((MARK, GONE)) == ({MARK: None, GONE: None}, *before[1:])
+
+
+async def test_a_share_of_the_machine_goes_before_what_the_controller_has(
+    rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So that the controller itself uses no GPU: this changes nothing of what actors are given.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    one, none = await rt.on(gpus=1).spawn(Probe), await rt.spawn(Probe)
+    assert (await one.environ("CUDA_VISIBLE_DEVICES"), await none.environ("CUDA_VISIBLE_DEVICES")) == ("0", "")
+
+
+async def test_what_all_actors_share_is_imported_with_the_environment_of_the_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    async with aiodaft.Runtime(preload=("environment_at_import",), gpus=1, cpus=1) as rt:
+        monkeypatch.setenv(MARK, "as it is now")
+        probe = await rt.on(cpus=1, gpus=1).spawn(Probe)
+        assert await probe.environ("OMP_NUM_THREADS") == "1"
+        assert await probe.seen_at_import("OMP_NUM_THREADS") is None
+        assert await probe.seen_at_import(MARK) == "as it is now"
+
+
+async def test_an_actor_that_is_restarted_gets_what_it_had_at_first(
+    rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(MARK, "first")
+    monkeypatch.chdir(tmp_path)
+    probe = await rt.on(restart=Restart(backoff=AT_ONCE)).spawn(Probe)
+    before = await probe.surroundings((MARK,))
+    monkeypatch.undo()
+    os.kill(await probe.pid(), signal.SIGKILL)
+    while (await rt.info(probe)).epoch == 0:
+        pass
+    assert await probe.surroundings((MARK,)) == before
+    assert before[:2] == ({MARK: "first"}, str(tmp_path))
+
+
+async def test_a_working_directory_that_is_gone_fails_the_spawn_and_says_what_to_do(
+    rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    guest_of = await rt.spawn(Probe)
+    directory.rmdir()
+    free = await rt.resources()
+    with pytest.raises(aiodaft.SpawnFailed, match=r"working directory of this process, which is gone .*os\.chdir\(\)"):
+        await rt.on(gpus=1).spawn(Probe)
+    assert await rt.resources() == free
+    # It needs no process of its own.
+    assert await (await rt.on(with_=guest_of).spawn(Probe)).pid() == await guest_of.pid()
+    monkeypatch.undo()
+    assert (await (await rt.spawn(Probe)).surroundings(()))[1] == os.getcwd()
+
+
+async def test_a_restart_in_a_directory_that_is_gone_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    with pytest.raises(ExceptionGroup) as failed:
+        async with aiodaft.Runtime(preload=()) as rt:
+            with monkeypatch.context() as patch:
+                patch.chdir(directory)
+                probe = await rt.on(restart=Restart(intensity=1, backoff=AT_ONCE)).spawn(Probe)
+            directory.rmdir()
+            os.kill(await probe.pid(), signal.SIGKILL)
+            while True:
+                await rt.info(probe)
+    limit = failed.value.exceptions[0]
+    assert isinstance(limit, aiodaft.RestartLimitReached)
+    assert isinstance(limit.attempts[-1], aiodaft.SpawnFailed)
+    assert f"when it spawned the actor cannot be entered: [Errno 2] No such file or directory: '{directory}'" in str(
+        limit.attempts[-1]
+    )

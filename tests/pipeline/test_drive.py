@@ -1,6 +1,7 @@
 """Schedules that run on actors."""
 
 import asyncio
+import functools
 import random
 from collections.abc import Callable
 
@@ -18,10 +19,12 @@ from aiodaft.pipeline import (
     interleaved,
     one_f_one_b,
     simulate,
+    transfers,
     zb_h1,
     zb_h2,
     zbv,
 )
+from aiodaft.pipeline.schedule import needs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -58,41 +61,112 @@ async def test_the_same_captured(module_rt: aiodaft.Runtime) -> None:
             assert [await ref for ref in graph(["a", "b", "c", "d"])] == listed(schedule)
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 2)])
-async def test_random_valid_orders_never_hang(module_rt: aiodaft.Runtime, p: int, m: int) -> None:
+@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("count", [25, pytest.param(1_000, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
+async def test_random_valid_orders_never_hang(module_rt: aiodaft.Runtime, p: int, count: int) -> None:
+    """Row CO6: with stages on any rank, and weights apart or not; interpreted, and every fifth one compiled."""
     rng = random.Random(p)
-    ranks = list(await module_rt.group(p, Rank, p - 1))
+    last = 4
+    ranks = list(await module_rt.group(p, Rank, last))
     runs: list[tuple[Schedule, list[aiodaft.Ref[object]]]] = []
-    # On both loops: a thousand.
-    while len(runs) < 250:
-        schedule = random_order(rng, p, m)
-        runs.append((schedule, drive(schedule, ranks, list("abc"))))
-        if len(runs) % 50 == 0:
-            for made, refs in runs[-50:]:
-                assert await asyncio.gather(*refs) == listed(made)
+    for number in range(count):
+        schedule = random_order(rng, p, last + 1, rng.randint(1, 4))
+        runs.append((schedule, drive(schedule, ranks, list("abcd"))))
+        if number % 5 == 0:
+            async with aiodaft.compile(functools.partial(drive, schedule, ranks)) as graph:
+                runs.append((schedule, graph(list("abcd"))))
+    for made, refs in runs:
+        assert await asyncio.gather(*refs) == listed(made)
 
 
-def random_order(rng: random.Random, p: int, m: int) -> Schedule:
+def random_order(rng: random.Random, p: int, stages: int, m: int) -> Schedule:
     """Any order in which each rank might take up what is there to do."""
+    # Each rank has at least one stage.
+    rank_of = [*range(p), *(rng.randrange(p) for _ in range(stages - p))]
+    rng.shuffle(rank_of)
+    kinds = rng.choice([(Kind.F, Kind.B), tuple(Kind)])
     order: list[list[Task]] = [[] for _ in range(p)]
     done: set[Task] = set()
-    todo = {Task(stage, mb, kind) for stage in range(p) for mb in range(m) for kind in (Kind.F, Kind.B)}
+    todo = [Task(stage, mb, kind) for stage in range(stages) for mb in range(m) for kind in kinds]
     while todo:
-        ready = [
-            task
-            for task in sorted(todo, key=str)
-            if (task.kind is Kind.F and (not task.stage or Task(task.stage - 1, task.microbatch, Kind.F) in done))
-            or (
-                task.kind is Kind.B
-                and Task(task.stage, task.microbatch, Kind.F) in done
-                and (task.stage == p - 1 or Task(task.stage + 1, task.microbatch, Kind.B) in done)
-            )
-        ]
-        task = rng.choice(ready)
+        task = rng.choice([task for task in todo if done.issuperset(needs(task, stages))])
         todo.remove(task)
         done.add(task)
-        order[task.stage].append(task)
+        order[rank_of[task.stage]].append(task)
     return order
+
+
+# What ranks were at when two users of torch.distributed.pipelining were stuck, each waiting for the other's receive:
+# https://github.com/pytorch/pytorch/issues/172668. Two ranks, four stages.
+STUCK = {
+    "receives where they are needed": (False, ["0SEND_F1 2RECV_F0 2F0", "1SEND_F0 1RECV_F1 1F1"]),
+    "odd ranks receive first": (True, ["0SEND_F2 2RECV_B0 2B0", "3SEND_B0 3F1 3B1 1RECV_F2 3SEND_B1 1F2"]),
+}
+
+
+@pytest.mark.parametrize("name", STUCK)
+async def test_the_two_published_stuck_orders_run(module_rt: aiodaft.Runtime, name: str) -> None:
+    """Row CO6: planned by hand, sends and receives make these schedules wait for themselves; refs cannot."""
+    odd_receive_first, published = STUCK[name]
+    schedule = interleaved(2, 4)
+    stuck = with_transfers_by_hand(schedule, odd_receive_first)
+    run_blocking(stuck)
+    assert [" ".join(left)[: len(text)] for left, text in zip(stuck, published, strict=True)] == published
+    ranks = list(await module_rt.group(2, Rank, last_stage(schedule)))
+    assert await asyncio.gather(*drive(schedule, ranks, list("abcd"))) == listed(schedule)
+    async with aiodaft.compile(functools.partial(drive, schedule, ranks)) as graph:
+        assert await asyncio.gather(*graph(list("abcd"))) == listed(schedule)
+
+
+def with_transfers_by_hand(schedule: Schedule, odd_receive_first: bool) -> list[list[str]]:
+    """Each rank's actions as torch writes them: a receive right before its task, a send right after it."""
+    inward = {transfer.target: transfer.source for transfer in transfers(schedule)}
+    outward = set(inward.values())
+    actions: list[list[str]] = []
+    for rank, tasks in enumerate(schedule):
+        made: list[str] = []
+        for task in tasks:
+            stage, mb, kind = task.stage, task.microbatch, task.kind.name
+            receive = [f"{stage}RECV_{kind}{mb}"] if task in inward else []
+            before = len(made) - 1 if odd_receive_first and rank % 2 and made and "SEND" in made[-1] else len(made)
+            made[before:before] = receive
+            made.append(f"{stage}{kind}{mb}")
+            made += [f"{stage}SEND_{kind}{mb}"] if task in outward else []
+        actions.append(made)
+    return actions
+
+
+def run_blocking(actions: list[list[str]]) -> None:
+    """Two ranks whose sends wait for the receive: take from their lists what they get done."""
+    while True:
+        heads = [left[0] if left else "" for left in actions]
+        alone = [rank for rank, head in enumerate(heads) if head and "_" not in head]
+        if not alone and not (matches(*heads) or matches(*heads[::-1])):
+            return
+        for rank in alone or (0, 1):
+            del actions[rank][0]
+
+
+def matches(send: str, receive: str) -> bool:
+    if "SEND" not in send or "RECV" not in receive:
+        return False
+    stage, what = send.split("SEND_")
+    return receive == f"{int(stage) + (1 if what[0] == 'F' else -1)}RECV_{what}"
+
+
+async def test_a_schedule_that_waits_for_itself_is_refused_where_it_is_compiled(module_rt: aiodaft.Runtime) -> None:
+    """Row CO6: with the cycle, and before any rank is called."""
+    ranks = list(await module_rt.group(2, Rank, 1))
+    stuck = [
+        [Task(0, 0, Kind.F), Task(0, 0, Kind.B), Task(0, 1, Kind.F), Task(0, 1, Kind.B)],
+        [Task(1, 1, Kind.F), Task(1, 0, Kind.F), Task(1, 0, Kind.B), Task(1, 1, Kind.B)],
+    ]
+    with pytest.raises(ScheduleError, match="waits for itself: rank 0 is at B.*; rank 1 is at F") as caught:
+        aiodaft.compile(functools.partial(drive, stuck, ranks))
+    with pytest.raises(ScheduleError) as interpreted:
+        drive(stuck, ranks, ["a", "b"])
+    assert str(interpreted.value) == str(caught.value)
+    assert (await ranks[0].times_finished(), (await module_rt.info(ranks[0])).done) == (0, 1)
 
 
 @pytest.mark.parametrize("failing", [(0, 1, "F"), (1, 0, "B"), (1, 2, "W"), (0, 3, "B")])

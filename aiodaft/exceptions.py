@@ -10,7 +10,7 @@ DaftError
 │   ├── RuntimeClosed        the runtime, or the scope that owned the actor
 │   └── ChannelClosed        the channel
 ├── NotDelivered             the call never ran
-│   ├── Overloaded           more calls are waiting than the runtime allows
+│   ├── Overloaded           more calls have no answer yet than the runtime allows
 │   ├── InsufficientResources  there is not that much of it; says what there is
 │   ├── SpawnFailed          the actor's process did not come up
 │   ├── StaleHandle          the handle leads to an earlier incarnation of the actor
@@ -130,7 +130,7 @@ class NotDelivered(DaftError):
 
 
 class Overloaded(NotDelivered):
-    """More calls are waiting to be sent than `Runtime(max_pending=...)` allows."""
+    """More calls have no answer yet than `Runtime(max_pending=...)` allows."""
 
 
 class InsufficientResources(NotDelivered):

@@ -66,7 +66,9 @@ class Runtime(Scope):
         stop_grace: Seconds that calls under way get when their actor is stopped.
         cancel_grace: Seconds that cancelled calls get for their cleanup. A `def` method that already runs gets none: a
             thread cannot be interrupted.
-        max_pending: Calls that may wait to be sent to one process before `Overloaded` is raised.
+        max_pending: Calls to one process that may be without an answer before `Overloaded` is raised: those that are
+            under way there, and those that wait here to be sent. The runtime's own calls (`rt.info`, `rt.stop`) do not
+            count, and always get through.
         patience: How long a process that does not answer is waited for: by default it is reported after 5 s, and killed
             after 30 s if it is stopped. A class line or `rt.on(patience=...)` goes before this.
         env: Clock, randomness and ids, for simulations.
@@ -94,7 +96,9 @@ class Runtime(Scope):
         env: Env | None = None,
     ) -> None:
         super().__init__(self)
-        for name, value in {"stop_grace": stop_grace, "cancel_grace": cancel_grace, "max_pending": max_pending}.items():
+        if isinstance(max_pending, bool) or not isinstance(max_pending, int) or max_pending < 1:
+            raise ValueError(f"max_pending={max_pending!r}: a positive integer is needed")
+        for name, value in {"stop_grace": stop_grace, "cancel_grace": cancel_grace}.items():
             if not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value!r}: a number that is not negative is needed")
         self.stop_grace = stop_grace

@@ -5,12 +5,17 @@ whose arguments are still being copied holds its place; the answers themselves a
 keeps the other side's memory bounded. A run of a graph, which is no call, takes its place behind the calls that wait
 when it is sent. All calls in the window may wait for one beyond it (say, the one that opens
 a gate), so a window that brings no answer for a while is opened further.
+
+The runtime's own calls (of agents, the node, the supervisor, channels) are outside the window and its bounds, so that a
+runtime that is overloaded can still be looked at and stopped. They go in order among themselves, and behind the calls
+before them that are still being prepared: an actor that is stopped gets what it was told last.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from aiodaft.exceptions import LocalProtocolError, Overloaded, RemoteProtocolError
@@ -28,6 +33,16 @@ WINDOW_BYTES: Final = 64 << 20
 STALL: Final = 1.0
 
 
+@dataclass(slots=True)
+class _OwnCall:
+    """A call of the runtime that is not sent yet."""
+
+    # None while it is being prepared.
+    message: Message | None
+    # Calls of users before it that are being prepared.
+    behind: set[CallId]
+
+
 class Session(Generic[CallT]):
     """State of one control link. `CallT` is whatever the owner wants to keep with each call."""
 
@@ -41,8 +56,11 @@ class Session(Generic[CallT]):
         # Messages among them that are no calls; they have negative numbers.
         self._others = 0
         self._last_other = 0
-        self._base_window = window
-        self._window = window
+        # The runtime's own calls: all, and those that are not sent yet.
+        self._own: set[CallId] = set()
+        self._own_waiting: OrderedDict[CallId, _OwnCall] = OrderedDict()
+        # Never larger than what is allowed to be without an answer.
+        self._base_window = self._window = min(window, max_pending)
         self._answers = 0
         self._answers_before = 0
         self._max_pending = max_pending
@@ -60,20 +78,21 @@ class Session(Generic[CallT]):
 
     @property
     def waiting(self) -> int:
-        """Calls that are not sent yet."""
+        """Calls that are not sent yet, without the runtime's own."""
         return len(self._waiting) - self._others
 
     def is_waiting(self, call_id: CallId) -> bool:
         """Whether a call is not sent yet."""
-        return call_id in self._waiting
+        return call_id in self._waiting or call_id in self._own_waiting
 
     def unsent(self, call_id: CallId) -> Message | None:
         """The message of a call that is not sent yet, if it has one."""
-        return self._waiting.get(call_id)
+        own = self._own_waiting.get(call_id)
+        return self._waiting.get(call_id) if own is None else own.message
 
     def under_way(self) -> Iterator[CallT]:
         """Calls that are sent and not answered, the oldest first."""
-        return (call for call_id, call in self.calls.items() if call_id not in self._waiting)
+        return (call for call_id, call in self.calls.items() if not self.is_waiting(call_id))
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> list[Message]:
         """Return the messages that `data` completes, without the greeting.
@@ -110,7 +129,7 @@ class Session(Generic[CallT]):
             cost: Bytes of arguments in it.
 
         Raises:
-            Overloaded: Too many calls are waiting.
+            Overloaded: Too many calls have no answer yet.
         """
         if (
             message is not None
@@ -124,16 +143,31 @@ class Session(Generic[CallT]):
                 self._bytes += cost
             self.send(message)
             return
-        if self.waiting >= self._max_pending:
-            raise Overloaded(f"{self.waiting} calls are waiting for {self.remote} already; await some of them first")
+        if (pending := len(self.calls) - len(self._own)) >= self._max_pending:
+            raise Overloaded(
+                f"{pending} calls to {self.remote} have no answer yet, which is all that "
+                f"Runtime(max_pending={self._max_pending}) allows; await some of them first"
+            )
         self.calls[call_id] = call
         self._wait(call_id, message, cost)
 
+    def submit_own(self, call_id: CallId, call: CallT, message: Message | None) -> None:
+        """Send a call of the runtime itself; None for the message while it is being prepared (see `provide`)."""
+        self.calls[call_id] = call
+        self._own.add(call_id)
+        unprepared = {other for other, waiting in self._waiting.items() if waiting is None}
+        self._own_waiting[call_id] = _OwnCall(message, unprepared)
+        self._pump_own()
+
     def provide(self, call_id: CallId, message: Message, cost: int = 0) -> None:
         """Give the message of a call that was submitted without one."""
-        if call_id not in self._waiting:
+        if call_id in self._own_waiting:
+            self._own_waiting[call_id].message = message
+        elif call_id in self._waiting:
+            self._wait(call_id, message, cost)
+        else:
             raise LocalProtocolError(f"call {call_id} is not waiting for its message")
-        self._wait(call_id, message, cost)
+        self._pump_own(call_id)
 
     def line_up(self, message: Message) -> None:
         """Send a message that is no call behind the calls that wait; it takes no place in the window."""
@@ -146,15 +180,22 @@ class Session(Generic[CallT]):
 
     def withdraw(self, call_id: CallId) -> bool:
         """Take back a call that was not sent yet; True if that was possible."""
-        if call_id not in self._waiting:
+        if call_id in self._own_waiting:
+            del self._own_waiting[call_id], self.calls[call_id]
+            self._own.remove(call_id)
+        elif call_id in self._waiting:
+            del self._waiting[call_id], self.calls[call_id]
+            self._costs.pop(call_id, None)
+            self._pump()
+        else:
             return False
-        del self._waiting[call_id], self.calls[call_id]
-        self._costs.pop(call_id, None)
-        self._pump()
+        self._pump_own(call_id)
         return True
 
     def settle(self, call_id: CallId) -> CallT | None:
         """The call is answered: return what was kept with it (None if it is unknown) and make room for the next."""
+        if self._own and call_id in self._own:
+            return self._settle_own(call_id)
         if self._waiting and call_id in self._waiting:
             # Nobody can have answered what was not sent.
             return None
@@ -167,6 +208,13 @@ class Session(Generic[CallT]):
                 self._pump()
         return call
 
+    def _settle_own(self, call_id: CallId) -> CallT | None:
+        if call_id in self._own_waiting:
+            return None
+        self._own.remove(call_id)
+        # It says nothing of the window.
+        return self.calls.pop(call_id)
+
     def look_for_stall(self) -> bool:
         """Called every `STALL` seconds while calls wait: opens the window if nothing was answered since the last time.
 
@@ -174,7 +222,7 @@ class Session(Generic[CallT]):
             Whether calls still wait, so that this has to be called again.
         """
         if self._answers == self._answers_before:
-            self._window *= 2
+            self._window = min(2 * self._window, self._max_pending)
             self._window_bytes *= 2
             self._pump()
         else:
@@ -189,6 +237,16 @@ class Session(Generic[CallT]):
             self._costs[call_id] = cost
         self._pump()
 
+    def _pump_own(self, prepared: CallId | None = None) -> None:
+        for own in self._own_waiting.values() if prepared is not None else ():
+            own.behind.discard(prepared)
+        while self._own_waiting:
+            call_id, own = next(iter(self._own_waiting.items()))
+            if own.message is None or own.behind:
+                return
+            del self._own_waiting[call_id]
+            self.send(own.message)
+
     def _pump(self) -> None:
         while self._waiting:
             call_id, message = next(iter(self._waiting.items()))
@@ -200,7 +258,7 @@ class Session(Generic[CallT]):
                 cost = self._costs.get(call_id, 0)
                 # One call may exceed the byte window, or it would wait for ever.
                 full = self._bytes and self._bytes + cost > self._window_bytes
-                if full or len(self.calls) - self.waiting >= self._window:
+                if full or len(self.calls) - len(self._own) - self.waiting >= self._window:
                     return
                 self._bytes += cost
             del self._waiting[call_id]

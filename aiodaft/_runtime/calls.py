@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aiodaft._protocol.ids import ActorId, CallId, PeerId
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
 from aiodaft._protocol.liveness import Health
 from aiodaft._protocol.messages import CALL, SEND, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
 from aiodaft._protocol.order import Entry, Order
-from aiodaft.exceptions import ActorDied, RuntimeClosed
+from aiodaft.exceptions import ActorDied, Overloaded, RuntimeClosed
 from aiodaft.ref import Ref, Stream
 
 from .callers import all_plain
@@ -232,24 +232,31 @@ class Outgoing:
             return
         target, state, args = request.target, request.state, request.args
         request.deadline = deadline = current_deadline.get()
-        if self.order.lanes and self._must_wait(request):
-            if self._hall.admit(request):
-                self.order.enter(request)
-            return
-        if target.remote == peer.id:
-            self._submit_local(request)
-            return
-        link = peer.link_to(target.remote)
-        if link.lost is not None:
-            target.missed(request, link)
-            return
-        if not isinstance(state, TellState):
-            state.link = link
-        plain = request.mode == WANT_REPLY and not request.kwargs and deadline is None and not request.attempt
-        if plain and all_plain(args):
-            link.submit(request.number, state, (CALL, request.number, target.actor, request.spec.name, args))
-        else:
-            self._submit_encoded(link, request)
+        try:
+            if self.order.lanes and self._must_wait(request):
+                if self._hall.admit(request):
+                    self.order.enter(request)
+                return
+            if target.remote == peer.id:
+                self._submit_local(request)
+                return
+            link = peer.link_to(target.remote)
+            if link.lost is not None:
+                target.missed(request, link)
+                return
+            if not isinstance(state, TellState):
+                state.link = link
+            plain = request.mode == WANT_REPLY and not request.kwargs and deadline is None and not request.attempt
+            if plain and all_plain(args):
+                message = (CALL, request.number, target.actor, request.spec.name, args)
+                if target.actor < FIRST_USER_ACTOR:
+                    link.submit_own(request.number, state, message)
+                else:
+                    link.submit(request.number, state, message)
+            else:
+                self._submit_encoded(link, request)
+        except Overloaded as error:
+            raise Overloaded(f"{request.spec.label} of {target.label} is refused: {error}") from None
 
     def submit_later(self, request: Request) -> None:
         """Send a call that had to wait, or has to be made again: with the deadline that it had."""
@@ -305,12 +312,13 @@ class Outgoing:
 
     def _submit_encoded(self, link: Link, request: Request) -> None:
         number, state, kept, store = request.number, request.state, request.kept, self._peer.store
+        submit = link.submit_own if request.target.actor < FIRST_USER_ACTOR else link.submit
         if kept is None:
             try:
                 kept = store.keep(*_value_of(request), resolve=True)
             except TooLong:
                 self._note_streams(request)
-                link.submit(number, state, None)
+                submit(number, state, None)
                 coro = self._encode_then_send(link, request)
                 self._peer.tasks.create_task(coro, name=f"encode the arguments of {request.spec.label}")
                 return
@@ -318,9 +326,9 @@ class Outgoing:
                 return
             request.kept = kept
         if store.pack_now(kept) and kept.ready:
-            link.submit(number, state, self._message(link, request, kept), kept.encoded.size)
+            submit(number, state, self._message(link, request, kept), kept.encoded.size)
         else:
-            link.submit(number, state, None)
+            submit(number, state, None)
             self._peer.tasks.create_task(self._pack_then_send(link, request, kept), name="copy arguments")
 
     def _note_streams(self, request: Request) -> None:

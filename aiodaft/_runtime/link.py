@@ -195,6 +195,11 @@ class Link:
             self._loop.call_later(STALL, self._look_for_stall)
         self._sent_one()
 
+    def submit_own(self, call_id: CallId, call: State, message: Message | None, _cost: int = 0) -> None:
+        """Send a call of the runtime itself; see `Session.submit_own`."""
+        self.session.submit_own(call_id, call, message)
+        self._sent_one()
+
     def _look_for_stall(self) -> None:
         self._watching_stall = self.lost is None and self.session.look_for_stall()
         if self._watching_stall:

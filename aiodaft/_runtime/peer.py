@@ -74,7 +74,7 @@ class PeerOptions:
         transport: How payloads leave the process.
         direct: Whether what is in GPU memory goes from GPU to GPU, and not by that transport.
         grace: Seconds that cancelled calls get for their cleanup.
-        max_pending: Calls that may wait to be sent to one process.
+        max_pending: Calls to one process that may be without an answer.
     """
 
     id: PeerId

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
+from pathlib import Path
 
 import pytest
-from actors import Echo, Entered, Log, Plain, Relay, Sleeper
+from actors import Echo, Entered, Log, Plain, Relay, Sleeper, Writer
 from leaks import resident
 
 import aiodaft
@@ -152,17 +153,41 @@ async def test_a_call_behind_a_full_window_of_waiting_ones_gets_through(rt: aiod
 async def test_calls_beyond_the_limit_are_refused_at_once_and_nothing_is_lost() -> None:
     async with aiodaft.Runtime(preload=(), max_pending=100) as rt:
         log = await rt.spawn(Log)
-        refs = [log.after_gate(index) for index in range(4096 + 100)]
-        with pytest.raises(aiodaft.Overloaded, match="await some of them first") as caught:
-            log.after_gate("one too many")
-        assert caught.value.executed is False
-        # Those that were not sent are taken back; that makes room for the one that frees the others.
-        for ref in refs[-100:]:
-            ref.cancel()
+        refs = [log.after_gate(index) for index in range(100)]
+        for value in ("one too many", bytes(1 << 20)):
+            with pytest.raises(
+                aiodaft.Overloaded, match=r"Log.after_gate of Log-1 is refused: 100 calls to "
+            ) as caught:
+                log.after_gate(value)
+            assert caught.value.executed is False
+        # The runtime's own calls get through.
+        assert (await rt.info(log)).running_besides == 0
+        assert "Log.after_gate" in str(await rt.stack())
+        # A call that is cancelled makes room for the one that frees the others.
+        given_up = refs.pop()
+        given_up.cancel()
+        with pytest.raises(aiodaft.CallCancelled):
+            await given_up
         release = log.open_gate()
-        await asyncio.gather(*refs[:-100], release)
-        assert await log.all() == list(range(4096))
-        assert all(isinstance(ref.exception(), aiodaft.CallCancelled) for ref in refs[-100:])
+        await asyncio.gather(*refs, release)
+        assert await log.all() == list(range(99))
+
+
+async def test_calls_behind_a_full_window_do_not_hold_up_the_runtimes_own(hasty_rt: aiodaft.Runtime) -> None:
+    log = await hasty_rt.spawn(Log)
+    refs = [log.after_gate(index) for index in range(5000)]
+    assert (await hasty_rt.info(log)).alive
+    await hasty_rt.stop(log)
+    endings = await asyncio.gather(*refs, return_exceptions=True)
+    assert {type(ending) for ending in endings} == {aiodaft.ActorDied, aiodaft.CallCancelled}
+
+
+async def test_what_an_actor_is_told_before_it_is_stopped_arrives(rt: aiodaft.Runtime, tmp_path: Path) -> None:
+    written = tmp_path / "written"
+    async with rt.spawn(Writer) as writer:
+        # Copied by a helper thread: it is not sent yet when the block ends.
+        writer.write.tell(str(written), bytes(8 << 20))
+    assert written.stat().st_size == 8 << 20
 
 
 async def test_an_unmodified_class_is_hosted(rt: aiodaft.Runtime) -> None:

@@ -89,7 +89,7 @@ async def test_grants_in_a_message_that_is_never_sent(module_rt: aiodaft.Runtime
     peer, packer = module_rt.peer, await module_rt.spawn(Packer)
     first = packer.take_at_last(bytes(MEDIUM))
     session = peer.links[state_of(first).producer].session
-    window, session._window_bytes, session._max_pending = session._window_bytes, 1, 1
+    window, session._window_bytes, session._max_pending = session._window_bytes, 1, 2
     second = packer.take_at_last(bytes(MEDIUM))
     assert (session.waiting, in_use(peer)) == (1, 2)
     if case == "a call too many":

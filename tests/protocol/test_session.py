@@ -173,10 +173,10 @@ def test_an_answer_to_a_call_that_was_not_sent_is_unknown() -> None:
     assert one.settle(CallId(2)) == "call 2"
 
 
-def test_more_waiting_calls_than_allowed_are_refused_and_leave_nothing() -> None:
-    one = greeted(window=1, max_pending=2)
+def test_more_calls_without_an_answer_than_allowed_are_refused_and_leave_nothing() -> None:
+    one = greeted(window=1, max_pending=3)
     submit(one, 1, 2, 3)
-    with pytest.raises(Overloaded, match="2 calls are waiting for peer-b") as caught:
+    with pytest.raises(Overloaded, match=r"3 calls to peer-b have no answer yet.*max_pending=3") as caught:
         submit(one, 4)
     assert caught.value.executed is False
     assert list(one.calls) == [1, 2, 3]
@@ -187,6 +187,90 @@ def test_more_waiting_calls_than_allowed_are_refused_and_leave_nothing() -> None
     assert sent(one) == [1, 2, 3, 5]
 
 
+def test_no_more_calls_are_sent_than_may_be_without_an_answer() -> None:
+    one = greeted(window=100, max_pending=2)
+    submit(one, 1, 2)
+    with pytest.raises(Overloaded):
+        submit(one, 3)
+    with pytest.raises(Overloaded):
+        prepare(one, 3)
+    assert not one.look_for_stall()
+    one.settle(CallId(1))
+    submit(one, 4)
+    assert sent(one) == [1, 2, 4]
+
+
+# The runtime's own calls.
+
+
+def submit_own(one: Session[str], *numbers: int) -> None:
+    for number in numbers:
+        one.submit_own(CallId(number), f"call {number}", call(number))
+
+
+def test_own_calls_go_at_once_and_leave_the_window_to_others() -> None:
+    one = greeted(window=2, max_pending=3)
+    submit(one, 1)
+    submit_own(one, 10, 11)
+    submit(one, 2, 3)
+    submit_own(one, 12)
+    assert sent(one) == [1, 10, 11, 2, 12]
+    with pytest.raises(Overloaded, match="3 calls"):
+        submit(one, 4)
+    assert [*one.under_way()] == ["call 1", "call 10", "call 11", "call 2", "call 12"]
+    assert one.settle(CallId(11)) == "call 11"
+    assert one.settle(CallId(11)) is None
+    # That was no room for another call, nor a sign that the window moves.
+    assert sent(one) == []
+    assert one.look_for_stall() is False
+    assert sent(one) == [3]
+
+
+def test_own_calls_keep_their_order_while_one_is_being_prepared() -> None:
+    one = greeted()
+    one.submit_own(CallId(1), "call 1", None)
+    submit_own(one, 2)
+    submit(one, 3)
+    assert sent(one) == [3]
+    assert one.is_waiting(CallId(2))
+    assert one.unsent(CallId(2)) == call(2)
+    assert one.unsent(CallId(1)) is None
+    assert one.settle(CallId(2)) is None
+    one.provide(CallId(1), call(1))
+    assert sent(one) == [1, 2]
+
+
+def test_an_own_call_does_not_overtake_what_is_being_prepared() -> None:
+    one = greeted()
+    prepare(one, 1)
+    submit(one, 2)
+    submit_own(one, 3)
+    prepare(one, 4)
+    assert sent(one) == []
+    one.provide(CallId(1), call(1))
+    assert sent(one) == [1, 2, 3]
+
+
+def test_an_own_call_waits_for_no_window() -> None:
+    one = greeted(window=1)
+    submit(one, 1)
+    prepare(one, 2)
+    submit_own(one, 3)
+    one.provide(CallId(2), call(2))
+    assert sent(one) == [1, 3]
+
+
+def test_an_own_call_that_was_not_sent_can_be_withdrawn() -> None:
+    one = greeted()
+    prepare(one, 1)
+    submit_own(one, 2, 3)
+    assert one.withdraw(CallId(2))
+    assert not one.withdraw(CallId(2))
+    assert one.withdraw(CallId(1))
+    assert sent(one) == [3]
+    assert list(one.calls) == [3]
+
+
 def test_what_is_no_call_does_not_wait_for_the_window() -> None:
     one = greeted(window=1)
     submit(one, 1, 2)
@@ -195,7 +279,7 @@ def test_what_is_no_call_does_not_wait_for_the_window() -> None:
 
 
 def test_a_run_goes_behind_the_calls_that_wait_and_takes_no_place_in_the_window() -> None:
-    one = greeted(window=1, max_pending=1)
+    one = greeted(window=1, max_pending=2)
     one.line_up((m.SKIP, 0, 0))
     submit(one, 1, 2)
     one.line_up((m.SKIP, 7, 0))

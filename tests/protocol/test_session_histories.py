@@ -12,7 +12,7 @@ from aiodaft._protocol.messages import CALL, Message
 from aiodaft._protocol.session import WINDOW_BYTES, Session
 from aiodaft.exceptions import Overloaded
 
-MAX_PENDING = 5
+MAX_PENDING = 8
 
 
 def call(number: int) -> Message:
@@ -43,6 +43,9 @@ class AnyHistory(RuleBasedStateMachine):
         self.waiting: dict[int, int | None] = {}
         self.runs = 0
         self.flying: dict[int, int] = {}
+        # The runtime's own calls that wait, with the calls that were being prepared before them; and those sent.
+        self.own: dict[int, set[int]] = {}
+        self.own_flying: list[int] = []
         self.over: set[int] = set()
         self.submitted: list[int] = []
         self.went: list[int] = []
@@ -51,6 +54,11 @@ class AnyHistory(RuleBasedStateMachine):
 
     def _collect(self) -> None:
         for number in sent(self.one):
+            if number in self.own:
+                assert number == next(iter(self.own)), "not in order"
+                assert not self.own.pop(number) & self.unprepared
+                self.own_flying.append(number)
+                continue
             assert number == next(iter(self.waiting)), "not in order"
             cost = self.waiting.pop(number)
             if number < 0:
@@ -60,6 +68,10 @@ class AnyHistory(RuleBasedStateMachine):
             assert not self.flying_bytes or self.flying_bytes + cost <= WINDOW_BYTES or self.stalled
             self.flying[number] = cost
             self.went.append(number)
+
+    @property
+    def unprepared(self) -> set[int]:
+        return {number for number, cost in self.waiting.items() if cost is None}
 
     @property
     def flying_bytes(self) -> int:
@@ -75,16 +87,30 @@ class AnyHistory(RuleBasedStateMachine):
 
     def submit_one(self, cost: int | None) -> None:
         number, self.next = self.next, self.next + 1
+        pending = len(self.waiting_calls) + len(self.flying)
         self.waiting[number] = cost
         try:
             self.one.submit(CallId(number), f"call {number}", None if cost is None else call(number), cost or 0)
         except Overloaded:
             del self.waiting[number]
-            assert len(self.waiting_calls) >= MAX_PENDING
+            assert pending == MAX_PENDING
         else:
             self.submitted.append(number)
-            assert len(self.waiting_calls) <= MAX_PENDING + 1
+            assert pending < MAX_PENDING
         self._collect()
+
+    @rule()
+    def submit_own(self) -> None:
+        number, self.next = self.next, self.next + 1
+        self.own[number] = self.unprepared
+        self.submitted.append(number)
+        self.one.submit_own(CallId(number), f"call {number}", call(number))
+        self._collect()
+
+    @precondition(lambda self: self.own_flying)
+    @rule(data=st.data())
+    def answer_own(self, data: st.DataObject) -> None:
+        self.answer_own_now(data.draw(st.sampled_from(self.own_flying)))
 
     @property
     def waiting_calls(self) -> list[int]:
@@ -108,10 +134,11 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(self.submitted))
-        waits = number in self.waiting
+        waits = number in self.waiting or number in self.own
         assert self.one.withdraw(CallId(number)) is waits
         if waits:
-            del self.waiting[number]
+            self.waiting.pop(number, None)
+            self.own.pop(number, None)
             self.over.add(number)
         self._collect()
 
@@ -129,7 +156,7 @@ class AnyHistory(RuleBasedStateMachine):
     @rule()
     def look_for_stall(self) -> None:
         self.stalled = not self.answers
-        self.window = self.window * 2 if self.stalled else self.base
+        self.window = min(self.window * 2, MAX_PENDING) if self.stalled else self.base
         self.answers = 0
         assert self.one.look_for_stall() is bool(self.one.waiting)
         self._collect()
@@ -138,11 +165,13 @@ class AnyHistory(RuleBasedStateMachine):
     def nothing_is_lost_or_sent_twice(self) -> None:
         assert len(set(self.went)) == len(self.went)
         assert self.went == sorted(self.went)
-        assert set(self.one.calls) == {*self.waiting_calls, *self.flying}
+        assert set(self.one.calls) == {*self.waiting_calls, *self.flying, *self.own, *self.own_flying}
         assert self.one.waiting == len(self.waiting_calls)
 
     @invariant()
     def what_may_go_has_gone(self) -> None:
+        if self.own:
+            assert next(iter(self.own.values())) & self.unprepared
         if self.waiting:
             number, cost = next(iter(self.waiting.items()))
             assert number >= 0
@@ -156,7 +185,9 @@ class AnyHistory(RuleBasedStateMachine):
             self.provide_now(number, 0)
         while self.flying:
             self.answer_now(next(iter(self.flying)))
-        assert (self.waiting, self.one.calls, self.one.waiting) == ({}, {}, 0)
+        while self.own_flying:
+            self.answer_own_now(self.own_flying[0])
+        assert (self.waiting, self.own, self.one.calls, self.one.waiting) == ({}, {}, {}, 0)
 
     def provide_now(self, number: int, cost: int) -> None:
         self.waiting[number] = cost
@@ -167,6 +198,12 @@ class AnyHistory(RuleBasedStateMachine):
         del self.flying[number]
         self.over.add(number)
         self.answers += 1
+        assert self.one.settle(CallId(number)) == f"call {number}"
+        self._collect()
+
+    def answer_own_now(self, number: int) -> None:
+        self.own_flying.remove(number)
+        self.over.add(number)
         assert self.one.settle(CallId(number)) == f"call {number}"
         self._collect()
 

@@ -34,6 +34,15 @@ class Echo(Actor):
         return args, kwargs
 
 
+class Writer(Actor):
+    """Writes files."""
+
+    @method
+    def write(self, path: str, data: bytes) -> None:
+        with open(path, "wb") as file:
+            file.write(data)
+
+
 class Log(Actor):
     """Notes the order in which its calls start."""
 

@@ -48,6 +48,7 @@ SPAWNED: Final = 3  # number, pid
 EXITED: Final = 4  # number, pid, exit code, signal
 FAILED: Final = 5  # number, text
 RUNG: Final = 6  # no number (0), pid of the fork server as others see it
+IMPORTING: Final = 7  # no number (0), name of a module: what comes next may take long
 
 _MAX_MESSAGE: Final = 1 << 20
 _MAX_FDS: Final = 4
@@ -101,17 +102,26 @@ class ForkServer:
             end.close()
 
     def _continued(self) -> None:
-        """The parent is gone, or this process was stopped and is not any more.
+        """The parent is gone, or closes its runtime, or this process was stopped and is not any more.
 
         The one signal that also wakes a stopped process. A handler, because an import may take long. Being killed
         together with the parent would be simpler, and would leave what the workers have started.
         """
         deadline = time.monotonic() + _LAST_BREATH
         while os.getpid() == self._pid and time.monotonic() < deadline:
+            if self._node_is_gone():
+                self._sweep()
+                os._exit(0)
             if os.getppid() != self._parent or not is_thread(self._parent, self._thread):
                 self._sweep()
                 os._exit(1)
             select.select([], [], [], _LAST_BREATH / 20)
+
+    def _node_is_gone(self) -> bool:
+        """Whether the node has closed its end, however many of its orders are still to be read."""
+        poll = select.poll()
+        poll.register(self._node, 0)
+        return bool(poll.poll(0))
 
     def _serve(self) -> bool:
         ready = {key.fileobj for key, _ in self._selector.select()}
@@ -153,7 +163,7 @@ class ForkServer:
         change_environment(self._environment, changes)
         try:
             if self._fork:
-                _import_all(modules)
+                self._import_all(modules)
                 pid = self._fork_worker(environment, settings, fds)
             else:
                 pid = _exec_worker(environment, settings, fds)
@@ -164,6 +174,14 @@ class ForkServer:
             self._send([SPAWNED, number, visible_pid(pid)])
         finally:
             _close(fds)
+
+    def _import_all(self, modules: list[str]) -> None:
+        for name in modules:
+            if name not in sys.modules:
+                self._send([IMPORTING, 0, name])
+                # Whoever needs it and cannot have it will say so better than this process could.
+                with suppress(Exception):
+                    importlib.import_module(name)
 
     def _fork_worker(self, environment: dict[str, str], settings: bytes, fds: list[int]) -> int:
         gc.collect()
@@ -231,14 +249,6 @@ class ForkServer:
 def _close(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-def _import_all(modules: list[str]) -> None:
-    for name in modules:
-        if name not in sys.modules:
-            # Whoever needs it and cannot have it will say so better than this process could.
-            with suppress(Exception):
-                importlib.import_module(name)
 
 
 def _exec_worker(environment: dict[str, str], settings: bytes, fds: list[int]) -> int:

@@ -20,10 +20,11 @@ from aiodaft.exceptions import SpawnFailed
 
 from . import forkserver as order
 from .logs import LogPump, WorkerOutput
-from .processes import UNKNOWN, fresh_python, status_of
+from .processes import UNKNOWN, family, fresh_python, kill, kill_family, status_of
 from .pulse import PulseWatch
+from .server_watch import ServerWatch
 from .surroundings import Surroundings
-from .tasks import TaskOwner
+from .tasks import TaskOwner, logger
 
 # Imported once by the fork server, if this process has them: slow to import, and safe to fork with.
 _PRELOADED: Final = ("numpy", "torch")
@@ -88,7 +89,8 @@ class Nursery:
         self._children: dict[int, Child] = {}
         self._last_number = 0
         self._lost: str | None = None
-        # The fork server has said something, and so is not still busy with its first imports.
+        self._watch = ServerWatch(loop, self._server_pid, self._worker_pids, self._give_up)
+        # The fork server has carried out an order, and so is not still busy with its first imports.
         self._heard = False
         self._sending = asyncio.Lock()
         # What the fork server was started with.
@@ -118,9 +120,11 @@ class Nursery:
             The worker, whose `started` gives its pid, and this side of the socket to it.
 
         Raises:
-            SpawnFailed: The fork server could not be started, or is gone.
+            SpawnFailed: The fork server could not be started, does not answer, or is gone. `started` raises it, too.
         """
         await self._ensure_started()
+        self._check_server()
+        self._watch.expect()
         if self._lost is not None or self._socket is None:
             raise SpawnFailed(f"the fork server is gone: {self._lost}")
         self._last_number += 1
@@ -209,11 +213,14 @@ class Nursery:
         self._logs.close()
 
     def _hasten(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill a fork server that imports what takes long, and reads nothing meanwhile.
+        """Have a fork server end that is stopped, or imports what takes long and reads nothing meanwhile.
 
-        A worker that it has started just now has done nothing yet, and ends with it.
+        One that has not started anybody yet is killed. A worker that it has started just now has done nothing yet, and
+        ends with it.
         """
-        if not self._heard:
+        if self._heard:
+            kill(self._server_pid(process), signal.SIGCONT)
+        else:
             process.kill()
 
     async def _wait_end(self, process: subprocess.Popen[bytes]) -> None:
@@ -230,7 +237,7 @@ class Nursery:
             async with asyncio.timeout(_PATIENCE):
                 await ended.wait()
         except TimeoutError:
-            process.kill()
+            kill_family(process.pid)
             await ended.wait()
         finally:
             self._loop.remove_reader(fd)
@@ -239,6 +246,7 @@ class Nursery:
 
     def leave(self) -> None:
         """Close this process's ends of all sockets, without the loop."""
+        self._watch.close()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -301,6 +309,7 @@ class Nursery:
             while True:
                 if self._socket is None:
                     raise BrokenPipeError(self._lost or "it was closed")
+                self._check_server()
                 try:
                     socket.send_fds(self._socket, [message], fds)
                 except BlockingIOError:
@@ -314,7 +323,7 @@ class Nursery:
                     return
 
     async def _room(self) -> None:
-        """Wait until the fork server has read something, or is gone."""
+        """Wait until the fork server has read something, is given up, or is gone."""
         assert self._socket is not None
         self._writable.clear()
         fd = self._socket.fileno()
@@ -327,6 +336,7 @@ class Nursery:
 
     def _drop_socket(self) -> None:
         assert self._socket is not None
+        self._watch.close()
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_writer(self._socket.fileno())
         self._socket.close()
@@ -345,22 +355,49 @@ class Nursery:
         if not data:
             self._server_lost("its connection ended")
             return
-        self._heard = True
         kind, number, *rest = unpack(data, _no_extensions)
+        self._watch.importing = rest[0] if kind == order.IMPORTING else ""
+        self._heard = self._heard or kind != order.IMPORTING
         if kind == order.RUNG:
             self.on_rung(rest[0])
         child = self._children.get(number)
-        if child is None:
-            return
+        if child is not None:
+            self._news(child, kind, rest)
+        self._watch.heard(more=any(not child.started.done() for child in self._children.values()))
+
+    def _news(self, child: Child, kind: int, rest: list[Any]) -> None:
         if kind == order.SPAWNED:
             child.pid = rest[0]
             if not child.started.done():
                 child.started.set_result(child.pid)
         elif kind == order.FAILED:
-            del self._children[number]
+            del self._children[child.number]
             child.fail(SpawnFailed(f"the worker did not start:\n{rest[0]}"))
         elif kind == order.EXITED:
             self._forget(child, Ending(*rest))
+
+    # Whether the fork server gets on.
+
+    def _server_pid(self, process: subprocess.Popen[bytes] | None = None) -> int:
+        process = process or self._process
+        assert process is not None
+        # An isolated one is the child of what isolates it.
+        return family(process.pid)[:2][-1] if self._prefix else process.pid
+
+    def _worker_pids(self) -> set[int]:
+        return {child.pid for child in self._children.values() if child.pid}
+
+    def _check_server(self) -> None:
+        if self._watch.problem is not None:
+            raise SpawnFailed(self._watch.problem)
+
+    def _give_up(self, problem: str) -> None:
+        """The fork server does not get on: fail what waits for it. A worker that it starts later ends by itself."""
+        logger.error("%s", problem)
+        for child in self._children.values():
+            if not child.started.done():
+                child.fail(SpawnFailed(problem))
+        self._writable.set()
 
     def _ended(self, child: Child, ending: Ending) -> None:
         child.pulse.close()
@@ -380,11 +417,11 @@ class Nursery:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the fork server; one that is stopped or stuck is killed, and its workers end with it."""
+    """Wait for the fork server; one that is stuck is killed, after its workers and what these have started."""
     try:
         process.wait(_PATIENCE)
     except subprocess.TimeoutExpired:
-        process.kill()
+        kill_family(process.pid)
         process.wait()
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 import signal
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Final
 
@@ -127,6 +129,41 @@ def status_of(pid: int) -> tuple[int | None, str | None] | None:
     if not fields:
         return UNKNOWN if IS_LINUX else None
     return describe_status(int(fields[-1])) if fields[0] in {b"Z", b"X"} else None
+
+
+def signs_of_life(pid: int, others: Collection[int]) -> object:
+    """What changes while a process, or a child that it waits for, does anything; None while the process is stopped.
+
+    Args:
+        pid: The process.
+        others: Children that it does not wait for.
+    """
+    if is_stopped(pid):
+        return None
+    # Page faults and CPU time.
+    return [
+        (process, [_stat_of(process)[field : field + 1] for field in (7, 9, 11, 12)]) for process in family(pid, others)
+    ]
+
+
+def family(pid: int, others: Collection[int] = ()) -> list[int]:
+    """A process and its descendants, without some children and theirs. Those that wait to be reaped are among them."""
+    found = [pid]
+    for path in glob.glob(f"/proc/{pid}/task/*/children"):
+        with suppress(OSError), open(path, "rb") as file:
+            for child in map(int, file.read().split()):
+                found += family(child, others) if child not in others else []
+    return found
+
+
+def kill_family(pid: int) -> None:
+    """Kill a process that adopts orphans and does not run any more, after all its descendants."""
+    killed = {pid}
+    while new := set(family(pid)) - killed:
+        for process in new:
+            kill(process, signal.SIGKILL)
+        killed |= new
+    kill(pid, signal.SIGKILL)
 
 
 def is_stopped(pid: int) -> bool:

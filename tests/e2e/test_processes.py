@@ -6,6 +6,9 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +16,11 @@ from actors import Echo, Sleeper
 from leaks import descendants, is_alive
 from odd_actors import Parent
 from stuck import Stuck
+from supervised import AT_ONCE
 
 import aiodaft
-from aiodaft._runtime import nursery
+from aiodaft import Restart
+from aiodaft._runtime import nursery, processes, server_watch
 from aiodaft._runtime.postmortem import condition
 
 
@@ -143,6 +148,114 @@ async def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end(monkeypatc
             assert rt._nursery.pid is not None
             os.kill(rt._nursery.pid, signal.SIGSTOP)
     await gone(pid)
+
+
+async def test_a_stopped_fork_server_is_reported_and_then_fails_what_waits_for_it(
+    rt: aiodaft.Runtime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, loop = await rt.spawn(Echo), asyncio.get_running_loop()
+    assert rt._nursery is not None
+    fork_server = rt._nursery.pid
+    assert fork_server is not None
+    with pytest.raises(ExceptionGroup) as limit, monkeypatch.context() as patch:
+        async with rt.scope(restart=Restart(intensity=2, backoff=AT_ONCE)) as scope:
+            supervised = await scope.spawn(Echo)
+            pid = await supervised.pid()
+            os.kill(fork_server, signal.SIGSTOP)
+            patch.setattr(server_watch, "_PERIOD", 0.01)
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(aiodaft.ActorDied):
+                await supervised.echo("to the first incarnation")
+            call = supervised.echo("to the next one")
+            spawning = [loop.create_task(waited_for(rt.spawn(Echo))) for _ in range(3)]
+            # The limit of restarts ends the block.
+            await asyncio.Event().wait()
+    advice = f"it is stopped (SIGSTOP); continue it with `kill -CONT {fork_server}`"
+    await asyncio.wait(spawning)
+    with pytest.raises(aiodaft.RestartLimitReached):
+        await call
+    (reached,) = limit.value.exceptions
+    assert isinstance(reached, aiodaft.RestartLimitReached)
+    for error in (*(task.exception() for task in spawning), *reached.attempts[1:]):
+        assert isinstance(error, aiodaft.SpawnFailed)
+        assert error.executed is False
+        assert advice in str(error)
+    told = [record.levelname for record in caplog.records if record.module in {"server_watch", "nursery"}]
+    assert told == ["WARNING", "ERROR"]
+    # What needs no fork server goes on, and so does everything once it is continued.
+    assert await other.echo("goes on") == "goes on"
+    os.kill(fork_server, signal.SIGCONT)
+    while f"the fork server (pid {fork_server}) answers again" not in caplog.text:
+        await asyncio.sleep(0)
+    assert await (await rt.spawn(Echo)).echo("works again") == "works again"
+    assert len(await rt.node.processes()) == 2
+
+
+async def test_a_fork_server_that_is_stuck_in_an_import_fails_what_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "endless.py").write_text(f"open({str(fifo)!r}).read()")
+    async with aiodaft.Runtime(preload=("endless",)) as rt:
+        spawning = asyncio.get_running_loop().create_task(waited_for(rt.spawn(Echo)))
+        # Now it is in the import.
+        writing = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)
+        monkeypatch.setattr(server_watch, "_PERIOD", 0.01)
+        with pytest.raises(aiodaft.SpawnFailed, match=r"has not answered for \d+ s: it imports endless; .*preload="):
+            await spawning
+        os.close(writing)
+
+
+@pytest.mark.parametrize("how", ["stopped", "busy with an import", "deaf"])
+async def test_what_actors_had_started_ends_with_the_runtime_though_the_fork_server_is(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    reached, fifo = tmp_path / "reached", tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "endless.py").write_text(f"open({str(reached)!r}, 'w').close(); open({str(fifo)!r}).read()")
+    # A lock in C that is taken twice: no signal ends the wait.
+    (tmp_path / "deaf.py").write_text(
+        "import ctypes; lock = ctypes.create_string_buffer(64); take = ctypes.CDLL(None).pthread_mutex_lock; "
+        f"take(lock); open({str(reached)!r}, 'w').close(); take(lock)"
+    )
+    # It is killed only where nothing else helps.
+    monkeypatch.setattr(nursery, "_PATIENCE", 0.1 if how == "deaf" else 3600)
+    async with aiodaft.Runtime(preload=(), stop_grace=0.1, cancel_grace=0.1) as rt:
+        parent = await rt.spawn(Parent)
+        pids = [await parent.pid(), *await parent.fork_a_family(), await parent.start_a_daemon()]
+        assert rt._nursery is not None
+        assert rt._nursery.pid is not None
+        if how == "stopped":
+            os.kill(rt._nursery.pid, signal.SIGSTOP)
+        else:
+            rt._nursery._preload = ("deaf" if how == "deaf" else "endless",)
+            spawning = asyncio.get_running_loop().create_task(waited_for(rt.spawn(Echo)))
+            while not reached.exists():
+                await asyncio.sleep(0)
+            spawning.cancel()
+            await asyncio.wait([spawning])
+    await gone(*pids)
+
+
+def test_a_process_that_computes_or_has_a_child_that_does_shows_signs_of_life() -> None:
+    loop = "while True: pass"
+    for command in (loop, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {loop!r}])"):
+        with subprocess.Popen([sys.executable, "-c", command], start_new_session=True) as process:
+            while not (known := set(processes.family(process.pid)[1:])) and command != loop:
+                pass
+            before = processes.signs_of_life(process.pid, ())
+            while processes.signs_of_life(process.pid, ()) == before:
+                pass
+            if known:
+                # Of a worker that computes, the fork server shows nothing.
+                assert len(processes.signs_of_life(process.pid, known)) == 1  # type: ignore[arg-type]
+            os.kill(process.pid, signal.SIGSTOP)
+            while processes.signs_of_life(process.pid, ()) is not None:
+                pass
+            processes.kill_family(process.pid)
 
 
 async def test_a_block_that_fails_ends_within_the_two_grace_times_though_an_actor_does_not_answer() -> None:

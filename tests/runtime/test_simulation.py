@@ -8,6 +8,7 @@ happened in it: `program = Program(seed)`, `program.run()`, and then `program.wo
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import shutil
 import subprocess
@@ -31,6 +32,13 @@ from aiodaft.exceptions import DaftError
 SUPPORT = Path(__file__).parent.parent / "support"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect() -> None:
+    """Each schedule collects garbage several times; what earlier tests have left to look at would take seconds."""
+    gc.collect()
+    gc.freeze()
+
+
 def failures(seeds: range) -> dict[int, list[str]]:
     """The first few seeds that show something wrong."""
     found: dict[int, list[str]] = {}
@@ -44,9 +52,10 @@ def failures(seeds: range) -> dict[int, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("part", range(3))
+# In parts of a second each, so that also a machine with much else to do finishes one within the limit.
+@pytest.mark.parametrize("part", range(12))
 def test_three_hundred_schedules_keep_every_promise(part: int) -> None:
-    assert failures(range(100 * part, 100 * (part + 1))) == {}
+    assert failures(range(25 * part, 25 * (part + 1))) == {}
 
 
 @pytest.mark.soak

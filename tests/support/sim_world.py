@@ -27,6 +27,9 @@ from aiodaft._runtime.pulse import Pulse, PulseWatch
 from aiodaft._runtime.worker import Worker, WorkerSettings
 from aiodaft.exceptions import SpawnFailed
 
+# Pids from here on belong to no process of this machine.
+_NO_PID: Final = 10_000_000
+
 
 class SimThread:
     """An actor's thread: each job takes its time, and happens at one moment of it."""
@@ -160,8 +163,7 @@ class SimChild(Child):
         super().__init__(number, output, PulseWatch(line, loop), loop)
         self.line = line
         self.process = process
-        # No process of this machine has it.
-        self.pid = 10_000_000 + number
+        self.pid = _NO_PID + number
 
 
 class SimNursery:
@@ -290,6 +292,10 @@ class World:
         process.paused = True
         self.loop.later(seconds, setattr, process, "paused", False)
 
+    def is_stopped(self, pid: int) -> bool:
+        """Whether a worker is stopped, as /proc would say."""
+        return any(one.paused for one in self.workers if one.name == f"worker{pid - _NO_PID}")
+
     def cut(self, end: End) -> None:
         """Break a connection."""
         self.loop.note("cut", sorted(end.fds))
@@ -316,10 +322,12 @@ class World:
             "aiodaft._runtime.worker.Env": self.env,
             "aiodaft._runtime.worker.Pulse": SimPulse,
             "aiodaft._runtime.worker.offer_dump": lambda: None,
+            "aiodaft._runtime.pulse.is_stopped": self.is_stopped,
+            "aiodaft._runtime.postmortem.is_stopped": self.is_stopped,
             "aiodaft._runtime.hosting.ActorThread": SimThread,
             "aiodaft._runtime.peer.Offload": SimOffload,
             # Errors tell of these, and differ in length with the folder, the machine and how modules were loaded.
-            "aiodaft._runtime.peer.visible_pid": lambda: 10_000_000,
+            "aiodaft._runtime.peer.visible_pid": lambda: _NO_PID,
             "aiodaft.runtime.os.uname": lambda: SimpleNamespace(nodename="here"),
             "aiodaft._runtime.failures._text": lambda error: "",
             "aiodaft._runtime.pickling._reduce_traceback": lambda frames: (_no_frames, ()),

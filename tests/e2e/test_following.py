@@ -34,6 +34,16 @@ async def kill(actor: Mortal) -> None:
         await actor.die()
 
 
+async def kill_before(caller: Caller, actor: Mortal, gated: Gated) -> None:
+    """Returns when the death is known here and in the process of another caller: its call under way fails of it."""
+    under_way = caller.ask("wait")
+    while not gated.count("waiting"):
+        await asyncio.sleep(0)
+    await kill(actor)
+    with pytest.raises(aiodaft.ActorDied):
+        await under_way
+
+
 class Gated:
     """An actor whose next incarnation waits until the test lets it be made."""
 
@@ -124,8 +134,7 @@ async def test_calls_made_in_between_wait_in_order_with_the_arguments_they_were_
     gated = Gated(tmp_path)
     actor = await gated.spawn(module_rt, [0])
     caller = await module_rt.spawn(Caller, actor)
-    assert await caller.ask("get") == [0]
-    await kill(actor)
+    await kill_before(caller, actor, gated)
     change = [1]
     first = actor.add(change)
     change.append(99)
@@ -147,7 +156,7 @@ async def test_waiting_is_bounded_by_deadlines_cancellation_and_numbers(tmp_path
     async with aiodaft.Runtime(preload=(), max_pending=3, stop_grace=1) as rt:
         actor = await gated.spawn(rt)
         caller = await rt.spawn(Caller, actor)
-        await kill(actor)
+        await kill_before(caller, actor, gated)
         with pytest.raises(aiodaft.DeadlineExceeded):
             async with aiodaft.deadline(0.01):
                 await actor.add(1)

@@ -64,7 +64,7 @@ class _Recorder:
             error.add_note(f"captured at {line}")
             raise
         actor = (target.remote, target.actor)
-        self.steps.append(Step(actor, spec.label, line, spec.rules, arguments.needs, arguments))
+        self.steps.append(Step(actor, target.label, spec.label, line, spec.rules, arguments.needs, arguments))
         self.specs.append((target, spec))
         self.numbers[request.state] = len(self.numbers)
 

@@ -36,6 +36,7 @@ class Step(Generic[DataT]):
 
     Attributes:
         actor: Whom to call.
+        name: What that actor is called, such as "Model-1".
         label: The method, such as "Model.execute".
         line: Where the user wrote it.
         rules: How its actor treats it.
@@ -44,6 +45,7 @@ class Step(Generic[DataT]):
     """
 
     actor: ActorKey
+    name: str
     label: str
     line: str
     rules: Rules
@@ -128,13 +130,17 @@ class Dataflow(Generic[DataT]):
         return order
 
     def label_of(self, value: int) -> str:
-        """What makes a value."""
-        return f"input {value}" if value < self.inputs else self.steps[value - self.inputs].label
+        """What makes a value, such as "Model.execute of Model-1"."""
+        if value < self.inputs:
+            return f"input {value}"
+        step = self.steps[value - self.inputs]
+        return f"{step.label} of {step.name}"
 
-    def with_actors(self, others: Mapping[ActorKey, ActorKey]) -> Dataflow[DataT]:
-        """The same, with other actors in the places of some."""
-        steps = tuple(replace(step, actor=others.get(step.actor, step.actor)) for step in self.steps)
-        orders = {others.get(actor, actor): order for actor, order in self.orders.items()}
+    def with_actors(self, others: Mapping[ActorKey, tuple[ActorKey, str]]) -> Dataflow[DataT]:
+        """The same, with other actors (each with its name) in the places of some."""
+        moved = ((step, others.get(step.actor, (step.actor, step.name))) for step in self.steps)
+        steps = tuple(replace(step, actor=actor, name=name) for step, (actor, name) in moved)
+        orders = {others.get(actor, (actor, ""))[0]: order for actor, order in self.orders.items()}
         return Dataflow(self.inputs, steps, self.outputs, orders)
 
 

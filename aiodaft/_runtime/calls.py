@@ -390,8 +390,10 @@ class Outgoing:
         for used in inputs:
             if used.error is not None:
                 used.mark_seen()
-                what = f"needed by {request.spec.label}, which did not run: its argument is the result of {used.label}"
-                add_note(used.error, what)
+                what = f"{request.spec.label} of {request.target.label}"
+                add_note(
+                    used.error, f"needed by {what}, which did not run: its argument is the result of {used.origin}"
+                )
                 request.state.on_error(passed_on(used.error, executed=False))
                 return False
         for used in inputs:

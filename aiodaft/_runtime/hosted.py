@@ -184,14 +184,17 @@ class Hosted:
         try:
             return await self._peer.transfer.pull(owner, number, producer)
         except Exception as error:
-            add_note(error, f"needed by {call.label}, which did not run: its argument is the result of {label}")
+            add_note(
+                error,
+                f"needed by {call.label} of {call.cell.name}, which did not run: its argument is the result of {label}",
+            )
             raise
 
     async def _resolve_local(self, call: IncomingCall) -> None:
         try:
             call.args, call.kwargs = await resolved((call.args, call.kwargs))
         except Exception as error:  # noqa: BLE001 - whatever it is, the call fails of it
-            add_note(error, f"needed by {call.label}, which did not run")
+            add_note(error, f"needed by {call.label} of {call.cell.name}, which did not run")
             self._not_ready(call, error)
         else:
             self._brought(call)

@@ -74,7 +74,7 @@ class Layout:
         self._peer = peer
         self.number = peer.next_number()
         self.flow = flow.with_actors({
-            step.actor: _place(target) for step, (target, _) in zip(flow.steps, specs, strict=True)
+            step.actor: (_place(target), target.label) for step, (target, _) in zip(flow.steps, specs, strict=True)
         })
         self.plans = make_plan(self.flow)
         self.reports = {value: process for process, plan in self.plans.items() for value in plan.reports}

@@ -45,6 +45,10 @@ class CallState(RefState):
         return self.spec.label
 
     @property
+    def origin(self) -> str:
+        return f"{self.label} of {self.target.label}"
+
+    @property
     def producer(self) -> PeerId:
         return self.peer.id if self.link is None else self.link.remote
 

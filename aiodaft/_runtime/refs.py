@@ -85,6 +85,11 @@ class RefState(Watched):
     def sink(self) -> ErrorSink | None:
         return None
 
+    @property
+    def origin(self) -> str:
+        """What made the value, with the actor if it was a call, such as "Model.execute of Model-1"."""
+        return self.label
+
     def parts(self) -> tuple[Ref[Any], ...] | None:
         """The refs that this one stands for, if it stands for a list."""
         return None

@@ -120,7 +120,7 @@ class RefTable:
         if state.own and not state.shared:
             state.shared = True
             self._own[state.number] = state
-        return (state.owner, state.number, state.producer, state.label)
+        return (state.owner, state.number, state.producer, state.origin)
 
     def describe_values(self, refs: Sequence[Ref[Any]]) -> tuple[tuple[Any, ...], ...]:
         """What a peer needs to get the values of several refs: as many of them inline as a frame has room for."""

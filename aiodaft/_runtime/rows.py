@@ -238,12 +238,15 @@ class RowCall(IncomingCall):
             if type(value) is Value:
                 if value.failure is not None:
                     source = self.run.part.plan.labels.get(slot, "a ref from outside the graph")
-                    raise InputFailed(value.error_for(job.label, source))
+                    raise InputFailed(value.error_for(self._named(job), source))
                 encoded.append(value)
         taken = [value.take(store, patient=patient) if type(value) is Value else value for value in values]
         for value in encoded:
             value.used()
         return taken
+
+    def _named(self, job: Job) -> str:
+        return f"{job.label} of {self.cell.name}"
 
     def _failure(self, job: Job, error: BaseException, executed: bool) -> Value:
         if isinstance(error, InputFailed):
@@ -275,8 +278,8 @@ class RowCall(IncomingCall):
         for number in range(self._given, len(self.row.jobs)):
             job = self.row.jobs[number]
             if number > self._given:
-                before = self.row.jobs[number - 1].label
-                value = Value.of_error(value.error_for(job.label, before), executed=False)
+                before = self.row.jobs[number - 1]
+                value = Value.of_error(value.error_for(self._named(job), self._named(before)), executed=False)
             self.run.give(job, value)
         self.over = True
         self.args = ()

@@ -94,9 +94,14 @@ async def test_dependents_of_a_failed_call_do_not_run_and_name_the_path(rt: aiod
     last = c.use([b.use(a.raise_value_error("root"))])
     with pytest.raises(ValueError, match="root") as caught:
         await last
-    notes = "\n".join(caught.value.__notes__)
-    assert "raised by Failing.raise_value_error in Failing-1" in notes
-    assert notes.count("needed by Failing.use") >= 1
+    raised, *path = caught.value.__notes__
+    # Which of the actors, though they are of one class.
+    assert raised.startswith("raised by Failing.raise_value_error in Failing-1 (pid ")
+    result = "which did not run: its argument is the result of"
+    assert path == [
+        f"needed by Failing.use of Failing-2, {result} Failing.raise_value_error of Failing-1",
+        f"needed by Failing.use of Failing-3, {result} Failing.use of Failing-2",
+    ]
     assert (await b.count(), await c.count()) == (0, 0)
     assert "raise ValueError(text)" in "".join(traceback.format_exception(caught.value))
 
@@ -105,8 +110,12 @@ async def test_an_argument_that_has_failed_already_fails_the_call_without_sendin
     a, b = await rt.spawn(Failing), await rt.spawn(Failing)
     bad = a.raise_value_error("early")
     await bad.ready()
-    with pytest.raises(ValueError, match="early"):
+    with pytest.raises(ValueError, match="early") as caught:
         await b.use(bad)
+    path = (
+        "needed by Failing.use of Failing-2, which did not run: its argument is the result of Failing.raise_value_error"
+    )
+    assert caught.value.__notes__[1:] == [f"{path} of Failing-1"]
     assert await b.count() == 0
 
 

@@ -19,6 +19,7 @@ async def spawn(rt: Any, count: int) -> list[Any]:
 
 async def test_an_exception_fails_its_run_only_and_what_depends_on_it(module_rt: aiodaft.Runtime) -> None:
     a, b = await spawn(module_rt, 2)
+    first, second = [(await module_rt.info(actor)).name for actor in (a, b)]
 
     def flow(x: Any) -> Any:
         made = a.on_loop(x)
@@ -31,9 +32,10 @@ async def test_an_exception_fails_its_run_only_and_what_depends_on_it(module_rt:
         raised, captured, *path = caught.value.__notes__
         assert raised.startswith("raised by Node.on_loop in Node-")
         assert "test_graph_failures.py" in captured
+        result = "which did not run: its argument is the result of"
         assert path == [
-            "needed by Node.on_thread, which did not run: its argument is the result of Node.on_loop",
-            "needed by Node.same, which did not run: its argument is the result of Node.on_thread",
+            f"needed by Node.on_thread of {second}, {result} Node.on_loop of {first}",
+            f"needed by Node.same of {second}, {result} Node.on_thread of {second}",
         ]
         assert await bad["other"][0] == 13  # type: ignore[index]  # as above
         assert await good["other"][0] == 1  # type: ignore[index]  # as above
@@ -42,12 +44,13 @@ async def test_an_exception_fails_its_run_only_and_what_depends_on_it(module_rt:
 
 async def test_an_input_that_fails_is_told_as_it_is_one_by_one(module_rt: aiodaft.Runtime) -> None:
     a, b = await spawn(module_rt, 2)
+    first, second = [(await module_rt.info(actor)).name for actor in (a, b)]
     async with aiodaft.compile(lambda x: a.same(b.same(x))) as graph:
         failing = a.on_loop(13)
         with pytest.raises(ValueError, match="13") as caught:
             await graph(failing)
         assert caught.value.__notes__[1] == (
-            "needed by Node.same, which did not run: its argument is the result of Node.on_loop"
+            f"needed by Node.same of {second}, which did not run: its argument is the result of Node.on_loop of {first}"
         )
         with pytest.raises(aiodaft.SerializationError):
             await graph(asyncio.get_running_loop())

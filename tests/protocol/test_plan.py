@@ -22,7 +22,7 @@ def actor(process: int, number: int = 16) -> ActorKey:
 
 
 def step(key: ActorKey, *needs: int, rules: Rules = LOOP, line: str = "x.py:1") -> Step[None]:
-    return Step(key, f"A.{rules.name}", line, rules, needs, None)
+    return Step(key, f"A-{key[1]}", f"A.{rules.name}", line, rules, needs, None)
 
 
 @st.composite
@@ -158,5 +158,5 @@ def test_a_given_order_is_kept() -> None:
 
 def test_another_actor_takes_the_place_of_one() -> None:
     flow = Dataflow(1, (step(actor(1), 0), step(actor(2), 1)), (2,), {actor(1): [0]})
-    moved = flow.with_actors({actor(1): actor(3)})
+    moved = flow.with_actors({actor(1): (actor(3), "B-1")})
     assert set(make_plan(moved)) == {actor(2)[0], actor(3)[0]}

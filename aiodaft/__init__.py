@@ -3,7 +3,7 @@
 from aiodaft import exceptions
 from aiodaft._protocol.liveness import Patience
 from aiodaft._runtime.traffic import Traffic
-from aiodaft.actor import Actor
+from aiodaft.actor import Actor, local
 from aiodaft.attempt import current_attempt
 from aiodaft.channel import Channel
 from aiodaft.deadline import deadline
@@ -93,6 +93,7 @@ __all__ = [
     "empty",
     "exceptions",
     "lazy",
+    "local",
     "method",
     "register",
     "run",

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 from aiodaft._protocol.ledger import Demand
 from aiodaft._protocol.liveness import Health, Patience
-from aiodaft.methods import MethodSpec, specs_of
+from aiodaft.methods import DefMethod, MethodSpec, specs_of
 from aiodaft.supervision import Restart, check_alone
 
 if TYPE_CHECKING:
     from aiodaft.ref import Ref, Stream
 
-__all__ = ["Actor", "BoundMethod", "CallTarget", "Handle", "class_of", "target_of"]
+__all__ = ["Actor", "BoundMethod", "CallTarget", "Handle", "class_of", "local", "target_of"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Actor:
@@ -97,11 +100,43 @@ class BoundMethod:
             raise TypeError(f"{self._spec.label} is a stream: there is nothing to tell it")
         self._target.tell(self._spec, args, kwargs)
 
+    # What notebooks and `help` show of a method.
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = self._spec.signature
+        if signature is None:
+            raise AttributeError(f"{self!r} has no signature")
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]  # the method's own, not that of this class
+        return self._spec.fn.__doc__
+
+    @property
+    def __name__(self) -> str:
+        return self._spec.name
+
     def __repr__(self) -> str:
         return f"<remote method {self._spec.label}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} stays in its process: pass the actor's handle, and call the method on that")
+
+
+def local(method: DefMethod[P, R], /) -> Callable[P, R]:
+    """Tell a type checker that a `def` method is called on `self`: `local(self.loss)(batch)` is `self.loss(batch)`.
+
+    Inside its class, a method that is called on `self` (or on `super()`) is a plain function: it runs in place, and a
+    `def` method gives its result, not a ref. Type checkers cannot tell `self` from a handle, and take such a call for
+    a remote one. Does nothing at run time. An `async def` method needs none of this: `await self.load()` is right.
+
+    Raises:
+        TypeError: The method is that of a handle: its result is in another process.
+    """
+    if isinstance(method, BoundMethod):
+        raise TypeError(f"{method!r} runs in another process: call it, and await the ref")
+    return cast("Callable[P, R]", method)
 
 
 class Handle:
@@ -124,6 +159,9 @@ class Handle:
         raise AttributeError(
             f"{self!r} is a handle: its state is in another process; give the class a method to set {name!r}"
         )
+
+    def __dir__(self) -> list[str]:
+        return sorted(specs_of(self.__dict__["_class"]))
 
     def __repr__(self) -> str:
         return f"<{self.__dict__['_class'].__name__} {self.__dict__['_target']}>"

@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Final, Generic, NoReturn, ParamSpec, Self, TypeVar, overload
+from typing import Any, Final, Generic, NoReturn, ParamSpec, Self, TypeVar, cast, overload
 
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._protocol.plan import Dataflow, Step
@@ -31,7 +31,7 @@ from aiodaft.ref import Ref, Refs, parts_of
 __all__ = ["Graph", "compile"]
 
 P = ParamSpec("P")
-R = TypeVar("R")
+Out = TypeVar("Out")
 A0 = TypeVar("A0")
 A1 = TypeVar("A1")
 A2 = TypeVar("A2")
@@ -83,8 +83,8 @@ def _line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-class Graph(Generic[P, R]):
-    """A captured dataflow. Calling it starts a run and gives a `Ref` like any other (or several, as `fn` returned).
+class Graph(Generic[P, Out]):
+    """A captured dataflow. Calling it starts a run and gives what `fn` returned: a `Ref` like any other, or several.
 
     Runs start in the order in which they are called, and overlap; each step is a call of its actor. On every actor of
     the graph, the steps of a run start after the calls and runs that this process submitted to that actor before, and
@@ -109,7 +109,7 @@ class Graph(Generic[P, R]):
         self._only = core.flow.outputs[0] if isinstance(output, Ref) and parts_of(output) is None else None
         self._numbers = numbers
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Ref[R]:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out:
         """Start a run; at most `max_in_flight` are under way at a time, the others wait here for their turn.
 
         Raises:
@@ -127,8 +127,8 @@ class Graph(Generic[P, R]):
             raise TypeError(f"{self!r} cannot run inside another ({_line()}): call there the function it was made of")
         refs = core.start(args)
         if self._only is not None:
-            return refs[self._only]
-        output: Ref[R] = _map_output(self._output, lambda ref: refs[self._numbers[ref._state]])
+            return cast("Out", refs[self._only])
+        output: Out = _map_output(self._output, lambda ref: refs[self._numbers[ref._state]])
         return output
 
     async def replace(self, dead: object, new: object) -> None:
@@ -199,15 +199,15 @@ def _check_loop(peer: Peer, what: str) -> None:
 
 
 @overload
-def compile(fn: Callable[[], Ref[R]], /, *, max_in_flight: int = ...) -> Graph[[], R]: ...
+def compile(fn: Callable[[], Out], /, *, max_in_flight: int = ...) -> Graph[[], Out]: ...
 @overload
-def compile(fn: Callable[[Ref[A0]], Ref[R]], /, *, max_in_flight: int = ...) -> Graph[[A0], R]: ...
+def compile(fn: Callable[[Ref[A0]], Out], /, *, max_in_flight: int = ...) -> Graph[[A0], Out]: ...
 @overload
-def compile(fn: Callable[[Ref[A0], Ref[A1]], Ref[R]], /, *, max_in_flight: int = ...) -> Graph[[A0, A1], R]: ...
+def compile(fn: Callable[[Ref[A0], Ref[A1]], Out], /, *, max_in_flight: int = ...) -> Graph[[A0, A1], Out]: ...
 @overload
 def compile(
-    fn: Callable[[Ref[A0], Ref[A1], Ref[A2]], Ref[R]], /, *, max_in_flight: int = ...
-) -> Graph[[A0, A1, A2], R]: ...
+    fn: Callable[[Ref[A0], Ref[A1], Ref[A2]], Out], /, *, max_in_flight: int = ...
+) -> Graph[[A0, A1, A2], Out]: ...
 def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -> Graph[Any, Any]:
     """Capture a dataflow: `fn` takes refs, calls actors with them, and returns a ref, or a container of refs.
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from aiodaft.ref import Ref, Stream
 
 __all__ = [
-    "ATTRIBUTE", "Method", "MethodSpec", "Options", "PlainMethods", "Sig", "StreamMethod", "StreamSig", "is_private",
-    "method", "specs_of",
+    "ATTRIBUTE", "DefMethod", "Method", "MethodSpec", "Options", "PlainMethods", "Sig", "StreamMethod", "StreamSig",
+    "is_private", "method", "specs_of",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -32,6 +32,9 @@ R_co = TypeVar("R_co", covariant=True)
 A0 = TypeVar("A0")
 A1 = TypeVar("A1")
 A2 = TypeVar("A2")
+A3 = TypeVar("A3")
+A4 = TypeVar("A4")
+A5 = TypeVar("A5")
 S = TypeVar("S")
 
 _SPECS: Final = "__aiodaft_specs__"
@@ -88,16 +91,22 @@ class MethodSpec:
             return
         if self.transport is not None:
             check_name(self.transport)
-        if self._signature is None:
-            try:
-                self._signature = inspect.signature(self.fn)
-            except (TypeError, ValueError):
-                # Builtins may not say; the actor will.
-                return
+        signature = self.signature
+        if signature is None:
+            # The actor will say.
+            return
         try:
-            self._signature.bind(None, *args, **kwargs)
+            signature.bind(None, *args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{self.label}{self._signature}: {error}") from None
+            raise TypeError(f"{self.label}{signature}: {error}") from None
+
+    @property
+    def signature(self) -> inspect.Signature | None:
+        """The function's signature, with the instance; None if a builtin does not say."""
+        if self._signature is None:
+            with suppress(TypeError, ValueError):
+                self._signature = inspect.signature(self.fn)
+        return self._signature
 
 
 def _arity(fn: Callable[..., Any]) -> tuple[float, float]:
@@ -213,10 +222,51 @@ class Method(_MethodBase, Generic[P, R]):
             *args: P1.args,
             **kwargs: P1.kwargs,
         ) -> Ref[R]: ...
+        # Refs among the first six. Their types are not checked: mypy cannot infer `A0 | Ref[A0]`.
+        @overload
+        def __call__(
+            self: Sig[Concatenate[A0, A1, A2, A3, P1], R],
+            a0: A0 | Ref[Any],
+            a1: A1 | Ref[Any],
+            a2: A2 | Ref[Any],
+            a3: A3 | Ref[Any],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
+        ) -> Ref[R]: ...
+        @overload
+        def __call__(
+            self: Sig[Concatenate[A0, A1, A2, A3, A4, P1], R],
+            a0: A0 | Ref[Any],
+            a1: A1 | Ref[Any],
+            a2: A2 | Ref[Any],
+            a3: A3 | Ref[Any],
+            a4: A4 | Ref[Any],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
+        ) -> Ref[R]: ...
+        @overload
+        def __call__(
+            self: Sig[Concatenate[A0, A1, A2, A3, A4, A5, P1], R],
+            a0: A0 | Ref[Any],
+            a1: A1 | Ref[Any],
+            a2: A2 | Ref[Any],
+            a3: A3 | Ref[Any],
+            a4: A4 | Ref[Any],
+            a5: A5 | Ref[Any],
+            /,
+            *args: P1.args,
+            **kwargs: P1.kwargs,
+        ) -> Ref[R]: ...
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[misc]  # mypy takes Any for Method
 
         def tell(self, *args: P.args, **kwargs: P.kwargs) -> None:
             """Call without a reply: an error of the method is only logged, here."""
+
+
+class DefMethod(Method[P, R]):
+    """A remote method that is a `def`: a call of it on `self` gives the result itself; see `aiodaft.local`."""
 
 
 class StreamMethod(_MethodBase, Generic[P, R]):
@@ -233,19 +283,32 @@ class _Decorator(Protocol):
     """What `@method(...)` with options gives."""
 
     @overload
-    def __call__(self, fn: Callable[Concatenate[S, P], Coroutine[Any, Any, R]], /) -> Method[P, R]: ...
+    def __call__(self, fn: Callable[Concatenate[S, P], Coroutine[Any, Any, R]], /) -> Method[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
     @overload
     def __call__(self, fn: Callable[Concatenate[S, P], AsyncIterator[R]], /) -> StreamMethod[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
     @overload
-    def __call__(self, fn: Callable[Concatenate[S, P], R], /) -> Method[P, R]: ...
+    def __call__(self, fn: Callable[Concatenate[S, P], R], /) -> DefMethod[P, R]: ...
+    @overload
+    def __call__(self, fn: Callable[..., Coroutine[Any, Any, R]], /) -> Method[..., R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
+    @overload
+    def __call__(self, fn: Callable[..., AsyncIterator[R]], /) -> StreamMethod[..., R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
+    @overload
+    def __call__(self, fn: Callable[..., R], /) -> DefMethod[..., R]: ...
 
 
 @overload
-def method(fn: Callable[Concatenate[S, P], Coroutine[Any, Any, R]], /) -> Method[P, R]: ...
+def method(fn: Callable[Concatenate[S, P], Coroutine[Any, Any, R]], /) -> Method[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
 @overload
 def method(fn: Callable[Concatenate[S, P], AsyncIterator[R]], /) -> StreamMethod[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
 @overload
-def method(fn: Callable[Concatenate[S, P], R], /) -> Method[P, R]: ...
+def method(fn: Callable[Concatenate[S, P], R], /) -> DefMethod[P, R]: ...
+# To mypy, a method with `**options: int` fits none of these: `self` might be one of the options.
+@overload
+def method(fn: Callable[..., Coroutine[Any, Any, R]], /) -> Method[..., R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
+@overload
+def method(fn: Callable[..., AsyncIterator[R]], /) -> StreamMethod[..., R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
+@overload
+def method(fn: Callable[..., R], /) -> DefMethod[..., R]: ...
 @overload
 def method(
     *,
@@ -292,6 +355,8 @@ def method(
         _check_concurrency(name, concurrency, on_thread)
         rules = Rules(function.__name__, on_thread=on_thread, ordered=ordered, concurrency=concurrency)
         options = Options(rules, transport, _check_retries(name, function, idempotent, retries))
+        if on_thread:
+            return DefMethod(function, options)
         return (StreamMethod if inspect.isasyncgenfunction(function) else Method)(function, options)
 
     return decorate if fn is None else decorate(fn)

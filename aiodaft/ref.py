@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeVar, cast
 
 from aiodaft.exceptions import CallCancelled
 
@@ -16,6 +17,10 @@ __all__ = ["Borrowed", "Ref", "Refs", "Stream", "borrow", "lazy"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+
+# No ref is equal to one of these; nor to a tensor or an array.
+_VALUES: Final = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 
 
 class RefBackend(Protocol):
@@ -29,6 +34,7 @@ class RefBackend(Protocol):
     @property
     def label(self) -> str: ...
     def wait(self, ref: Ref[Any]) -> Generator[Any, None, Any]: ...
+    def result(self, ref: Ref[Any]) -> Any: ...
     def wait_settled(self) -> Generator[Any, None, None]: ...
     def wait_released(self) -> Generator[Any, None, None]: ...
     async def copy_into(self, target: Any) -> None: ...
@@ -55,13 +61,21 @@ class _Wait:
         return self._wait()
 
 
-class Ref(Generic[T_co]):
+if TYPE_CHECKING:
+    # To checkers a ref is a Future, because `asyncio.wait` takes nothing else. At run time it only behaves like one.
+    _Future = asyncio.Future
+else:
+    _Future = Generic
+
+
+class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant because it can be set, a ref cannot
     """A value that an actor makes, or made, somewhere: awaitable, and passable without awaiting.
 
     Await it as often as you like; the value comes once. Pass it to any actor's method, also inside lists, tuples,
     dicts and dataclasses, and that actor gets the value straight from its producer. asyncio's own tools
     (`gather`, `wait`, `wait_for`, `shield`, `as_completed`, `timeout`) take refs as they are. It is awaited on the loop
-    that its runtime was opened on; `def` methods and other threads may make calls, cancel and free.
+    that its runtime was opened on; `def` methods and other threads wait with `result()`, and may make calls, cancel and
+    free. Two refs are equal if they are the same object; a comparison with a number, a text or a container is an error.
 
     Cancellation: cancelling the only awaiter of a ref that nothing else uses cancels the remote call.
     """
@@ -69,7 +83,7 @@ class Ref(Generic[T_co]):
     __slots__ = ("__weakref__", "_state")
 
     def __init__(self, state: RefBackend) -> None:
-        self._state: RefBackend = state
+        self._state: RefBackend = state  # type: ignore[assignment]  # to checkers, Future has an attribute of this name
 
     def __await__(self) -> Generator[Any, None, T_co]:
         return self._state.wait(self)
@@ -136,6 +150,22 @@ class Ref(Generic[T_co]):
         """
         await _Wait(self._state.wait_released)
 
+    def result(self) -> T_co:
+        """Wait for the value in a thread that runs no event loop: in a `def` method, instead of `await`.
+
+        The actor's loop goes on meanwhile; its other `def` methods wait for this one. If the call behind the ref waits
+        for this one, so that neither can end, DeadlockDetected is raised, as in an await.
+
+        Raises:
+            RuntimeError: This thread runs an event loop, which would stand still: use `await`.
+            Exception: As for awaiting the ref.
+
+        Cancellation: when the call of the method is cancelled, its deadline passes or its actor is stopped, the wait
+        raises asyncio.CancelledError, and counts as an await that was cancelled.
+        """
+        value: T_co = self._state.result(self)
+        return value
+
     def done(self) -> bool:
         """Whether the value exists somewhere, or the call has failed or was cancelled."""
         return self._state.settled
@@ -156,11 +186,14 @@ class Ref(Generic[T_co]):
             self._state.mark_seen()
         return self._state.error
 
-    def cancel(self) -> bool:
+    def cancel(self, msg: object = None) -> bool:
         """Cancel the remote call, whoever else waits for it; False if it is over.
 
         Whoever awaits the ref gets CallCancelled once the call's own cleanup has run, at most after the grace time. If
         it cannot be interrupted, or refuses, the same: its result is dropped. What it raises instead is raised.
+
+        Args:
+            msg: Taken, as by a Future, and not used.
         """
         return self._state.cancel("Ref.cancel() was called")
 
@@ -171,15 +204,21 @@ class Ref(Generic[T_co]):
         """
         self._state.free_now()
 
-    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Call `callback(ref)` on the loop once the call is over."""
-        self._state.watch(_DoneCallback(self, callback), interested=True)
+    def add_done_callback(self, callback: Callable[[Any], object], /, *, context: Context | None = None) -> None:
+        """Call `callback(ref)` on the loop once the call is over, in this context or a copy of the current one."""
+        # Not `or`: an empty context counts as false.
+        context = copy_context() if context is None else context
+        self._state.watch(_DoneCallback(self, callback, context), interested=True)
 
-    def remove_done_callback(self, callback: Callable[[Any], object]) -> int:
+    def remove_done_callback(self, callback: Callable[[Any], object], /) -> int:
         """Undo `add_done_callback`, in the loop's thread; returns how many callbacks were removed."""
         return self._state.unwatch(_DoneCallback(self, callback))
 
-    if not TYPE_CHECKING:
+    if TYPE_CHECKING:
+        # A Future has it, for generators that wait.
+        __iter__: None  # type: ignore[assignment]  # a ref has not
+
+    else:
         # A ref in the place of a value is always the same mistake: say so instead of going on with nonsense. Type
         # checkers do not see these, so that they report the mistake too.
 
@@ -191,6 +230,17 @@ class Ref(Generic[T_co]):
                 # Its own text could not be had without it.
                 raise AttributeError("a Ref that was never initialised")
             raise AttributeError(f"{self!r} has no attribute {name!r}: did you forget `await`?")
+
+        def __eq__(self, other: object) -> bool:
+            # Anything else may be compared with anything, as containers do.
+            if isinstance(other, _VALUES) or hasattr(type(other), "__array__"):
+                self._forgot_await()
+            return NotImplemented
+
+        __hash__ = object.__hash__
+
+        def __format__(self, format_spec: str, /) -> NoReturn:
+            raise TypeError(f"{self!r} is not a value yet: did you forget `await`? (`!r` formats the ref itself)")
 
         __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __setitem__ = __call__ = _forgot_await
         __int__ = __float__ = __index__ = __neg__ = __pos__ = __abs__ = __invert__ = _forgot_await
@@ -206,9 +256,10 @@ class _DoneCallback:
 
     ref: Ref[Any]
     callback: Callable[[Any], object]
+    context: Context = field(default_factory=Context, compare=False)
 
     def __call__(self, _: object) -> None:
-        self.callback(self.ref)
+        self.context.run(self.callback, self.ref)
 
 
 class Refs(Generic[T_co]):

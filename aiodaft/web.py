@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -20,8 +20,9 @@ class ClientDisconnected(DaftError):
 class Receiver(Protocol):
     """What is needed of a request: ASGI's `receive`, as Starlette's and FastAPI's requests have it."""
 
-    def receive(self) -> Awaitable[Any]:
-        """The next ASGI message."""
+    @property
+    def receive(self) -> Callable[[], Awaitable[Any]]:
+        """Gives the next ASGI message."""
         ...
 
 

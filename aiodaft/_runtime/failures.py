@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import traceback
 from types import TracebackType
 from typing import Any, Final
@@ -21,6 +22,12 @@ _RUNTIME: Final = os.path.dirname(__file__) + os.sep
 _MAX_ENCODED: Final = 256 << 10
 _MAX_TEXT: Final = 16 << 10
 _MAX_MESSAGE: Final = 4 << 10
+# What Python says of `await 1`.
+_NOT_AWAITABLE: Final = re.compile(r"can't be (used in 'await' expression|awaited)")
+_OWN_CALL: Final = (
+    "a `def` method that is called on `self` gives its result, not a ref: do not await it; "
+    "`aiodaft.local(self.method)(...)` tells type checkers so"
+)
 
 
 def encode_error(error: BaseException) -> bytes:
@@ -66,6 +73,8 @@ def as_call_error(error: BaseException, where: str | None) -> Exception:
         error = wrapped
     assert isinstance(error, Exception)
     if where is not None:
+        if isinstance(error, TypeError) and _NOT_AWAITABLE.search(str(error)):
+            add_note(error, _OWN_CALL)
         add_note(error, where)
     return error
 

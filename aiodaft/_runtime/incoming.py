@@ -78,7 +78,8 @@ class IncomingCall:
     withdrawn = False
     # It is answered, or nobody waits for the answer.
     over = False
-    task: asyncio.Task[None] | None = None
+    # That of an async method; for a `def` method, what waits for a ref in its place.
+    task: asyncio.Task[Any] | None = None
     # That in which it came, if it had to wait: whoever ends and lets it begin has one of his own.
     context: Context | None = None
     # Fetches its arguments, until they are here.

@@ -27,6 +27,7 @@ from aiodaft.methods import specs_of
 from aiodaft_transport import Key, Transport, open_transport
 
 from .agent import Agent
+from .blocking import block_on
 from .callers import LocalCaller
 from .calls import CallSink, Outgoing, Target
 from .channels import Channels
@@ -56,6 +57,8 @@ from .upgrades import Upgrades
 from .waiter import Waiter
 
 if TYPE_CHECKING:
+    from aiodaft.ref import Ref
+
     from .node import Node
     from .sinks import ErrorSink
 
@@ -305,6 +308,10 @@ class Peer:
     def is_here(self) -> bool:
         """Whether this is the loop's own thread."""
         return threading.get_ident() == self._thread
+
+    def block_on(self, ref: Ref[Any]) -> Any:
+        """Wait for a ref in another thread than the loop's."""
+        return block_on(self, ref)
 
     def call_soon(self, callback: Callable[[], object], /) -> None:
         """Run something on the loop; from any thread, also while garbage is collected."""

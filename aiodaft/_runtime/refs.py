@@ -242,6 +242,10 @@ class RefState(Watched):
             raise self.error.with_traceback(self._traceback)
         return self.value
 
+    def result(self, ref: Ref[Any]) -> Any:
+        """Wait for the value in another thread than the loop's."""
+        return self.peer.block_on(ref)
+
     def wait_settled(self) -> Generator[Any, None, None]:
         """Wait until the value exists somewhere, or the call failed. Raises nothing of the call."""
         if not self.settled:

@@ -63,7 +63,7 @@ def _call(peer: Peer, call: IncomingCall) -> CallStack:
     waits = peer.deadlocks.waits
     state = "running" if call.begun else "needs arguments" if call.bringing is not None else "queued"
     seconds = peer.env.monotonic() - call.since if call.begun else None
-    frames = frames_of(call.task.get_coro()) if call.task is not None else frames_on_thread(call)
+    frames = frames_on_thread(call) if call.task is None or call.rules.on_thread else frames_of(call.task.get_coro())
     waits_for = tuple(waits.name_of(at) for at in waits.calls_before(call))
     return CallStack(call.cell.name, call.label, call.caller, state, seconds, waits_for, _frames(frames))
 

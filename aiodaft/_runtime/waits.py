@@ -82,11 +82,11 @@ class Waits:
 
     def wait_of(self, call: IncomingCall) -> Wait:
         """What a call waits for that has begun, or brings in its arguments."""
+        if call.rules.on_thread and call.begun:
+            return wait_of_thread(frames_on_thread(call))
         task = call.task or call.bringing
         if task is not None:
             return wait_of_task(task)
-        if call.rules.on_thread and call.begun:
-            return wait_of_thread(frames_on_thread(call))
         return Wait(known=False)
 
     def calls_before(self, call: IncomingCall) -> list[CallAt]:

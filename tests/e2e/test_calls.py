@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import tracemalloc
 from pathlib import Path
 
@@ -188,6 +189,17 @@ async def test_what_an_actor_is_told_before_it_is_stopped_arrives(rt: aiodaft.Ru
         # Copied by a helper thread: it is not sent yet when the block ends.
         writer.write.tell(str(written), bytes(8 << 20))
     assert written.stat().st_size == 8 << 20
+
+
+async def test_a_handle_shows_its_methods_as_notebooks_and_help_ask_for_them(rt: aiodaft.Runtime) -> None:
+    sleeper = await rt.spawn(Sleeper)
+    assert dir(sleeper) == sorted(dir(sleeper))
+    assert {"sleep", "history", "time_left"} <= set(dir(sleeper))
+    assert "events" not in dir(sleeper)
+    assert str(inspect.signature(sleeper.sleep)) == "(seconds: 'float', name: 'str' = 'sleep') -> 'str'"
+    assert inspect.getdoc(sleeper.stubborn) == "Does not let itself be cancelled."
+    assert sleeper.sleep.__name__ == "sleep"
+    assert inspect.getdoc(sleeper.sleep) is None
 
 
 async def test_an_unmodified_class_is_hosted(rt: aiodaft.Runtime) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import sys
 import tracemalloc
+from contextvars import Context, ContextVar
 from typing import Any, NamedTuple
 
 import anyio
@@ -220,12 +221,54 @@ async def test_using_a_ref_as_a_value_says_what_was_forgotten(rt: aiodaft.Runtim
         lambda: list(ref),
         lambda: int(ref),
         lambda: ref(),
+        lambda: ref == 1,
+        lambda: ref != 1,
+        lambda: ref == "one",
+        lambda: ref in [1, 2],
+        lambda: f"{ref}",
     ):
         with pytest.raises(TypeError, match="did you forget `await`"):
             mistake()
     with pytest.raises(AttributeError, match="did you forget `await`"):
         _ = ref.shape
     assert await ref == 1
+    assert str(ref) == f"{ref!r}" == "<Ref of Echo.echo, done>"
+
+
+async def test_refs_are_compared_by_identity_as_containers_and_asyncio_do(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    first, second = echo.echo(1), echo.echo(1)
+    assert first == first
+    assert first != second
+    assert (first == None, first == object()) == (False, False)  # noqa: E711 - under test
+    assert first not in {None, second}
+    assert {first: "first", second: "second"}[second] == "second"
+    assert [second, None, first].index(first) == 2
+    assert (first, 1) == (first, 1)
+    done, pending = await asyncio.wait([first, second])
+    assert (done, pending) == ({first, second}, set())
+
+
+async def test_a_ref_takes_what_asyncio_gives_to_futures(rt: aiodaft.Runtime) -> None:
+    echo, sleeper = await rt.spawn(Echo), await rt.spawn(Sleeper)
+    variable: ContextVar[str] = ContextVar("variable", default="unset")
+    seen: asyncio.Queue[str] = asyncio.Queue()
+
+    def note(_: object) -> None:
+        seen.put_nowait(variable.get())
+
+    context = Context()
+    context.run(variable.set, "given")
+    ref = echo.echo(1)
+    ref.add_done_callback(note, context=context)
+    variable.set("current")
+    ref.add_done_callback(note)
+    variable.set("later")
+    assert {await seen.get(), await seen.get()} == {"given", "current"}
+    cancelled = sleeper.sleep(60)
+    cancelled.cancel(msg="not needed")
+    with pytest.raises(aiodaft.CallCancelled):
+        await cancelled
 
 
 async def test_free_ends_a_value_at_once(rt: aiodaft.Runtime) -> None:

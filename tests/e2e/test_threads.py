@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import pytest
 from actors import Echo, Log
+from blocking import Blocking, Inheriting
+from failing import Failing
 
 import aiodaft
 from aiodaft.ref import Refs
@@ -119,3 +121,99 @@ async def test_a_thread_is_told_how_to_put_a_value(module_rt: aiodaft.Runtime) -
         RuntimeError, match="a value cannot be put where no event loop runs: have .*call_soon_threadsafe"
     ):
         in_thread(lambda: module_rt.put(1))
+
+
+# Waiting in a thread.
+
+
+async def test_a_def_method_waits_for_refs_of_other_actors(module_rt: aiodaft.Runtime) -> None:
+    blocking, echo = await module_rt.spawn(Blocking), await module_rt.spawn(Echo)
+    failing = await module_rt.spawn(Failing)
+    large = bytes(3_000_000)
+    assert await blocking.ask(echo, "echo", "value") == "value"
+    assert await blocking.ask(echo, "echo_on_thread", large) == large
+    with pytest.raises(ValueError, match="bad value"):
+        await blocking.ask(failing, "raise_value_error")
+    with pytest.raises(RuntimeError, match=r"result\(\) would block the event loop of this thread: use `await`"):
+        await blocking.ask_on_the_loop(echo, "value")
+    assert await blocking.ask_in_another_thread(echo, "value") == "value"
+
+
+async def test_a_thread_of_the_controller_waits_for_a_ref(module_rt: aiodaft.Runtime) -> None:
+    echo = await module_rt.spawn(Echo)
+    assert await asyncio.to_thread(lambda: echo.echo("value").result()) == "value"
+    ref = echo.echo("value")
+    with pytest.raises(RuntimeError, match=r"result\(\) would block the event loop"):
+        ref.result()
+    assert await ref == "value"
+
+
+async def test_a_cancelled_def_method_stops_waiting_and_cancels_what_it_waits_for(module_rt: aiodaft.Runtime) -> None:
+    blocking, log = await module_rt.spawn(Blocking), await module_rt.spawn(Log)
+    task = asyncio.get_running_loop().create_task(blocking.ask(log, "after_gate", "never").value())
+    while not (await module_rt.info(log)).running:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    # The thread is free again, and the call that it waited for has ended.
+    assert await blocking.ask(log, "all") == []
+    assert await blocking.history() == ["asked", "CancelledError", "asked"]
+    assert not (await module_rt.info(log)).running
+
+
+async def test_an_actor_that_is_stopped_stops_waiting(module_rt: aiodaft.Runtime) -> None:
+    async with module_rt.spawn(Log) as log:
+        blocking = await module_rt.spawn(Blocking)
+        ref = blocking.ask(log, "after_gate", "never")
+        while not (await module_rt.info(log)).running:
+            await asyncio.sleep(0)
+        await module_rt.stop(blocking)
+        with pytest.raises((aiodaft.ActorDied, aiodaft.CallCancelled)):
+            await ref
+        while (await module_rt.info(log)).running:
+            await asyncio.sleep(0)
+
+
+async def test_a_deadline_ends_the_wait_of_a_def_method(module_rt: aiodaft.Runtime) -> None:
+    blocking, log = await module_rt.spawn(Blocking), await module_rt.spawn(Log)
+    with pytest.raises(aiodaft.DeadlineExceeded):
+        async with aiodaft.deadline(0.2):
+            await blocking.ask(log, "after_gate", "never")
+    assert await blocking.ask(log, "all") == []
+
+
+async def test_def_methods_that_wait_for_each_other_are_a_deadlock(module_rt: aiodaft.Runtime) -> None:
+    a, b = await module_rt.spawn(Blocking), await module_rt.spawn(Blocking)
+    with pytest.raises(aiodaft.DeadlockDetected) as caught:
+        await a.around([b, a])
+    assert sorted(call.method for call in caught.value.cycle) == ["Blocking.around"] * 3
+    assert any("blocking.py" in call.line and call.line.endswith("in around") for call in caught.value.cycle)
+    with pytest.raises(aiodaft.DeadlockDetected):
+        await a.around([a])
+    assert (await a.around([b])).startswith("Blocking-")
+
+
+async def test_a_stack_shows_where_a_thread_waits_and_for_what(module_rt: aiodaft.Runtime) -> None:
+    blocking, log = await module_rt.spawn(Blocking), await module_rt.spawn(Log)
+    ref = blocking.ask(log, "after_gate", "value")
+    while not (await module_rt.info(log)).running:
+        await asyncio.sleep(0)
+    shown = str(await module_rt.stack())
+    assert "blocking.py" in shown
+    assert "waits for Log.after_gate" in shown
+    await log.open_gate()
+    assert await ref == "value"
+
+
+# Calls on `self`.
+
+
+async def test_a_method_that_is_called_on_self_runs_in_place(module_rt: aiodaft.Runtime) -> None:
+    blocking, inheriting = await module_rt.spawn(Blocking), await module_rt.spawn(Inheriting)
+    assert await blocking.two() == 2
+    assert await inheriting.two() == 22
+    with pytest.raises(TypeError) as caught:
+        await blocking.awaits_one()
+    assert any("gives its result, not a ref: do not await it" in note for note in caught.value.__notes__)
+    with pytest.raises(TypeError, match=r"<remote method Blocking.one> runs in another process"):
+        aiodaft.local(blocking.one)

@@ -24,6 +24,7 @@ from aiodaft import (
     Spawned,
     Stream,
     lazy,
+    local,
     method,
 )
 from aiodaft.pipeline import drive, one_f_one_b
@@ -74,6 +75,33 @@ class Model(aiodaft.Actor, gpus=1):
     @method(concurrency=2)
     async def bounded(self, x: int) -> AsyncIterator[int]:
         yield x
+
+    @method
+    def five(self, a: int, b: int, c: int, d: int, e: int) -> int:
+        return a + b + c + d + e
+
+    @method
+    def total(self, *xs: int) -> int:
+        return sum(xs)
+
+    @method
+    def options(self, **xs: int) -> int:
+        return sum(xs.values())
+
+    @method
+    async def later(self, **xs: int) -> int:
+        return sum(xs.values())
+
+    @method
+    def optional(self, x: Tensor | None = None, y: int | float = 0) -> str:
+        # A method that is called on `self` is a plain function.
+        assert_type(local(self.sync)(1), str)
+        return local(self.sync)(1)
+
+    @method
+    async def own(self) -> list[str]:
+        number = await self.none() + local(self.five)(1, 2, 3, 4, 5)
+        return [str(number), *[word async for word in self.tokens("to be")]]
 
     @method
     def lend(self, x: Tensor) -> Tensor:
@@ -168,6 +196,13 @@ async def calls(rt: Runtime) -> None:
         assert_type(a.unordered(1), Ref[int])
         assert_type(a.lend(inp), Ref[Tensor])
         assert_type(a.ask(b, 1), Ref[str])
+        assert_type(a.five(1, 2, 3, 4, a.none()), Ref[int])
+        assert_type(a.five(a.none(), 2, a.none(), a.none(), 5), Ref[int])
+        assert_type(await a.total(a.none(), a.none()), int)
+        assert_type(await a.options(x=1), int)
+        assert_type(await a.later(x=1), int)
+        assert_type(await a.optional(r0, a.none()), str)
+        assert_type(await a.own(), list[str])
         a.sync.tell(3)
         stream = a.tokens("hi there")
         assert_type(stream, Stream[str])
@@ -193,6 +228,10 @@ async def refs(rt: Runtime) -> None:
     assert_type(await asyncio.shield(a.none()), int)
     for completed in asyncio.as_completed([a.none(), a.none()]):
         assert_type(await completed, int)
+    done, pending = await asyncio.wait([a.none(), a.none()], return_when=asyncio.FIRST_COMPLETED)
+    assert_type(done, set[Ref[int]])
+    assert_type([await ref for ref in done | pending], list[int])
+    assert_type(await asyncio.gather(*(a.none() for _ in range(2))), list[int])
     async with asyncio.TaskGroup() as group:
         task = group.create_task(a.none().value())
     assert_type(task.result(), int)
@@ -310,9 +349,21 @@ async def dataflows(rt: Runtime) -> None:
             return b.execute(a.execute(x))
 
         async with aiodaft.compile(pipeline) as fast:
-            assert_type(fast, Graph[[Tensor], Tensor])
+            assert_type(fast, Graph[[Tensor], Ref[Tensor]])
             assert_type(fast(Tensor(1)), Ref[Tensor])
             assert_type((await fast(Tensor(1))).v, float)
+
+        def both(x: Ref[Tensor]) -> tuple[Ref[Tensor], Ref[str]]:
+            return b.execute(x), b.sync(3)
+
+        async with aiodaft.compile(both) as graph:
+            first, second = graph(Tensor(1))
+            assert_type(first, Ref[Tensor])
+            assert_type(await second, str)
+            await first
+
+        async with aiodaft.compile(a.none) as constant:
+            assert_type(await constant(), int)
 
 
 class Stage(aiodaft.Actor):

@@ -59,7 +59,7 @@ class _Recorder:
         if request.mode != WANT_REPLY:
             raise TypeError(f"{spec.label}: streams and tell() cannot be captured in a graph ({line})")
         try:
-            arguments = Arguments(spec, request.args, request.kwargs, self.numbers)
+            arguments = Arguments(target, spec, request.args, request.kwargs, self.numbers)
         except (TypeError, DaftError) as error:
             error.add_note(f"captured at {line}")
             raise

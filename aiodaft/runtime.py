@@ -372,7 +372,8 @@ class Runtime(Scope):
 
     def __repr__(self) -> str:
         state = "closed" if self._ended else "not open" if self._peer is None else "open"
-        return f"<Runtime {state}, {len(self._belongings)} actors>"
+        name = "" if self._peer is None else f"{self._peer.id} "
+        return f"<Runtime {name}{state}, {len(self._belongings)} actors>"
 
 
 def _warn_left_open() -> None:

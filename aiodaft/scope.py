@@ -301,7 +301,7 @@ class Scope(Spawner):
         """Where an actor is, whatever incarnation of it the handle leads to."""
         target = cast("Target", target_of(handle_of(actor)))
         if target.peer is not self._runtime.peer:
-            raise ValueError(f"{target.label} belongs to another runtime")
+            raise ValueError(f"{target.label} belongs to another runtime, that of {target.peer.runtime_name}")
         return target.life if isinstance(target, Pinned) else target
 
 

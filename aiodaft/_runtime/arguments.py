@@ -8,11 +8,15 @@ from aiodaft.ref import Ref
 
 from .callers import is_plain
 from .kept import Arrived
+from .refs import state_of
 from .serialization import Names, encode
+from .tensors import Places
 
 if TYPE_CHECKING:
     from aiodaft.methods import MethodSpec
 
+    from .calls import Target
+    from .peer import Peer
     from .store import Store
 
 
@@ -22,7 +26,7 @@ class Arguments:
     __slots__ = ("blob", "flat", "method", "outside", "payload", "refs", "slots")
 
     def __init__(
-        self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: dict[Any, int]
+        self, target: Target, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: dict[Any, int]
     ) -> None:
         """Encode arguments; `numbers` are those of the values that the graph's own refs stand for.
 
@@ -38,21 +42,23 @@ class Arguments:
         self.blob: bytes | None = None
         # Positional arguments where each is a slot (True, number) or needs no decoding (False, constant).
         self.flat: tuple[tuple[bool, Any], ...] | None = None
-        if not kwargs and all(is_plain(arg) or _is_slot(arg) for arg in args):
+        if not kwargs and all(is_plain(arg) or _is_slot(arg, target.peer) for arg in args):
             slot = iter(range(len(args)))
             self.flat = tuple((True, next(slot)) if isinstance(arg, Ref) else (False, arg) for arg in args)
             slots = [arg for arg in args if isinstance(arg, Ref)]
         else:
-            slots = self._encode(spec, args, kwargs)
+            slots = self._encode(target, spec, args, kwargs)
         if any(ref._state in numbers for ref in self.refs):
             raise TypeError(f"{spec.label}: a ref of the graph is inside an object that is no plain container")
         # For each slot the number of a value; or, counted down from -1, of a ref from outside.
         self.slots = tuple(self._number_of(ref, numbers) for ref in slots)
 
-    def _encode(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ref[Any]]:
+    def _encode(
+        self, target: Target, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Ref[Any]]:
         parts = [(spec.argument(index), arg) for index, arg in enumerate(args)]
-        names = Names(spec.label, (*parts, *kwargs.items()))
-        encoded = encode([list(args), kwargs], names=names, resolve=True, patient=True)
+        names, places = Names(spec.label, (*parts, *kwargs.items()), target.label), Places(home=target.peer)
+        encoded = encode([list(args), kwargs], names=names, places=places, resolve=True, patient=True)
         self.payload, self.blob = encoded.payload, encoded.packed()
         self.refs = encoded.refs
         return encoded.slots
@@ -79,8 +85,11 @@ class Arguments:
         return args, kwargs
 
 
-def _is_slot(value: Any) -> bool:
-    return isinstance(value, Ref) and value._state.parts() is None
+def _is_slot(value: Any, peer: Peer) -> bool:
+    if not isinstance(value, Ref):
+        return False
+    state = state_of(value)
+    return state.parts() is None and state.peer is peer
 
 
 class Sealed:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
+import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from types import FunctionType
@@ -10,6 +13,8 @@ from typing import Any, Final
 
 from .pickling import TooLong
 
+# Where pickle's and our own code is.
+_INSIDE: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep, pickle.__file__, copyreg.__file__
 _MAX_DEPTH: Final = 20
 _MAX_CHILDREN: Final = 1000
 
@@ -35,6 +40,26 @@ def find_path(names: Iterable[tuple[str, Any]], attempt: Callable[[Any], object]
         path, value, reason = failing
         parts = _children(value, path)
     return path, reason
+
+
+def advice_on(error: BaseException) -> str:
+    """What to do where pickle refused; errors of our own, and of users, say so themselves."""
+    if isinstance(error, RecursionError):
+        return "; it is nested too deeply: make it flatter, or make it in the actor"
+    refused = str(error).startswith(("cannot pickle", "Can't pickle", "no default __reduce__"))
+    return "; make it in the actor, or leave it out of its object's state (`__getstate__`)" if refused else ""
+
+
+def users_part(error: BaseException) -> BaseException | None:
+    """The error, if the user's own code raised it, with the frames of that code; None for one of pickle's or ours."""
+    frames = error.__traceback__
+    while frames is not None and _is_inside(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    return None if frames is None else error.with_traceback(frames)
+
+
+def _is_inside(filename: str) -> bool:
+    return filename.startswith(_INSIDE) or f"{os.sep}cloudpickle{os.sep}" in filename
 
 
 def _why(value: Any, attempt: Callable[[Any], object]) -> str:

@@ -94,7 +94,7 @@ class Target:
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
-        return _rebuild_handle, (self.remote, self.actor, self.label, cls)
+        return _rebuild_handle, (self.peer.options.home, self.remote, self.actor, self.label, cls)
 
     def health(self) -> Health:
         """What this process knows of the actor without a question to another process. Safe in any thread.
@@ -134,9 +134,24 @@ class Target:
         request.state.on_error(error.with_executed(False))
 
 
-def _rebuild_handle(remote: PeerId, actor: ActorId, label: str, cls: type) -> Any:
-    peer: Peer = home()
+def _rebuild_handle(runtime: PeerId, remote: PeerId, actor: ActorId, label: str, cls: type) -> Any:
+    peer = home_of(runtime, label)
     return peer.handle(remote, actor, label, cls)
+
+
+def home_of(runtime: PeerId, label: str) -> Peer:
+    """The peer of the handle that is being unpickled.
+
+    Raises:
+        ValueError: The handle was pickled in another runtime.
+    """
+    peer: Peer = home()
+    if peer.options.home != runtime:
+        raise ValueError(
+            f"the handle of {label} belongs to another runtime, that of {runtime}, and this is that of "
+            f"{peer.runtime_name}: handles lead nowhere outside of their runtime"
+        )
+    return peer
 
 
 class Request:
@@ -444,9 +459,11 @@ class Outgoing:
 
 def _value_of(request: Request) -> tuple[Any, Names]:
     """The arguments as one value, and what to call its parts."""
-    spec = request.spec
+    spec, target = request.spec, request.target
     parts = [(spec.argument(index), arg) for index, arg in enumerate(request.args)]
-    return [list(request.args), request.kwargs], Names(spec.label, (*parts, *request.kwargs.items()))
+    # Users know nothing of the runtime's own actors.
+    to = target.label if target.actor >= FIRST_USER_ACTOR else ""
+    return [list(request.args), request.kwargs], Names(spec.label, (*parts, *request.kwargs.items()), to)
 
 
 def _let_go(request: Request, kept: Kept) -> None:

@@ -26,10 +26,9 @@ from aiodaft.exceptions import (
 )
 from aiodaft.ref import Ref
 
-from .calls import Request, Target
+from .calls import Request, Target, home_of
 from .failures import copy_error, unsent
 from .hall import Hall
-from .pickling import home
 from .refkinds import CallState
 from .refs import Status
 
@@ -125,7 +124,7 @@ class Followed(Target):
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
-        return _rebuild, (self.owner, self.place, self.label, cls, True)
+        return _rebuild, (self.peer.options.home, self.owner, self.place, self.label, cls, True)
 
     # Waiting for the next incarnation.
 
@@ -285,7 +284,8 @@ class Pinned(Target):
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
-        return _rebuild, (self.life.owner, Whereabouts(self.remote, self.actor), self.label, cls, False)
+        place = Whereabouts(self.remote, self.actor)
+        return _rebuild, (self.peer.options.home, self.life.owner, place, self.label, cls, False)
 
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
         """Call a method and return a ref of its result at once."""
@@ -344,7 +344,7 @@ class Followers:
         return known
 
 
-def _rebuild(owner: PeerId, place: Whereabouts, label: str, cls: type, follow: bool) -> Any:
-    peer: Peer = home()
+def _rebuild(runtime: PeerId, owner: PeerId, place: Whereabouts, label: str, cls: type, follow: bool) -> Any:
+    peer = home_of(runtime, label)
     life = peer.followers.get(owner, place, label)
     return Handle(life if follow else Pinned(life, place), cls)

@@ -146,6 +146,11 @@ class Peer:
         self.add_cell(AGENT, "agent", Agent(self))
         self.add_cell(CHANNELS, "channels", self.channels)
 
+    @property
+    def runtime_name(self) -> str:
+        """What errors call the runtime that this process is part of."""
+        return self.options.home if self.closed is None else f"{self.options.home}, which is closed"
+
     # Actors.
 
     def add_cell(self, actor: ActorId, name: str, instance: Any) -> Cell:

@@ -13,13 +13,14 @@ from functools import cache
 from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from aiodaft.actor import Actor
+from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.ref import Ref, Refs, parts_of
 
 from .current import current_peer
 from .tensors import is_dense_tensor
 
 if TYPE_CHECKING:
+    from .calls import Target
     from .serialization import Encoder
 
 # Out-of-band buffers below this size cost more than they save.
@@ -62,6 +63,9 @@ class PicklerHooks:
         if isinstance(value, Ref):
             parts = parts_of(value)
             return (_load_ref, (encoder.add_ref(value),)) if parts is None else (_load_gathered, parts)
+        if kind is Handle:
+            target = cast("Target", target_of(value))
+            encoder.check_home(target.peer, value, "pass a handle of this one, or a value")
         if isinstance(value, BaseException | TracebackType):
             return _reduce_error(value)
         if kind.__name__ == "ndarray" and kind.__module__ == "numpy" and not value.dtype.hasobject:
@@ -138,7 +142,7 @@ def pickle_into(encoder: Encoder, value: Any, *, patient: bool) -> bytes:
     except (NeedsCloudpickle, pickle.PicklingError, AttributeError, TypeError):
         # Whatever the first attempt put aside would be put aside twice.
         del encoder.sources[sources:], encoder.refs[refs:]
-        return _dump(_cloud_pickler(), encoder, value, patient=patient)
+    return _dump(_cloud_pickler(), encoder, value, patient=patient)
 
 
 def _dump(make: Callable[..., _Dumper], encoder: Encoder, value: Any, *, patient: bool) -> bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from aiodaft._protocol.codec import pack, pack_exts
@@ -18,7 +19,7 @@ from aiodaft._protocol.messages import INLINE_LIMIT
 from aiodaft.exceptions import SerializationError
 from aiodaft.ref import Ref, parts_of
 
-from .blame import find_path
+from .blame import advice_on, find_path, users_part
 from .pickling import PicklerHooks, TooLong, breathe, pickle_into
 from .tensors import Places, TensorTable, is_dense_tensor
 from .values import Encoded, Source, blob_table, lay_out
@@ -58,10 +59,12 @@ _PICKLED_TOGETHER: Final = 16
 
 
 class Names(NamedTuple):
-    """What to call a value in errors: ("Model.execute", [("args[0]", x)])."""
+    """What to call a value in errors: ("Model.execute", [("args[0]", x)], "Model-1")."""
 
     whole: str
     parts: tuple[tuple[str, Any], ...] = ()
+    # The actor that it is for.
+    to: str = ""
 
 
 class Encoder(PicklerHooks):
@@ -75,6 +78,7 @@ class Encoder(PicklerHooks):
         self.slots: list[Any] = []
         self.refs: list[Any] = []
         self.tensors = TensorTable(places)
+        self._home = places.home
         self._budget = _BUDGET
 
     def encode(self, value: Any) -> Encoded:
@@ -95,14 +99,13 @@ class Encoder(PicklerHooks):
         return Encoded(bytes((kind,)) + body, self.sources, offsets, nbytes, device_nbytes, self.slots, self.refs)
 
     def _skeleton(self, value: Any) -> bytes:
-        try:
+        with suppress(RecursionError, ValueError):
             return pack(self.walk(value))
-        except (RecursionError, ValueError):
-            # Deep or cyclic: pickle keeps track of what it has seen.
-            self.sources.clear()
-            self.slots.clear()
-            self.refs.clear()
-            return pack(self._pickle(value))
+        # Deep or cyclic: pickle keeps track of what it has seen.
+        self.sources.clear()
+        self.slots.clear()
+        self.refs.clear()
+        return pack(self._pickle(value))
 
     def walk(self, value: Any) -> Any:
         """Turn a value into plain data and extensions."""
@@ -128,10 +131,24 @@ class Encoder(PicklerHooks):
         self.heavy |= len(value) > _LONG_COPY
         return self.add_source(value)
 
+    def check_home(self, peer: Any, what: object, instead: str) -> None:
+        """Refuse what belongs to another runtime than the value.
+
+        Raises:
+            TypeError: It does.
+        """
+        if self._home is not None and peer is not self._home:
+            raise TypeError(f"{what} belongs to another runtime, that of {peer.runtime_name}: {instead}")
+
     def add_ref(self, ref: Any) -> int:
         """A ref that travels as a ref."""
+        self._check_ref(ref)
         self.refs.append(ref)
         return len(self.refs) - 1
+
+    def _check_ref(self, ref: Ref[Any]) -> None:
+        state: Any = ref._state
+        self.check_home(state.peer, ref, "await it, and pass its value")
 
     def _spend(self, elements: int) -> None:
         self._budget -= elements
@@ -196,6 +213,7 @@ class Encoder(PicklerHooks):
             return [self.walk(part) for part in parts]
         if not self.resolve:
             return pack_exts(REF, self.add_ref(ref))
+        self._check_ref(ref)
         self.slots.append(ref)
         return pack_exts(SLOT, len(self.slots) - 1)
 
@@ -320,6 +338,11 @@ def encode(
         return attempt(value)
     except (TooLong, SerializationError):
         raise
-    except Exception as error:
-        path, reason = find_path(names.parts, attempt)
-        raise SerializationError(f"{path} of {names.whole} cannot travel: {reason or error}") from error
+    except Exception as error:  # noqa: BLE001 - user code runs while pickling, and may raise anything
+        failed = error
+    # Outside of the block, so that the frames of pickle and of this package are no context of the error.
+    to = f" to {names.to}" if names.to else ""
+    path, reason = find_path(names.parts, attempt)
+    advice = advice_on(failed)
+    refused = SerializationError(f"{path} of {names.whole} cannot travel{to}: {reason or failed}{advice}")
+    raise refused from (None if advice else users_part(failed))

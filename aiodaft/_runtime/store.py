@@ -123,7 +123,7 @@ class Store:
 
         # Who asks for a transport gets it, also for what accelerators have.
         find_device = self._find_device if self._direct and via is None else nowhere
-        places = Places(find_block, find_device, lend=lender is not None)
+        places = Places(find_block, find_device, lend=lender is not None, home=self._home)
         encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient)
         return Kept(encoded, lender, via, self._devices if encoded.on_device else None, self._home.call_soon)
 

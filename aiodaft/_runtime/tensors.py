@@ -54,11 +54,13 @@ class Places(NamedTuple):
         find_block: Finds the block that a tensor's memory is, if peers can reach it where it lies.
         find_device: Finds the accelerator that a tensor is on; None if it is to travel by way of host memory.
         lend: Whether an accelerator's memory is read where it is, not copied.
+        home: The process that encodes: refs and handles of others' runtimes are refused. None where there can be none.
     """
 
     find_block: Callable[[Source], Block | None] = nowhere
     find_device: Callable[[torch.Tensor], int | None] = nowhere
     lend: bool = False
+    home: Any = None
 
 
 class TensorTable:

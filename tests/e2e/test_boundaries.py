@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,6 +25,13 @@ GARBAGE = {
     "text": b"GET / HTTP/1.1\r\n\r\n",
     "a frame without end": b"\xdd\xff\xff\xff\xff",
 }
+
+
+@dataclass
+class Holder:
+    """Something ordinary with a ref in it."""
+
+    content: object
 
 
 def frame(message: Message) -> bytes:
@@ -198,9 +207,9 @@ async def test_two_runtimes_do_not_know_each_other(rt: aiodaft.Runtime) -> None:
             await other.on(with_=here).spawn(Echo)
         with pytest.raises(ValueError, match="Echo-1 belongs to another runtime"):
             await other.name(here, "stranger")
-        async with asyncio.timeout(5):
-            with pytest.raises((aiodaft.DaftError, ValueError), match="another runtime|no process"):
-                await there.call_other(here, 1)
+        truth = f"<Echo Echo-1 in .* another runtime, that of {rt.peer.id}: pass a handle of this one"
+        with pytest.raises(aiodaft.SerializationError, match=rf"^args\[0\] of Relay.call_other .*{truth}"):
+            there.call_other(here, 1)
         assert (await here.echo(1), (await there.call_other(await other.spawn(Echo), 2))) == (1, 2)
     assert await here.echo("outlives it") == "outlives it"
 
@@ -208,12 +217,39 @@ async def test_two_runtimes_do_not_know_each_other(rt: aiodaft.Runtime) -> None:
 async def test_a_ref_of_another_runtime_is_refused(rt: aiodaft.Runtime) -> None:
     async with aiodaft.Runtime(preload=()) as other:
         here, there = await rt.spawn(Echo), await other.spawn(Echo)
-        for ref in (here.echo(bytes(1_000_000)), rt.put(bytes(1_000_000))):
-            await ref.ready()
-            async with asyncio.timeout(5):
-                with pytest.raises((aiodaft.DaftError, ValueError), match="another runtime|no process"):
-                    await there.echo(ref)
+        refs = [here.echo(bytes(1_000_000)), rt.put(bytes(1_000_000)), here.echo(1), rt.put([1])]
+        await asyncio.gather(*(ref.ready() for ref in refs[1:]))
+        truth = f"another runtime, that of {rt.peer.id}: await it, and pass its value"
+        for ref in refs:
+            for argument in (ref, {"deep": [ref]}, Holder(ref), aiodaft.Refs([ref]).gather()):
+                with pytest.raises(aiodaft.SerializationError, match=truth):
+                    there.echo(argument)
+            with pytest.raises(aiodaft.SerializationError, match=truth):
+                other.put([ref])
+            with pytest.raises(aiodaft.SerializationError, match=truth):
+                aiodaft.compile(lambda x, ref=ref: there.echo([x, ref]))
+            with pytest.raises(aiodaft.SerializationError, match=truth):
+                aiodaft.compile(lambda x, ref=ref: there.echo(ref))
         assert await there.echo("fine") == "fine"
+
+
+async def test_a_ref_or_handle_of_a_closed_runtime_is_refused_and_its_value_can_be_passed(rt: aiodaft.Runtime) -> None:
+    here = await rt.spawn(Echo)
+    async with aiodaft.Runtime(preload=()) as other:
+        there = await other.spawn(Echo)
+        group = await other.group(2, Echo)
+        ref = there.echo([1])
+        assert await ref == [1]
+        name, pickled = other.peer.id, pickle.dumps(there)
+        assert f"<Runtime {name} open" in repr(other)
+    for argument in (ref, there, [there], group):
+        with pytest.raises(aiodaft.SerializationError, match=f"another runtime, that of {name}, which is closed"):
+            here.echo(argument)
+    assert await here.echo(await ref) == [1]
+    with pytest.raises(aiodaft.RuntimeClosed):
+        there.echo(1)
+    with pytest.raises(ValueError, match=f"handle of Echo-1 belongs to another runtime, that of {name}"):
+        pickle.loads(pickled)
 
 
 async def test_the_surrounding_runtime_is_the_one_that_is_meant(rt: aiodaft.Runtime) -> None:

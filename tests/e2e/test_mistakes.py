@@ -127,7 +127,9 @@ async def test_what_belongs_to_this_process_cannot_be_passed_and_is_named(mrt: a
     echo = await mrt.spawn(Echo)
     async with mrt.scope() as scope:
         for value, name in ((mrt, "Runtime"), (scope, "Scope")):
-            with pytest.raises(aiodaft.SerializationError, match=rf"^args\[0\] of Echo.echo cannot travel: .*{name}"):
+            with pytest.raises(
+                aiodaft.SerializationError, match=rf"^args\[0\] of Echo.echo cannot travel to Echo-\d+: .*{name}"
+            ):
                 echo.echo(value)
     with pytest.raises(aiodaft.SerializationError, match=r"^args\[0\]\['rt'\] of Echo.echo cannot travel"):
         echo.echo({"rt": mrt})

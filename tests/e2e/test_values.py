@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import threading
+import traceback
 import types
 from typing import Any, NamedTuple
 
@@ -55,6 +57,50 @@ class Holder:
 
     def __init__(self, item: Any) -> None:
         self.cfg = types.SimpleNamespace(fn=item)
+
+
+async def test_what_cannot_travel_is_refused_in_one_line_without_frames_of_pickle(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    deep: Any = threading.Lock()
+    for _ in range(200):
+        deep = types.SimpleNamespace(next=deep)
+    endless: Any = []
+    for _ in range(100_000):
+        endless = [endless]
+    advice = r"make it in the actor, or leave it out of its object's state \(`__getstate__`\)$"
+    for value, what in (
+        (threading.Lock(), rf"cannot pickle '_thread.lock' object \(_thread.lock\); {advice}"),
+        (deep, rf"cannot pickle '_thread.lock' object .*; {advice}"),
+        (asyncio.get_running_loop(), advice),
+        (
+            endless,
+            "maximum recursion depth exceeded .*; it is nested too deeply: make it flatter, or make it in the actor$",
+        ),
+    ):
+        with pytest.raises(
+            aiodaft.SerializationError, match=rf"^args\[0\]\S* of Echo.echo cannot travel to Echo-\d+: .*{what}"
+        ) as caught:
+            echo.echo(value)
+        assert (caught.value.__cause__, caught.value.__context__) == (None, None)
+        assert "\n" not in str(caught.value)
+
+
+async def test_what_the_users_own_code_raises_when_an_argument_is_pickled_is_the_cause(rt: aiodaft.Runtime) -> None:
+    echo = await rt.spawn(Echo)
+    with pytest.raises(aiodaft.SerializationError, match=r"cannot travel to Echo-\d+: not today") as caught:
+        echo.echo([Refuses()])
+    cause = caught.value.__cause__
+    assert isinstance(cause, ValueError)
+    assert cause.__context__ is None
+    frames = traceback.extract_tb(cause.__traceback__)
+    assert [frame.name for frame in frames] == ["__getstate__"]
+
+
+class Refuses:
+    """Raises while it is pickled."""
+
+    def __getstate__(self) -> None:
+        raise ValueError("not today")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ whether the call in question ran: True, False (it did not: safe to retry) or Non
 DaftError
 ├── SerializationError       a value cannot travel; names the path to it
 ├── ImpossibleOrder          the steps of a graph would wait for each other in a circle
+├── ResourceExhausted        the system refuses a descriptor or memory for a value; names the limit
 ├── Closed                   you closed it
 │   ├── RuntimeClosed        the runtime, or the scope that owned the actor
 │   └── ChannelClosed        the channel
@@ -57,6 +58,7 @@ __all__ = [
     "ProtocolError",
     "RemoteError",
     "RemoteProtocolError",
+    "ResourceExhausted",
     "RestartLimitReached",
     "RuntimeClosed",
     "SerializationError",
@@ -107,6 +109,14 @@ class ImpossibleOrder(DaftError, ValueError):
     """The steps of a graph would wait for each other in a circle; the message says which, and their source lines."""
 
     executed = False
+
+
+class ResourceExhausted(DaftError):
+    """The operating system refuses the descriptor or the memory that a value needs to travel.
+
+    The message names the process, the limit, and what raises it. Only that value fails: its actor and all connections
+    go on, and other values travel as soon as the process has room for them.
+    """
 
 
 class Closed(DaftError):

@@ -10,7 +10,7 @@ from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
 from aiodaft._protocol.liveness import Health
 from aiodaft._protocol.messages import CALL, SEND, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
 from aiodaft._protocol.order import Entry, Order
-from aiodaft.exceptions import ActorDied, Overloaded, RuntimeClosed
+from aiodaft.exceptions import ActorDied, BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
 from aiodaft.ref import Ref, Stream
 
 from .callers import all_plain
@@ -320,7 +320,11 @@ class Outgoing:
         if not self._use_inputs(kept, request):
             return False
         request.kept = kept
-        self._peer.store.pack_now(kept)
+        try:
+            self._peer.store.pack_now(kept)
+        except (BorrowError, ResourceExhausted) as error:
+            _fail_unpacked(request, kept, error)
+            return False
         return True
 
     # The slower ways.
@@ -340,8 +344,13 @@ class Outgoing:
             if not self._use_inputs(kept, request):
                 return
             request.kept = kept
-        if store.pack_now(kept) and kept.ready:
-            submit(number, state, self._message(link, request, kept), kept.encoded.size)
+        try:
+            message = self._message(link, request, kept) if store.pack_now(kept) and kept.ready else None
+        except (BorrowError, ResourceExhausted) as error:
+            _fail_unpacked(request, kept, error)
+            return
+        if message is not None:
+            submit(number, state, message, kept.encoded.size)
         else:
             submit(number, state, None)
             self._peer.tasks.create_task(self._pack_then_send(link, request, kept), name="copy arguments")
@@ -383,7 +392,7 @@ class Outgoing:
     def _fail_unsent(self, link: Link, request: Request, error: Exception) -> None:
         # If it is not there any more, it was cancelled.
         if link.withdraw(request.number):
-            request.state.on_error(error)
+            request.state.on_error(error.with_executed(False) if isinstance(error, ResourceExhausted) else error)
 
     def _message(self, link: Link, request: Request, kept: Kept) -> Message:
         peer, deadline = self._peer, request.deadline
@@ -464,6 +473,12 @@ def _value_of(request: Request) -> tuple[Any, Names]:
     # Users know nothing of the runtime's own actors.
     to = target.label if target.actor >= FIRST_USER_ACTOR else ""
     return [list(request.args), request.kwargs], Names(spec.label, (*parts, *request.kwargs.items()), to)
+
+
+def _fail_unpacked(request: Request, kept: Kept, error: DaftError) -> None:
+    """The arguments were encoded, and cannot be packed or granted."""
+    _let_go(request, kept)
+    request.state.on_error(error.with_executed(False))
 
 
 def _let_go(request: Request, kept: Kept) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 from collections import deque
@@ -16,27 +17,51 @@ SPACE: Final = socket.CMSG_SPACE(_MAX * array.array("i").itemsize)
 
 
 class Descriptors:
-    """Those that have come and were not taken yet. Owns them."""
+    """Those that have come and were not taken yet. Owns them.
+
+    A read ends behind the bytes that descriptors were sent with, so those of one message come with one read.
+    """
 
     def __init__(self) -> None:
-        self._fds: deque[int] = deque()
+        # What came with each message; None where this process had no room for all of it.
+        self._came: deque[list[int] | None] = deque()
 
-    def add(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+    def add(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
         """Take over what came with a read."""
+        fds = array.array("i")
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds = array.array("i")
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-                self._fds.extend(fds)
+        if flags & socket.MSG_CTRUNC:
+            close_all(fds)
+            self._came.append(None)
+        elif fds:
+            self._came.append(list(fds))
 
-    def take(self) -> int | None:
-        """The next one, which is the caller's now; none if there is none."""
-        return self._fds.popleft() if self._fds else None
+    @property
+    def some_came(self) -> bool:
+        """Whether a message's descriptors are there, or were lost."""
+        return bool(self._came)
+
+    def take(self, count: int) -> list[int]:
+        """Those of the next message, which are the caller's now.
+
+        Raises:
+            LookupError: Another number of them came.
+            OSError: They were lost, because this process had no room for them.
+        """
+        fds = self._came.popleft() if self._came else []
+        if fds is None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        if len(fds) != count:
+            close_all(fds)
+            raise LookupError(f"{len(fds)} descriptors came, not {count}")
+        return fds
 
     def close(self) -> None:
         """Close them all."""
-        close_all(self._fds)
-        self._fds.clear()
+        while self._came:
+            close_all(self._came.popleft() or ())
 
 
 def close_all(fds: Iterable[int]) -> None:

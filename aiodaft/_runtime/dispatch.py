@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import PeerId
 from aiodaft.exceptions import PeerLost, RemoteProtocolError
 from aiodaft_transport import TransportError
+
+from .exhaustion import exhausted
 
 if TYPE_CHECKING:
     from .link import Link
@@ -53,15 +56,28 @@ class Dispatch:
         return [table.get(kind, self._unexpected) for kind in range(m.KINDS)]
 
     def _introduction_came(self, link: Link, message: m.Message) -> None:
-        connection = socket.socket(fileno=link.take_fd())
+        remote = PeerId(message[1])
+        try:
+            (fd,) = link.take_fds(1)
+        except OSError as error:
+            # Only what is sent to that process fails.
+            (self._peer.links.get(remote) or self._peer.new_link(remote)).close(
+                exhausted(error, f"there is no connection to {remote}")
+            )
+            return
+        connection = socket.socket(fileno=fd)
         if link.remote != self._peer.options.home:
             connection.close()
             raise RemoteProtocolError(f"{link.remote} introduces peers, which only the node may")
-        self._peer.attach(PeerId(message[1]), connection)
+        self._peer.attach(remote, connection)
 
     def _note_came(self, link: Link, message: m.Message) -> None:
         _, name, note, count = message
-        fds = [link.take_fd() for _ in range(count)]
+        fds: list[int] = []
+        if count:
+            # What is missing costs what the note is about, which the transport says.
+            with suppress(OSError):
+                fds = link.take_fds(count)
         try:
             self._peer.store.transport_named(name).note_received(link, note, fds)
         except TransportError as error:
@@ -72,6 +88,7 @@ class Dispatch:
             self._peer.store.drop((link.remote, number))
 
     def _bye_came(self, link: Link, message: m.Message) -> None:
+        link.dismissed = True
         link.close(PeerLost(message[1]))
 
     def _unexpected(self, link: Link, message: m.Message) -> None:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import INLINE_LIMIT
+from aiodaft.exceptions import ResourceExhausted
 from aiodaft.ref import Borrowed, Ref
 from aiodaft_transport import Block, Grant, Pullable, Transport
 
+from .exhaustion import exhausted
 from .values import Encoded, Source
 
 if TYPE_CHECKING:
@@ -186,6 +188,7 @@ class Kept:
 
         Raises:
             BorrowError: A tensor was written to meanwhile, or since it was lent.
+            ResourceExhausted: There is no memory or descriptor for them.
         """
         if self._packed:
             return
@@ -195,7 +198,10 @@ class Kept:
         if self.is_inline:
             self.inline = encoded.packed()
         elif encoded.nbytes:
-            block = transport.allocate(encoded.nbytes)
+            try:
+                block = transport.allocate(encoded.nbytes)
+            except OSError as error:
+                raise self._refused(error) from error
             # Without a view, closing the transport would unmap what this thread still writes to.
             view = block.view
             try:
@@ -222,6 +228,7 @@ class Kept:
 
         Raises:
             BorrowError: A lent buffer was written to.
+            ResourceExhausted: There is no descriptor for it.
         """
         if self.lent:
             self.encoded.check_unchanged(self._versions)
@@ -237,12 +244,17 @@ class Kept:
         try:
             for transport, block in blobs:
                 granted.append((transport.name, transport.grant(block, link)))
-        except BaseException:
+        except BaseException as error:
             # Nobody will be told of those that there are.
             for (transport, _), (_, grant) in zip(blobs, granted, strict=False):
                 transport.revoke(grant, link)
+            if isinstance(error, OSError):
+                raise self._refused(error) from error
             raise
         return tuple(granted)
+
+    def _refused(self, error: OSError) -> ResourceExhausted:
+        return exhausted(error, f"a value of {self.encoded.size:,} bytes cannot be sent")
 
     def origin(self, index: int) -> Any:
         """The object that buffer `index` came from, if it still is what it was."""

@@ -52,6 +52,8 @@ class Link:
         self.connected = False
         # Set when it is lost: becomes the error that its calls fail with.
         self.explanation: asyncio.Task[DaftError] | None = None
+        # The peer has said that it ends the link.
+        self.dismissed = False
         self.traffic = Traffic()
         self._owner = owner
         self._loop = loop
@@ -165,22 +167,22 @@ class Link:
         self._take_packed(tuple(os.dup(fd) for fd in fds))
         self._outbox.flush()
 
-    def take_fd(self) -> int:
-        """The next descriptor that came along.
+    def take_fds(self, count: int) -> list[int]:
+        """The descriptors that came along with the message that is being handled.
 
         Raises:
-            RemoteProtocolError: There is none.
+            RemoteProtocolError: They did not come.
+            OSError: They came, and this process had no room for them.
         """
-        fd = self._descriptors.take()
-        if fd is None and self._ring is not None and self._socket is not None:
-            # It came over the socket before its message came through the ring.
+        if not self._descriptors.some_came and self._ring is not None and self._socket is not None:
+            # They came over the socket before their message came through the ring.
             with suppress(OSError):
-                _, ancillary, _, _ = self._socket.recvmsg(1, SPACE)
-                self._descriptors.add(ancillary)
-            fd = self._descriptors.take()
-        if fd is None:
-            raise RemoteProtocolError(f"{self.remote} announced a descriptor that did not come")
-        return fd
+                _, ancillary, flags, _ = self._socket.recvmsg(1, SPACE)
+                self._descriptors.add(ancillary, flags)
+        try:
+            return self._descriptors.take(count)
+        except LookupError as error:
+            raise RemoteProtocolError(f"{self.remote} announced descriptors that did not come: {error}") from None
 
     def submit(self, call_id: CallId, call: State, message: Message | None, cost: int = 0) -> None:
         """Send a call within the window; see `Session.submit`."""
@@ -318,14 +320,14 @@ class Link:
             self._look_for_end(self._socket)
             return
         try:
-            count, ancillary, _, _ = self._socket.recvmsg_into([self._buffer], SPACE)
+            count, ancillary, flags, _ = self._socket.recvmsg_into([self._buffer], SPACE)
         except BlockingIOError:
             return
         except OSError as error:
             self._broken(error)
             return
-        if ancillary:
-            self._descriptors.add(ancillary)
+        if ancillary or flags:
+            self._descriptors.add(ancillary, flags)
         if not count:
             self.close(PeerLost(f"the connection to {self.remote} ended"))
             return
@@ -395,8 +397,8 @@ class Link:
             buffer = bytearray(_READ_SIZE)
             with suppress(BlockingIOError, OSError):
                 while self._socket is not None:
-                    count, ancillary, _, _ = self._socket.recvmsg_into([buffer], SPACE)
-                    self._descriptors.add(ancillary)
+                    count, ancillary, flags, _ = self._socket.recvmsg_into([buffer], SPACE)
+                    self._descriptors.add(ancillary, flags)
                     if not count:
                         break
                     self._receive(memoryview(buffer)[:count])

@@ -20,6 +20,8 @@ from typing import Final
 
 from aiodaft._protocol.printing import MAX_LINE, Printed, Screen
 
+from .descriptors import close_all
+
 _READ_SIZE: Final = 64 << 10
 _PIPE_SIZE: Final = 1 << 20
 _KEPT_LINES: Final = 20
@@ -104,11 +106,19 @@ class LogPump:
         self._screen = Screen()
 
     def open(self) -> tuple[WorkerOutput, int, int]:
-        """Pipes for a new worker: where its output is seen, and the two ends to write to, which the caller closes."""
+        """Pipes for a new worker: where its output is seen, and the two ends to write to, which the caller closes.
+
+        Raises:
+            OSError: There are no descriptors left.
+        """
         reading: dict[int, int] = {}
         ends: list[int] = []
         for stream in (1, 2):
-            reading[stream], writing = os.pipe2(os.O_CLOEXEC)
+            try:
+                reading[stream], writing = os.pipe2(os.O_CLOEXEC)
+            except OSError:
+                close_all([*reading.values(), *ends])
+                raise
             with suppress(OSError):
                 fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
             os.set_blocking(reading[stream], False)

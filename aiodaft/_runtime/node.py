@@ -19,6 +19,7 @@ from aiodaft.exceptions import ActorDied, DaftError, InsufficientResources, Outc
 from aiodaft.methods import method
 
 from .dumps import take_dump
+from .exhaustion import exhausted
 from .failures import decode_error
 from .incoming import current_call
 from .link import introduce
@@ -229,6 +230,7 @@ class Node(Actor):
 
         Raises:
             ActorDied: The other one is gone.
+            ResourceExhausted: There is no descriptor for the connection.
         """
         call = current_call.get()
         assert call is not None
@@ -239,7 +241,11 @@ class Node(Actor):
         # Both may ask at the same time; the answer to the first is the answer to both.
         if pair not in self._introduced:
             self._introduced.add(pair)
-            introduce(self._peer.link_to(first), self._peer.link_to(second))
+            try:
+                introduce(self._peer.link_to(first), self._peer.link_to(second))
+            except OSError as error:
+                self._introduced.discard(pair)
+                raise exhausted(error, f"{first} and {second} cannot be connected") from error
 
     @method
     async def obituary(self, peer: str, in_flight: int) -> DaftError:

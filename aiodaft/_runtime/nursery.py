@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from aiodaft._protocol.codec import pack, unpack
 from aiodaft.exceptions import SpawnFailed
 
 from . import forkserver as order
+from .exhaustion import refusal
 from .logs import LogPump, WorkerOutput
 from .processes import UNKNOWN, family, fresh_python, kill, kill_family, status_of
 from .pulse import PulseWatch
@@ -120,37 +121,51 @@ class Nursery:
             The worker, whose `started` gives its pid, and this side of the socket to it.
 
         Raises:
-            SpawnFailed: The fork server could not be started, does not answer, or is gone. `started` raises it, too.
+            SpawnFailed: The fork server could not be started, does not answer, or is gone, or there are no descriptors
+                for the worker. `started` raises it, too.
         """
         await self._ensure_started()
         self._check_server()
-        self._watch.expect()
         if self._lost is not None or self._socket is None:
             raise SpawnFailed(f"the fork server is gone: {self._lost}")
         self._last_number += 1
-        output, out, err = self._logs.open()
-        output.name = name
-        ours, theirs = socket.socketpair()
-        watched, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pulse = PulseWatch(watched, self._loop)
-        child = self._children[self._last_number] = Child(self._last_number, output, pulse, self._loop)
-        changes = surroundings.changes(self._environment)
-        common = [surroundings.directory, surroundings.path, changes]
-        message = pack([order.SPAWN, child.number, *common, self._modules(), environment, settings])
-        try:
-            with theirs, answering:
-                await self._send(message, [theirs.fileno(), out, err, answering.fileno()])
-        except BaseException as error:
-            self._children.pop(child.number, None)
-            pulse.close()
-            ours.close()
-            if isinstance(error, OSError):
-                raise SpawnFailed(f"the fork server is gone: {error}") from error
-            raise
-        finally:
-            os.close(out)
-            os.close(err)
+        with ExitStack() as opened:
+            child, ours, theirs = self._open_child(name, opened)
+            self._children[child.number] = child
+            self._watch.expect()
+            changes = surroundings.changes(self._environment)
+            common = [surroundings.directory, surroundings.path, changes]
+            message = pack([order.SPAWN, child.number, *common, self._modules(), environment, settings])
+            try:
+                await self._send(message, theirs)
+            except BaseException as error:
+                self._children.pop(child.number, None)
+                child.pulse.close()
+                ours.close()
+                if isinstance(error, OSError):
+                    raise SpawnFailed(f"the fork server is gone: {error}") from error
+                raise
         return child, ours
+
+    def _open_child(self, name: str, opened: ExitStack) -> tuple[Child, socket.socket, list[int]]:
+        """A worker that is yet to start, this side of the socket to it, and what it gets, which `opened` closes."""
+        try:
+            output, *ends = self._logs.open()
+            for end in ends:
+                opened.callback(os.close, end)
+            ours, theirs = socket.socketpair()
+            opened.enter_context(theirs)
+            try:
+                watched, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            except OSError:
+                ours.close()
+                raise
+            opened.enter_context(answering)
+        except OSError as error:
+            raise SpawnFailed(refusal(error, f"{name} cannot be started")) from error
+        output.name = name
+        child = Child(self._last_number, output, PulseWatch(watched, self._loop), self._loop)
+        return child, ours, [theirs.fileno(), *ends, answering.fileno()]
 
     def __contains__(self, number: int) -> bool:
         return number in self._children
@@ -226,12 +241,14 @@ class Nursery:
     async def _wait_end(self, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is not None:
             return
-        if not hasattr(os, "pidfd_open"):
+        try:
+            fd = os.pidfd_open(process.pid)
+        except (AttributeError, OSError):
+            # Not on this system, or there is no descriptor left.
             await asyncio.to_thread(_end, process)
             return
         # No thread: one of the loop's executor would stay with the user's loop.
         ended = asyncio.Event()
-        fd = os.pidfd_open(process.pid)
         self._loop.add_reader(fd, ended.set)
         try:
             async with asyncio.timeout(_PATIENCE):
@@ -270,12 +287,15 @@ class Nursery:
         self._logs.close()
 
     async def _ensure_started(self) -> None:
-        if self._starting is None:
+        if self._starting is None or _has_failed(self._starting):
             self._starting = self._tasks.start(self._start(), name="start the fork server")
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise SpawnFailed(refusal(error, "the fork server cannot be started")) from error
         with theirs:
             # One that is isolated cannot see this process.
             parent = (0, 0) if self._prefix else (os.getpid(), threading.get_native_id())
@@ -292,7 +312,7 @@ class Nursery:
                 )
             except OSError as error:
                 ours.close()
-                raise SpawnFailed(f"the fork server did not start: {error}") from error
+                raise SpawnFailed(refusal(error, "the fork server cannot be started")) from error
         ours.setblocking(False)
         self._socket = ours
         self._loop.add_reader(ours.fileno(), self._readable)
@@ -414,6 +434,10 @@ class Nursery:
             child = self._children.pop(number)
             child.fail(SpawnFailed(f"the fork server is gone: {why}"))
             self._ended(child, Ending(0, None, "SIGKILL"))
+
+
+def _has_failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -125,7 +125,11 @@ def reap() -> list[tuple[int, int]]:
 
 def status_of(pid: int) -> tuple[int | None, str | None] | None:
     """As `describe_status`, of a process that others wait for; None while it has not ended, UNKNOWN once they have."""
-    fields = _stat_of(pid)
+    try:
+        fields = _stat_of(pid)
+    except OSError:
+        # This process has no descriptor to look with.
+        return None
     if not fields:
         return UNKNOWN if IS_LINUX else None
     return describe_status(int(fields[-1])) if fields[0] in {b"Z", b"X"} else None
@@ -168,7 +172,11 @@ def kill_family(pid: int) -> None:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped (SIGSTOP). One that a debugger holds is not."""
-    return _stat_of(pid)[:1] == [b"T"]
+    try:
+        return _stat_of(pid)[:1] == [b"T"]
+    except OSError:
+        # This process has no descriptor to look with.
+        return False
 
 
 def _stat_of(pid: int) -> list[bytes]:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft.exceptions import DaftError
+from aiodaft.exceptions import DaftError, ResourceExhausted
 from aiodaft.ref import Ref
 
 from .decoding import is_heavy
@@ -343,6 +343,9 @@ class RefState(Watched):
             self.value = await self.bring()
         except Exception as error:  # noqa: BLE001 - whatever went wrong is what the waiters get
             self.error, self._traceback = error, error.__traceback__
+            if isinstance(error, ResourceExhausted):
+                # The value exists; only this process cannot have it.
+                error.with_executed(True)
         finally:
             self._fetching = False
         if not self.settled:

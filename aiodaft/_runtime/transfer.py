@@ -18,6 +18,7 @@ from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost, Remote
 from aiodaft_transport import DEVICE_NAME, DeviceError, TransportError, Unreachable, size_of
 
 from .delivery import Blob, Delivery
+from .exhaustion import exhausted
 from .failures import add_note, copy_error, decode_error, encode_error
 from .kept import Arrived, Kept
 from .refs import THERE, RefState
@@ -162,6 +163,7 @@ class Transfer:
         Raises:
             TransportError: This process cannot have it: it is out of reach, or a device failed.
             PeerLost, ActorDied: How its process ended; or it lives, and the bytes do not come all the same.
+            ResourceExhausted: This process has no memory or descriptor for it.
         """
         views: list[Any] = []
         try:
@@ -172,6 +174,8 @@ class Transfer:
             raise
         except TransportError as error:
             raise await self._why(delivery.link, error) from error
+        except OSError as error:
+            raise exhausted(error, f"a value from {delivery.link.remote} cannot be received") from error
         finally:
             # Nothing, if all of it is here.
             delivery.decline()

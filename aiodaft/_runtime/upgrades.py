@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 from aiodaft._protocol.messages import RING, RING_OFFERED, RING_TAKEN, RING_WANTED, Message
 from aiodaft.exceptions import RemoteProtocolError
 
+from .descriptors import close_all
+from .exhaustion import refusal
 from .ring import offer_rings, take_rings
 
 if TYPE_CHECKING:
@@ -57,14 +60,19 @@ class Upgrades:
         elif stage == RING_OFFERED and not first and link.ring is None:
             self._take(link)
         elif stage == RING_TAKEN and first and link.ring is not None:
-            os.close(link.take_fd())
+            # It only separates what comes before it from what comes after it.
+            with suppress(OSError):
+                close_all(link.take_fds(1))
             link.read_rings(link.ring)
         else:
             raise RemoteProtocolError(f"{link.remote} speaks of rings out of turn")
 
     def _take(self, link: Link) -> None:
-        memory, ours, theirs = (link.take_fd() for _ in range(3))
-        back = os.dup(memory)
+        try:
+            memory, ours, theirs = link.take_fds(3)
+            back = os.dup(memory)
+        except OSError as error:
+            raise RemoteProtocolError(refusal(error, f"the rings of {link.remote} cannot be used")) from error
         try:
             ring = take_rings(memory, ours, theirs)
             # A read ends at a descriptor: so the byte that goes with the next one is never taken for a message.

@@ -105,8 +105,10 @@ class Worker:
 
     async def _explain(self, link: Link, reason: Exception) -> DaftError:
         if link.remote == self._settings.home:
-            # Nobody is left to work for.
-            self._end(0)
+            # Nobody is left to work for. Unless that was wanted, it is no orderly end.
+            self._end(0 if link.dismissed else 1)
+            if isinstance(reason, ProtocolError):
+                logger.error("the connection to the controller cannot be used any more: %s", reason)
             return DaftError(f"the controller is gone: {reason}")
         if isinstance(reason, ProtocolError):
             return reason

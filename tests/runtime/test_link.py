@@ -7,14 +7,18 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 
+from leaks import open_files
+from transport_probes import no_more_files
+
 from aiodaft._protocol.codec import FrameEncoder
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import HELLO, KINDS, NOTE, WIRE_VERSION, Message
 from aiodaft._protocol.session import Session
+from aiodaft._runtime.descriptors import close_all
 from aiodaft._runtime.link import Link
 from aiodaft._runtime.replies import State
 from aiodaft._runtime.waiter import Waiter
-from aiodaft.exceptions import PeerLost
+from aiodaft.exceptions import PeerLost, RemoteProtocolError
 
 HERE, THERE = PeerId("here"), PeerId("there")
 GREETING: Message = (HELLO, WIRE_VERSION, WIRE_VERSION, THERE, 1)
@@ -42,6 +46,32 @@ class Owner:
 
     def link_lost(self, link: Link, reason: Exception) -> None:
         self.lost.set()
+
+
+class Taker(Owner):
+    """Takes so many descriptors with each message."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+        self.outcomes: list[str] = []
+
+    @property
+    def handlers(self) -> Sequence[Callable[[Link, Message], object]]:
+        return [self._take] * KINDS
+
+    def _take(self, link: Link, message: Message) -> None:
+        try:
+            close_all(link.take_fds(self._count))
+        except OSError as error:
+            self.outcomes.append(str(error.strerror))
+        else:
+            self.outcomes.append("came")
+
+
+def taking(count: int) -> tuple[Taker, Link]:
+    owner = Taker(count)
+    return owner, link_of(owner)
 
 
 def link_of(owner: Owner) -> Link:
@@ -89,3 +119,33 @@ async def test_a_lost_link_does_not_remember_what_was_being_handled_when_it_brok
     broken = link.lost.__cause__
     assert isinstance(broken, BrokenPipeError)
     assert (broken.__traceback__, broken.__context__, link.lost.__context__) == (None, None, None)
+
+
+async def test_descriptors_that_there_is_no_room_for_are_missing_from_their_message_and_from_no_other() -> None:
+    owner, link = taking(1)
+    ours, theirs = socket.socketpair()
+    link.attach(ours)
+    theirs.sendall(frames(GREETING))
+    with open(os.devnull, "rb") as file, theirs:
+        for number, room in enumerate([1, 0, 1]):
+            with no_more_files(room):
+                socket.send_fds(theirs, [frames((NOTE, "shm", b"", number))], [file.fileno()])
+                while len(owner.outcomes) <= number:
+                    await asyncio.sleep(0)
+    assert owner.outcomes == ["came", "Too many open files", "came"]
+    assert link.lost is None
+    link.close(PeerLost("it is enough"))
+
+
+async def test_a_peer_that_announces_another_number_of_descriptors_is_cut_off_and_leaves_none() -> None:
+    owner, link = taking(2)
+    ours, theirs = socket.socketpair()
+    link.attach(ours)
+    before = len(open_files())
+    with open(os.devnull, "rb") as file, theirs:
+        socket.send_fds(theirs, [frames(GREETING, (NOTE, "shm", b"", 2))], [file.fileno()])
+        await owner.lost.wait()
+    assert isinstance(link.lost, RemoteProtocolError)
+    assert "1 descriptors came, not 2" in str(link.lost)
+    # Both ends of the pair are closed.
+    assert len(open_files()) == before - 2

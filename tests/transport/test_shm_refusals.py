@@ -75,6 +75,23 @@ def test_a_fetch_that_cannot_map_gives_its_grant_back() -> None:
         assert office.fetch(office.grant(block)) == content(100_000)
 
 
+def test_a_segment_whose_descriptor_was_lost_fails_its_fetches_and_comes_again_with_the_next_grant() -> None:
+    with opened_office() as office:
+        block = office.producer.allocate(100_000)
+        block.view[:] = content(100_000)
+        consumer, link = office.consumers["consumer"], office.back["consumer"]
+        # The note comes, and the process has no room for the descriptor.
+        office.to["consumer"].target = None
+        grant = office.grant(block)
+        office.to["consumer"].target = consumer
+        consumer.note_received(link, NOTE.pack(1, block.segment.id, block.segment.size), [])  # type: ignore[attr-defined]  # a block of an arena
+        with pytest.raises(OSError, match="Too many open files"):
+            office.fetch(grant)
+        office.desk.settle()
+        assert block.grants == 0
+        assert office.fetch(office.grant(block)) == content(100_000)
+
+
 def test_a_grant_that_cannot_be_sent_is_none_and_the_next_one_works() -> None:
     with opened_office() as office:
         block = office.producer.allocate(100_000)

@@ -95,11 +95,19 @@ class Transport(Protocol):
     shared: ClassVar[bool]
 
     def allocate(self, nbytes: int) -> Block:
-        """Return a block of at least `nbytes` bytes (more than zero). Safe in any thread."""
+        """Return a block of at least `nbytes` bytes (more than zero). Safe in any thread.
+
+        Raises:
+            OSError: The system refuses the memory, or a descriptor for it.
+        """
         ...
 
     def grant(self, block: Block, control: Control) -> Grant:
-        """Let the peer at `control` pull `block`. The block stays until that peer gives the grant back or is gone."""
+        """Let the peer at `control` pull `block`. The block stays until that peer gives the grant back or is gone.
+
+        Raises:
+            OSError: The system refuses a descriptor that the peer needs. Nothing is granted.
+        """
         ...
 
     def revoke(self, grant: Grant, control: Control) -> None:
@@ -111,6 +119,9 @@ class Transport(Protocol):
 
         The grant goes back when the last view of the result is dropped. A fetch that was begun and cancelled gives
         it back as well.
+
+        Raises:
+            OSError: The system refuses the memory, or a descriptor for it. The grant goes back.
         """
         ...
 
@@ -150,7 +161,10 @@ class Transport(Protocol):
         ...
 
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
-        """Handle a note from the same transport in the peer; takes over the ownership of `fds`."""
+        """Handle a note from the same transport in the peer; takes over the ownership of `fds`.
+
+        None of them are there if this process had no room for descriptors.
+        """
         ...
 
     def peer_lost(self, peer: str) -> None:

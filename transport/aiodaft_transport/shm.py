@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from typing import ClassVar, Final, cast
 
 from .abc import Block, Control, Grant, Host, size_of
 from .arena import DEFAULT_KEEP, Arena, ArenaBlock, Segment
-from .exceptions import GrantError, TransportError
+from .exceptions import GrantError
 from .forks import fork_count
 from .grants import segment_of
 from .memory import check_target, exposed_view
@@ -32,6 +33,7 @@ _SEGMENT: Final = 1  # id, size: a segment to map; the descriptor comes along
 _RETURN: Final = 2  # id: a grant comes back
 _GONE: Final = 3  # id: a segment that the producer unmapped
 _RETIRE: Final = 4  # id: a grant comes back, and forked children may still read the block
+_MISSED: Final = 5  # id: the descriptor of a segment did not come, for this process had no room for it
 _NOTE: Final = struct.Struct("<BQQ")
 # Copied in one step; about 0.1 ms.
 _SLICE: Final = 1 << 20
@@ -94,6 +96,8 @@ class ShmTransport:
         self._last_grant = 0
         self._announced: dict[str, tuple[Control, set[int]]] = {}
         self._segments: dict[str, dict[int, _RemoteSegment]] = {}
+        # Segments of peers whose descriptors did not come.
+        self._missed: set[tuple[str, int]] = set()
 
     @property
     def arena(self) -> Arena:
@@ -125,12 +129,14 @@ class ShmTransport:
 
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
         segment_id, offset, nbytes, grant_id = cast(tuple[int, int, int, int], grant)
-        segment = segment_of(grant, control, self._segments.get(control.peer, {}))
         try:
+            if (control.peer, segment_id) in self._missed:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            segment = segment_of(grant, control, self._segments.get(control.peer, {}))
             mapping = segment.mapping_for(offset)
-        except OSError as error:
+        except OSError:
             self.decline(grant, control)
-            raise TransportError(f"segment {segment_id} of {control.peer} could not be mapped: {error}") from error
+            raise
         mapping.busy.add(offset)
         forks = self._forks.value
 
@@ -171,19 +177,33 @@ class ShmTransport:
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
         kind, number, size = _NOTE.unpack(note) if len(note) == _NOTE.size else (0, 0, 0)
         known = self._segments.get(control.peer, {})
-        if len(fds) != (kind == _SEGMENT) or not _SEGMENT <= kind <= _RETIRE or (kind == _SEGMENT and number in known):
+        if len(fds) > (kind == _SEGMENT) or not _SEGMENT <= kind <= _MISSED or (kind == _SEGMENT and number in known):
             for fd in fds:
                 os.close(fd)
             raise GrantError(f"{control.peer} sent a note that makes no sense")
         if kind == _SEGMENT:
-            self._segments.setdefault(control.peer, {})[number] = _RemoteSegment(fds[0], size)
+            self._segment_came(control, number, size, fds)
         elif kind in {_RETURN, _RETIRE}:
             if not self._take_back(control.peer, number, retire=kind == _RETIRE):
                 raise GrantError(f"{control.peer} returned grant {number}, which it does not hold")
         elif kind == _GONE:
-            segment = self._segments.get(control.peer, {}).pop(number, None)
+            self._missed.discard((control.peer, number))
+            segment = known.pop(number, None)
             if segment is not None:
                 segment.close()
+        elif kind == _MISSED:
+            # It is sent again with the next grant.
+            self._announced.get(control.peer, (control, set()))[1].discard(number)
+
+    def _segment_came(self, control: Control, number: int, size: int, fds: Sequence[int]) -> None:
+        segments = self._segments.setdefault(control.peer, {})
+        if fds:
+            self._missed.discard((control.peer, number))
+            segments[number] = _RemoteSegment(fds[0], size)
+        else:
+            # Values in it cannot be fetched until it is sent again.
+            self._missed.add((control.peer, number))
+            control.send_note(self.name, _NOTE.pack(_MISSED, number, 0))
 
     def peer_lost(self, peer: str) -> None:
         self._announced.pop(peer, None)
@@ -193,6 +213,7 @@ class ShmTransport:
             block.return_grant()
         for segment in self._segments.pop(peer, {}).values():
             segment.close()
+        self._missed = {(other, number) for other, number in self._missed if other != peer}
 
     def close(self) -> None:
         for peer in {*self._announced, *self._granted, *self._segments}:

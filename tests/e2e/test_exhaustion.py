@@ -1,0 +1,123 @@
+"""A process that is out of descriptors, or may make no large files: values that need them fail, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hoarding import Hoarder
+from leaks import open_files
+from transport_probes import no_more_files
+
+import aiodaft
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LARGE = 1_000_000
+# Packed by the loop itself.
+MEDIUM = 50_000
+NO_DESCRIPTORS = r"process \d+ has no file descriptors left, its limit is \d+: .*`ulimit -n`"
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
+
+@pytest.mark.parametrize("count", [MEDIUM, LARGE])
+async def test_an_argument_fails_where_its_sender_has_no_descriptors(rt: aiodaft.Runtime, count: int) -> None:
+    actor, value = await rt.spawn(Hoarder), torch.ones(count)
+    with no_more_files():
+        with pytest.raises(aiodaft.ResourceExhausted, match=rf"cannot be sent: {NO_DESCRIPTORS}") as caught:
+            await actor.total(value)
+        assert await actor.release() == "released"
+    assert caught.value.executed is False
+    assert await actor.total(value) == count
+
+
+@pytest.mark.parametrize("count", [MEDIUM, LARGE])
+async def test_an_argument_fails_where_its_receiver_has_no_descriptors(rt: aiodaft.Runtime, count: int) -> None:
+    actor, value = await rt.spawn(Hoarder), torch.ones(count)
+    await actor.hoard()
+    with pytest.raises(aiodaft.ResourceExhausted, match=rf"cannot be received: {NO_DESCRIPTORS}") as caught:
+        await actor.total(value)
+    assert caught.value.executed is False
+    assert await actor.release() == "released"
+    assert await actor.total(value) == count
+
+
+async def test_a_result_fails_where_its_sender_has_no_descriptors(rt: aiodaft.Runtime) -> None:
+    actor = await rt.spawn(Hoarder)
+    await actor.hoard()
+    with pytest.raises(aiodaft.ResourceExhausted, match=rf"cannot be sent: {NO_DESCRIPTORS}") as caught:
+        await actor.ones(LARGE)
+    assert caught.value.executed is True
+    assert await actor.release() == "released"
+    assert len(await actor.ones(LARGE)) == LARGE
+
+
+async def test_a_result_fails_where_its_receiver_has_no_descriptors(rt: aiodaft.Runtime) -> None:
+    actor = await rt.spawn(Hoarder)
+    with no_more_files():
+        with pytest.raises(aiodaft.ResourceExhausted, match=rf"cannot be received: {NO_DESCRIPTORS}") as caught:
+            await actor.ones(LARGE)
+        assert await actor.release() == "released"
+    assert caught.value.executed is True
+    assert len(await actor.ones(LARGE)) == LARGE
+
+
+async def test_an_actor_without_descriptors_cannot_be_connected_to_another_one_and_lives(rt: aiodaft.Runtime) -> None:
+    first, second = await rt.spawn(Hoarder), await rt.spawn(Hoarder)
+    await first.hoard()
+    with pytest.raises(aiodaft.ResourceExhausted, match=rf"no connection to worker-\w+: {NO_DESCRIPTORS}"):
+        await first.total_of(second, 10)
+    assert (await first.release(), await second.release()) == ("released", "released")
+
+
+async def test_a_spawn_without_descriptors_fails_and_leaves_none_open(rt: aiodaft.Runtime) -> None:
+    await rt.stop(await rt.spawn(Hoarder))
+    before = len(open_files())
+    for left in range(6):
+        with no_more_files(left), pytest.raises(aiodaft.SpawnFailed, match=NO_DESCRIPTORS) as caught:
+            await rt.spawn(Hoarder)
+        assert caught.value.executed is False
+    # The thread that reads what actors print hears that they will print nothing.
+    while len(open_files()) > before:
+        await asyncio.sleep(0)
+    assert await (await rt.spawn(Hoarder)).total(torch.ones(10)) == 10
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Generator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_value_beyond_the_limit_on_files_fails_and_says_so(rt: aiodaft.Runtime) -> None:
+    # No memory of that size was used before.
+    actor, value = await rt.spawn(Hoarder), torch.ones(7 * LARGE)
+    with (
+        files_of_at_most(1 << 16),
+        pytest.raises(aiodaft.ResourceExhausted, match=r"of more than 65536 bytes: .*`ulimit -f`") as caught,
+    ):
+        await actor.total(value)
+    assert caught.value.executed is False
+    assert await actor.total(value) == len(value)
+
+
+async def test_an_actor_never_ends_with_code_0_because_its_connection_broke(rt: aiodaft.Runtime) -> None:
+    actor = await rt.on(restart="temporary").spawn(Hoarder)
+    link = rt.peer.link_to(rt._target(actor).remote)
+    link.send_note("shm", b"nonsense")
+    with pytest.raises(aiodaft.ActorDied) as caught:
+        await actor.release()
+    assert caught.value.exit_code == 1
+    assert any("the connection to the controller cannot be used any more" in line for line in caught.value.last_lines)

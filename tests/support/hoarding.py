@@ -1,0 +1,41 @@
+"""An actor that takes all file descriptors of its process."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+from transport_probes import no_more_files
+
+from aiodaft import Actor, method
+
+
+class Hoarder(Actor):
+    """Its methods go on while nothing can be opened in its process."""
+
+    def __init__(self) -> None:
+        self._hoard = ExitStack()
+
+    @method
+    async def hoard(self) -> None:
+        """From now on this process opens nothing more."""
+        self._hoard.enter_context(no_more_files())
+
+    @method
+    async def release(self) -> str:
+        """It may again."""
+        self._hoard.close()
+        return "released"
+
+    @method
+    def total(self, value: torch.Tensor) -> float:
+        return float(value.sum())
+
+    @method
+    def ones(self, count: int) -> torch.Tensor:
+        return torch.ones(count)
+
+    @method
+    async def total_of(self, other: Hoarder, count: int) -> float:
+        """Of a value that comes from another actor."""
+        return float((await other.ones(count)).sum())

@@ -24,6 +24,7 @@ from aiodaft._runtime.env import Env
 from aiodaft._runtime.nursery import Child, Ending
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.pulse import Pulse, PulseWatch
+from aiodaft._runtime.surroundings import Surroundings
 from aiodaft._runtime.worker import Worker, WorkerSettings
 from aiodaft.exceptions import SpawnFailed
 
@@ -180,7 +181,9 @@ class SimNursery:
         self.on_ended: Callable[[Any, Ending], object] = lambda child, ending: None
         self.on_rung: Callable[[int], object] = lambda pid: None
 
-    async def spawn(self, settings: bytes, environment: dict[str, str], name: str) -> tuple[SimChild, SimSocket]:
+    async def spawn(
+        self, settings: bytes, surroundings: Surroundings, environment: dict[str, str], name: str
+    ) -> tuple[SimChild, SimSocket]:
         await asyncio.sleep(self._loop.rng.random() * 0.001)
         self._last_number += 1
         process = self._loop.new_process(f"worker{self._last_number}")

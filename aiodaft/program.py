@@ -16,22 +16,39 @@ __all__ = ["run", "start", "stop"]
 T = TypeVar("T")
 
 _started: Runtime | None = None
+_options: dict[str, Any] = {}
 
 
 async def start(**options: Any) -> Runtime:
-    """Open a runtime that stays open between notebook cells; one that was open is closed first.
+    """Open a runtime that stays open between the cells of a notebook; again, return the one that is open.
 
-    Takes the arguments of `Runtime`. An error of a ref that nobody holds is logged when it happens, and raised by
-    `stop`, because there is no block that it could end.
+    An error that no code has seen is logged when it happens. No cell is cancelled by it, and `stop` does not raise it.
+
+    Args:
+        options: Those of `Runtime`. `unhandled` is "log" unless you give it.
+
+    Raises:
+        RuntimeError: The runtime that is open was started with other options, or on a loop in another thread.
     """
-    global _started  # noqa: PLW0603 - a notebook has no better place
-    await stop()
-    runtime = Runtime(**options)
-    await runtime.__aenter__()
-    # The task is a cell's, which ends; there is nothing to cancel when something fails later.
-    runtime.detach()
-    _started = runtime
+    global _started, _options
+    runtime = _started
+    if runtime is not None and runtime.is_stranded:
+        runtime.abandon()
+    if runtime is None or runtime.is_closed:
+        runtime = Runtime(**{"unhandled": "log", **options})
+        await runtime.__aenter__()
+        _started, _options = runtime, options
+    runtime.check_loop("the started runtime cannot be used")
+    if options and options != _options:
+        raise RuntimeError(
+            f"a runtime is open already, started with {_listed(_options)}, not with {_listed(options)}: "
+            "`await aiodaft.stop()` first, which ends its actors"
+        )
     return runtime
+
+
+def _listed(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r:.80}" for name, value in options.items()) or "no options"
 
 
 async def stop() -> None:
@@ -39,7 +56,7 @@ async def stop() -> None:
 
     Raises:
         RuntimeError: It was opened on a loop that runs in another thread.
-        BaseExceptionGroup: Errors that nobody looked at.
+        BaseExceptionGroup: Errors that no code has seen, if it was started with `unhandled="raise"`.
     """
     global _started  # noqa: PLW0603 - as above
     runtime = _started
@@ -60,7 +77,13 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
 
     The first Ctrl-C cancels `main`, so that scopes close; a second one ends at once. So do the first SIGTERM (with exit
     code 143) and a second one, unless the program handles them. None of them leaves a process.
+
+    Raises:
+        RuntimeError: An event loop runs here already, as in a notebook.
     """
+    if asyncio._get_running_loop() is not None:
+        main.close()
+        raise RuntimeError("an event loop runs here already: `await main()` in place of `aiodaft.run(main())`")
     factory = None
     if has_uvloop():
         import uvloop  # noqa: PLC0415 - optional

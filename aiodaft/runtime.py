@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 from aiodaft._protocol.ids import COORDINATOR, NODE, SUPERVISOR, ActorId, PeerId
 from aiodaft._protocol.ledger import Ledger
@@ -26,6 +26,8 @@ from aiodaft._runtime.coordinator import Coordinator
 from aiodaft._runtime.current import remove_process_peer, set_process_peer
 from aiodaft._runtime.door import answer
 from aiodaft._runtime.env import Env
+from aiodaft._runtime.error_log import log_error
+from aiodaft._runtime.failures import give_frames, take_frames
 from aiodaft._runtime.isolation import prefix_of
 from aiodaft._runtime.link import Link
 from aiodaft._runtime.node import Node, gpus_of_this_machine
@@ -51,6 +53,11 @@ ActorT = TypeVar("ActorT", bound=Actor)
 class Runtime(Scope):
     """Owns actors, their processes, and everything between them.
 
+    It is no nursery, unlike the scopes inside it (`rt.scope()`): an error that no code will see, of a call whose ref
+    was dropped or of an actor that died while no call was under way, is logged at once with its traceback, and the
+    block goes on. When the block ends, these errors and those that still wait in refs are raised in an ExceptionGroup:
+    the first 100, with a count of the others. A block that ends by a cancellation or SystemExit raises just that.
+
     Args:
         cpus: CPUs of this machine; those this process may use, unless said.
         gpus: GPUs of this machine; detected, unless said. Say it to develop without any.
@@ -71,6 +78,8 @@ class Runtime(Scope):
             count, and always get through.
         patience: How long a process that does not answer is waited for: by default it is reported after 5 s, and killed
             after 30 s if it is stopped. A class line or `rt.on(patience=...)` goes before this.
+        unhandled: "raise": errors that no code has seen are logged, and raised when the block ends. "log": they are
+            only logged, as a server needs it, which goes on for months; no error is kept.
         env: Clock, randomness and ids, for simulations.
 
     Raises:
@@ -93,6 +102,7 @@ class Runtime(Scope):
         cancel_grace: float = 2.0,
         max_pending: int = 1_000_000,
         patience: Patience | None = None,
+        unhandled: Literal["raise", "log"] = "raise",
         env: Env | None = None,
     ) -> None:
         super().__init__(self)
@@ -101,6 +111,11 @@ class Runtime(Scope):
         for name, value in {"stop_grace": stop_grace, "cancel_grace": cancel_grace}.items():
             if not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value!r}: a number that is not negative is needed")
+        if unhandled not in {"raise", "log"}:
+            raise ValueError(f'unhandled={unhandled!r} is neither "raise" nor "log"')
+        self._raises_unhandled = unhandled == "raise"
+        # Of the errors that are kept for the end.
+        self._frames: list[tuple[BaseException, Any]] = []
         self.stop_grace = stop_grace
         self.node_name = os.uname().nodename or "localhost"
         self.cancel_grace = cancel_grace
@@ -146,7 +161,7 @@ class Runtime(Scope):
         """Close a runtime that was opened without a block. Idempotent.
 
         Raises:
-            BaseExceptionGroup: Errors that nobody looked at.
+            BaseExceptionGroup: Errors that no code has seen, unless they are only logged.
         """
         if self._ended is None:
             await self.__aexit__(None, None, None)
@@ -173,7 +188,7 @@ class Runtime(Scope):
         agent.on_ended = self._process_ended
         peer.add_cell(NODE, "node agent", agent)
         peer.add_cell(COORDINATOR, "coordinator", Coordinator())
-        peer.on_unheld = lambda error, label: self.fail(error)
+        peer.on_unheld = self.fail
 
         async def explain(link: Link, reason: Exception) -> DaftError:
             ending = await agent.explain(link.remote, peer.graphs.in_flight(link))
@@ -288,7 +303,25 @@ class Runtime(Scope):
     def _actor_died(self, remote: PeerId, actor: ActorId, error: OutcomeUnknown) -> None:
         scope = self._owner_of(remote, actor)
         if scope is not None:
-            scope.fail(error)
+            scope.fail(error, "an actor died while no call was under way")
+
+    # Errors that no code has seen.
+
+    def fail(self, error: BaseException, what: str) -> None:
+        """An error that no code will see: log it, and keep it for the end of the block."""
+        if not self._comes_of_closing(error):
+            log_error(what, error)
+            if self._raises_unhandled and self._unhandled.add(error):
+                self._frames += take_frames(error)
+
+    def _errors_after(self, error: BaseException | None) -> BaseExceptionGroup[BaseException] | None:
+        if self._raises_unhandled and (error is None or isinstance(error, Exception)):
+            give_frames(self._frames)
+            return super()._errors_after(error)
+        for state in self._unseen():
+            assert state.error is not None
+            log_error(f"{state.label} failed, and no code saw the error", state.error)
+        return None
 
     # Values and names.
 

@@ -1,14 +1,17 @@
-"""Scopes own actors and errors: leaving one closes its actors, and raises what nobody looked at."""
+"""Scopes own actors and errors: leaving one closes its actors, and raises the errors that no code has seen."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.unhandled import Unhandled
 from aiodaft._runtime.belongings import Belongings
 from aiodaft._runtime.calls import Target
+from aiodaft._runtime.error_log import log_error
 from aiodaft._runtime.following import Followed, Pinned
 from aiodaft._runtime.making import Recipe
 from aiodaft._runtime.tasks import logger, see_through, shield_from_anyio
@@ -30,10 +33,12 @@ T = TypeVar("T")
 
 
 class Scope(Spawner):
-    """An `async with` block that owns actors.
+    """An `async with` block that owns actors: `async with rt.scope() as s`.
 
-    Leaving it stops them, the last one first. Leaving it by an error, or because a ref that nobody holds has failed,
-    cancels what runs. Errors of refs that nobody looked at are raised as an ExceptionGroup when it ends.
+    Leaving it stops its actors, the last one first; leaving it by an error cancels the calls under way. A scope is a
+    nursery: an error that no code will see (of a call whose ref was dropped, or the death of an actor that no call
+    was made to) cancels the body, as a failing task does in an `asyncio.TaskGroup`. When the block ends, such errors
+    are raised in an ExceptionGroup, together with those that still wait in refs. A `Runtime` does not cancel its body.
     """
 
     def __init__(self, runtime: Runtime, parent: Scope | None = None, restart: Restart | None = None) -> None:
@@ -41,7 +46,7 @@ class Scope(Spawner):
         self._parent = parent
         self._belongings = Belongings(runtime, self, restart)
         self._children: list[Scope] = []
-        self._errors: list[BaseException] = []
+        self._unhandled = Unhandled()
         self._held: dict[RefState, None] = {}
         self._task: asyncio.Task[Any] | None = None
         self._cancelled_task = False
@@ -60,18 +65,18 @@ class Scope(Spawner):
             # A forked child leaves the block as well: what it owns is the parent's.
             return
         cancelled = await self._uncancel(error)
-        interrupted = await self._close(graceful=error is None and not self._errors)
-        errors = self._collect()
-        if error is not None and not isinstance(error, asyncio.CancelledError):
-            # The body's own error goes on as it is, unless others have to be told as well.
-            errors = [other for other in errors if other is not error]
-            if errors:
-                raise BaseExceptionGroup("errors in a scope", [error, *errors]) from None
-            return
-        if errors:
-            raise BaseExceptionGroup("errors in a scope", errors) from None
-        if interrupted is not None and not cancelled:
+        interrupted = await self._close(graceful=error is None and not self._cancelled_task)
+        if (group := self._errors_after(error)) is not None:
+            raise group from None
+        if error is None and interrupted is not None and not cancelled:
             raise interrupted
+
+    def _errors_after(self, error: BaseException | None) -> BaseExceptionGroup[BaseException] | None:
+        """What the block raises in place of the error of its body; None if that goes on as it is."""
+        for state in self._unseen():
+            assert state.error is not None
+            self._unhandled.add(state.error)
+        return self._unhandled.group(None if isinstance(error, asyncio.CancelledError) else error)
 
     async def _uncancel(self, error: BaseException | None) -> bool:
         """Take back the cancellation with which `fail` ended the body; True if that was all there was."""
@@ -117,44 +122,50 @@ class Scope(Spawner):
             await child._close_all(graceful=graceful)
         await self._belongings.stop_all(graceful=graceful)
 
-    def _collect(self) -> list[BaseException]:
-        errors = self._errors
+    def _unseen(self) -> list[RefState]:
+        """The refs that still hold an error which no code has seen; asked once, at the end."""
+        if self._held and not self._runtime.is_closed:
+            # An error that was raised knows frames, and these know refs. Only the collector drops such a circle.
+            gc.collect()
+            self._runtime.peer.drop_now()
         # Other threads may look at errors too.
-        for state in list(self._held):
-            if state.error is not None and not state.seen:
-                state.seen = True
-                if not any(state.error is other for other in errors):
-                    errors.append(state.error)
-        self._errors, self._held = [], {}
-        return errors
+        unseen = [state for state in list(self._held) if not state.seen]
+        self._held = {}
+        for state in unseen:
+            state.seen = True
+        return unseen
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} stays in the process that opened it: pass handles of actors")
 
     # Where errors of its actors' refs go.
 
-    def fail(self, error: BaseException) -> None:
-        """An error that nobody holds: end the body, and raise it from there."""
-        if self._closing and isinstance(error, OutcomeUnknown | RuntimeClosed | CallCancelled):
-            # What the closing itself does to calls under way is no news.
-            return
-        if any(error is other for other in self._errors):
-            return
-        self._errors.append(error)
+    def fail(self, error: BaseException, what: str) -> None:
+        """An error that no code will see: end the body, and raise it from there."""
+        if not self._comes_of_closing(error):
+            self._unhandled.add(error)
+            self._stop_body(error, what)
+
+    def _stop_body(self, error: BaseException, what: str) -> None:
         if self._task is None:
-            logger.error("a ref that nobody holds failed", exc_info=error)
+            # It was opened without a block.
+            log_error(what, error)
         elif not self._closing and not self._cancelled_task:
             self._cancelled_task = True
             self._task.cancel()
 
     def hold(self, state: RefState) -> None:
         """An error that waits in a ref."""
-        if not (self._closing and isinstance(state.error, OutcomeUnknown | RuntimeClosed | CallCancelled)):
+        if not self._comes_of_closing(state.error):
             self._held[state] = None
 
     def settle(self, state: RefState) -> None:
-        """Somebody looked at it."""
+        """Code has seen it."""
         self._held.pop(state, None)
+
+    def _comes_of_closing(self, error: BaseException | None) -> bool:
+        """Whether an error is what closing a scope does to the calls under way, and no news."""
+        return self._closing and isinstance(error, OutcomeUnknown | RuntimeClosed | CallCancelled)
 
     # Spawning.
 
@@ -174,10 +185,6 @@ class Scope(Spawner):
         child = Scope(self._runtime, self, restart)
         self._children.append(child)
         return child
-
-    def detach(self) -> None:
-        """Belong to no task: an error that nobody holds is logged, and raised when the scope is closed."""
-        self._task = None
 
     def _owner_of(self, remote: PeerId, actor: ActorId) -> Scope | None:
         if (remote, actor) in self._belongings:

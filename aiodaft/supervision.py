@@ -26,8 +26,8 @@ class Restart:
         strategy: Who is restarted when one dies: "one_for_one" that one; "one_for_all" all siblings; "rest_for_one"
             that one and those spawned after it. Siblings are stopped in the reverse order of their spawning, and
             started in that order.
-        intensity: How many restarts are allowed within the period; one more is `RestartLimitReached`, which ends
-            the scope.
+        intensity: How many restarts are allowed within the period; one more is `RestartLimitReached`, an error of the
+            scope, which cancels it. A `Runtime` logs it, and raises it when its block ends.
         period: Seconds.
         backoff: How long a restart waits.
         follow: Whether handles lead to the new incarnation. Calls made in between wait for it; with False, handles

@@ -39,8 +39,9 @@ class Counter(aiodaft.Actor, restart=aiodaft.Restart(intensity=2, period=60)):
 async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            async with aiodaft.Runtime() as rt:
-                counter = await rt.spawn(Counter, f"{folder}/checkpoint")
+            # A scope is cancelled when the policy gives up; a runtime goes on.
+            async with aiodaft.Runtime() as rt, rt.scope() as scope:
+                counter = await scope.spawn(Counter, f"{folder}/checkpoint")
                 for number in range(1, 5):
                     print(await counter.count_to(number))
                 print((await rt.info(counter)).restarts, "restart")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
 from aiodaft._protocol.liveness import Health
@@ -247,6 +248,9 @@ class Outgoing:
             return
         target, state, args = request.target, request.state, request.args
         request.deadline = deadline = current_deadline.get()
+        # A call that has to wait is submitted again, by another task.
+        if isinstance(state, CallState) and state.maker is None and (maker := peer.current_maker()) is not None:
+            state.maker = ref(maker)
         try:
             if self.order.lanes and self._must_wait(request):
                 if self._hall.admit(request):

@@ -35,7 +35,7 @@ def encode_error(error: BaseException) -> bytes:
     type_name = f"{type(error).__module__}.{type(error).__qualname__}"
     # An exception may refuse to have its attributes set, as frozen dataclasses do.
     BaseException.with_traceback(error, _users_part(error.__traceback__))
-    return pack([type_name, _message(error), _text(error), *_encode_object(error)])
+    return pack([type_name, _message(error), text_of(error)[-_MAX_TEXT:], *_encode_object(error)])
 
 
 def decode_error(data: bytes) -> BaseException:
@@ -113,6 +113,35 @@ def unsent(error: BaseException) -> BaseException:
     return copy_error(error).with_executed(False)
 
 
+def take_frames(error: BaseException) -> list[tuple[BaseException, Any]]:
+    """Take the tracebacks off an exception and its causes, because frames hold variables.
+
+    Returns:
+        What `give_frames` needs to give them tracebacks that show the same lines.
+    """
+    from tblib import Traceback  # noqa: PLC0415 - only errors need it
+
+    taken: dict[int, tuple[BaseException, Any]] = {}
+    found = [error]
+    while found:
+        one = found.pop()
+        if id(one) in taken:
+            continue
+        taken[id(one)] = (one, one.__traceback__ and Traceback(one.__traceback__))
+        # An exception may refuse to have its attributes set, as frozen dataclasses do.
+        BaseException.with_traceback(one, None)
+        attempts = one.attempts if isinstance(one, RestartLimitReached) else ()
+        inner = one.exceptions if isinstance(one, BaseExceptionGroup) else attempts
+        found += [other for other in (one.__cause__, one.__context__, *inner) if other is not None]
+    return list(taken.values())
+
+
+def give_frames(taken: list[tuple[BaseException, Any]]) -> None:
+    """Undo `take_frames`: the new frames hold no variables."""
+    for error, frames in taken:
+        BaseException.with_traceback(error, frames and frames.as_traceback())
+
+
 def _encode_object(error: BaseException) -> tuple[bytes | str, bytes | None]:
     """An exception as payload and blob; or why that cannot be, and None."""
     try:
@@ -173,9 +202,10 @@ def _message(error: BaseException) -> str:
         return f"<its text cannot be had: {type(problem).__name__}>"
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """An exception with its traceback and its causes, as Python prints it."""
     try:
-        return "".join(traceback.format_exception(error))[-_MAX_TEXT:]
+        return "".join(traceback.format_exception(error))
     except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise anything
         return f"<its traceback cannot be had: {type(problem).__name__}>"
 

@@ -14,6 +14,7 @@ from aiodaft._protocol.supervision import Again, GiveUp, Gone, Kind, Siblings
 from aiodaft.exceptions import ActorDied, OutcomeUnknown, RestartLimitReached
 
 from .calls import Target
+from .error_log import printable
 from .following import Followed, Whereabouts
 from .making import stop_actor
 from .supervisor import Life, State
@@ -29,7 +30,7 @@ class Family:
     """The actors of one policy, in the order in which they were spawned."""
 
     def __init__(
-        self, supervisor: Supervisor, policy: Restart, grace: float, fail: Callable[[BaseException], object]
+        self, supervisor: Supervisor, policy: Restart, grace: float, fail: Callable[[BaseException, str], object]
     ) -> None:
         self._supervisor = supervisor
         self._peer = supervisor.peer
@@ -78,7 +79,7 @@ class Family:
         now = self._peer.env.monotonic()
         match self._siblings.failed(life, error, normal=normal, now=now):
             case Gone():
-                logger.info("%s ended, and is not restarted: %s", life.label, error)
+                logger.info("%s ended, and is not restarted: %s", life.label, printable(str(error)))
                 self._supervisor.end(life, error if isinstance(error, OutcomeUnknown) else ActorDied(str(error)))
             case GiveUp(down, evidence):
                 self._give_up(life, down, evidence)
@@ -90,7 +91,7 @@ class Family:
         logger.warning(
             "%s died: restart %d (of %d within %g s)%s in %.3g s: %s",
             life.label, again.count, self.policy.intensity, self.policy.period,
-            f", with {others} siblings," if others else "", again.delay, life.last_error,
+            f", with {others} siblings," if others else "", again.delay, printable(str(life.last_error)),
         )  # fmt: skip
         for other in (*again.stop, *again.start):
             other.target.leave()
@@ -115,7 +116,7 @@ class Family:
                 other.final = error
                 other.target.end(error)
                 other.interrupt()
-        self._fail(error)
+        self._fail(error, f"{life.label} died more often than its restart policy allows")
 
     # Carrying out.
 

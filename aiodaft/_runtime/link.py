@@ -20,10 +20,10 @@ from aiodaft._protocol.session import STALL, Session
 from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
 
 from .descriptors import SPACE, Descriptors
+from .error_log import log_error
 from .neighbour import LinkOwner
 from .outbox import Outbox
 from .ring import RingPair
-from .tasks import logger
 from .traffic import Traffic
 
 if TYPE_CHECKING:
@@ -368,7 +368,7 @@ class Link:
             self.close(error)
         except Exception as error:  # noqa: BLE001 - see below
             # Well formed outside, and nonsense inside; or a bug of ours. Calls over this link must not wait for ever.
-            logger.exception("a message from %s cannot be handled", self.remote)
+            log_error(f"a message from {self.remote} cannot be handled", error)
             wrong = RemoteProtocolError(f"{self.remote} sent what cannot be handled: {type(error).__name__}: {error}")
             wrong.__cause__ = error
             self.close(wrong)

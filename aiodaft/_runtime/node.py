@@ -68,7 +68,7 @@ class Node(Actor):
         self._actor_numbers = itertools.count(FIRST_USER_ACTOR)
         # Told of an actor that died with nobody waiting for it, and of errors nobody holds.
         self.on_died: Callable[[PeerId, ActorId, OutcomeUnknown], object] = lambda peer, actor, error: None
-        self.on_unheld: Callable[[BaseException], object] = lambda error: None
+        self.on_unheld: Callable[[BaseException, str], object] = lambda error, what: None
         # Told of every process that ended, how, and whether that was wanted.
         self.on_ended: Callable[[PeerId, OutcomeUnknown, bool], object] = lambda peer, error, wanted: None
         nursery.on_ended = self._child_ended
@@ -258,9 +258,12 @@ class Node(Actor):
         return await self.explain(PeerId(peer), in_flight)
 
     @method
-    async def unheld(self, encoded: bytes) -> None:
-        """An error in a worker that nobody there holds."""
-        self.on_unheld(decode_error(encoded))
+    async def unheld(self, encoded: bytes, what: str) -> None:
+        """An error in a worker that no code there saw, and what has failed."""
+        call = current_call.get()
+        assert call is not None
+        worker = self._workers.get(call.caller)
+        self.on_unheld(decode_error(encoded), f"{what} (in {call.caller if worker is None else worker})")
 
     @method
     async def resources(self) -> tuple[Mapping[str, float], Mapping[str, float]]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import socket
+import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, ActorId, CallId, PeerId
 from aiodaft._protocol.session import Session
+from aiodaft._protocol.siblings import FailedAwaits
 from aiodaft.actor import Handle
 from aiodaft.exceptions import (
     DaftError,
@@ -34,6 +39,7 @@ from .channels import Channels
 from .deadlocks import Deadlocks
 from .dispatch import Dispatch
 from .env import Env
+from .error_log import log_error
 from .following import Followers
 from .graphs import Graphs
 from .hosted import Hosted
@@ -50,7 +56,7 @@ from .replies import Replies, State
 from .starting import Starter
 from .store import Store
 from .streams import StreamState
-from .tasks import TaskOwner, logger
+from .tasks import TaskOwner
 from .traffic import Traffic, total
 from .transfer import Transfer
 from .upgrades import Upgrades
@@ -61,6 +67,11 @@ if TYPE_CHECKING:
 
     from .node import Node
     from .sinks import ErrorSink
+
+# Asked with every call: where it is written in Python, the table behind it takes a third of the time.
+_current_task: Final[Callable[[asyncio.AbstractEventLoop], object]] = (
+    asyncio.current_task if sys.version_info >= (3, 12) else asyncio.tasks._current_tasks.get  # type: ignore[attr-defined]  # private
+)
 
 # Lost links that are kept to say why.
 _REMEMBERED: Final = 1024
@@ -94,6 +105,9 @@ class Peer:
 
     # Why nothing works any more, once it does not.
     closed: str | None = None
+    # Who makes a call: the task that runs; in a worker, the call that it serves.
+    current_maker: Callable[[], object]
+    _draining = False
 
     def __init__(self, options: PeerOptions, key: Key, env: Env) -> None:
         self.options = options
@@ -127,12 +141,14 @@ class Peer:
         self.loopback = Loopback(self)
         self.deadlocks = Deadlocks(self)
         self.graphs = Graphs(self)
-        # Told of errors that nobody holds and no scope owns, of processes that ended, and of a wish to exit.
-        self.on_unheld: Callable[[BaseException, str], object] = _log_unheld
+        # Told of errors that no code saw and no scope owns, and of a wish to exit.
+        self.on_unheld: Callable[[BaseException, str], object] = lambda error, what: log_error(what, error)
         self.on_exit: Callable[[BaseException], object] = _ignore_exit
         # Told, in a forked child, that it stayed behind.
         self.on_forked: Callable[[], object] = lambda: None
         self.explain: Callable[[Link, Exception], Awaitable[DaftError]] = _explain_plainly
+        self.current_maker = partial(_current_task, self.loop)
+        self.failed_awaits: FailedAwaits[weakref.ref[Any]] = FailedAwaits()
         self.key = key
         self.numbers = cast("Iterator[CallId]", itertools.count(1))
         self.next_number = self.numbers.__next__
@@ -140,7 +156,6 @@ class Peer:
         self._lost: deque[Link] = deque()
         self._past_traffic = Traffic()
         self._dropped: deque[RefState] = deque()
-        self._draining = False
         self.handlers = Dispatch(self).handlers()
         self.channels = Channels(self)
         self.add_cell(AGENT, "agent", Agent(self))
@@ -294,12 +309,19 @@ class Peer:
                 call.add_credit(count)
 
     def report_unheld(self, state: RefState) -> None:
-        """The error of a ref that nobody holds."""
+        """The error of a ref that was dropped before any code saw the error."""
         assert state.error is not None
+        if state.maker is not None and self.failed_awaits.excuse(
+            state.maker, state.number, state.failed, state.dropped
+        ):
+            what = f"{state.label} failed as well; its ref was dropped after another call of the same task had failed"
+            log_error(what, state.error, logging.INFO)
+            return
+        what = f"{state.label} failed, and its ref was dropped before any code saw the error"
         if state.sink is not None:
-            state.sink.fail(state.error)
+            state.sink.fail(state.error, what)
         else:
-            self.on_unheld(state.error, state.label)
+            self.on_unheld(state.error, what)
 
     def exit_requested(self, error: BaseException) -> None:
         """A method raised SystemExit or KeyboardInterrupt."""
@@ -332,9 +354,10 @@ class Peer:
         self._dropped.append(state)
         if not self._draining:
             self._draining = True
-            self.call_soon(self._drain)
+            self.call_soon(self.drop_now)
 
-    def _drain(self) -> None:
+    def drop_now(self) -> None:
+        """Do what the `Ref` objects that are gone leave to be done."""
         self._draining = False
         while self._dropped:
             self._dropped.popleft().drop_handle()
@@ -384,10 +407,6 @@ class Peer:
         self.store.close()
         self.links.clear()
         self.cells.clear()
-
-
-def _log_unheld(error: BaseException, label: str) -> None:
-    logger.error("%s failed, and nobody holds its ref", label, exc_info=error)
 
 
 def _ignore_exit(error: BaseException) -> None:

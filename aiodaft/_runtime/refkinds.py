@@ -10,7 +10,7 @@ from aiodaft.exceptions import ActorDied, CallCancelled, DaftError
 from aiodaft.ref import Ref
 
 from .kept import Arrived
-from .refs import ABSENT, FAILED, HERE, THERE, RefState, Status
+from .refs import ABSENT, FAILED, HERE, THERE, RefState, Status, state_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -204,6 +204,7 @@ class GatheredState(RefState):
         self.peer = peer
         self.number = number
         self._parts = parts
+        self.maker = state_of(parts[0]).maker
         self._missing = len(parts)
         for part in parts:
             part._state.watch(self._one_settled)

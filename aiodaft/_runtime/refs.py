@@ -7,6 +7,7 @@ process. THERE: the producer keeps it, and it is fetched when somebody in this p
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Generator
 from enum import Enum
 from types import TracebackType
@@ -63,6 +64,11 @@ class RefState(Watched):
     seen = False
     # Size of a value that its producer keeps.
     stored_bytes = 0
+    # The task, or call, that made the call, weakly; None if it was made elsewhere, or is no call.
+    maker: weakref.ref[Any] | None = None
+    # When the call failed, and when its last `Ref` object was dropped, in numbers of calls.
+    failed = 0
+    dropped = 0
     # Other processes may ask for it: it is in the peer's table.
     shared = False
     # Refs that it depends on.
@@ -104,6 +110,7 @@ class RefState(Watched):
         """There will be no value."""
         if not self.settled:
             self.error, self._traceback = error, error.__traceback__
+            self.failed = self.peer.next_number()
         self._settle(FAILED)
 
     def on_kept(self) -> None:
@@ -140,6 +147,7 @@ class RefState(Watched):
         """One `Ref` object fewer. Safe in any thread, also while garbage is collected."""
         # Most refs end here: the value came with the answer, so there is nothing to free and nobody to tell.
         if self.status is not HERE or self.shared or self.kept is not None or not self.own:
+            self.dropped = self.peer.next_number()
             self.peer.drop_soon(self)
 
     def drop_handle(self) -> None:
@@ -209,7 +217,7 @@ class RefState(Watched):
         if self.seen or self.uses:
             return
         if not self.handles:
-            self.seen = True
+            self.mark_seen()
             self.peer.report_unheld(self)
         elif self.sink is not None:
             self.sink.hold(self)
@@ -238,6 +246,8 @@ class RefState(Watched):
                 self._decode_now()
         if self.error is not None:
             self.mark_seen()
+            if self.maker is not None:
+                self.peer.failed_awaits.note(self.maker, self.number, self.peer.next_number())
             # As asyncio's futures do: each waiter's frames are added to the original ones, not to each other's.
             raise self.error.with_traceback(self._traceback)
         return self.value

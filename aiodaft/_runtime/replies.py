@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiodaft._protocol.ids import CallId
@@ -10,17 +9,17 @@ from aiodaft._protocol.messages import ADOPTED, ERROR, RESULT, STORED, Message
 from aiodaft.exceptions import DaftError, RemoteProtocolError
 
 from .delivery import Delivery
+from .error_log import log_error, printable
 from .failures import copy_error, decode_failure
 from .kept import Arrived
 from .refkinds import CallState
 from .refs import RefState, release_inputs
 from .streams import StreamState
+from .tasks import logger
 
 if TYPE_CHECKING:
     from .link import Link
     from .peer import Peer
-
-logger = logging.getLogger("aiodaft")
 
 
 class TellState:
@@ -41,11 +40,11 @@ class TellState:
 
     def on_error(self, error: BaseException) -> None:
         release_inputs(self, failed=True)
-        logger.error("%s, called by tell(), failed", self.label, exc_info=error)
+        log_error(f"{self.label}, called by tell(), failed", error)
 
     def on_lost(self, error: DaftError) -> None:
         release_inputs(self, failed=True)
-        logger.warning("%s, called by tell(), may not have run: %s", self.label, error)
+        logger.warning("%s, called by tell(), may not have run: %s", self.label, printable(str(error)))
 
 
 # What waits for an answer.

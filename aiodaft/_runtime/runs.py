@@ -31,10 +31,7 @@ class ResultState(CallState):
     """A result of a run, as the process that owns the graph knows it."""
 
     def __init__(self, run: OwnRun, target: Target, spec: MethodSpec, number: CallId) -> None:
-        self.peer = target.peer
-        self.target = target
-        self.spec = spec
-        self.number = number
+        super().__init__(target, spec, number)
         self._run = run
 
     def _cancel(self, why: str) -> bool:

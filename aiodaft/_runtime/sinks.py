@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 class ErrorSink(Protocol):
     """A scope, as the refs of its actors see it."""
 
-    def fail(self, error: BaseException) -> None:
-        """An error that nobody holds: the scope ends because of it."""
+    def fail(self, error: BaseException, what: str) -> None:
+        """An error that no code saw, and what has failed."""
         ...
 
     def hold(self, state: RefState) -> None:

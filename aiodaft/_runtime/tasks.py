@@ -11,6 +11,7 @@ from contextvars import copy_context
 from typing import Any, TypeVar
 
 from .current import current_deadline
+from .error_log import log_error
 
 logger = logging.getLogger("aiodaft")
 
@@ -59,7 +60,7 @@ class TaskOwner:
 
     def _report(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s failed", task.get_name(), exc_info=error)
+            log_error(f"{task.get_name()} failed", error)
 
     async def aclose(self) -> None:
         """Cancel what still runs and wait for its end. May block while a task cleans up."""

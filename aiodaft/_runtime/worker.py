@@ -20,13 +20,14 @@ from aiodaft_transport import Key
 from .current import set_process_peer
 from .dumps import offer_dump
 from .env import Env
+from .error_log import log_error
 from .failures import encode_error
 from .forks import leave_signals, when_forked
+from .incoming import current_call
 from .link import Link
 from .peer import Peer, PeerOptions
 from .processes import die_with_parent
 from .pulse import Pulse
-from .tasks import logger
 
 # How long the end of a worker may take once it is decided.
 _EXIT_GRACE = 1.0
@@ -88,6 +89,7 @@ class Worker:
         peer.explain = self._explain
         peer.on_exit = self._exit_requested
         peer.on_unheld = self._report_unheld
+        peer.current_maker = current_call.get
         self._peer = peer
         set_process_peer(peer)
         Pulse(self._pulse, peer).start()
@@ -108,7 +110,7 @@ class Worker:
             # Nobody is left to work for. Unless that was wanted, it is no orderly end.
             self._end(0 if link.dismissed else 1)
             if isinstance(reason, ProtocolError):
-                logger.error("the connection to the controller cannot be used any more: %s", reason)
+                log_error("the connection to the controller cannot be used any more", reason)
             return DaftError(f"the controller is gone: {reason}")
         if isinstance(reason, ProtocolError):
             return reason
@@ -124,10 +126,11 @@ class Worker:
         sys.stderr.flush()
         os._exit(code or 0)
 
-    def _report_unheld(self, error: BaseException, label: str) -> None:
-        logger.error("%s failed, and nobody holds its ref", label, exc_info=error)
+    def _report_unheld(self, error: BaseException, what: str) -> None:
         if self._peer.closed is None:
-            self._peer.node_agent().unheld.tell(encode_error(error))
+            self._peer.node_agent().unheld.tell(encode_error(error), what)
+        else:
+            log_error(what, error)
 
 
 def run_forked(parent: int, packed: bytes, link: int, out: int, err: int, pulse: int) -> int:

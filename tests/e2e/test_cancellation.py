@@ -155,7 +155,7 @@ async def test_whoever_cancelled_a_call_is_not_surprised_by_the_death_of_its_act
     await rt.kill(sleeper)
     with pytest.raises(aiodaft.ActorDied):
         await last
-    assert rt._errors == []
+    assert len(rt._unhandled) == 0
     assert not rt._held
 
 

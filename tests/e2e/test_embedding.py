@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from actors import Echo, Sleeper
 from failing import Failing
 from fastapi import FastAPI
 from leaks import is_alive
+from log_ear import listening
 from router import LLM, make_app
 from web_server import serving
 
@@ -44,18 +46,44 @@ async def history_with(app: FastAPI, event: str) -> list[str]:
 # start() and stop().
 
 
-async def test_starting_again_closes_the_runtime_that_was_open() -> None:
-    first = await in_a_task(aiodaft.start())
-    pid = (await first.info(await first.spawn(Echo))).pid
-    second = await in_a_task(aiodaft.start(gpus=2))
+@pytest.fixture
+async def stopped() -> AsyncGenerator[None, None]:
+    """No started runtime is left behind."""
+    yield
+    await aiodaft.stop()
+
+
+async def test_starting_again_gives_the_runtime_that_is_open(stopped: None) -> None:
+    first = await in_a_task(aiodaft.start(gpus=2, preload=()))
+    echo = await first.on(gpus=2).spawn(Echo)
+    assert await in_a_task(aiodaft.start(gpus=2, preload=())) is first
+    assert await in_a_task(aiodaft.start()) is first
+    assert await echo.echo("goes on") == "goes on"
+
+
+async def test_starting_again_with_other_options_is_refused_and_ends_nothing(stopped: None) -> None:
+    first = await aiodaft.start(preload=())
+    echo = await first.spawn(Echo)
+    with pytest.raises(RuntimeError, match=r"open already, started with preload=\(\), not with gpus=2: .*stop\(\)"):
+        await aiodaft.start(gpus=2)
+    assert await echo.echo("goes on") == "goes on"
+
+
+async def test_starting_again_after_the_runtime_was_closed_opens_a_new_one(stopped: None) -> None:
+    first = await aiodaft.start(preload=())
+    failing = await first.spawn(Failing)
+    held = failing.raise_value_error("of the old one")
+    await held.ready()
+    await first.aclose()
+    second = await aiodaft.start(gpus=2, preload=())
     assert second is not first
-    assert not is_alive(pid)
-    with pytest.raises(aiodaft.RuntimeClosed):
-        await first.spawn(Echo)
-    assert await (await second.on(gpus=2).spawn(Echo)).echo("goes on") == "goes on"
-    await in_a_task(aiodaft.stop())
-    with pytest.raises(aiodaft.RuntimeClosed):
-        await second.spawn(Echo)
+    assert await (await second.on(gpus=2).spawn(Echo)).echo("new") == "new"
+
+
+async def test_options_that_a_runtime_refuses_leave_nothing_started(stopped: None) -> None:
+    with pytest.raises(ValueError, match="stop_grace=-1"):
+        await aiodaft.start(stop_grace=-1)
+    assert await (await (await aiodaft.start(preload=())).spawn(Echo)).echo(1) == 1
 
 
 async def test_stopping_is_idempotent_and_needs_no_start() -> None:
@@ -71,24 +99,22 @@ async def test_stopping_is_idempotent_and_needs_no_start() -> None:
     await aiodaft.stop()
 
 
-async def test_an_error_that_nobody_holds_cancels_no_cell_and_is_raised_by_stop(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    rt = await in_a_task(aiodaft.start())
-
+@pytest.mark.parametrize("options", [{}, {"unhandled": "raise"}])
+async def test_an_error_that_no_code_sees_cancels_no_cell(options: dict[str, Any]) -> None:
+    rt = await in_a_task(aiodaft.start(preload=(), **options))
     failing = await rt.spawn(Failing)
 
     async def cell() -> None:
-        failing.raise_value_error("nobody holds this")
-        while not caplog.records:
-            await failing.use("still alive")
+        failing.raise_value_error("no code sees this")
+        await ear.hears("ValueError: no code sees this")
 
-    await in_a_task(cell())
+    with listening() as ear:
+        await in_a_task(cell())
     assert await failing.use("next cell") == "next cell"
-    assert "a ref that nobody holds failed" in caplog.text
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(ExceptionGroup) if options else nullcontext() as caught:
         await aiodaft.stop()
-    assert [str(error) for error in caught.value.exceptions] == ["nobody holds this"]
+    if caught is not None:
+        assert [str(error) for error in caught.value.exceptions] == ["no code sees this"]
     await aiodaft.stop()
 
 
@@ -129,6 +155,19 @@ async def test_requests_are_answered_by_a_group_that_lives_in_the_lifespan() -> 
         counts = [len(history) for history in await app.state.models.all(LLM.history)]
         assert min(counts) > 0
     assert not any(map(is_alive, pids))
+
+
+async def test_a_server_goes_on_after_a_dropped_error_and_a_dead_replica() -> None:
+    app = make_app()
+    with listening() as ear:
+        async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
+            assert (await client.get("/warm", params={"prompt": "too long"})).json() == "begun"
+            await ear.hears("ValueError: 'too long' is too long")
+            assert (await client.get("/generate", params={"prompt": "next"})).json() == "NEXT"
+            first, second = app.state.models
+            os.kill((await app.state.rt.info(first)).pid, signal.SIGKILL)
+            await ear.hears("an actor died while no call was under way")
+            assert await second.generate("other") == "OTHER"
 
 
 async def test_the_lifespan_may_be_left_in_another_task_than_it_was_entered_in() -> None:

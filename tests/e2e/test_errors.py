@@ -8,7 +8,7 @@ import traceback
 from typing import Any
 
 import pytest
-from actors import Echo, Relay, Trainer
+from actors import Echo, Trainer
 from failing import CustomError, Failing
 
 import aiodaft
@@ -166,13 +166,13 @@ async def test_a_failed_argument_of_a_tell_is_told_once(caplog: pytest.LogCaptur
     assert [record.message for record in caplog.records] == ["Failing.use, called by tell(), failed"]
 
 
-async def test_an_error_that_nobody_holds_ends_the_block_at_once() -> None:
+async def test_an_error_that_no_code_will_see_ends_a_scope_at_once(rt: aiodaft.Runtime) -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        async with aiodaft.Runtime(preload=()) as rt:
-            failing = await rt.spawn(Failing)
-            failing.raise_value_error("nobody looks")
-            await asyncio.sleep(60)
-    assert str(caught.value.exceptions[0]) == "nobody looks"
+        async with rt.scope() as scope:
+            failing = await scope.spawn(Failing)
+            failing.raise_value_error("no code looks")
+            await asyncio.Event().wait()
+    assert str(caught.value.exceptions[0]) == "no code looks"
 
 
 async def test_the_error_of_a_held_ref_waits_for_whoever_looks(rt: aiodaft.Runtime) -> None:
@@ -192,24 +192,15 @@ async def test_the_error_of_a_held_ref_that_nobody_looks_at_is_raised_at_the_end
     assert [str(error) for error in caught.value.exceptions] == ["never looked at"]
 
 
-async def test_dropping_a_ref_whose_error_nobody_saw_ends_the_block() -> None:
+async def test_dropping_a_ref_whose_error_no_code_saw_ends_a_scope(rt: aiodaft.Runtime) -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        async with aiodaft.Runtime(preload=()) as rt:
-            failing = await rt.spawn(Failing)
+        async with rt.scope() as scope:
+            failing = await scope.spawn(Failing)
             ref = failing.raise_value_error("dropped")
             await ref.ready()
             del ref
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
     assert [str(error) for error in caught.value.exceptions] == ["dropped"]
-
-
-async def test_an_error_that_nobody_in_a_worker_holds_reaches_the_runtime() -> None:
-    with pytest.raises(ExceptionGroup) as caught:
-        async with aiodaft.Runtime(preload=()) as rt:
-            failing, relay = await rt.spawn(Failing), await rt.spawn(Relay)
-            await relay.tell_nobody(failing)
-            await asyncio.sleep(60)
-    assert [str(error) for error in caught.value.exceptions] == ["nobody holds this"]
 
 
 async def test_the_bodys_own_error_is_raised_as_it_is() -> None:

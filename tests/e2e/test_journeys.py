@@ -193,13 +193,14 @@ def make_fragile() -> type[Any]:
 
 
 @own_loop
-async def test_journey_6_an_error_nobody_holds_ends_the_block_at_once() -> None:
-    with pytest.raises(ExceptionGroup) as caught:
-        async with aiodaft.Runtime(gpus=8) as rt:
-            fragile = await rt.spawn(make_fragile())
-            pid = (await rt.info(fragile)).pid
-            fragile.boom()
-            await asyncio.sleep(60)
+async def test_journey_6_an_error_that_no_code_will_see_ends_a_scope_at_once() -> None:
+    async with aiodaft.Runtime(gpus=8) as rt:
+        with pytest.raises(ExceptionGroup) as caught:
+            async with rt.scope() as scope:
+                fragile = await scope.spawn(make_fragile())
+                pid = (await scope.info(fragile)).pid
+                fragile.boom()
+                await asyncio.Event().wait()
     (error,) = caught.value.exceptions
     assert isinstance(error, MemoryError)
     assert str(error) == "out of memory on cuda:0"
@@ -294,8 +295,10 @@ async def test_journey_10_notebook_cells_share_a_runtime_across_tasks() -> None:
     first = await run_in_a_task(aiodaft.start(gpus=8))
     old = await run_in_a_task(first.spawn(Model, 1.0)._begin())
     old_pid = (await first.info(old)).pid
+    assert await run_in_a_task(aiodaft.start(gpus=8)) is first
+    assert is_alive(old_pid)
+    await run_in_a_task(aiodaft.stop())
     second = await run_in_a_task(aiodaft.start(gpus=8))
-    assert second is not first
     assert not is_alive(old_pid)
     with pytest.raises(aiodaft.RuntimeClosed):
         await run_in_a_task(first.spawn(Model, 1.0)._begin())

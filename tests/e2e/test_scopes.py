@@ -136,17 +136,6 @@ async def test_stopping_and_killing_are_idempotent_and_free_resources(rt: aiodaf
     assert await (await rt.spawn(NeedsGpu)).visible() == "0"
 
 
-async def test_an_actor_that_dies_with_nobody_waiting_ends_the_block() -> None:
-    with pytest.raises(ExceptionGroup) as caught:
-        async with aiodaft.Runtime(preload=()) as rt:
-            echo = await rt.spawn(Echo)
-            os.kill((await rt.info(echo)).pid, signal.SIGKILL)
-            await asyncio.sleep(60)
-    (error,) = caught.value.exceptions
-    assert isinstance(error, aiodaft.ActorDied)
-    assert error.signal == "SIGKILL"
-
-
 async def test_the_body_is_cancelled_from_outside(tmp_path: Path) -> None:
     entered = asyncio.Event()
 

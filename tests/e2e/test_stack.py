@@ -126,7 +126,7 @@ async def test_a_stopped_actor_that_was_looked_at_can_be_killed(module_rt: aioda
         await ref
     if look == "patient":
         assert len((await looking).processes) == 1
-    assert rt._errors == []
+    assert len(rt._unhandled) == 0
 
 
 def asked_of(rt: aiodaft.Runtime, actor: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ class Recorder:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.unheld: list[BaseException | None] = []
+        self.next_number = itertools.count(100).__next__
 
     def report_unheld(self, state: CallState) -> None:
         self.unheld.append(state.error)

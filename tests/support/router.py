@@ -26,6 +26,8 @@ class LLM(Actor, gpus=1):
         try:
             if prompt == "forever":
                 await asyncio.Event().wait()
+            if prompt == "too long":
+                raise ValueError(f"{prompt!r} is too long")
             return prompt.upper()
         finally:
             self.events.append(f"{prompt} ended")
@@ -58,8 +60,8 @@ Models = Annotated[Group[LLM], Depends(models)]
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
-    """A runtime with two models for as long as the app is up."""
-    async with aiodaft.Runtime(gpus=8, preload=()) as rt:
+    """A runtime with two models for as long as the app is up: one bad request or dead model does not end it."""
+    async with aiodaft.Runtime(gpus=8, preload=(), unhandled="log") as rt:
         app.state.rt = rt
         app.state.models = await rt.on(gpus=1).group(2, LLM)
         yield
@@ -79,6 +81,12 @@ def make_app() -> FastAPI:
     async def generate(prompt: str, request: Request, llm: Models) -> str:
         async with aiodaft.cancel_on_disconnect(request):
             return await llm.any(LLM.generate, prompt)
+
+    @app.get("/warm")
+    async def warm(prompt: str, llm: Models) -> str:
+        # Nothing awaits the answer: if it is an error, that is logged.
+        llm.any(LLM.generate, prompt)
+        return "begun"
 
     @app.get("/stream")
     async def stream(prompt: str, llm: Models) -> StreamingResponse:

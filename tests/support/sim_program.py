@@ -48,10 +48,8 @@ class Program:
         return self.history.wrong + self.world.loop.problems
 
     async def _main(self) -> None:
-        rt = self.world.runtime(cancel_grace=self.rng.choice([0.05, 2.0]))
+        rt = self.world.runtime(unhandled="log", cancel_grace=self.rng.choice([0.05, 2.0]))
         await rt.__aenter__()
-        # No death and no error ends this program before it has looked at everything.
-        rt.detach()
         try:
             await self._spawn(rt)
             for happens, count in ((self._kill, self.kills), (self._cut, self.cuts), (self._pause, self.pauses)):
@@ -61,8 +59,7 @@ class Program:
             self.refs.clear()
             await self._check_tables()
         finally:
-            with suppress(BaseExceptionGroup):
-                await rt.aclose()
+            await rt.aclose()
         self.history.judge()
 
     async def _spawn(self, rt: aiodaft.Runtime) -> None:

@@ -332,7 +332,7 @@ class World:
             # Errors tell of these, and differ in length with the folder, the machine and how modules were loaded.
             "aiodaft._runtime.peer.visible_pid": lambda: _NO_PID,
             "aiodaft.runtime.os.uname": lambda: SimpleNamespace(nodename="here"),
-            "aiodaft._runtime.failures._text": lambda error: "",
+            "aiodaft._runtime.failures.text_of": lambda error: "",
             "aiodaft._runtime.pickling._reduce_traceback": lambda frames: (_no_frames, ()),
             "aiodaft._runtime.dispatch.socket": self.net,
             "aiodaft._runtime.link.socket": self.net,
@@ -373,9 +373,10 @@ def _no_frames() -> None:
     """What arrives of a traceback."""
 
 
-# An error of a tell, of a ref that a random program drops, of one that it drops in a worker, and of a stopped worker.
+# An error of a tell, of a ref that a random program drops, of dead actors, and of a stopped worker.
 _EXPECTED: Final = (
-    "called by tell()", "a ref that nobody holds failed", "and nobody holds its ref", "has not answered for",
+    "called by tell()", "before any code saw the error", "no call was under way", "more often than its restart policy",
+    "has not answered for",
 )  # fmt: skip
 
 

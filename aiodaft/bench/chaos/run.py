@@ -92,10 +92,8 @@ def _quiet() -> Generator[None, None, None]:
 
 
 async def _one_runtime(plan: Iterable[Round], report: Report, notes: Path) -> None:
-    runtime = Runtime(preload=(), stop_grace=2)
+    runtime = Runtime(preload=(), stop_grace=2, unhandled="log")
     await runtime.__aenter__()
-    # Killing an actor that nobody calls ends the block of its scope: here there is no block.
-    runtime.detach()
     actors: list[Victim] = []
     try:
         for round_ in plan:
@@ -104,9 +102,7 @@ async def _one_runtime(plan: Iterable[Round], report: Report, notes: Path) -> No
             if report.violations:
                 break
     finally:
-        # The deaths that nobody looked at.
-        with suppress(BaseExceptionGroup):
-            await runtime.__aexit__(None, None, None)
+        await runtime.aclose()
     left = descendants(os.getpid())
     if left:
         report.violations.append(f"processes are left after the runtime was closed: {left}")

@@ -1,0 +1,53 @@
+"""Calls that were made together, where the error of one keeps the program from awaiting the others. Pure.
+
+In `a, b = m.step(), n.step()` the code that awaits `b` does not run if `await a` raises. When `b` is dropped then, its
+error is no news to the program: it has an error of that task already.
+
+Moments are numbers of calls: whatever happens later in a process has a higher number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, Generic, NamedTuple, TypeVar
+
+Maker = TypeVar("Maker")
+
+# Awaits that are remembered. If more calls fail before a sibling is dropped, its error is reported after all.
+_REMEMBERED: Final = 1024
+
+
+class _Failed(NamedTuple, Generic[Maker]):
+    maker: Maker
+    made: int
+    raised: int
+
+
+class FailedAwaits(Generic[Maker]):
+    """The awaits of one process that have raised the error of a call."""
+
+    def __init__(self) -> None:
+        self._failed: deque[_Failed[Maker]] = deque(maxlen=_REMEMBERED)
+
+    def note(self, maker: Maker, made: int, raised: int) -> None:
+        """The error of a call was raised by an await.
+
+        Args:
+            maker: The task that made the call.
+            made: When it made it.
+            raised: When the error was raised.
+        """
+        self._failed.append(_Failed(maker, made, raised))
+
+    def excuse(self, maker: Maker, made: int, failed: int, dropped: int) -> bool:
+        """Whether the error of a call is no news, because an await had raised that of a sibling before.
+
+        A sibling is a call of the same task that was under way at the same time.
+
+        Args:
+            maker: The task that made the call.
+            made: When it made it.
+            failed: When the call failed.
+            dropped: When its ref was dropped.
+        """
+        return any(one.maker == maker and one.made < failed and made < one.raised < dropped for one in self._failed)

@@ -229,7 +229,7 @@ class Outgoing:
         # Runs that cannot be sent yet, and the calls and runs that were submitted after them to the same actors.
         self.order: Order[Submitted] = Order()
         # Those calls.
-        self._hall = Hall(peer)
+        self._hall = Hall(peer, "actors of graphs whose runs wait")
 
     def submit(self, request: Request) -> None:
         """Send a call; its answer goes to `request.state`. Never blocks, and raises only what is wrong with the call.

@@ -73,7 +73,7 @@ class Followed(Target):
         super().__init__(peer, place.peer if place.peer in peer.links else peer.id, place.actor, label, sink)
         self.owner = owner
         self.ended: DaftError | None = None
-        self._hall = Hall(peer)
+        self._hall = Hall(peer, label)
         self._finding: asyncio.Task[None] | None = None
 
     @property

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from aiodaft._protocol.ids import CallId
+from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.session import Session
 from aiodaft.exceptions import DeadlineExceeded
 
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 class Hall:
     """Calls that wait, in order."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Peer, towards: str) -> None:
+        """Make a hall; errors say what its calls lead to."""
         self._peer = peer
         self._waiting: dict[CallId, tuple[Request, asyncio.TimerHandle | None]] = {}
         # Never connected: it bounds the calls, and lets them be withdrawn as those in the window of a link are.
-        session: Session[State] = Session(peer.id, peer.pid, remote=peer.id, max_pending=peer.options.max_pending)
+        limit = peer.options.max_pending
+        session: Session[State] = Session(peer.id, peer.pid, remote=PeerId(towards), max_pending=limit)
         self._link = Link(peer, session, peer.id, peer.loop)
 
     def admit(self, request: Request) -> bool:

@@ -284,7 +284,8 @@ class Cell:
         """It is over, and was answered if somebody waited for that."""
         self.active -= 1
         self.done += 1
-        self.abandoned.discard(call)
+        if call.given_up:
+            self.abandoned.discard(call)
         if call.rules.on_thread:
             self.peer.waiter.threads -= 1
         # Its context knows the call: without this they would keep each other, and the arguments, alive.

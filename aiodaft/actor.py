@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, Protocol, 
 
 from aiodaft._protocol.ledger import Demand
 from aiodaft._protocol.liveness import Health, Patience
+from aiodaft._protocol.mailbox import check_max_queue
 from aiodaft.methods import DefMethod, MethodSpec, specs_of
 from aiodaft.supervision import Restart, check_alone
 
@@ -35,6 +36,7 @@ class Actor:
 
     __aiodaft_demand__: ClassVar[Demand] = Demand()
     __aiodaft_patience__: ClassVar[Patience | None] = None
+    __aiodaft_max_queue__: ClassVar[int | None] = None
     __aiodaft_restart__: ClassVar[Restart | None] = None
 
     def __init_subclass__(
@@ -45,6 +47,7 @@ class Actor:
         resources: Mapping[str, float] | None = None,
         patience: Patience | None = None,
         restart: Restart | None = None,
+        max_queue: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
@@ -58,6 +61,7 @@ class Actor:
             custom=base.custom if resources is None else dict(resources),
         )
         cls.__aiodaft_patience__ = patience or cls.__aiodaft_patience__
+        cls.__aiodaft_max_queue__ = check_max_queue(max_queue, cls.__name__) or cls.__aiodaft_max_queue__
 
 
 def _check_hook(cls: type) -> None:

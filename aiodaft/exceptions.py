@@ -140,7 +140,9 @@ class NotDelivered(DaftError):
 
 
 class Overloaded(NotDelivered):
-    """More calls have no answer yet than `Runtime(max_pending=...)` allows."""
+    """More calls have no answer yet than `Runtime(max_pending=...)` allows, or more wait at the actor than `max_queue`
+    allows.
+    """
 
 
 class InsufficientResources(NotDelivered):

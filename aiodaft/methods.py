@@ -14,7 +14,7 @@ from functools import update_wrapper
 from types import FunctionType, MethodDescriptorType, MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, overload
 
-from aiodaft._protocol.mailbox import Rules
+from aiodaft._protocol.mailbox import Rules, check_max_queue
 from aiodaft_transport import check_name
 
 if TYPE_CHECKING:
@@ -317,6 +317,7 @@ def method(
     transport: str | None = None,
     idempotent: bool = False,
     retries: int | None = None,
+    max_queue: int | None = None,
 ) -> _Decorator: ...
 def method(
     fn: Any = None,
@@ -327,6 +328,7 @@ def method(
     transport: str | None = None,
     idempotent: bool = False,
     retries: int | None = None,
+    max_queue: int | None = None,
 ) -> Any:
     """Make a method callable from other processes.
 
@@ -344,6 +346,9 @@ def method(
             is made again to the next one, which sees the number of the attempt in `aiodaft.current_attempt()`. What
             the method itself raises is never a reason.
         retries: How often, at most; once, unless said.
+        max_queue: Calls of this method that may wait at one actor. A call that finds so many is refused at once with
+            `Overloaded` (`.executed` is False). A call waits until it starts: for the actor's thread (`def`), for a
+            free place (`concurrency`), or for its arguments. `rt.on(max_queue=n)` bounds all calls of an actor.
 
     Raises:
         TypeError: The function cannot be a remote method; says why.
@@ -353,7 +358,10 @@ def method(
         on_thread = _check_function(function)
         name = function.__qualname__
         _check_concurrency(name, concurrency, on_thread)
-        rules = Rules(function.__name__, on_thread=on_thread, ordered=ordered, concurrency=concurrency)
+        check_max_queue(max_queue, name)
+        rules = Rules(
+            function.__name__, on_thread=on_thread, ordered=ordered, concurrency=concurrency, max_queue=max_queue
+        )
         options = Options(rules, transport, _check_retries(name, function, idempotent, retries))
         if on_thread:
             return DefMethod(function, options)

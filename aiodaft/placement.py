@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, ca
 
 from aiodaft._protocol.ledger import Demand
 from aiodaft._protocol.liveness import Patience
+from aiodaft._protocol.mailbox import check_max_queue
 from aiodaft.actor import Actor
 from aiodaft.service import Service, ServiceGroup
 from aiodaft.supervision import Kind, Restart, check_alone
@@ -83,6 +84,7 @@ class Constraints:
     beside: Any = None
     patience: Patience | None = None
     restart: Restart | Kind | None = None
+    max_queue: int | None = None
 
     def demand(self, cls: type) -> Demand:
         """What an actor of this class needs here."""
@@ -99,6 +101,10 @@ class Constraints:
     def patience_with(self, cls: type) -> Patience | None:
         """How long an actor of this class is waited for here; None where nothing was said."""
         return self.patience or getattr(cls, "__aiodaft_patience__", None)
+
+    def max_queue_with(self, cls: type) -> int | None:
+        """How many calls may wait at an actor of this class here; None if that is not bounded."""
+        return self.max_queue or getattr(cls, "__aiodaft_max_queue__", None)
 
 
 class Spawner(ABC):
@@ -118,6 +124,7 @@ class Spawner(ABC):
         with_: object = None,
         patience: Patience | None = None,
         restart: Restart | Kind | None = None,
+        max_queue: int | None = None,
     ) -> Placement:
         """Say where the next actors go.
 
@@ -133,6 +140,9 @@ class Spawner(ABC):
                 patient one counts. Overrides the class line.
             restart: What happens when one of them dies. A policy is for each of them alone, whatever the class line
                 or the scope says; "permanent", "transient" or "temporary" changes only that.
+            max_queue: Calls of all callers that may wait at each of them: one more is refused at once with
+                `Overloaded`. Overrides the class line. Steps of compiled graphs do not count, and are not refused:
+                `max_in_flight` bounds them. See also `method`.
 
         Raises:
             ValueError: An amount is no number, or negative; or the policy is about siblings.
@@ -142,7 +152,8 @@ class Spawner(ABC):
             Restart(restart)
         elif restart is not None:
             check_alone(restart)
-        constraints = Constraints(cpus, gpus, resources, node, with_, patience, restart)
+        check_max_queue(max_queue, "on")
+        constraints = Constraints(cpus, gpus, resources, node, with_, patience, restart, max_queue)
         # Odd numbers are found out here, at the line that says them.
         constraints.demand(Actor)
         return Placement(scope, constraints)

@@ -211,7 +211,7 @@ class Scope(Spawner):
         if constraints.node not in (None, runtime.node_name):
             raise ValueError(f"{what}: there is no node {constraints.node!r}; this runtime has {runtime.node_name!r}")
         beside = None if constraints.beside is None else self._target(constraints.beside)
-        recipe = Recipe(cls, label or runtime.new_label(cls), args, kwargs)
+        recipe = Recipe(cls, label or runtime.new_label(cls), args, kwargs, constraints.max_queue_with(cls))
         return await self._belongings.make(recipe, constraints, beside)
 
     async def spawn_group(

@@ -14,7 +14,7 @@ EVERYTHING = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT /
 
 MAX_FILE, MAX_EXAMPLE, MAX_FUNCTION, MAX_ARGUMENTS = 600, 150, 50, 7
 # Constructors and entry points whose arguments are options that users give by keyword.
-MANY_OPTIONS = {"Runtime.__init__"}
+MANY_OPTIONS = {"Runtime.__init__", "Spawner.on"}
 
 
 def name_of(path: Path) -> str:

@@ -26,6 +26,8 @@ class Rules:
     on_thread: bool = False
     ordered: bool = True
     concurrency: int | None = None
+    # Calls of this method that may wait at one actor.
+    max_queue: int | None = None
     # Several calls of a graph that run one after the other.
     row: bool = False
 
@@ -216,3 +218,70 @@ class Mailbox(Generic[EntryT]):
             self._last[entry.caller] = entry
         if rules.concurrency is not None:
             self._running[rules.name] += 1
+
+
+class BoundedMailbox(Mailbox[EntryT]):
+    """A mailbox in which only so many calls may wait. Steps of graphs, which are not admitted one by one, do not count.
+
+    Calls wait until they start: for their turn, for their arguments, or for the actor's thread. The oldest call that
+    was handed to the thread has it, or is about to get it, and does not wait.
+    """
+
+    def __init__(self, max_queue: int | None) -> None:
+        super().__init__()
+        self._max_queue = max_queue
+        # Admitted calls that are bounded and may still wait, in the order in which they came.
+        self._queue: dict[EntryT, None] = {}
+        # Calls that were handed to the thread and have not ended.
+        self._on_thread: dict[EntryT, None] = {}
+
+    def admit(self, entry: EntryT) -> str | None:
+        """Count a call that came in, before it is told to `arrive`; or say why it is refused."""
+        first = next((other for other in self._on_thread if not other.withdrawn), None)
+        self._queue = {other: None for other in self._queue if not other.withdrawn}
+        waiting = [other.rules.name for other in self._queue if other is not first and not other.begun]
+        most, of_method = self._max_queue, entry.rules.max_queue
+        if most is not None and len(waiting) >= most:
+            return f"{len(waiting)} calls wait there already, and max_queue={most}"
+        if of_method is not None and waiting.count(entry.rules.name) >= of_method:
+            return (
+                f"{waiting.count(entry.rules.name)} calls of this method wait there already, and max_queue={of_method}"
+            )
+        if most is not None or of_method is not None:
+            self._queue[entry] = None
+        return None
+
+    def arrive(self, entry: EntryT) -> bool:
+        starts = super().arrive(entry)
+        if starts:
+            self._started(entry)
+        return starts
+
+    def startable(self) -> Iterator[EntryT]:
+        for entry in super().startable():
+            self._started(entry)
+            yield entry
+
+    def finished(self, entry: EntryT) -> bool:
+        self._queue.pop(entry, None)
+        self._on_thread.pop(entry, None)
+        return super().finished(entry)
+
+    def _started(self, entry: EntryT) -> None:
+        if entry.rules.on_thread:
+            self._on_thread[entry] = None
+        else:
+            self._queue.pop(entry, None)
+
+
+def check_max_queue(max_queue: object, what: str) -> int | None:
+    """How many calls may wait; None if that is not bounded.
+
+    Raises:
+        ValueError: It is no positive integer.
+    """
+    if max_queue is None:
+        return None
+    if isinstance(max_queue, bool) or not isinstance(max_queue, int) or max_queue < 1:
+        raise ValueError(f"{what}: `max_queue` is a positive integer, not {max_queue!r:.80}")
+    return max_queue

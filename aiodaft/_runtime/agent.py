@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._protocol.deadlock import CallAt, Waiting
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, incarnation
+from aiodaft._protocol.mailbox import BoundedMailbox
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, WaitingCall
 from aiodaft.methods import MethodSpec, Options, PlainMethods, method, specs_of
@@ -34,7 +35,9 @@ class Agent(Actor):
         self._peer = peer
 
     @method
-    async def host(self, actor: int, label: str, cls: type, /, *args: Any, **kwargs: Any) -> None:
+    async def host(
+        self, actor: int, label: str, max_queue: int | None, cls: type, /, *args: Any, **kwargs: Any
+    ) -> None:
         """Make an actor here. Its constructor runs on the actor's own thread, so that a slow one stalls nobody.
 
         Sent again, with the same arguments, it makes the next incarnation.
@@ -42,8 +45,11 @@ class Agent(Actor):
         call = current_call.get()
         assert call is not None
         epoch = call.attempt
-        find_spec = specs_of(cls).get if issubclass(cls, Actor) else PlainMethods(cls).find
+        specs = specs_of(cls) if issubclass(cls, Actor) else {}
+        find_spec = specs.get if issubclass(cls, Actor) else PlainMethods(cls).find
         cell = Cell(self._peer, incarnation(ActorId(actor), epoch), label, find_spec)
+        if max_queue is not None or any(spec.rules.max_queue is not None for spec in specs.values()):
+            cell.mailbox = cell.bounds = BoundedMailbox(max_queue)
         try:
             cell.instance = await cell.thread.run(lambda: cls(*args, **kwargs))
             await cell.enter_instance()
@@ -153,7 +159,7 @@ class Agent(Actor):
 def host_spec(cls: type) -> MethodSpec:
     """The method that makes an actor, named in errors by the actor's class."""
     spec = specs_of(Agent)["host"]
-    return MethodSpec(cls.__name__, spec.name, spec.fn, Options(spec.rules), hidden=3)
+    return MethodSpec(cls.__name__, spec.name, spec.fn, Options(spec.rules), hidden=4)
 
 
 async def _tell_restarted(cell: Cell, cls: type, epoch: int) -> None:

@@ -20,6 +20,7 @@ from aiodaft.exceptions import (
     ActorDied,
     DaftError,
     NotDelivered,
+    Overloaded,
     PeerLost,
     RuntimeClosed,
     StaleHandle,
@@ -238,6 +239,9 @@ class FollowedCall(CallState):
     def _made_again(self, error: BaseException) -> bool:
         request, target = self.request, cast("Followed", self.target)
         if not isinstance(error, NotDelivered | ActorDied | PeerLost) or error.executed:
+            return False
+        if isinstance(error, Overloaded):
+            # The actor lives, and would refuse it again.
             return False
         turned_away = error.executed is False and isinstance(error, StaleHandle | ActorDied)
         told = target.owner == self.peer.id

@@ -109,6 +109,8 @@ class Hosted:
 
     def deliver_local(self, cell: Cell, call: IncomingCall) -> None:
         """A call from this process to one of its own actors."""
+        if cell.bounds is not None and not cell.admits(call):
+            return
         if call.wants_stream:
             call.credit = CREDIT_WINDOW
         if _contains_ref((call.args, call.kwargs)):
@@ -132,7 +134,7 @@ class Hosted:
         call = IncomingCall(caller, link.remote, number, cell, spec, mode, args)
         if link.incoming.setdefault(number, call) is not call:
             raise RemoteProtocolError(f"{link.remote} uses the number of call {number} twice")
-        return call
+        return call if cell.bounds is None or cell.admits(call) else None
 
     def _turn_away(self, link: Link, number: CallId, actor: ActorId, name: str) -> None:
         error: Exception

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId
-from aiodaft._protocol.mailbox import Mailbox
-from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExceeded
+from aiodaft._protocol.mailbox import BoundedMailbox, Mailbox
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExceeded, Overloaded
 
 from .actor_thread import ActorThread
 from .callers import is_plain
@@ -43,6 +43,8 @@ class Cell:
         self._manager: Any = None
         self.find_spec = find_spec
         self.mailbox: Mailbox[IncomingCall] = Mailbox()
+        # The same, if not all calls are taken.
+        self.bounds: BoundedMailbox[IncomingCall] | None = None
         self.thread = ActorThread(name, peer.loop)
         # Calls that have started and not ended; and how many have ended.
         self.active = 0
@@ -64,6 +66,14 @@ class Cell:
         return f"{self.name} (pid {self.peer.pid}, {self.peer.node})"
 
     # Starting.
+
+    def admits(self, call: IncomingCall) -> bool:
+        """Whether a call may wait here; one that may not is refused."""
+        why = None if self.bounds is None else self.bounds.admit(call)
+        if why is not None:
+            error = Overloaded(f"{call.label} of {self.where} is refused: {why}")
+            call.caller_link.fail(call, error, executed=False)
+        return why is None
 
     def deliver(self, call: IncomingCall) -> None:
         """A call arrived; it may still wait for its arguments."""

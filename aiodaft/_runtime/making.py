@@ -34,9 +34,12 @@ class Recipe:
     One that is to be used again encodes the arguments once. Refs among them are held, and resolved anew each time.
     """
 
-    def __init__(self, cls: type, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, cls: type, label: str, args: tuple[Any, ...], kwargs: dict[str, Any], max_queue: int | None
+    ) -> None:
         self.cls = cls
         self.label = label
+        self._max_queue = max_queue
         self._args = args
         self._kwargs = kwargs
         self._request: Request | None = None
@@ -46,7 +49,7 @@ class Recipe:
         target = Target(peer, remote, AGENT, f"agent of {remote}", None)
         spec, number = host_spec(self.cls), peer.next_number()
         state = CallState(target, spec, number)
-        arguments = (actor, self.label, self.cls, *self._args)
+        arguments = (actor, self.label, self._max_queue, self.cls, *self._args)
         request = Request(target, spec, arguments, self._kwargs, number, WANT_REPLY, state)
         request.again, request.attempt, request.kept = again, epoch_of(actor), self._kept
         self._request = request

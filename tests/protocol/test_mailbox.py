@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.mailbox import Mailbox, Rules
+from aiodaft._protocol.mailbox import BoundedMailbox, Mailbox, Rules, check_max_queue
 
 _numbers: Final = count(1)
 
@@ -35,8 +35,9 @@ def call(
     ordered: bool = True,
     concurrency: int | None = None,
     ready: bool = True,
+    max_queue: int | None = None,
 ) -> Call:
-    return Call(PeerId(caller), Rules(name, on_thread, ordered, concurrency), ready)
+    return Call(PeerId(caller), Rules(name, on_thread, ordered, concurrency, max_queue), ready)
 
 
 def started(mailbox: Mailbox[Call], *calls: Call) -> None:
@@ -324,3 +325,75 @@ def test_a_call_waits_for_the_one_before_it_that_the_thread_has_not_taken_up() -
     mailbox.unhold()
     queued.begun = True
     assert mailbox.ahead_of(behind, list) == []
+
+
+# How many may wait.
+
+
+def admitted(mailbox: BoundedMailbox[Call], *calls: Call) -> None:
+    """Let calls come in that the mailbox takes."""
+    for each in calls:
+        assert mailbox.admit(each) is None
+        mailbox.arrive(each)
+
+
+def test_a_call_that_finds_too_many_waiting_is_refused() -> None:
+    mailbox: BoundedMailbox[Call] = BoundedMailbox(2)
+    running, *waiting = [call(caller, concurrency=1) for caller in "abc"]
+    admitted(mailbox, running, *waiting)
+    assert mailbox.admit(call("d", name="other")) == "2 calls wait there already, and max_queue=2"
+    assert mailbox.finished(running)
+    assert next(mailbox.startable()) is waiting[0]
+    admitted(mailbox, call("d", concurrency=1))
+    assert mailbox.admit(call("a")) is not None
+
+
+def test_calls_that_have_started_do_not_wait() -> None:
+    mailbox: BoundedMailbox[Call] = BoundedMailbox(1)
+    admitted(mailbox, *(call() for _ in range(5)))
+
+
+def test_a_bound_of_one_method_counts_its_calls_alone() -> None:
+    mailbox: BoundedMailbox[Call] = BoundedMailbox(None)
+    bounded = [call(name="bounded", concurrency=1, max_queue=1) for _ in range(3)]
+    admitted(mailbox, bounded[0], bounded[1], *(call(concurrency=1) for _ in range(5)))
+    assert mailbox.admit(bounded[2]) == "1 calls of this method wait there already, and max_queue=1"
+    assert mailbox.admit(call(name="free")) is None
+
+
+def test_the_call_that_has_the_thread_does_not_wait_and_those_behind_it_do() -> None:
+    mailbox: BoundedMailbox[Call] = BoundedMailbox(1)
+    # None of them has begun: the thread is still waking up.
+    first, second, third = (call(caller, on_thread=True) for caller in "abc")
+    admitted(mailbox, first, second)
+    assert mailbox.admit(third) is not None
+    first.begun = True
+    assert mailbox.admit(third) is not None
+    mailbox.finished(first)
+    admitted(mailbox, third)
+    assert mailbox.admit(call("d", on_thread=True)) is not None
+
+
+def test_withdrawn_calls_do_not_wait() -> None:
+    mailbox: BoundedMailbox[Call] = BoundedMailbox(1)
+    running, waits, on_thread, behind = call(concurrency=1), call(concurrency=1), call(on_thread=True), call()
+    admitted(mailbox, running, waits)
+    waits.withdrawn = True
+    admitted(mailbox, on_thread)
+    on_thread.withdrawn = True
+    admitted(mailbox, behind)
+
+
+def test_a_call_that_waits_for_its_arguments_counts_and_one_that_was_not_admitted_does_not() -> None:
+    mailbox: BoundedMailbox[Call] = BoundedMailbox(1)
+    step, unready = call("graph", ready=False), call("a", ready=False)
+    kept(mailbox, step)
+    admitted(mailbox, unready)
+    assert mailbox.admit(call("b")) is not None
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "many"])
+def test_the_number_of_calls_that_may_wait_is_a_positive_integer(value: object) -> None:
+    assert check_max_queue(None, "Model.f") is None
+    with pytest.raises(ValueError, match=r"Model.f: `max_queue` is a positive integer, not"):
+        check_max_queue(value, "Model.f")

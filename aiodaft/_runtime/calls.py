@@ -14,10 +14,10 @@ from aiodaft._protocol.order import Entry, Order
 from aiodaft.exceptions import ActorDied, BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
 from aiodaft.ref import Ref, Stream
 
+from .backlog import Backlog
 from .callers import all_plain
 from .current import current_deadline, time_left
 from .failures import add_note, copy_error, passed_on
-from .hall import Hall
 from .incoming import IncomingCall, current_call
 from .kept import Kept
 from .pickling import TooLong, home
@@ -229,7 +229,7 @@ class Outgoing:
         # Runs that cannot be sent yet, and the calls and runs that were submitted after them to the same actors.
         self.order: Order[Submitted] = Order()
         # Those calls.
-        self._hall = Hall(peer, "actors of graphs whose runs wait")
+        self._backlog = Backlog(peer, "actors of graphs whose runs wait")
 
     def submit(self, request: Request) -> None:
         """Send a call; its answer goes to `request.state`. Never blocks, and raises only what is wrong with the call.
@@ -253,7 +253,7 @@ class Outgoing:
             state.maker = ref(maker)
         try:
             if self.order.lanes and self._must_wait(request):
-                if self._hall.admit(request):
+                if self._backlog.admit(request):
                     self.order.enter(request)
                 return
             if target.remote == peer.id:
@@ -294,7 +294,7 @@ class Outgoing:
 
     def turn_came(self, request: Request) -> None:
         """Nothing that was submitted before a call waits any more."""
-        if self._hall.take(request):
+        if self._backlog.take(request):
             self.submit_later(request)
 
     def look_again(self, lanes: Iterable[Hashable]) -> None:
@@ -304,7 +304,7 @@ class Outgoing:
 
     def close(self, reason: str) -> None:
         """Fail the calls that wait for their turn."""
-        self._hall.fail(RuntimeClosed(reason))
+        self._backlog.fail(RuntimeClosed(reason))
 
     def prepare(self, request: Request) -> bool:
         """Encode the arguments of a call that has to wait, so that it is made with what they are now.

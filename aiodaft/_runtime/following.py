@@ -27,9 +27,9 @@ from aiodaft.exceptions import (
 )
 from aiodaft.ref import Ref
 
+from .backlog import Backlog
 from .calls import Request, Target, home_of
 from .failures import copy_error, unsent
-from .hall import Hall
 from .refkinds import CallState
 from .refs import Status
 
@@ -67,14 +67,14 @@ class Followed(Target):
     While the actor is down its address is this very process, where nobody has its number.
     """
 
-    __slots__ = ("__weakref__", "_finding", "_hall", "ended", "owner")
+    __slots__ = ("__weakref__", "_backlog", "_finding", "ended", "owner")
 
     def __init__(self, peer: Peer, place: Whereabouts, owner: PeerId, label: str, sink: ErrorSink | None) -> None:
         # A handle may have travelled for long: without a connection to that process it is worth asking.
         super().__init__(peer, place.peer if place.peer in peer.links else peer.id, place.actor, label, sink)
         self.owner = owner
         self.ended: DaftError | None = None
-        self._hall = Hall(peer, label)
+        self._backlog = Backlog(peer, label)
         self._finding: asyncio.Task[None] | None = None
 
     @property
@@ -141,7 +141,7 @@ class Followed(Target):
             return
         # Its state frees the arguments; those of streams and tells are freed when they are sent.
         request.again = request.again or isinstance(request.state, FollowedCall)
-        if self._hall.admit(request):
+        if self._backlog.admit(request):
             self._start_finding(link)
 
     def _look(self) -> None:
@@ -155,7 +155,7 @@ class Followed(Target):
 
     def forget(self, number: CallId) -> None:
         """A call does not wait any more."""
-        self._hall.forget(number)
+        self._backlog.forget(number)
 
     async def arrive(self) -> None:
         """Wait until it is somewhere.
@@ -179,17 +179,17 @@ class Followed(Target):
             lost = None if link is None else await self.peer.explanation(link)
             found = await self.supervisor().whereabouts(self.number, wait=True)
         except asyncio.CancelledError:
-            self._hall.fail(RuntimeClosed(self.peer.closed or "the runtime is closed"))
+            self._backlog.fail(RuntimeClosed(self.peer.closed or "the runtime is closed"))
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait get it
             self._finding = None
-            self._hall.fail(error)
+            self._backlog.fail(error)
             return
         self._finding = None
         if found.ended is not None:
             self.end(found.ended)
         elif lost is not None and link is not None and found.peer == link.remote:
-            self._hall.fail(lost)
+            self._backlog.fail(lost)
         else:
             self.move(found)
 
@@ -205,7 +205,7 @@ class Followed(Target):
         """It is there now; news that are older than what is known are ignored."""
         if self.ended is None and epoch_of(place.actor) >= self.epoch:
             self.remote, self.actor = place.peer, place.actor
-            for request in self._hall.take_all():
+            for request in self._backlog.take_all():
                 self.peer.sender.submit_later(request)
 
     def leave(self) -> None:
@@ -217,7 +217,7 @@ class Followed(Target):
         if self.ended is None:
             self.ended = error
             self.leave()
-            self._hall.fail(error)
+            self._backlog.fail(error)
 
 
 class FollowedCall(CallState):

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from .peer import Peer
 
 
-class Hall:
+class Backlog:
     """Calls that wait, in order."""
 
     def __init__(self, peer: Peer, towards: str) -> None:
-        """Make a hall; errors say what its calls lead to."""
+        """Make a backlog; errors name `towards` as the place that its calls wait for."""
         self._peer = peer
         self._waiting: dict[CallId, tuple[Request, asyncio.TimerHandle | None]] = {}
         # Never connected: it bounds the calls, and lets them be withdrawn as those in the window of a link are.

@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from receiving import Receiver
 from vanishing import Vanishing
 
 import aiodaft
+from aiodaft._runtime import node
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -73,3 +75,24 @@ async def test_a_producer_that_lives_is_not_said_to_be_dead(scope: aiodaft.Scope
         await anext(stream)
     await stream.aclose()
     assert await actor.take(b"four") == 4
+
+
+async def test_dp7_a_sender_that_is_killed_in_the_middle_costs_its_value_and_nothing_else(
+    scope: aiodaft.Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The end of a process is not found out by waiting for it.
+    monkeypatch.setattr(node, "_REPORT_TIMEOUT", 60)
+    receiver, other = await scope.spawn(Receiver), await scope.spawn(Receiver)
+    doomed = await scope.on(restart="temporary").spawn(Receiver)
+    await receiver.watch_pulls()
+    pid = await doomed.pid()
+    consumed = receiver.total(doomed.bytes_of(7, 256 << 20))
+    async with asyncio.timeout(5):
+        assert await receiver.kill_in_the_middle(pid)
+        with pytest.raises(aiodaft.ActorDied, match="was killed by SIGKILL") as died:
+            await consumed
+    # The call never saw the part that had come.
+    assert died.value.executed is False
+    assert await receiver.landing_blocks() == 0
+    assert await receiver.total(other.bytes_of(1, 1 << 20)) == 1 << 20
+    assert await other.total(receiver.bytes_of(1, 1 << 20)) == 1 << 20

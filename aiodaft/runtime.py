@@ -22,6 +22,7 @@ from aiodaft._protocol.ledger import Ledger
 from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.naming import check_name as check_actor_name
 from aiodaft._runtime.calls import Target
+from aiodaft._runtime.claims import GpuClaims, gpu_names, id_named
 from aiodaft._runtime.coordinator import Coordinator
 from aiodaft._runtime.current import remove_process_peer, set_process_peer
 from aiodaft._runtime.door import answer
@@ -30,7 +31,7 @@ from aiodaft._runtime.error_log import log_error
 from aiodaft._runtime.failures import give_frames, take_frames
 from aiodaft._runtime.isolation import prefix_of
 from aiodaft._runtime.link import Link
-from aiodaft._runtime.node import Node, gpus_of_this_machine
+from aiodaft._runtime.node import Node
 from aiodaft._runtime.nursery import Nursery
 from aiodaft._runtime.peer import Peer, PeerOptions
 from aiodaft._runtime.stacking import stack_of_all
@@ -61,6 +62,10 @@ class Runtime(Scope):
     Args:
         cpus: CPUs of this machine; those this process may use, unless said.
         gpus: GPUs of this machine; detected, unless said. Say it to develop without any.
+        share_gpus: Whether other runtimes may give the same GPUs to their actors at the same time. By default a runtime
+            claims each GPU of the machine while an actor has it: another runtime gives its actors another GPU, or
+            raises `InsufficientResources`, which names the process. An actor that opens a runtime on its own GPUs
+            needs True there.
         resources: Other things to count, as in `{"disk": 2}`; actors ask for them by `rt.on(resources=...)`.
         transport: How payloads travel: "shm", "ucx" or "tcp"; the best one, unless said (or by $AIODAFT_TRANSPORT).
             Unless said, CUDA tensors go from GPU to GPU.
@@ -92,6 +97,7 @@ class Runtime(Scope):
         *,
         cpus: float | None = None,
         gpus: int | None = None,
+        share_gpus: bool = False,
         resources: Mapping[str, float] | None = None,
         transport: str | None = None,
         preload: tuple[str, ...] | None = None,
@@ -129,10 +135,14 @@ class Runtime(Scope):
         self._fork = sys.platform == "linux" if fork is None else fork
         self._uvloop = has_uvloop() if uvloop is None else uvloop
         self._env = env or Env()
+        machine = self._env.gpus()
+        self._gpu_names = gpu_names(machine, gpus)
+        self._claims = GpuClaims([] if share_gpus else [id_named(name, machine) for name in self._gpu_names])
         self._ledger: Ledger[ActorId] = Ledger(
             cpus=len(os.sched_getaffinity(0)) if cpus is None else cpus,
-            gpus=gpus_of_this_machine() if gpus is None else gpus,
+            gpus=len(self._gpu_names) if gpus is None else gpus,
             custom=resources,
+            claims=self._claims,
         )
         self._labels: Counter[str] = Counter()
         self._peer: Peer | None = None
@@ -182,7 +192,8 @@ class Runtime(Scope):
         )
         peer = self._peer = Peer(options, Key(self._env.token(32)), self._env)
         self._nursery = Nursery(loop, fork=self._fork, preload=self._preload, prefix=self._isolation)
-        agent = Node(peer, self._nursery, self._ledger, uvloop=self._uvloop, patience=self._patience)
+        names = self._gpu_names
+        agent = Node(peer, self._nursery, self._ledger, names, uvloop=self._uvloop, patience=self._patience)
         agent.on_died = self._actor_died
         agent.on_unheld = self.fail
         agent.on_ended = self._process_ended
@@ -225,6 +236,7 @@ class Runtime(Scope):
                 await peer.aclose("the runtime is closed")
             finally:
                 await nursery.aclose()
+                self._claims.close()
 
     def abandon(self) -> None:
         """End the processes of a runtime whose loop is gone. Blocks until they are."""
@@ -234,6 +246,7 @@ class Runtime(Scope):
             peer, nursery = parts
             peer.abandon(why)
             nursery.abandon()
+            self._claims.close()
 
     def _stay_behind(self) -> None:
         parts = self._end("it stayed behind in the process that this one was forked from")
@@ -241,6 +254,7 @@ class Runtime(Scope):
             self.stayed_behind = True
             _, nursery = parts
             nursery.stay_behind()
+            self._claims.close()
 
     @property
     def is_closed(self) -> bool:

@@ -146,7 +146,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 async def rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
     """An open runtime with four GPUs that nobody has."""
     # What tests themselves have imported, torch among it, is no concern of these actors.
-    async with aiodaft.Runtime(gpus=4, preload=(), stop_grace=1) as runtime:
+    async with aiodaft.Runtime(gpus=4, share_gpus=True, preload=(), stop_grace=1) as runtime:
         yield runtime
 
 
@@ -161,7 +161,8 @@ async def hasty_rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
 async def shared_runtime(request: pytest.FixtureRequest) -> AsyncIterator[aiodaft.Runtime]:
     """A runtime for all tests of a module: importing torch for each would take minutes. Without it, nobody does."""
     preload = None if hasattr(request.module, "torch") else ()
-    async with aiodaft.Runtime(gpus=4, preload=preload) as runtime:
+    # Tests run next to each other, also where there are GPUs.
+    async with aiodaft.Runtime(gpus=4, share_gpus=True, preload=preload) as runtime:
         # The first one starts the fork server, which stays.
         await runtime.stop(await runtime.spawn(Echo))
         yield runtime

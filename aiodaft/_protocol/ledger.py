@@ -3,9 +3,9 @@
 # pyright: reportUnnecessaryIsInstance=false
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from aiodaft.exceptions import InsufficientResources
 
@@ -29,10 +29,24 @@ class Demand:
             raise ValueError(f"gpus={self.gpus}: take whole GPUs, or a fraction of one")
 
 
-class Ledger(Generic[HolderT]):
-    """Resources of one node."""
+class Claims(Protocol):
+    """What keeps several ledgers from giving away the same GPU of a machine."""
 
-    def __init__(self, *, cpus: float, gpus: int, custom: Mapping[str, float] | None = None) -> None:
+    def take(self, gpu: int) -> str | None:
+        """Claim a GPU, by its number in the ledger; or say who has it. Idempotent."""
+        ...
+
+    def give_back(self, gpu: int) -> None:
+        """Let others have it. Idempotent."""
+        ...
+
+
+class Ledger(Generic[HolderT]):
+    """Resources of one node. A GPU is claimed while somebody has at least a part of it."""
+
+    def __init__(
+        self, *, cpus: float, gpus: int, custom: Mapping[str, float] | None = None, claims: Claims | None = None
+    ) -> None:
         _check_amounts(cpus, gpus, custom or {})
         if not isinstance(gpus, int):
             raise ValueError(f"gpus={gpus!r}: a node has a whole number of GPUs")
@@ -40,6 +54,7 @@ class Ledger(Generic[HolderT]):
         self.gpus = gpus
         self._used: dict[str, float] = dict.fromkeys(self.totals, 0.0)
         self._gpus: list[float] = [0.0] * gpus
+        self._claims = claims
         self._holders: dict[HolderT, tuple[str, Demand, tuple[int, ...]]] = {}
 
     def take(self, holder: HolderT, label: str, demand: Demand) -> tuple[int, ...]:
@@ -87,6 +102,7 @@ class Ledger(Generic[HolderT]):
                 self._used[name] -= amount
         for index in chosen:
             self._gpus[index] -= min(1.0, demand.gpus)
+        self._unclaim(chosen)
 
     def free(self) -> dict[str, float]:
         """What is left of each resource."""
@@ -99,12 +115,35 @@ class Ledger(Generic[HolderT]):
         if amount < 1:
             # The fullest GPU that still has room, so that whole ones stay whole.
             fitting = [i for i, used in enumerate(self._gpus) if used + amount <= 1 + _EPSILON]
-            chosen = sorted(fitting, key=lambda i: -self._gpus[i])[:1]
+            fitting.sort(key=lambda i: -self._gpus[i])
         else:
-            chosen = [i for i, used in enumerate(self._gpus) if used < _EPSILON][: int(amount)]
+            fitting = [i for i, used in enumerate(self._gpus) if used < _EPSILON]
+        chosen, others = self._claim(fitting, max(1, int(amount)))
         if len(chosen) < max(1, int(amount)):
-            raise InsufficientResources(self._refusal(label, "gpus", amount))
+            self._unclaim(chosen)
+            raise InsufficientResources("; ".join([self._refusal(label, "gpus", amount), *others]))
         return tuple(chosen)
+
+    def _claim(self, gpus: list[int], count: int) -> tuple[list[int], list[str]]:
+        """The first so many GPUs that nobody else has claimed; and what is to be said of those that others have."""
+        chosen: list[int] = []
+        others: list[str] = []
+        for gpu in gpus:
+            if len(chosen) == count:
+                break
+            holder = None if self._claims is None else self._claims.take(gpu)
+            if holder is None:
+                chosen.append(gpu)
+            else:
+                others.append(f"GPU {gpu} is in use by {holder}, unless Runtime(share_gpus=True) is to share it")
+        return chosen, others
+
+    def _unclaim(self, gpus: Iterable[int]) -> None:
+        """Give back the claims of GPUs that nobody has any more."""
+        if self._claims is not None:
+            for gpu in gpus:
+                if self._gpus[gpu] < _EPSILON:
+                    self._claims.give_back(gpu)
 
     def _refusal(self, label: str, name: str, amount: float) -> str:
         total = float(len(self._gpus)) if name == "gpus" else self.totals.get(name, 0.0)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -47,14 +46,21 @@ class Node(Actor):
     """One machine."""
 
     def __init__(
-        self, peer: Peer, nursery: Nursery, ledger: Ledger[ActorId], *, uvloop: bool, patience: Patience
+        self,
+        peer: Peer,
+        nursery: Nursery,
+        ledger: Ledger[ActorId],
+        gpu_names: Sequence[str],
+        *,
+        uvloop: bool,
+        patience: Patience,
     ) -> None:
         self._peer = peer
         self._nursery = nursery
         # What actors have, by their numbers: a restart changes nothing.
         self._ledger = ledger
-        # The ledger's numbers are places in this list, whatever becomes of the environment.
-        self._visible_gpus = _visible_gpus()
+        # What CUDA calls the ledger's GPUs, whatever becomes of the environment.
+        self._gpu_names = gpu_names
         # Those whose slots outlive their processes, with what the next one is started with.
         self._kept: dict[ActorId, Conditions] = {}
         self._uvloop = uvloop
@@ -176,14 +182,10 @@ class Node(Actor):
         """What tells libraries in an actor's process of its share of the machine."""
         environment: dict[str, str] = {}
         if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(self._gpu_name, gpus))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpu_names[gpu] for gpu in gpus)
         if cpus and _THREADS not in surroundings.environment:
             environment[_THREADS] = str(max(1, int(cpus)))
         return environment
-
-    def _gpu_name(self, gpu: int) -> str:
-        """What CUDA calls one of this process's GPUs: a number of the machine, or an id, where it may use only some."""
-        return self._visible_gpus[gpu] if gpu < len(self._visible_gpus) else str(gpu)
 
     @method
     async def vacate(self, peer: str, actor: int, reason: str, keep: bool = False, answers: bool = True) -> None:
@@ -359,18 +361,3 @@ def _report_stall(worker: Worker, culprit: str, line: str, seconds: float) -> No
         seconds,
         line,
     )
-
-
-def _visible_gpus() -> list[str]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return [entry.strip() for entry in visible.split(",") if entry.strip() not in ("", "-1")]
-
-
-def gpus_of_this_machine() -> int:
-    """How many NVIDIA GPUs this process may use; found without loading any GPU library."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return len(_visible_gpus())
-    try:
-        return len(os.listdir("/proc/driver/nvidia/gpus"))
-    except OSError:
-        return 0

@@ -10,7 +10,7 @@ import resource
 import time
 from typing import Final
 
-from aiodaft._runtime.node import gpus_of_this_machine
+from aiodaft._runtime.claims import gpu_names, machine_gpus
 from aiodaft.bench.actors import Echo
 from aiodaft.runtime import Runtime
 from aiodaft_transport import NAMES, TransportError, default_name
@@ -25,7 +25,7 @@ async def examine() -> int:
     _say("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("uvloop", "torch", "numpy"):
         _say(package, _version(package) or "not installed")
-    _say("gpus", str(gpus_of_this_machine()))
+    _say("gpus", str(len(gpu_names(machine_gpus()))))
     _say("cpus", str(len(os.sched_getaffinity(0))))
     _say("open files", f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} per process")
     working = 0

@@ -212,3 +212,45 @@ def test_no_history_overcommits_or_refuses_what_is_there(steps: list[tuple[str, 
     for who in holders:
         node.give_back(who)
     assert node.free() == pytest.approx({"cpus": 6, "gpus": 3, "tpu": 1}, abs=_SLACK)
+
+
+class OtherHas:
+    """Claims of GPUs of which somebody else has some."""
+
+    def __init__(self, *gpus: int) -> None:
+        self.others = set(gpus)
+        self.mine: set[int] = set()
+
+    def take(self, gpu: int) -> str | None:
+        if gpu in self.others:
+            return f"user {gpu}"
+        self.mine.add(gpu)
+        return None
+
+    def give_back(self, gpu: int) -> None:
+        self.mine.remove(gpu)
+
+
+def test_gpus_that_others_have_are_passed_over_and_named_if_none_is_left() -> None:
+    claims = OtherHas(0, 2)
+    ledger: Ledger[str] = Ledger(cpus=1, gpus=4, claims=claims)
+    assert ledger.take("a", "A", Demand(gpus=1)) == (1,)
+    with pytest.raises(
+        InsufficientResources, match=r"B needs gpus=2.*; GPU 0 is in use by user 0, .*; GPU 2 is in use"
+    ):
+        ledger.take("b", "B", Demand(gpus=2))
+    # What it had claimed of the two is free again.
+    assert claims.mine == {1}
+    assert ledger.take("c", "C", Demand(gpus=1)) == (3,)
+
+
+def test_a_gpu_is_claimed_while_somebody_has_a_part_of_it() -> None:
+    claims = OtherHas()
+    ledger: Ledger[str] = Ledger(cpus=1, gpus=2, claims=claims)
+    assert ledger.take("a", "A", Demand(gpus=0.5)) == ledger.take("b", "B", Demand(gpus=0.5)) == (0,)
+    ledger.give_back("a")
+    assert claims.mine == {0}
+    ledger.give_back("b", keep_gpus=True)
+    assert claims.mine == {0}
+    ledger.give_back("b")
+    assert claims.mine == set()

@@ -1,0 +1,129 @@
+"""GPUs of the machine that this runtime has to itself, so that no other runtime gives them to its actors.
+
+A claim is a unix socket that listens, named after the GPU in the abstract namespace. The kernel gives a name to one
+socket at a time, takes it back when the process ends, however that ends, and tells who listens. There is no file:
+nothing is left behind, and users need no rights for each other's claims. Processes in different network namespaces,
+such as containers with a network of their own, do not see each other's claims.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from aiodaft.exceptions import InsufficientResources
+
+_NVIDIA: Final = "/proc/driver/nvidia/gpus"
+_CREDENTIALS: Final = struct.Struct("3i")
+_LONGEST_COMMAND: Final = 200
+
+
+class GpuClaims:
+    """The claims of one runtime. A GPU without an id was declared by hand, and is not claimed."""
+
+    def __init__(self, ids: Sequence[str]) -> None:
+        self._ids = ids
+        self._held: dict[int, socket.socket] = {}
+
+    def take(self, gpu: int) -> str | None:
+        """Claim a GPU, by its number in the runtime. Idempotent.
+
+        Returns:
+            Who has it, if that is another runtime.
+
+        Raises:
+            InsufficientResources: The machine refuses sockets.
+        """
+        if gpu in self._held or gpu >= len(self._ids) or not self._ids[gpu]:
+            return None
+        name = f"\0aiodaft-gpu-{self._ids[gpu]}"
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            claim.bind(name)
+            claim.listen()
+        except OSError as error:
+            claim.close()
+            if error.errno == errno.EADDRINUSE:
+                return _holder(name)
+            raise InsufficientResources(f"GPU {gpu} cannot be claimed: {error}") from error
+        self._held[gpu] = claim
+        return None
+
+    def give_back(self, gpu: int) -> None:
+        """Let other runtimes have a GPU. Idempotent."""
+        claim = self._held.pop(gpu, None)
+        if claim is not None:
+            claim.close()
+
+    def close(self) -> None:
+        """Give back all; in a forked child, which has a copy of each socket, leave them to the parent."""
+        for gpu in list(self._held):
+            self.give_back(gpu)
+
+
+def _holder(name: str) -> str:
+    """The process that listens, with its command."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as question:
+        question.setblocking(False)
+        try:
+            question.connect(name)
+            found = question.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        except OSError:
+            # It has just ended, or was asked too often.
+            return "another process"
+    pid, _, _ = _CREDENTIALS.unpack(found)
+    try:
+        with open(f"/proc/{pid}/cmdline", errors="replace", encoding="utf-8") as file:
+            command = file.read().replace("\0", " ").strip()
+    except OSError:
+        # The process of another container, say.
+        return f"pid {pid}" if pid else "a process of another container"
+    return f"pid {pid} ({command[:_LONGEST_COMMAND]})"
+
+
+def machine_gpus() -> list[str]:
+    """The ids of the machine's NVIDIA GPUs in the order of their numbers; found without loading any GPU library."""
+    try:
+        return [_id_of(place) for place in sorted(os.listdir(_NVIDIA))]
+    except OSError:
+        return []
+
+
+def _id_of(place: str) -> str:
+    """The id of the GPU at a place on the bus; the place, if the driver does not say."""
+    with open(f"{_NVIDIA}/{place}/information", encoding="utf-8") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            if key == "GPU UUID":
+                return value.strip()
+    return place
+
+
+def gpu_names(machine: Sequence[str], declared: object = None) -> list[str]:
+    """What CUDA calls the GPUs of this process: numbers of the machine, or ids where it may use only some.
+
+    Args:
+        machine: The ids of the machine's GPUs.
+        declared: How many there are, if the user says so.
+    """
+    restricted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = [name for entry in (restricted or "").split(",") if (name := entry.strip()) not in ("", "-1")]
+    if declared is None:
+        return [str(gpu) for gpu in range(len(machine))] if restricted is None else visible
+    # Of what is no number, the ledger says so.
+    count = declared if isinstance(declared, int) else 0
+    return [visible[gpu] if gpu < len(visible) else str(gpu) for gpu in range(count)]
+
+
+def id_named(name: str, machine: Sequence[str]) -> str:
+    """The id of the GPU that CUDA knows by this name; empty if the machine does not have it."""
+    if name.isdigit():
+        return machine[int(name)] if int(name) < len(machine) else ""
+    if name.startswith("MIG-"):
+        return name if machine else ""
+    # CUDA takes the beginning of an id as well.
+    return next((found for found in machine if found.startswith(name)), "")

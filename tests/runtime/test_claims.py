@@ -1,0 +1,147 @@
+"""One runtime at a time gives a GPU of the machine to its actors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from actors import NeedsGpu
+from probes import Probe
+
+import aiodaft
+from aiodaft._runtime import claims
+from aiodaft._runtime.claims import GpuClaims, gpu_names, id_named
+from aiodaft._runtime.env import Env
+
+
+@pytest.fixture
+def gpu() -> str:
+    """The id of a GPU that no other test has."""
+    return f"GPU-{uuid4()}"
+
+
+def machine(*gpus: str) -> Env:
+    """A machine with these GPUs."""
+    return Env(gpus=lambda: gpus)
+
+
+def test_a_gpu_is_claimed_by_one_at_a_time_and_the_other_hears_by_whom(gpu: str) -> None:
+    first, second = GpuClaims([gpu]), GpuClaims(["", gpu])
+    assert first.take(0) is None
+    assert first.take(0) is None
+    who = second.take(1)
+    assert who is not None
+    assert who.startswith(f"pid {os.getpid()} (")
+    assert "python" in who
+    first.give_back(0)
+    first.give_back(0)
+    assert second.take(1) is None
+    second.close()
+
+
+def test_what_was_declared_by_hand_is_not_claimed() -> None:
+    first, second = GpuClaims(["", ""]), GpuClaims([])
+    assert [each.take(number) for each in (first, second) for number in range(3)] == [None] * 6
+
+
+def test_a_claim_ends_with_its_process_and_is_not_kept_by_what_that_has_started(gpu: str) -> None:
+    code = (
+        "import os, subprocess, sys\n"
+        "from aiodaft._runtime.claims import GpuClaims\n"
+        "claims = GpuClaims([sys.argv[1]])\n"
+        "assert claims.take(0) is None\n"
+        "child = subprocess.Popen(['sleep', '1000'], close_fds=False, stdin=-3, stdout=-3, stderr=-3)\n"
+        "print(child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, gpu], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    mine = GpuClaims([gpu])
+    try:
+        assert f"pid {holder.pid} ({sys.executable} -c import os" in (mine.take(0) or "")
+        holder.kill()
+        holder.communicate()
+        assert Path(f"/proc/{child}").exists()
+        assert mine.take(0) is None
+    finally:
+        os.kill(child, 9)
+        holder.kill()
+        holder.communicate()
+        mine.close()
+
+
+async def test_two_runtimes_of_a_machine_do_not_give_away_the_same_gpu(gpu: str) -> None:
+    async with (
+        aiodaft.Runtime(preload=(), env=machine(gpu)) as one,
+        aiodaft.Runtime(preload=(), env=machine(gpu)) as two,
+    ):
+        half = await one.on(gpus=0.5).spawn(Probe)
+        other = await one.on(gpus=0.5).spawn(Probe)
+        with pytest.raises(
+            aiodaft.InsufficientResources, match=rf"GPU 0 is in use by pid {os.getpid()} \(.*share_gpus"
+        ):
+            await two.spawn(NeedsGpu)
+        await one.stop(half)
+        with pytest.raises(aiodaft.InsufficientResources, match="GPU 0 is in use by"):
+            await two.spawn(NeedsGpu)
+        await one.kill(other)
+        assert await (await two.spawn(NeedsGpu)).visible() == "0"
+    async with aiodaft.Runtime(preload=(), env=machine(gpu)) as three:
+        assert await (await three.spawn(NeedsGpu)).visible() == "0"
+
+
+async def test_a_runtime_takes_a_gpu_that_no_other_has_or_shares_one(gpu: str) -> None:
+    env = machine(gpu, f"{gpu}-second")
+    async with aiodaft.Runtime(preload=(), gpus=2, env=env) as one, aiodaft.Runtime(preload=(), env=env) as two:
+        assert await (await one.spawn(NeedsGpu)).visible() == "0"
+        assert await (await two.spawn(NeedsGpu)).visible() == "1"
+        async with aiodaft.Runtime(preload=(), env=env, share_gpus=True) as three:
+            assert await (await three.spawn(NeedsGpu)).visible() == "0"
+
+
+async def test_a_forked_child_keeps_no_claim(gpu: str) -> None:
+    free, stop = os.pipe()
+    async with aiodaft.Runtime(preload=(), env=machine(gpu)) as rt:
+        await rt.spawn(NeedsGpu)
+        child = os.fork()
+        if not child:
+            os.close(stop)
+            os.read(free, 1)
+            os._exit(0)
+    other = GpuClaims([gpu])
+    try:
+        assert other.take(0) is None
+    finally:
+        other.close()
+        os.close(stop)
+        os.close(free)
+        await asyncio.to_thread(os.waitpid, child, 0)
+
+
+def test_names_of_gpus_lead_to_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = ["GPU-a1", "GPU-b2", "GPU-c3"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_names(gpus) == ["0", "1", "2"]
+    assert gpu_names(gpus, 4) == ["0", "1", "2", "3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-b,MIG-7,-1,9")
+    assert gpu_names(gpus) == ["2", "GPU-b", "MIG-7", "9"]
+    assert gpu_names(gpus, 1) == ["2"]
+    assert [id_named(name, gpus) for name in gpu_names(gpus, 6)] == ["GPU-c3", "GPU-b2", "MIG-7", "", "", ""]
+    assert id_named("MIG-7", []) == ""
+
+
+def test_the_machines_gpus_are_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "_NVIDIA", str(tmp_path / "gpus"))
+    assert claims.machine_gpus() == []
+    for place, text in (("0000:81:00.0", "Model: \t\t H200\nGPU UUID: \t GPU-b2\n"), ("0000:01:00.0", "Model: X\n")):
+        (tmp_path / "gpus" / place).mkdir(parents=True)
+        (tmp_path / "gpus" / place / "information").write_text(text)
+    assert claims.machine_gpus() == ["0000:01:00.0", "GPU-b2"]

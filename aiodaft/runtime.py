@@ -417,6 +417,9 @@ class Runtime(Scope):
         """What this machine has, and how much of each is free."""
         return await self.node.resources()
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), "aclose", "lookup", "name", "put", "resources", "stack", "traffic"]
+
     def __repr__(self) -> str:
         state = "closed" if self._ended else "not open" if self._peer is None else "open"
         name = "" if self._peer is None else f"{self._peer.id} "

@@ -135,6 +135,11 @@ class Scope(Spawner):
             state.seen = True
         return unseen
 
+    def __dir__(self) -> list[str]:
+        return [
+            "group", "host", "host_group", "info", "kill", "on", "rebind", "scope", "spawn", "stop", "stop_group",
+        ]  # fmt: skip
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} stays in the process that opened it: pass handles of actors")
 

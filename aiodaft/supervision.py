@@ -58,9 +58,11 @@ class Restart:
         for count in range(1, self.intensity + 1):
             waits += self.backoff.delay(count)
             if waits >= self.period:
+                enough = waits + (self.intensity - count) * self.backoff.delay(self.intensity)
                 raise ValueError(
-                    f"{count} restarts wait {waits:g} s in all, longer than the period of {self.period:g} s: their "
-                    f"limit of {self.intensity} would never be reached"
+                    f"intensity={self.intensity} would never be reached: with this backoff {count} restarts wait "
+                    f"{waits:g} s in all, longer than period={self.period:g}. Lower intensity to {count - 1} or less, "
+                    f"raise period above {enough:g}, or lower backoff.max (it is {self.backoff.max:g})"
                 )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any, Protocol
 
 from aiodaft._runtime.tasks import TaskOwner, shield_from_anyio
@@ -15,6 +17,20 @@ __all__ = ["ClientDisconnected", "cancel_on_disconnect"]
 
 class ClientDisconnected(DaftError):
     """The client left before it was answered; what was done for it was cancelled."""
+
+
+@cache
+def _answered_by_starlette(http_exception: type[Exception]) -> type[ClientDisconnected]:
+    """The same error as one that Starlette and FastAPI answer; others they log with a long traceback."""
+    # As nginx counts clients that leave. The answer goes nowhere.
+    answer = {"status_code": 499, "detail": "the client left", "headers": None, "__init__": Exception.__init__}
+    return type("ClientDisconnected", (ClientDisconnected, http_exception), answer)
+
+
+def _client_disconnected() -> ClientDisconnected:
+    starlette = sys.modules.get("starlette.exceptions")
+    cls = ClientDisconnected if starlette is None else _answered_by_starlette(starlette.HTTPException)
+    return cls("the client left")
 
 
 class Receiver(Protocol):
@@ -36,7 +52,8 @@ async def cancel_on_disconnect(request: Receiver) -> AsyncGenerator[None, None]:
         request: A Starlette or FastAPI request.
 
     Raises:
-        ClientDisconnected: The client left. Nobody will read an answer, so there is nothing to handle.
+        ClientDisconnected: The client left, so nothing has to be answered. Starlette and FastAPI handle the error
+            themselves: it counts as status 499 and is not logged as an error of the application.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -64,5 +81,5 @@ async def cancel_on_disconnect(request: Receiver) -> AsyncGenerator[None, None]:
                 await asyncio.sleep(0)
     except asyncio.CancelledError:
         if gone and task.uncancel() == 0:
-            raise ClientDisconnected("the client left") from None
+            raise _client_disconnected() from None
         raise

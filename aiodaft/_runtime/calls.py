@@ -90,8 +90,8 @@ class Target:
         """Call a method without a reply."""
         spec.check(args, kwargs)
         number = self.peer.next_number()
-        request = Request(self, spec, args, kwargs, number, WANT_NOTHING, TellState(spec.label))
-        self.peer.outgoing.submit(request)
+        state = TellState(spec.label, own=self.actor < FIRST_USER_ACTOR)
+        self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_NOTHING, state))
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import ADOPTED, ERROR, RESULT, STORED, Message
-from aiodaft.exceptions import DaftError, RemoteProtocolError
+from aiodaft.exceptions import DaftError, OutcomeUnknown, RemoteProtocolError
 
 from .delivery import Delivery
 from .error_log import log_error, printable
@@ -23,10 +23,16 @@ if TYPE_CHECKING:
 
 
 class TellState:
-    """A call without a reply: the answer only says that it is over."""
+    """A call without a reply: the answer only says that it is over.
 
-    def __init__(self, label: str) -> None:
+    Args:
+        label: What was called.
+        own: The runtime made it: a process that is gone needs no message, so that its loss is no news.
+    """
+
+    def __init__(self, label: str, *, own: bool = False) -> None:
         self.label = label
+        self._own = own
         self.inputs: list[RefState] | None = None
 
     def on_plain(self, value: Any) -> None:
@@ -40,11 +46,13 @@ class TellState:
 
     def on_error(self, error: BaseException) -> None:
         release_inputs(self, failed=True)
-        log_error(f"{self.label}, called by tell(), failed", error)
+        if not (self._own and isinstance(error, OutcomeUnknown)):
+            log_error(f"{self.label}, called by tell(), failed", error)
 
     def on_lost(self, error: DaftError) -> None:
         release_inputs(self, failed=True)
-        logger.warning("%s, called by tell(), may not have run: %s", self.label, printable(str(error)))
+        if not self._own:
+            logger.warning("%s, called by tell(), may not have run: %s", self.label, printable(str(error)))
 
 
 # What waits for an answer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -78,6 +79,14 @@ async def test_starting_again_after_the_runtime_was_closed_opens_a_new_one(stopp
     second = await aiodaft.start(gpus=2, preload=())
     assert second is not first
     assert await (await second.on(gpus=2).spawn(Echo)).echo("new") == "new"
+
+
+async def test_running_a_program_inside_a_loop_says_what_to_do() -> None:
+    async def main() -> None:
+        raise AssertionError("never runs")
+
+    with pytest.raises(RuntimeError, match=r"^an event loop runs here already: `await main\(\)` in place of"):
+        aiodaft.run(main())
 
 
 async def test_options_that_a_runtime_refuses_leave_nothing_started(stopped: None) -> None:
@@ -182,7 +191,7 @@ async def test_the_lifespan_may_be_left_in_another_task_than_it_was_entered_in()
     assert not any(map(is_alive, pids))
 
 
-async def test_a_client_that_leaves_cancels_the_remote_call() -> None:
+async def test_a_client_that_leaves_cancels_the_remote_call(caplog: pytest.LogCaptureFixture) -> None:
     app = make_app()
     async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=None) as client:
         request = in_a_task(client.get("/generate", params={"prompt": "forever"}))
@@ -191,6 +200,7 @@ async def test_a_client_that_leaves_cancels_the_remote_call() -> None:
         await asyncio.wait([request])
         await history_with(app, "forever ended")
         assert (await client.get("/generate", params={"prompt": "next"})).json() == "NEXT"
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_a_client_that_leaves_a_stream_ends_its_producer() -> None:

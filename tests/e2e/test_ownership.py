@@ -9,6 +9,7 @@ import os
 import pytest
 from actors import Box, Echo, Relay
 from leaks import resident
+from log_ear import listening
 
 import aiodaft
 
@@ -133,3 +134,17 @@ async def test_released_waits_for_calls_and_borrowers(rt: aiodaft.Runtime) -> No
     with pytest.raises(ReferenceError):
         ref.free()
         await ref
+
+
+async def test_dropping_a_ref_whose_owner_is_dead_logs_nothing() -> None:
+    with listening() as ear:
+        async with aiodaft.Runtime(preload=(), unhandled="log") as rt:
+            relay, echo = await rt.spawn(Relay), await rt.spawn(Echo)
+            borrowed = await relay.ref_of_other(echo, 5)
+            await rt.kill(relay)
+            del borrowed
+            # By then the message to the owner has been refused.
+            with pytest.raises(aiodaft.ActorDied):
+                await relay.drop_held()
+            assert await echo.echo(1) == 1
+    assert ear.lines == []

@@ -17,6 +17,7 @@ from failing import Failing
 from leaks import descendants, is_alive
 
 import aiodaft
+from aiodaft.scope import Scope
 
 ROOT = Path(__file__).parents[2]
 
@@ -266,3 +267,12 @@ async def test_a_scope_whose_runtime_was_closed_before_raises_what_nobody_looked
             await ref.ready()
             await rt.aclose()
     assert caught.group_contains(ValueError, match="nobody looked at it")
+
+
+def test_completion_shows_what_is_for_users() -> None:
+    rt = aiodaft.Runtime()
+    of_scopes = {"group", "host", "host_group", "info", "kill", "on", "rebind", "scope", "spawn", "stop", "stop_group"}
+    of_runtimes = {"aclose", "lookup", "name", "put", "resources", "stack", "traffic"}
+    assert set(dir(Scope(rt))) == of_scopes
+    assert set(dir(rt)) == of_scopes | of_runtimes
+    assert all(getattr(rt, name).__doc__ for name in dir(rt))

@@ -225,12 +225,24 @@ def test_the_default_waits() -> None:
         ({"period": 0}, "period=0: a positive number"),
         ({"period": float("inf")}, "period=inf"),
         ({"backoff": 0.5}, r"backoff=0\.5 is no Backoff"),
-        ({"intensity": 9}, r"6 restarts wait 6\.3 s in all, longer than the period of 5 s: their limit of 9"),
+        ({"intensity": 9}, r"intensity=9 would never .* 6 restarts wait 6\.3 s in all, longer than period=5\."),
+        (
+            {"intensity": 9},
+            r"Lower intensity to 5 or less, raise period above 83\.1, or lower backoff\.max",
+        ),
+        ({"intensity": 10, "period": 60}, r"Lower intensity to 9 or less, raise period above 81\.1,"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Restart(**wrong)
+
+
+@pytest.mark.parametrize(
+    "policy", [{"intensity": 5}, {"intensity": 9, "period": 83.2}, {"intensity": 10, "period": 81.2}]
+)
+def test_the_numbers_that_a_refusal_names_are_accepted(policy: dict[str, Any]) -> None:
+    Restart(**policy)
 
 
 @pytest.mark.parametrize("wrong", [{"base": -1}, {"factor": 0.5}, {"max": "1"}, {"jitter": 1.1}, {"jitter": True}])

@@ -17,7 +17,7 @@ from ends import open_pair
 from transports import needs_ucx
 
 import aiodaft
-from aiodaft_transport import TransportError, ucx
+from aiodaft_transport import TransportError, ucx, ucx_folder
 from aiodaft_transport.conformance import fetched, granted
 from aiodaft_transport.ucx_folder import SHARED_MEMORY, folder, sweep
 
@@ -65,10 +65,29 @@ async def test_what_a_killed_actor_leaves_its_nursery_removes(rt: aiodaft.Runtim
 @needs_ucx
 async def test_ucx_makes_its_files_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     @contextmanager
-    def nowhere() -> Generator[str]:
+    def nowhere(nbytes: int) -> Generator[str]:
         yield str(tmp_path / "nowhere")
 
     monkeypatch.setattr(ucx, "folder", nowhere)
     async with open_pair("ucx") as pair:
         with pytest.raises(TransportError):
             await fetched(pair, (await granted(pair, 100))[1])
+
+
+@needs_ucx
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+async def test_a_process_without_room_in_shared_memory_says_so_and_goes_on_when_it_has_some(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_pair("ucx") as pair:
+        if side == "consumer":
+            # The producer has what it needs already.
+            assert isinstance(pair.producer.transport, ucx.UcxTransport)
+            assert pair.producer.transport.driver
+        with monkeypatch.context() as patched:
+            patched.setattr(ucx_folder, "_room", lambda: 1000)
+            with pytest.raises(OSError, match=r"UCX needs [\d,]+ bytes in /dev/shm, and 1,000 are free there"):
+                await fetched(pair, (await granted(pair, 100_000))[1])
+            await pair.settle()
+        _, grant, content = await granted(pair, 100_000)
+        assert await fetched(pair, grant) == content

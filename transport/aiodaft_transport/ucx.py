@@ -41,6 +41,9 @@ _KIND: Final = struct.Struct("<B8s")  # and a digest of the rest: UCX trusts wha
 _HEAD: Final = struct.Struct("<QQQ")
 _NUMBER: Final = struct.Struct("<Q")
 
+# What a worker takes in shared memory: 4.2 MiB with UCX 1.22, and a little to spare.
+_SHARED_MEMORY: Final = 5 << 20
+
 INTERFACE_VARIABLE: Final = "AIODAFT_UCX_INTERFACE"
 # On one host: wake-ups and small things through shared memory, payload by process_vm_readv. No port.
 _LOCAL: Final = "posix,cma,self"
@@ -122,7 +125,7 @@ class UcxTransport:
             if self._closed:
                 raise TransportError("the transport is closed")
             # All its files are made now; others reach them through /proc.
-            with folder() as path:
+            with folder(_SHARED_MEMORY) as path:
                 self._driver = Driver(self._library, {**self._options, "POSIX_DIR": path})
         return self._driver
 
@@ -251,9 +254,9 @@ class UcxTransport:
 
     def _introduce(self, remote: Remote) -> None:
         if not remote.introduced:
+            worker = self.driver.worker
             # First, because a process may be its own peer, and notes to itself arrive at once.
             remote.introduced = True
-            worker = self.driver.worker
             key = self._stamps.key_of(remote.stamp.block.segment, worker)
             head = _HEAD.pack(remote.stamp.address, remote.stamp.value, len(key))
             self._send(remote, _ADDRESS, head + key + worker.address)
@@ -265,9 +268,11 @@ class UcxTransport:
         remote.address = body[end:]
         # Both sides do, so that both can end it; UCX makes one connection of the two. The peer may be dead by now: that
         # is no fault of its note, and the next transfer finds out.
-        with suppress(UcxError):
-            self._reach(remote)
-        self._introduce(remote)
+        # Nor is it one that this process has no room for UCX now.
+        with suppress(OSError):
+            with suppress(UcxError):
+                self._reach(remote)
+            self._introduce(remote)
 
     def _reach(self, remote: Remote) -> None:
         """Have an endpoint to a peer: the first one, or the next after one that UCX broke."""
@@ -283,8 +288,9 @@ class UcxTransport:
         """Begin to fetch, into the pool if there is no target; what is small is here when this returns."""
         _, offset, nbytes, grant_id = cast(tuple[int, int, int, int], grant)
         remote, segment = self.source_of(grant, control)
-        driver = self.driver
         try:
+            driver = self.driver
+            self._introduce(remote)
             self._reach(remote)
             landing: AnyBlock
             if target is None:

@@ -6,8 +6,10 @@ A lock says whether it is: the kernel drops it with the process, whatever ends t
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -17,9 +19,16 @@ _PREFIX: Final = "aiodaft-"
 
 
 @contextmanager
-def folder() -> Generator[str]:
-    """A new folder in shared memory; afterwards it is gone, with all that is in it."""
+def folder(nbytes: int = 0) -> Generator[str]:
+    """A new folder in shared memory, with room for so many bytes; afterwards it is gone, with all that is in it.
+
+    Raises:
+        OSError: There is no room. UCX would not say so: it would go without shared memory, and connect to nobody.
+    """
     sweep()
+    room = _room()
+    if room < nbytes:
+        raise OSError(errno.ENOSPC, f"UCX needs {nbytes:,} bytes in {SHARED_MEMORY}, and {room:,} are free there")
     path, lock = _make()
     try:
         yield path
@@ -40,6 +49,13 @@ def sweep() -> None:
             lock = _lock(path, fcntl.LOCK_NB)
             _remove(path)
             os.close(lock)
+
+
+def _room() -> int:
+    """Bytes that are free in shared memory."""
+    found = os.statvfs(SHARED_MEMORY)
+    # Without a limit on its size, it has no blocks.
+    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
 
 def _make() -> tuple[str, int]:

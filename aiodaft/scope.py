@@ -273,17 +273,13 @@ class Scope(Spawner):
         """Stop actors, the last one first. Cancellation: see `stop_group`."""
         targets = [self._target(handle) for handle in reversed(handles)]
 
-        async def stop() -> None:
-            for target in targets:
-                await self._belongings.stop(target)
-
         def kill() -> None:
             # A runtime that was closed meanwhile has ended them all.
             for target in targets if not self._runtime.is_closed else ():
                 self._runtime.peer.tasks.create_task(self._belongings.kill(target), name=f"kill {target.label}")
 
         what = ", ".join(target.label for target in targets)
-        await see_through(self._runtime.start_task(stop(), f"stop {what}"), kill)
+        await see_through(self._runtime.start_task(self._belongings.stop(targets), f"stop {what}"), kill)
 
     # Looking.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from aiodaft.supervision import Kind, Restart
 from .calls import Target
 from .family import Family
 from .following import Pinned, Whereabouts
-from .making import WHY_STOPPED, Recipe, stop_actor
+from .making import WHY_STOPPED, Recipe, stop_actor, stop_in_turn
 from .roster import Conditions
 from .supervisor import Life
 from .surroundings import Surroundings
@@ -140,14 +140,11 @@ class Belongings:
 
     # Ending.
 
-    async def stop(self, target: Target) -> None:
-        """Stop an actor within the grace time. Idempotent."""
-        target.stopped = True
-        life = self._runtime.supervisor.retire(target)
-        if life is not None:
-            await life.settled()
-        answers = await stop_actor(self._runtime.peer, target, WHY_STOPPED, self._runtime.stop_grace)
-        await self._vacate(target, answers)
+    async def stop(self, targets: Sequence[Target]) -> None:
+        """Stop actors in this order, each within the grace time. Idempotent."""
+        for target in targets:
+            target.stopped = True
+        await self._end(targets, graceful=True)
 
     async def kill(self, target: Target) -> None:
         """End an actor's process at once. Idempotent."""
@@ -165,11 +162,14 @@ class Belongings:
     async def stop_all(self, *, graceful: bool) -> None:
         """Stop all, the last one first; without grace all at once. Those that are being made are taken back."""
         await self._stop_making()
-        runtime, targets = self._runtime, list(self)
+        await self._end(list(self), graceful=graceful)
+
+    async def _end(self, targets: Sequence[Target], *, graceful: bool) -> None:
+        runtime = self._runtime
         ending = [life for target in targets if (life := runtime.supervisor.retire(target)) is not None]
         await asyncio.gather(*(life.settled() for life in ending))
         if graceful:
-            answers = [await stop_actor(runtime.peer, target, WHY_STOPPED, runtime.stop_grace) for target in targets]
+            answers = await stop_in_turn(runtime.peer, targets, WHY_STOPPED, runtime.stop_grace)
         else:
             answers = await asyncio.gather(*(stop_actor(runtime.peer, target, WHY_STOPPED, 0) for target in targets))
         await asyncio.gather(*map(self._vacate, targets, answers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -80,17 +81,40 @@ async def stop_actor(peer: Peer, target: Target, reason: str, grace: float) -> b
         Whether its process answers. One that has not said anything within the two grace times (it is stopped, or a call
         keeps its interpreter or its loop) can only be killed.
     """
-    agent = peer.agent_of(target.remote)
+    stopping = peer.agent_of(target.remote).stop(target.actor, reason, grace)
+    # What becomes of it concerns nobody else.
+    state_of(stopping).mark_seen()
     # The answer comes when the process has begun to stop the actor.
-    stopping, begun = agent.stop(target.actor, reason, grace), agent.answer()
-    for ref in (stopping, begun):
-        # What becomes of them concerns nobody else.
-        state_of(ref).mark_seen()
-    answers = await _is_over(begun, grace + max(peer.grace, _ANSWER_TIME))
+    answers = await _is_over(_ask(peer, target), _answer_time(peer, grace))
     ended = answers and await _is_over(stopping, grace + 2 * peer.grace + 1.0)
     if not ended:
         logger.debug("%s does not answer, and is killed", target.label)
     return answers
+
+
+async def stop_in_turn(peer: Peer, targets: Sequence[Target], reason: str, grace: float) -> list[bool]:
+    """Stop actors, each when the one before it has been left. For each of them, see `stop_actor`.
+
+    All are asked at the beginning whether they answer, so the time for that passes once, however many do not.
+    """
+    asked = [_ask(peer, target) for target in targets]
+    now = asyncio.get_running_loop().time
+    deadline = now() + _answer_time(peer, grace)
+    return [
+        await _is_over(answer, max(0.0, deadline - now())) and await stop_actor(peer, target, reason, grace)
+        for target, answer in zip(targets, asked, strict=True)
+    ]
+
+
+def _ask(peer: Peer, target: Target) -> Ref[None]:
+    answer = peer.agent_of(target.remote).answer()
+    # What becomes of it concerns nobody else.
+    state_of(answer).mark_seen()
+    return answer
+
+
+def _answer_time(peer: Peer, grace: float) -> float:
+    return grace + max(peer.grace, _ANSWER_TIME)
 
 
 async def _is_over(ref: Ref[None], seconds: float) -> bool:

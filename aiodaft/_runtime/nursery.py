@@ -140,6 +140,8 @@ class Nursery:
                 await self._send(message, theirs)
             except BaseException as error:
                 self._children.pop(child.number, None)
+                if not self._is_awaited():
+                    self._watch.close()
                 child.pulse.close()
                 ours.close()
                 if isinstance(error, OSError):
@@ -383,7 +385,7 @@ class Nursery:
         child = self._children.get(number)
         if child is not None:
             self._news(child, kind, rest)
-        self._watch.heard(more=any(not child.started.done() for child in self._children.values()))
+        self._watch.heard(more=self._is_awaited())
 
     def _news(self, child: Child, kind: int, rest: list[Any]) -> None:
         if kind == order.SPAWNED:
@@ -406,6 +408,10 @@ class Nursery:
 
     def _worker_pids(self) -> set[int]:
         return {child.pid for child in self._children.values() if child.pid}
+
+    def _is_awaited(self) -> bool:
+        """Whether the fork server has yet to answer for a worker."""
+        return any(not child.started.done() for child in self._children.values())
 
     def _check_server(self) -> None:
         if self._watch.problem is not None:

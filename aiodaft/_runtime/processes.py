@@ -138,16 +138,22 @@ def status_of(pid: int) -> tuple[int | None, str | None] | None:
 def signs_of_life(pid: int, others: Collection[int]) -> object:
     """What changes while a process, or a child that it waits for, does anything; None while the process is stopped.
 
+    If this process has no descriptor to look with, what it gives is like nothing before.
+
     Args:
         pid: The process.
         others: Children that it does not wait for.
     """
     if is_stopped(pid):
         return None
+    stats = {}
+    try:
+        for process in family(pid, others):
+            stats[process] = _stat_of(process)
+    except OSError:
+        return object()
     # Page faults and CPU time.
-    return [
-        (process, [_stat_of(process)[field : field + 1] for field in (7, 9, 11, 12)]) for process in family(pid, others)
-    ]
+    return [(process, [stat[field : field + 1] for field in (7, 9, 11, 12)]) for process, stat in stats.items()]
 
 
 def family(pid: int, others: Collection[int] = ()) -> list[int]:

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from dataclasses import astuple, dataclass
 from typing import Any, TextIO, cast
 
@@ -143,6 +144,8 @@ def run_forked(parent: int, packed: bytes, link: int, out: int, err: int, pulse:
         os.close(source)
     sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
     _reseed()
+    # The environment may name another time zone than that of the fork server.
+    time.tzset()
     _set_threads()
     return _serve(packed, link, pulse)
 

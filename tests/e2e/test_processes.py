@@ -8,19 +8,22 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from actors import Echo, Sleeper
+from actors import Echo, Entered, Sleeper
 from leaks import descendants, is_alive
 from odd_actors import Parent
 from stuck import Stuck
 from supervised import AT_ONCE
+from transport_probes import no_more_files
 
 import aiodaft
 from aiodaft import Restart
-from aiodaft._runtime import nursery, processes, server_watch
+from aiodaft._runtime import making, nursery, processes, server_watch
 from aiodaft._runtime.postmortem import condition
 
 
@@ -256,6 +259,37 @@ def test_a_process_that_computes_or_has_a_child_that_does_shows_signs_of_life() 
             while processes.signs_of_life(process.pid, ()) is not None:
                 pass
             processes.kill_family(process.pid)
+
+
+def test_a_process_is_not_taken_for_dead_because_there_is_no_descriptor_to_look_at_it_with() -> None:
+    with no_more_files():
+        assert processes.signs_of_life(os.getpid(), ()) != processes.signs_of_life(os.getpid(), ())
+
+
+async def test_the_end_of_a_block_waits_once_for_all_that_do_not_answer_and_stops_the_others_in_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(making, "_ANSWER_TIME", 0)
+    waits: list[float] = []
+
+    def is_over(ref: aiodaft.Ref[None], seconds: float, wait: Callable[..., Awaitable[bool]] = making._is_over) -> Any:
+        waits.append(seconds)
+        return wait(ref, seconds)
+
+    monkeypatch.setattr(making, "_is_over", is_over)
+    log = tmp_path / "log"
+    async with aiodaft.Runtime(preload=(), stop_grace=0.1, cancel_grace=0) as rt:
+        await rt.spawn(Entered, str(log), "first")
+        stuck = [await rt.spawn(Stuck) for _ in range(3)]
+        await rt.spawn(Entered, str(log), "last")
+        pids = [(await rt.info(actor)).pid for actor in stuck]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+    assert log.read_text() == "last\nfirst\n"
+    assert not any(map(is_alive, pids))
+    # Each of the two others is asked, asked again with the order to stop, and left.
+    assert len(waits) == 3 + 3 + 3
+    assert waits[4:6] == [0, 0]
 
 
 async def test_a_block_that_fails_ends_within_the_two_grace_times_though_an_actor_does_not_answer() -> None:

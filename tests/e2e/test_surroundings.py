@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -32,7 +33,9 @@ async def test_an_actor_gets_what_the_controller_has_when_it_is_spawned(
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend("added")
         monkeypatch.setattr(sys, "argv", ["program", "--flag"])
+        monkeypatch.setenv("TZ", "EAST-9")
         second = await rt.spawn(Probe)
+        assert await second.utc_offset() == "+0900"
         now = {MARK: "after", GONE: None}, str(tmp_path), sys.path, ["program", "--flag"]
         assert await second.surroundings((MARK, GONE)) == now
         monkeypatch.undo()
@@ -100,14 +103,14 @@ async def test_a_restart_in_a_directory_that_is_gone_says_so(monkeypatch: pytest
     directory = tmp_path / "gone"
     directory.mkdir()
     with pytest.raises(ExceptionGroup) as failed:
-        async with aiodaft.Runtime(preload=()) as rt:
+        async with aiodaft.Runtime(preload=()) as rt, rt.scope() as scope:
             with monkeypatch.context() as patch:
                 patch.chdir(directory)
-                probe = await rt.on(restart=Restart(intensity=1, backoff=AT_ONCE)).spawn(Probe)
+                probe = await scope.on(restart=Restart(intensity=1, backoff=AT_ONCE)).spawn(Probe)
             directory.rmdir()
             os.kill(await probe.pid(), signal.SIGKILL)
-            while True:
-                await rt.info(probe)
+            # The limit of restarts ends the block.
+            await asyncio.Event().wait()
     limit = failed.value.exceptions[0]
     assert isinstance(limit, aiodaft.RestartLimitReached)
     assert isinstance(limit.attempts[-1], aiodaft.SpawnFailed)

@@ -16,6 +16,7 @@ import pytest
 
 from aiodaft._protocol.codec import unpack
 from aiodaft._runtime import nursery as nursery_module
+from aiodaft._runtime import server_watch
 from aiodaft._runtime.logs import LogPump
 from aiodaft._runtime.nursery import Nursery
 from aiodaft._runtime.surroundings import Surroundings
@@ -57,6 +58,24 @@ async def test_a_path_that_is_too_long_to_be_told_is_named(monkeypatch: pytest.M
         with pytest.raises(SpawnFailed, match=r"4,\d+,\d+ bytes \(sys.path, the environment\) are too many"):
             await nursery.spawn(b"", Surroundings.here(), {}, "actor")
         assert received(server) == []
+
+
+async def test_no_answer_is_expected_to_an_order_that_could_not_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_watch, "_PERIOD", 0)
+    looked = asyncio.Event()
+    monkeypatch.setattr(server_watch, "signs_of_life", lambda pid, others: looked.set())
+    async with nursery_and_server() as (nursery, _):
+        monkeypatch.setattr(nursery._watch, "_pid", lambda: 0)
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend("/" + "x" * (4 << 20))
+            with pytest.raises(SpawnFailed, match="are too many"):
+                await nursery.spawn(b"", Surroundings.here(), {}, "actor")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not looked.is_set()
+        _, connection = await nursery.spawn(b"", Surroundings.here(), {}, "actor")
+        connection.close()
+        await looked.wait()
 
 
 async def test_only_what_has_changed_in_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,8 +283,9 @@ class SlowStart(Actor):
 class Entered(Actor):
     """A context manager: the runtime enters and leaves it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, farewell: str = "left") -> None:
         self.path = path
+        self.farewell = farewell
         self.entered = False
 
     async def __aenter__(self) -> Entered:
@@ -293,7 +294,7 @@ class Entered(Actor):
 
     async def __aexit__(self, *exc_info: object) -> None:
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write("left\n")
+            file.write(f"{self.farewell}\n")
 
     @method
     async def is_entered(self) -> bool:

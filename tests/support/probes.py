@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
@@ -47,6 +48,10 @@ class Probe(Actor):
     async def surroundings(self, names: tuple[str, ...]) -> tuple[dict[str, str | None], str, list[str], list[str]]:
         """Some variables of the environment, the working directory, sys.path and sys.argv."""
         return {name: os.environ.get(name) for name in names}, os.getcwd(), sys.path, sys.argv
+
+    @method
+    async def utc_offset(self) -> str:
+        return time.strftime("%z")
 
     @method
     async def seen_at_import(self, name: str) -> str | None:

@@ -41,8 +41,9 @@ _KIND: Final = struct.Struct("<B8s")  # and a digest of the rest: UCX trusts wha
 _HEAD: Final = struct.Struct("<QQQ")
 _NUMBER: Final = struct.Struct("<Q")
 
-# What a worker takes in shared memory: 4.2 MiB with UCX 1.22, and a little to spare.
-_SHARED_MEMORY: Final = 5 << 20
+# What a worker takes in shared memory while it starts, and a little to spare. UCX 1.22 takes 17 MiB, and keeps 4.
+# With less it goes without, and with 16 MiB it ends the process.
+_SHARED_MEMORY: Final = 20 << 20
 
 INTERFACE_VARIABLE: Final = "AIODAFT_UCX_INTERFACE"
 # On one host: wake-ups and small things through shared memory, payload by process_vm_readv. No port.

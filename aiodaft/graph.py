@@ -134,6 +134,8 @@ class Graph(Generic[P, Out]):
     async def replace(self, dead: object, new: object) -> None:
         """Go on with another actor in the place of one, whether that lives or not. Runs under way end as they may.
 
+        Runs that wait call the new actor, in the order of submission among what waits for it.
+
         Raises:
             ValueError: The graph does not call the actor.
             TypeError: The new one lacks a method.

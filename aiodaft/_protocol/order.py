@@ -7,6 +7,7 @@ two entries wait for each other.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -32,8 +33,9 @@ class Order(Generic[EntryT]):
     """What one process has submitted and not sent. Only entries that cannot go at once, and those behind, are here."""
 
     def __init__(self) -> None:
-        # By actor: its entries, in the order of submission. An actor without entries has no lane.
-        self.lanes: dict[Hashable, OrderedDict[EntryT, None]] = {}
+        # By actor: its entries, each with its place in the order of submission. An actor without entries has no lane.
+        self.lanes: dict[Hashable, OrderedDict[EntryT, int]] = {}
+        self._places = itertools.count()
         # Lanes in which something has changed, while entries are taken out.
         self._changed: deque[Hashable] = deque()
         self._taking = False
@@ -44,8 +46,23 @@ class Order(Generic[EntryT]):
 
     def enter(self, entry: EntryT) -> None:
         """Let an entry wait behind everything that was submitted before it."""
+        place = next(self._places)
         for lane in entry.lanes:
-            self.lanes.setdefault(lane, OrderedDict())[entry] = None
+            self.lanes.setdefault(lane, OrderedDict())[entry] = place
+
+    def move(self, entry: EntryT, lanes: Sequence[Hashable]) -> None:
+        """Take an entry to other lanes, where it gets the place of its submission, in front of all that came later.
+
+        The caller gives the entry its new lanes; the entry, and those in the old lanes, may be `ready` then.
+        """
+        place = self.lanes[entry.lanes[0]][entry]
+        self.leave(entry)
+        for lane in lanes:
+            entries = self.lanes.setdefault(lane, OrderedDict())
+            behind = [other for other, others_place in entries.items() if others_place > place]
+            entries[entry] = place
+            for other in behind:
+                entries.move_to_end(other)
 
     def leave(self, entry: EntryT) -> None:
         """Take an entry out, whatever its place: those behind it may be `ready` now."""

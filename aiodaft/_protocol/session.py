@@ -119,7 +119,9 @@ class Session(Generic[CallT]):
             raise RemoteProtocolError(f"this connection leads to {remote}, not to {self.remote}")
         self.remote_pid = pid
 
-    def submit(self, call_id: CallId, call: CallT, message: Message | None, cost: int = 0) -> None:
+    def submit(
+        self, call_id: CallId, call: CallT, message: Message | None, cost: int = 0, admitted: bool = False
+    ) -> None:
         """Send a call, or let it wait for its turn.
 
         Args:
@@ -127,6 +129,7 @@ class Session(Generic[CallT]):
             call: What to keep with it until it is answered.
             message: The CALL or SEND; None while it is being prepared (see `provide`).
             cost: Bytes of arguments in it.
+            admitted: It was accepted before, and is not refused now, however many calls there are.
 
         Raises:
             Overloaded: Too many calls have no answer yet.
@@ -143,7 +146,8 @@ class Session(Generic[CallT]):
                 self._bytes += cost
             self.send(message)
             return
-        if (pending := len(self.calls) - len(self._own)) >= self._max_pending:
+        pending = len(self.calls) - len(self._own)
+        if pending >= self._max_pending and not admitted:
             raise Overloaded(
                 f"{pending} calls to {self.remote} have no answer yet, which is all that "
                 f"Runtime(max_pending={self._max_pending}) allows; await some of them first"

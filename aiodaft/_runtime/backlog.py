@@ -39,7 +39,7 @@ class Backlog:
             Overloaded: Too many calls are waiting.
         """
         number, state, deadline = request.number, request.state, request.deadline
-        self._link.session.submit(number, state, None)
+        self._link.session.submit(number, state, None, admitted=request.had_turn)
         waits = False
         try:
             waits = self._peer.sender.prepare(request)

@@ -169,7 +169,7 @@ class Request:
     again = False
     # How often it was made before.
     attempt = 0
-    # It was handed on once: what still waits in this process was submitted after it.
+    # It was handed on once: what still waits in this process was submitted after it, and nothing refuses it any more.
     had_turn = False
 
     def __init__(
@@ -271,7 +271,7 @@ class Outgoing:
                 if target.actor < FIRST_USER_ACTOR:
                     link.submit_own(request.number, state, message)
                 else:
-                    link.submit(request.number, state, message)
+                    link.submit(request.number, state, message, 0, request.had_turn)
             else:
                 self._submit_encoded(link, request)
         except Overloaded as error:
@@ -336,12 +336,13 @@ class Outgoing:
     def _submit_encoded(self, link: Link, request: Request) -> None:
         number, state, kept, store = request.number, request.state, request.kept, self._peer.store
         submit = link.submit_own if request.target.actor < FIRST_USER_ACTOR else link.submit
+        admitted = request.had_turn
         if kept is None:
             try:
                 kept = store.keep(*_value_of(request), resolve=True)
             except TooLong:
                 self._note_streams(request)
-                submit(number, state, None)
+                submit(number, state, None, 0, admitted)
                 coro = self._encode_then_send(link, request)
                 self._peer.tasks.create_task(coro, name=f"encode the arguments of {request.spec.label}")
                 return
@@ -354,9 +355,9 @@ class Outgoing:
             _fail_unpacked(request, kept, error)
             return
         if message is not None:
-            submit(number, state, message, kept.encoded.size)
+            submit(number, state, message, kept.encoded.size, admitted)
         else:
-            submit(number, state, None)
+            submit(number, state, None, 0, admitted)
             self._peer.tasks.create_task(self._pack_then_send(link, request, kept), name="copy arguments")
 
     def _note_streams(self, request: Request) -> None:

@@ -184,10 +184,12 @@ class Link:
         except LookupError as error:
             raise RemoteProtocolError(f"{self.remote} announced descriptors that did not come: {error}") from None
 
-    def submit(self, call_id: CallId, call: State, message: Message | None, cost: int = 0) -> None:
+    def submit(
+        self, call_id: CallId, call: State, message: Message | None, cost: int = 0, admitted: bool = False
+    ) -> None:
         """Send a call within the window; see `Session.submit`."""
         try:
-            self.session.submit(call_id, call, message, cost)
+            self.session.submit(call_id, call, message, cost, admitted)
         except Overloaded:
             if message is not None:
                 self._owner.dropped(self, message)
@@ -197,7 +199,9 @@ class Link:
             self._loop.call_later(STALL, self._look_for_stall)
         self._sent_one()
 
-    def submit_own(self, call_id: CallId, call: State, message: Message | None, _cost: int = 0) -> None:
+    def submit_own(
+        self, call_id: CallId, call: State, message: Message | None, _cost: int = 0, _admitted: bool = True
+    ) -> None:
         """Send a call of the runtime itself; see `Session.submit_own`."""
         self.session.submit_own(call_id, call, message)
         self._sent_one()
@@ -218,7 +222,11 @@ class Link:
         message = self.session.unsent(call_id)
         if message is not None:
             self._owner.dropped(self, message)
-        return self.session.withdraw(call_id)
+        withdrawn = self.session.withdraw(call_id)
+        if self._packed and self._socket is not None:
+            # What waited behind it was sent.
+            self.flush_soon()
+        return withdrawn
 
     def abandon(self) -> None:
         """Close the socket and the rings where the loop does not run. The waiter looks at none any more."""

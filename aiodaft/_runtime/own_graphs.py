@@ -107,9 +107,7 @@ class OwnGraph:
         """
         old = self._layout
         self.specs = specs
-        # Runs that wait already keep their places: in front of others there, and behind others in the new actor's lane,
-        # they would wait in a circle.
-        self._lanes = self._find_lanes()
+        self._move_waiting(self._find_lanes())
         self._preparing.cancel()
         self._change(old)
         self._preparing = self._prepare()
@@ -120,6 +118,15 @@ class OwnGraph:
             for run in [run for run in self._runs.values() if run.layout is old]:
                 run.cancel("an actor of its graph was replaced")
             raise
+
+    def _move_waiting(self, lanes: tuple[Hashable, ...]) -> None:
+        """Runs that wait are for other actors now."""
+        sender = self._peer.sender
+        before, self._lanes = self._lanes, lanes
+        for run in self._waiting:
+            sender.order.move(run, lanes)
+            run.lanes = lanes
+        sender.look_again((*before, *lanes))
 
     # Running.
 

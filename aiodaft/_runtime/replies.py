@@ -121,12 +121,14 @@ class Replies:
 
     def link_lost(self, link: Link, error: DaftError) -> None:
         """No call over this link will be answered any more."""
-        for number, state in list(link.session.calls.items()):
-            twin = copy_error(error)
-            sent = not link.withdraw(number)
-            if sent:
+        calls = list(link.session.calls.items())
+        # The last first: the room that one leaves would else send the next.
+        unsent = {number for number, _ in reversed(calls) if link.withdraw(number)}
+        for number, state in calls:
+            if number not in unsent:
                 link.session.settle(number)
-            state.on_lost(twin.with_executed(None if sent and link.connected else False))
+            executed = False if number in unsent or not link.connected else None
+            state.on_lost(copy_error(error).with_executed(executed))
 
 
 def _unasked(link: Link, number: CallId) -> RemoteProtocolError:

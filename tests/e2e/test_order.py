@@ -139,6 +139,24 @@ async def held_up(rt: aiodaft.Runtime) -> tuple[Any, Any, list[aiodaft.Ref[Any]]
     return a, graph, [graph(0), graph(1)]
 
 
+async def test_runs_that_wait_while_an_actor_is_replaced_keep_their_places(module_rt: aiodaft.Runtime) -> None:
+    a, gate, new = await spawn(module_rt, 3)
+    async with aiodaft.compile(lambda x: gate.wait(a.mark(x)), max_in_flight=1) as graph:
+        runs = [graph((number, None)) for number in range(2)]
+        freed = a.mark((2, None))
+        replacing = asyncio.get_running_loop().create_task(graph.replace(a, new))
+        # It stood behind the run that is for another actor now.
+        await freed
+        behind = new.mark((3, None))
+        await gate.state()
+        assert not behind.done()
+        await gate.open()
+        await ends([*runs, behind])
+        await replacing
+    assert await a.notes() == [0, 2]
+    assert await new.notes() == [1, 3]
+
+
 async def test_a_call_that_waits_behind_a_run_is_cancelled_at_once(module_rt: aiodaft.Runtime) -> None:
     a, graph, runs = await held_up(module_rt)
     cancelled, late, kept = a.mark((0, None)), a.mark((1, bytes(1 << 18))), a.mark((2, None))
@@ -216,6 +234,22 @@ async def test_no_more_than_max_pending_calls_wait_behind_a_run() -> None:
         await a.open()
         await ends([*runs, *calls])
         assert await a.notes() == [0, 1]
+        await graph.aclose()
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_calls_that_waited_behind_a_run_are_not_refused_when_their_turn_comes() -> None:
+    async with aiodaft.Runtime(preload=(), max_pending=2) as rt:
+        a, graph, runs = await held_up(rt)
+        calls = [a.mark((number, None)) for number in range(2)]
+        # They are outside the order, and take all that one connection may have without an answer.
+        full = [a.wait_outside() for _ in range(2)]
+        runs[1].cancel()
+        for ref in full:
+            ref.cancel()
+        assert await asyncio.gather(*calls) == [(0, None), (1, None)]
+        await a.open()
+        assert await runs[0] == 0
         await graph.aclose()
 
 

@@ -89,3 +89,24 @@ def test_what_changes_while_an_entry_is_sent_comes_after_it() -> None:
             assert gone(order, "b") == []
         sent.append(entry.name)
     assert sent == ["first", "second", "behind"]
+
+
+def test_entries_that_move_to_another_actor_stand_there_where_they_were_submitted() -> None:
+    blocker = Entry("blocker", ("b",), ready=False)
+    first, both, second = Entry("first", ("a",)), Entry("both", ("a", "b")), Entry("second", ("a",))
+    order = waiting(blocker, first, both, second)
+    for entry in (first, second):
+        order.move(entry, ("b",))
+        entry.lanes = ("b",)
+    assert gone(order, "a") == []
+    blocker.ready = True
+    assert gone(order, "b") == ["blocker", "first", "both", "second"]
+    assert order.lanes == {}
+
+
+def test_entries_behind_one_that_moves_away_may_go() -> None:
+    run = Entry("run", ("a",), ready=False)
+    order = waiting(run, Entry("call", ("a",)))
+    order.move(run, ("b",))
+    run.lanes = ("b",)
+    assert gone(order, "a") == ["call"]

@@ -87,6 +87,15 @@ class AnyHistory(RuleBasedStateMachine):
         entry.withdrawn = True
         self.look_again(entry.lanes)
 
+    @precondition(lambda self: any(entry.waits for entry in self.entries))
+    @rule(data=st.data(), lanes=st.sets(st.sampled_from(_ACTORS), min_size=1))
+    def move(self, data: st.DataObject, lanes: set[str]) -> None:
+        entry = data.draw(st.sampled_from([one for one in self.entries if one.waits]))
+        before, after = entry.lanes, tuple(sorted(lanes))
+        self.order.move(entry, after)
+        entry.lanes = after
+        self.look_again((*before, *after))
+
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def end_a_run(self, data: st.DataObject) -> None:

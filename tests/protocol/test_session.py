@@ -187,6 +187,15 @@ def test_more_calls_without_an_answer_than_allowed_are_refused_and_leave_nothing
     assert sent(one) == [1, 2, 3, 5]
 
 
+def test_a_call_that_was_admitted_before_is_not_refused() -> None:
+    one = greeted(window=1, max_pending=1)
+    submit(one, 1)
+    one.submit(CallId(2), "call 2", call(2), admitted=True)
+    assert sent(one) == [1]
+    one.settle(CallId(1))
+    assert sent(one) == [2]
+
+
 def test_no_more_calls_are_sent_than_may_be_without_an_answer() -> None:
     one = greeted(window=100, max_pending=2)
     submit(one, 1, 2)

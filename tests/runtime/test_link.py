@@ -6,19 +6,23 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
 
 from leaks import open_files
 from transport_probes import no_more_files
 
-from aiodaft._protocol.codec import FrameEncoder
-from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.messages import HELLO, KINDS, NOTE, WIRE_VERSION, Message
+from aiodaft._protocol.codec import FrameDecoder, FrameEncoder
+from aiodaft._protocol.ids import ActorId, CallId, PeerId
+from aiodaft._protocol.messages import CALL, HELLO, KINDS, NOTE, WIRE_VERSION, Message
 from aiodaft._protocol.session import Session
 from aiodaft._runtime.descriptors import close_all
 from aiodaft._runtime.link import Link
-from aiodaft._runtime.replies import State
+from aiodaft._runtime.replies import Replies, State, TellState
 from aiodaft._runtime.waiter import Waiter
-from aiodaft.exceptions import PeerLost, RemoteProtocolError
+from aiodaft.exceptions import DaftError, PeerLost, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.peer import Peer
 
 HERE, THERE = PeerId("here"), PeerId("there")
 GREETING: Message = (HELLO, WIRE_VERSION, WIRE_VERSION, THERE, 1)
@@ -47,6 +51,9 @@ class Owner:
     def link_lost(self, link: Link, reason: Exception) -> None:
         self.lost.set()
 
+    def dropped(self, link: Link, message: Message) -> None:
+        """What it has given away is its own again."""
+
 
 class Taker(Owner):
     """Takes so many descriptors with each message."""
@@ -74,8 +81,17 @@ def taking(count: int) -> tuple[Taker, Link]:
     return owner, link_of(owner)
 
 
-def link_of(owner: Owner) -> Link:
-    session: Session[State] = Session(HERE, 2, remote=THERE, max_pending=1)
+class Told(TellState):
+    """A call that remembers whether it may have run, as it is told when the link is lost."""
+
+    executed: bool | None = True
+
+    def on_lost(self, error: DaftError) -> None:
+        self.executed = error.executed
+
+
+def link_of(owner: Owner, *, max_pending: int = 1, window: int = 1) -> Link:
+    session: Session[State] = Session(HERE, 2, remote=THERE, max_pending=max_pending, window=window)
     return Link(owner, session, THERE, asyncio.get_running_loop())
 
 
@@ -119,6 +135,37 @@ async def test_a_lost_link_does_not_remember_what_was_being_handled_when_it_brok
     broken = link.lost.__cause__
     assert isinstance(broken, BrokenPipeError)
     assert (broken.__traceback__, broken.__context__, link.lost.__context__) == (None, None, None)
+
+
+async def test_calls_behind_one_that_is_withdrawn_are_written_in_the_same_turn() -> None:
+    link = link_of(Owner(), max_pending=2, window=2)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        link.attach(ours)
+        prepared, behind = CallId(1), CallId(2)
+        link.submit(prepared, TellState("prepared"), None)
+        link.submit(behind, TellState("behind"), (CALL, behind, ActorId(9), "f", ()))
+        await asyncio.sleep(0)
+        theirs.recv(1 << 10)
+        assert link.withdraw(prepared)
+        await asyncio.sleep(0)
+        theirs.setblocking(False)
+        assert FrameDecoder().feed(theirs.recv(1 << 10)) == [(CALL, behind, ActorId(9), "f", ())]
+        link.close(PeerLost("it is enough"))
+
+
+async def test_of_the_calls_of_a_lost_link_only_those_that_were_sent_may_have_run() -> None:
+    link = link_of(Owner(), max_pending=4)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        link.attach(ours)
+        calls = {CallId(number): Told(f"call {number}") for number in range(1, 5)}
+        for number, state in calls.items():
+            link.submit(number, state, None if number == 2 else (CALL, number, ActorId(9), "f", ()))
+        link.close(PeerLost("it broke"))
+    Replies(cast("Peer", None)).link_lost(link, PeerLost("it broke"))
+    assert [state.executed for state in calls.values()] == [None, False, False, False]
+    assert not link.session.calls
 
 
 async def test_descriptors_that_there_is_no_room_for_are_missing_from_their_message_and_from_no_other() -> None:

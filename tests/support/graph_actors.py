@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,17 @@ class Node(Actor):
     @method
     async def wait(self, value: Any = None) -> Any:
         await self.gate.wait()
+        return value
+
+    @method(ordered=False)
+    async def wait_outside(self) -> None:
+        """As `wait`, outside the order of calls."""
+        await self.gate.wait()
+
+    @method
+    async def wait_though_cancelled(self, value: Any) -> Any:
+        with suppress(asyncio.CancelledError):
+            await self.gate.wait()
         return value
 
     @method(ordered=False)

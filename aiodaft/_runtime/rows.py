@@ -137,6 +137,10 @@ class RowCall(IncomingCall):
         cell.enter(self)
         try:
             for job in row.jobs:
+                if self._given and self.given_up:
+                    # The step before this one ignored its cancellation.
+                    cell.failed(self, asyncio.CancelledError(), ran=False)
+                    return
                 if job is row.last:
                     cell.last_begun(self)
                 executed = False

@@ -96,6 +96,20 @@ async def test_an_actor_that_was_stopped_fails_its_steps_only(module_rt: aiodaft
         assert caught.value.executed is False
 
 
+async def test_a_step_that_ignores_its_cancellation_is_the_last_one_of_its_run(module_rt: aiodaft.Runtime) -> None:
+    (a,) = await spawn(module_rt, 1)
+    async with aiodaft.compile(lambda x: a.mark(a.wait_though_cancelled(x))) as graph:
+        run = graph((0, None))
+        while not (await module_rt.info(a)).running:
+            pass
+        run.cancel()
+        with pytest.raises(aiodaft.CallCancelled):
+            await run
+        await a.open()
+        assert await graph((1, None)) == (1, None)
+        assert await a.notes() == [1]
+
+
 @pytest.mark.parametrize("how", ["result", "task", "deadline"])
 async def test_a_run_is_cancelled_where_it_waits_and_skips_the_rest(module_rt: aiodaft.Runtime, how: str) -> None:
     a, b = await spawn(module_rt, 2)

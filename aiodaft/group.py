@@ -139,8 +139,8 @@ class Group(Generic[ActorT]):
             kwargs: More of them.
 
         Raises:
-            Exception: What a call raised, in the place of its result: no more items are taken after an error, the
-                results before it are given, and the calls behind it are cancelled.
+            Exception: What a call raised, or `items`, in the place of the result: no more items are taken after an
+                error, the results before it are given, and the calls behind it are cancelled.
             ValueError: The group has no members.
 
         Cancellation: the calls under way are cancelled, as they are when the loop is left. If the loop may be left
@@ -253,8 +253,9 @@ class _Map:
         self._items = items
         self._args = args
         self._kwargs = kwargs
-        # Whether there may be another item to take.
+        # Whether there may be another item to take; what was raised instead of a call.
         self._open = True
+        self._failure: Exception | None = None
         # Calls whose results were not taken yet, in item order; and those of them that are over, in that order.
         self._calls: dict[Ref[Any], None] = {}
         self._over: dict[Ref[Any], None] = {}
@@ -268,7 +269,7 @@ class _Map:
             while True:
                 self._begin_calls()
                 if not self._calls:
-                    return
+                    break
                 ref = next(iter(self._calls if ordered or not self._over else self._over))
                 if ref in self._over:
                     yield await ref
@@ -276,6 +277,8 @@ class _Map:
                 else:
                     self._news.clear()
                     await self._news.wait()
+            if self._failure is not None:
+                raise self._failure
         finally:
             for ref in self._calls:
                 ref._state.mark_seen()
@@ -291,10 +294,13 @@ class _Map:
                 return
             try:
                 item = next(self._items)
+                ref = group._call(target, self._spec, (item, *self._args), self._kwargs)
             except StopIteration:
                 self._open = False
                 return
-            ref = group._call(target, self._spec, (item, *self._args), self._kwargs)
+            except Exception as error:  # noqa: BLE001 - raised in the place of this item's result
+                self._open, self._failure = False, error
+                return
             self._calls[ref] = None
             self._under_way[target] += 1
             ref._state.watch(partial(self._ended, ref, target))

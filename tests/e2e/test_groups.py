@@ -212,6 +212,21 @@ async def test_refs_give_a_list_each_ref_or_one_ref(rt: aiodaft.Runtime) -> None
     assert repr(refs) == "<Refs: 3 of 3 done>"
 
 
+async def test_what_ends_the_items_of_a_map_comes_behind_the_results_before_it(rt: aiodaft.Runtime) -> None:
+    def items(last: Any) -> Iterator[Any]:
+        yield from range(5)
+        yield last
+        raise LookupError("no more")
+
+    group = await rt.group(2, Member)
+    for last, error, count in ((5, LookupError, 6), (asyncio.get_running_loop(), aiodaft.SerializationError, 5)):
+        for ordered in (True, False):
+            mapping = group.map(Member.times, items(last), ordered=ordered)
+            assert sorted([await anext(mapping) for _ in range(count)]) == list(range(count))
+            with pytest.raises(error):
+                await anext(mapping)
+
+
 async def test_refs_feed_a_map_and_travel_as_refs(rt: aiodaft.Runtime) -> None:
     group, echo = await rt.group(2, Member, 2), await rt.spawn(Echo)
     refs = group.each(Member.times, [1, 2])

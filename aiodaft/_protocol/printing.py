@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Hashable
 from typing import Final
 
@@ -34,8 +35,8 @@ class Printed:
 
     @property
     def line(self) -> str:
-        """The line that is not complete yet, as it looks now."""
-        return _text(_last_state(self._rest))
+        """The line that is not complete yet, as it looks now, without a last character of which bytes are missing."""
+        return codecs.getincrementaldecoder("utf-8")("backslashreplace").decode(_last_state(self._rest))
 
     @property
     def is_bar(self) -> bool:

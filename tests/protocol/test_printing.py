@@ -28,6 +28,7 @@ def in_pieces(text: bytes, size: int) -> tuple[list[str], str]:
         (b"\r 50%\r     \rdone\n", ["done"], ""),
         ("\r50% ██\rdone ✓\n".encode(), ["done ✓"], ""),
         (b"\xff\n", ["\\xff"], ""),
+        (b"half " + "█".encode()[:2], [], "half "),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 100])

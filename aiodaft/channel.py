@@ -8,6 +8,7 @@ from aiodaft._runtime.current import current_peer
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.pickling import home
 from aiodaft.exceptions import ChannelClosed
+from aiodaft.ref import Ref
 
 __all__ = ["Channel"]
 
@@ -18,13 +19,15 @@ class Channel(Generic[T]):
     """A bounded queue between actors: pass it to those who send and to those who receive.
 
     Any number may send and receive; each item is received once. Small items travel with the message, tensors and
-    other large ones from sender to receiver directly. What one sender sends is received in its order.
+    other large ones from sender to receiver directly. What one sender sends is received in its order. The channel is
+    freed, with what is in it, when no process holds it any more. docs/promises.md says what comes of deaths.
 
     Args:
         capacity: Items that may wait in the channel.
 
     Raises:
         RuntimeClosed: No runtime surrounds the caller.
+        ValueError: The capacity is not a positive number.
     """
 
     __slots__ = ("_endpoint",)
@@ -40,6 +43,7 @@ class Channel(Generic[T]):
         Raises:
             ChannelClosed: The channel is closed.
             SerializationError: The item cannot travel.
+            ActorDied, PeerLost: The process that had the channel's queue is gone.
 
         Cancellation: the item may or may not have been sent.
         """
@@ -49,9 +53,13 @@ class Channel(Generic[T]):
         """Receive the next item; waits until there is one.
 
         Raises:
-            ChannelClosed: The channel is closed, and everything in it has been received.
+            ChannelClosed: The channel is closed, and everything in it has been received; or it ended because every
+                other process has dropped it, and this one has only received.
+            ActorDied, PeerLost: The process that had the channel's queue is gone, or that of a large item which is
+                lost with it; or every process that has sent is, at least one of them by its death, and the channel
+                is empty.
 
-        Cancellation: no item is lost.
+        Cancellation: no item is lost; the next receiver gets it.
         """
         item: T = await self._endpoint.receive()
         return item
@@ -66,19 +74,24 @@ class Channel(Generic[T]):
             raise StopAsyncIteration from None
 
     async def aclose(self) -> None:
-        """Close the channel for everybody: nothing more can be sent, what is in it can be received. Idempotent."""
+        """Close the channel for everybody: nothing more can be sent, what is in it can be received. Idempotent.
+
+        Returns when that is so. It is no error that the channel is lost.
+
+        Cancellation: the channel may or may not be closed.
+        """
         await self._endpoint.aclose()
 
     def __repr__(self) -> str:
-        return f"<Channel {self._endpoint.id[1]} of {self._endpoint.id[0]}>"
+        return repr(self._endpoint)
 
     def __reduce__(self) -> tuple[Any, ...]:
         endpoint = self._endpoint
-        return _rebuild, (endpoint.id, endpoint.capacity, endpoint.host)
+        return _rebuild, (endpoint.id, endpoint.hand_on(), endpoint.token)
 
 
-def _rebuild(channel_id: Any, capacity: int, host: Any) -> Channel[Any]:
+def _rebuild(channel_id: Any, keeper: Any, token: Ref[None]) -> Channel[Any]:
     peer: Peer = home()
     channel: Channel[Any] = Channel.__new__(Channel)
-    channel._endpoint = peer.channels.endpoint(channel_id, capacity, host)
+    channel._endpoint = peer.channels.endpoint(channel_id, keeper, token)
     return channel

@@ -1,306 +1,445 @@
-"""Channels: bounded queues between processes. Small items travel with the message, large ones producer to consumer.
+"""Channels between processes: carries out what the state machines of `_protocol.channel` decide.
 
-A channel's queue starts in the process that made the channel. The first other process that receives takes it over,
-so that items go straight from sender to receiver; senders that still come to the old place are told where to go.
+Small items travel with the messages, large ones as refs: from their sender straight to their receiver. Who holds a
+channel is counted as with refs, because every `Channel` object holds a ref of its maker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.channel import (
+    FOR_KEEPERS,
+    ChannelId,
+    Command,
+    Keeper,
+    Kind,
+    Message,
+    Outcome,
+    Settle,
+    Tell,
+    refusal,
+)
+from aiodaft._protocol.channel_end import End
+from aiodaft._protocol.ids import CHANNELS, CallId, PeerId
+from aiodaft._protocol.messages import WANT_NOTHING
 from aiodaft.actor import Actor
-from aiodaft.exceptions import ChannelClosed, RuntimeClosed
-from aiodaft.methods import method
+from aiodaft.exceptions import ChannelClosed, DaftError
+from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 
 from .callers import is_plain
+from .calls import Request, Target
+from .current import current_deadline
+from .failures import add_note
 from .incoming import current_call
+from .kept import Arrived
+from .refs import HERE, RefState, state_of
+from .replies import TellState
 
 if TYPE_CHECKING:
     from .peer import Peer
+    from .store import Store
 
-ChannelId: TypeAlias = tuple[PeerId, CallId]
 
-
-class Parcel:  # noqa: B903 - mutable, and made often
-    """An item that is queued as its ref: a large one, or one that its sender could change after sending it.
+class Parcel:
+    """An item that is queued as its ref: it stays with its sender until it is received.
 
     No dataclass, because refs in those are replaced by their values.
     """
 
-    __slots__ = ("ref",)
+    __slots__ = ("_ref",)
 
     def __init__(self, ref: Ref[Any]) -> None:
-        self.ref = ref
+        self._ref = ref
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kept = state_of(self._ref).kept
+        if kept is not None and kept.is_inline:
+            return Letter, (kept.payload, kept.inline, kept.refs)
+        return Parcel, (self._ref,)
+
+    async def open(self, store: Store) -> Any:
+        """The item, brought here if it is elsewhere."""
+        return await self._ref
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """The queue is in another process."""
+class Letter:
+    """A small item that came from another process: encoded until it is received."""
 
-    to: PeerId
+    __slots__ = ("_arrived",)
+
+    def __init__(self, payload: bytes, inline: bytes | None, refs: list[Ref[Any]]) -> None:
+        self._arrived = Arrived(payload, inline, [], refs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arrived = self._arrived
+        return Letter, (arrived.payload, arrived.inline, arrived.refs)
+
+    async def open(self, store: Store) -> Any:
+        """The item."""
+        return await store.decode(self._arrived, refs=self._arrived.refs)
 
 
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """The queue is yours now, with what is in it."""
+class Token(RefState):
+    """What every process holds of a channel, so that its maker knows of all of them."""
 
-    items: tuple[Any, ...]
-    closed: bool
+    handles = 1
+    status = HERE
+    settled = True
+    value = None
+
+    def __init__(self, channels: Channels, number: CallId) -> None:
+        self.peer = channels.peer
+        self.number = number
+        self._channels = channels
+
+    @property
+    def label(self) -> str:
+        return "Channel"
+
+    def handle_dropped(self) -> None:
+        self.peer.drop_soon(self)
+
+    def borrow(self, peer: PeerId) -> None:
+        super().borrow(peer)
+        self._channels.holder_came(self.number, peer)
+
+    def drop_handle(self) -> None:
+        super().drop_handle()
+        if not self.handles:
+            self._channels.holder_left(self.number, self.peer.id, died=False)
+
+    def give_back(self, peer: PeerId) -> None:
+        super().give_back(peer)
+        if not self.borrowers or peer not in self.borrowers:
+            self._channels.holder_left(self.number, peer, died=False)
+        self._look_for_sole_holder()
+
+    def forget(self, peer: PeerId) -> None:
+        super().forget(peer)
+        self._look_for_sole_holder()
+
+    def free_if_unheld(self) -> None:
+        super().free_if_unheld()
+        if self.held:
+            self._look_for_sole_holder()
+        else:
+            self._channels.drop(self.number)
+
+    def _look_for_sole_holder(self) -> None:
+        if self.handles or self.borrowers is None or len(self.borrowers) != 1:
+            return
+        (holder,) = self.borrowers
+        # A call under way has the channel as an argument: what its callee holds of it is the same handle.
+        link = self.peer.links.get(holder)
+        calls = [] if link is None else link.session.calls.values()
+        if sum((call.inputs or []).count(self) for call in calls) == self.uses:
+            self._channels.tell_alone(self.number, holder)
 
 
-class Queue:
-    """The items of one channel, in the process that has it."""
+class NoteState(TellState):
+    """A message about a channel; it holds the refs in it while it is under way, and goes also if one has failed."""
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self.items: deque[Any] = deque()
-        self.closed = False
-        self.moved_to: PeerId | None = None
-        # Once somebody has received here, the queue stays.
-        self.received = False
-        self._changed = asyncio.Event()
-
-    async def put(self, item: Any) -> Moved | None:
-        """Add an item once there is room.
-
-        Raises:
-            ChannelClosed: The channel is closed.
-        """
-        while self.moved_to is None and not self.closed and len(self.items) >= self._capacity:
-            await self._wait()
-        if self.moved_to is not None:
-            return Moved(self.moved_to)
-        if self.closed:
-            raise ChannelClosed("nothing can be sent: the channel is closed")
-        self.items.append(item)
-        self._notify()
-        return None
-
-    async def take(self) -> Any:
-        """Take the next item once there is one.
-
-        Raises:
-            ChannelClosed: The channel is closed and empty.
-        """
-        self.received = True
-        while self.moved_to is None and not self.items and not self.closed:
-            await self._wait()
-        if self.moved_to is not None:
-            return Moved(self.moved_to)
-        if not self.items:
-            raise ChannelClosed("the channel is closed, and everything in it has been received")
-        item = self.items.popleft()
-        self._notify()
-        return item
-
-    def close(self) -> None:
-        """Take no more items."""
-        self.closed = True
-        self._notify()
-
-    def hand_over(self, to: PeerId) -> Handover:
-        """Give everything away."""
-        handover = Handover(tuple(self.items), self.closed)
-        self.items.clear()
-        self.moved_to = to
-        self._notify()
-        return handover
-
-    def _notify(self) -> None:
-        # Whoever waits looks again; a new event for those who find they have to go on waiting.
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    async def _wait(self) -> None:
-        await self._changed.wait()
+    def __init__(self, label: str, body: Any) -> None:
+        super().__init__(label, own=True)
+        self.inputs = []
+        self._body = body
 
 
 class Channels(Actor):
-    """The channels of one process; every process has this actor, and they call each other."""
+    """The channels of one process; every process has this actor, and they send each other messages."""
 
     def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self._queues: dict[ChannelId, Queue] = {}
-        # Queues that may be on their way here: senders can be sent here before the queue has arrived.
-        self.coming: dict[ChannelId, asyncio.Event] = {}
+        self.peer = peer
+        self.keepers: dict[ChannelId, Keeper] = {}
+        self.ends: dict[ChannelId, End] = {}
+        # Values may be decoded in a thread, and bring channels.
+        self._lock = threading.Lock()
+        # Of the channels that were made here.
+        self._tokens: weakref.WeakValueDictionary[CallId, Token] = weakref.WeakValueDictionary()
         self._endpoints: weakref.WeakValueDictionary[ChannelId, Endpoint] = weakref.WeakValueDictionary()
+        # Users that wait, by channel and ticket.
+        self._waiting: dict[tuple[ChannelId, int], asyncio.Future[Settle]] = {}
+        self._note = specs_of(Channels)["note"]
 
     def create(self, capacity: int) -> Endpoint:
         """A new channel, whose queue is here."""
-        channel_id = (self._peer.id, self._peer.next_number())
-        self._queues[channel_id] = Queue(capacity)
-        return self.endpoint(channel_id, capacity, self._peer.id)
+        number = self.peer.next_number()
+        channel_id = (self.peer.id, number)
+        token = self._tokens[number] = Token(self, number)
+        self.keepers[channel_id] = Keeper(self.peer.id, self.peer.id, capacity)
+        return self.endpoint(channel_id, self.peer.id, Ref(token))
 
-    def endpoint(self, channel_id: ChannelId, capacity: int, host: PeerId) -> Endpoint:
-        """This process's end of a channel."""
-        endpoint = self._endpoints.get(channel_id)
-        if endpoint is None:
-            endpoint = self._endpoints[channel_id] = Endpoint(self._peer, self, channel_id, capacity, host)
-        return endpoint
+    def endpoint(self, channel_id: ChannelId, keeper: PeerId, token: Ref[None]) -> Endpoint:
+        """This process's end of a channel; `keeper` is the process that is thought to have the queue."""
+        with self._lock:
+            endpoint = self._endpoints.get(channel_id)
+            if endpoint is None:
+                end = self.ends.setdefault(channel_id, End(keeper))
+                endpoint = self._endpoints[channel_id] = Endpoint(self, channel_id, end, token)
+                self.peer.call_soon(partial(self.register, channel_id))
+            return endpoint
 
-    def queue(self, channel_id: ChannelId) -> Queue:
-        """A queue that is here.
-
-        Raises:
-            ChannelClosed: It is not here any more, because it was closed and emptied.
-        """
+    async def wait(self, channel_id: ChannelId, ticket: int, commands: list[Command]) -> Settle:
+        """Carry out what begins something, and wait for its outcome."""
+        waiting: asyncio.Future[Settle] = self.peer.loop.create_future()
+        self._waiting[channel_id, ticket] = waiting
         try:
-            return self._queues[channel_id]
-        except KeyError:
-            raise ChannelClosed("the channel is closed") from None
+            self.run(channel_id, commands)
+            return await waiting
+        finally:
+            del self._waiting[channel_id, ticket]
 
-    def take_over(self, channel_id: ChannelId, capacity: int, handover: Handover) -> None:
-        """The queue is here from now on."""
-        queue = self._queues[channel_id] = Queue(capacity)
-        queue.items.extend(handover.items)
-        queue.closed = handover.closed
+    def close(self) -> None:
+        """The runtime is closed: nothing will come any more."""
+        for (_, ticket), waiting in list(self._waiting.items()):
+            if not waiting.done():
+                waiting.set_result(Settle(ticket, Outcome.LOST))
 
-    def forget_if_over(self, channel_id: ChannelId) -> None:
-        """Free a queue that is closed and empty."""
-        queue = self._queues.get(channel_id)
-        if queue is not None and queue.closed and not queue.items:
-            del self._queues[channel_id]
-            if channel_id[0] != self._peer.id:
-                # Where it was made, senders are still told where it went.
-                self._peer.channels_of(channel_id[0]).forget.tell(channel_id)
+    # Who holds a channel.
 
-    async def _wait_coming(self, channel_id: tuple[str, int]) -> None:
-        coming = self.coming.get(_as_id(channel_id))
-        if coming is not None:
-            await coming.wait()
+    def let_go(self, channel_id: ChannelId) -> None:
+        """An endpoint is gone."""
+        self._forget_if_idle(channel_id)
+
+    def register(self, channel_id: ChannelId) -> None:
+        """There is an endpoint; its maker knows, unless that is gone."""
+        end, link = self.ends.get(channel_id), self.peer.links.get(channel_id[0])
+        if end is not None and link is not None and link.lost is not None:
+            self.run(channel_id, [Tell(end.keeper, Message(Kind.HELD, 0, self.peer.id))])
+
+    def holder_came(self, number: CallId, peer: PeerId) -> None:
+        """A process holds a channel of this one."""
+        channel_id = (self.peer.id, number)
+        keeper = self.keepers.get(channel_id)
+        if keeper is not None:
+            self.run(channel_id, keeper.holder_came(peer))
+
+    def holder_left(self, number: CallId, peer: PeerId, *, died: bool) -> None:
+        """A process holds a channel of this one no more."""
+        channel_id = (self.peer.id, number)
+        keeper = self.keepers.get(channel_id)
+        if keeper is not None:
+            self.run(channel_id, keeper.holder_left(peer, died))
+
+    def tell_alone(self, number: CallId, holder: PeerId) -> None:
+        """Only that process holds a channel of this one."""
+        self.run((self.peer.id, number), [Tell(holder, Message(Kind.ALONE))])
+
+    def drop(self, number: CallId) -> None:
+        """No process holds a channel of this one."""
+        channel_id = (self.peer.id, number)
+        keeper = self.keepers.pop(channel_id, None)
+        if keeper is not None:
+            self.run(channel_id, keeper.drop())
+
+    def peer_lost(self, remote: PeerId, *, died: bool) -> None:
+        """The connection to a process is gone."""
+        for number, token in list(self._tokens.items()):
+            if token.borrowers and remote in token.borrowers:
+                self.holder_left(number, remote, died=died)
+        for channel_id in list(self.keepers.keys() | self.ends.keys()):
+            self.run(channel_id, self._lost(channel_id, remote, died=died))
+
+    def _lost(self, channel_id: ChannelId, remote: PeerId, *, died: bool) -> list[Command]:
+        keeper, end = self.keepers.get(channel_id), self.ends.get(channel_id)
+        commands = [] if keeper is None else keeper.peer_lost(remote, died)
+        return commands if end is None else [*commands, *end.peer_lost(remote)]
+
+    # Carrying out.
+
+    def run(self, channel_id: ChannelId, commands: list[Command]) -> None:
+        """Carry out what a state machine decided, and what follows from that in this process."""
+        left = deque(commands)
+        while left:
+            command = left.popleft()
+            if isinstance(command, Settle):
+                waiting = self._waiting.get((channel_id, command.ticket))
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(command)
+            elif command.to == self.peer.id:
+                left.extend(self._handle(channel_id, self.peer.id, command.message))
+            else:
+                left.extend(self._tell(channel_id, command))
+        keeper = self.keepers.get(channel_id)
+        if keeper is not None and keeper.is_over:
+            del self.keepers[channel_id]
+        self._forget_if_idle(channel_id)
+
+    def _handle(self, channel_id: ChannelId, sender: PeerId, message: Message) -> list[Command]:
+        if message.kind not in FOR_KEEPERS:
+            end = self.ends.get(channel_id)
+            if end is not None:
+                return end.handle(sender, message)
+            # A keeper that counts by itself still has this process among those that hold the channel.
+            left = Message(Kind.LEFT, 0, (self.peer.id, False))
+            return [Tell(sender, left)] if message.kind is Kind.COUNTING else []
+        if message.kind is Kind.QUEUE:
+            self.keepers[channel_id] = Keeper(self.peer.id, channel_id[0], message.body.capacity)
+        elif message.kind is Kind.DROP:
+            self.keepers.pop(channel_id, None)
+        keeper = self.keepers.get(channel_id)
+        if keeper is not None:
+            return keeper.handle(sender, message)
+        refused = refusal(message)
+        return [] if refused is None else [Tell(sender, refused)]
+
+    def _tell(self, channel_id: ChannelId, command: Tell) -> list[Command]:
+        peer, to, (kind, ticket, body) = self.peer, command.to, command.message
+        if peer.closed is not None:
+            return []
+        link = peer.link_to(to)
+        if link.lost is not None:
+            return self._lost(channel_id, to, died=not link.dismissed)
+        target = Target(peer, to, CHANNELS, f"channels of {to}", None)
+        arguments = (*channel_id, int(kind), ticket, body)
+        state = NoteState(self._note.label, body)
+        # What processes tell each other is not subject to the deadline of one who sends or receives.
+        token = current_deadline.set(None)
+        try:
+            peer.sender.submit(Request(target, self._note, arguments, {}, peer.next_number(), WANT_NOTHING, state))
+        finally:
+            current_deadline.reset(token)
+        return []
+
+    def _forget_if_idle(self, channel_id: ChannelId) -> None:
+        with self._lock:
+            end = self.ends.get(channel_id)
+            if end is None or not end.is_idle or channel_id in self._endpoints:
+                return
+            del self.ends[channel_id]
+        self.run(channel_id, end.leave(self.peer.id))
 
     @method
-    async def put(self, channel_id: tuple[str, int], item: Any) -> Moved | None:
-        """Add an item to a queue of this process."""
-        await self._wait_coming(channel_id)
-        return await self.queue(_as_id(channel_id)).put(item)
-
-    @method
-    async def take(self, channel_id: tuple[str, int]) -> Any:
-        """The next item of a queue of this process; the queue itself, for the first who comes."""
+    async def note(self, maker: str, number: int, kind: int, ticket: int, body: Any) -> None:
+        """Another process says something about a channel."""
         call = current_call.get()
         assert call is not None
-        await self._wait_coming(channel_id)
-        queue = self.queue(_as_id(channel_id))
-        if not queue.received and queue.moved_to is None and call.caller != self._peer.id:
-            return queue.hand_over(call.caller)
-        item = await queue.take()
-        self.forget_if_over(_as_id(channel_id))
-        return item
-
-    @method
-    async def forget(self, channel_id: tuple[str, int]) -> None:
-        """A queue that went away from here is closed and empty."""
-        self._queues.pop(_as_id(channel_id), None)
-
-    @method
-    async def close(self, channel_id: tuple[str, int]) -> Moved | None:
-        """Close a queue of this process."""
-        await self._wait_coming(channel_id)
-        queue = self._queues.get(_as_id(channel_id))
-        if queue is not None and queue.moved_to is not None:
-            return Moved(queue.moved_to)
-        if queue is not None:
-            queue.close()
-            self.forget_if_over(_as_id(channel_id))
-        return None
+        channel_id = (PeerId(maker), CallId(number))
+        self.run(channel_id, self._handle(channel_id, call.caller, Message(Kind(kind), ticket, body)))
 
 
 class Endpoint:
-    """One process's end of a channel."""
+    """One process's end of a channel; shared by all its `Channel` objects there."""
 
-    def __init__(self, peer: Peer, local: Channels, channel_id: ChannelId, capacity: int, host: PeerId) -> None:
-        self._peer = peer
-        self._local = local
+    def __init__(self, channels: Channels, channel_id: ChannelId, end: End, token: Ref[None]) -> None:
         self.id = channel_id
-        self.capacity = capacity
-        self.host = host
+        # Counts this process among those that hold the channel.
+        self.token = token
+        self._channels = channels
+        self._peer = channels.peer
+        self._end = end
+        # One at a time, in their order.
+        self._sending = asyncio.Lock()
         self._receiving = asyncio.Lock()
-        # A receive that was cancelled goes on until the item is here, where that waits for the next one.
-        self._taking: asyncio.Task[Any] | None = None
+
+    def __del__(self) -> None:
+        # In any thread.
+        self._peer.call_soon(partial(self._channels.let_go, self.id))
+
+    def __repr__(self) -> str:
+        return f"<Channel {self.id[1]} of {self.id[0]}>"
+
+    def hand_on(self) -> PeerId:
+        """The channel travels to another process; the process that has the queue, as far as this one knows."""
+        self._end.is_passive = False
+        return self._end.keeper
 
     async def send(self, value: Any) -> None:
         """Send an item; waits while the channel is full."""
-        self._peer.check_open("the channel cannot be used")
-        state = self._peer.refs.put(value, "Channel.send")
-        ref: Ref[Any] = Ref(state)
+        self._check()
+        async with self._sending:
+            item = value if is_plain(value) else await self._pack(value)
+            ticket = self._peer.next_number()
+            try:
+                settled = await self._channels.wait(self.id, ticket, self._end.send(ticket, item))
+            except BaseException:
+                self._channels.run(self.id, self._end.stop_sending())
+                raise
+        if settled.outcome is not Outcome.DONE:
+            raise await self._error(settled, "nothing can be sent: the channel is closed")
+
+    async def _pack(self, value: Any) -> Parcel:
+        ref: Ref[Any] = Ref(self._peer.refs.put(value, "Channel.send"))
         await ref.ready()
-        if state.error is not None:
+        if ref.exception() is not None:
             await ref
-        small = state.kept is not None and state.kept.is_inline
-        while True:
-            if self.host == self._peer.id:
-                # A receiver elsewhere is to see what was sent, whatever becomes of the object here.
-                moved = await self._local.queue(self.id).put(value if is_plain(value) else Parcel(ref))
-            else:
-                moved = await self._remote().put(self.id, ref if small else Parcel(ref))
-            if moved is None:
-                return
-            self.host = moved.to
+        return Parcel(ref)
 
     async def receive(self) -> Any:
         """The next item; cancelling this loses none."""
+        self._check()
         async with self._receiving:
-            self._peer.check_open("the channel cannot be used")
-            if self._taking is None:
-                self._taking = self._peer.tasks.start_ahead(self._receive(), name="receive")
-            await asyncio.wait([self._taking])
-            taken, self._taking = self._taking, None
-        if taken.cancelled():
-            # Its owner, this process's peer, was closed.
-            raise RuntimeClosed(f"nothing can be received: {self._peer.closed}")
-        return taken.result()
+            try:
+                settled, received = await self._receive()
+            except BaseException:
+                self._channels.run(self.id, self._end.stop_receiving())
+                raise
+            self._end.took()
+        if settled.outcome is not Outcome.DONE:
+            raise await self._error(settled, "the channel is closed, and everything in it has been received")
+        return received.result()
 
-    async def _receive(self) -> Any:
-        item = await self._take()
-        return await item.ref if isinstance(item, Parcel) else item
-
-    async def _take(self) -> Any:
-        while True:
-            if self.host == self._peer.id:
-                item = await self._local.queue(self.id).take()
-                self._local.forget_if_over(self.id)
-            else:
-                coming = self._local.coming[self.id] = asyncio.Event()
-                try:
-                    item = await self._remote().take(self.id)
-                    if isinstance(item, Handover):
-                        self._local.take_over(self.id, self.capacity, item)
-                        self.host = self._peer.id
-                        continue
-                finally:
-                    del self._local.coming[self.id]
-                    coming.set()
-            if not isinstance(item, Moved):
-                return item
-            self.host = item.to
+    async def _receive(self) -> tuple[Settle, Received]:
+        end, channels = self._end, self._channels
+        ticket = self._peer.next_number()
+        settled = await channels.wait(self.id, ticket, end.receive(ticket))
+        received = Received(settled.body)
+        if settled.outcome is Outcome.DONE:
+            await received.open(self._peer.store)
+            settled = await channels.wait(self.id, ticket, end.confirm(ticket))
+        return settled, received
 
     async def aclose(self) -> None:
         """Close the channel: what is in it can still be received."""
+        self._check()
+        ticket = self._peer.next_number()
+        await self._channels.wait(self.id, ticket, self._end.close(ticket))
+        self._peer.check_open("the channel cannot be closed")
+
+    def _check(self) -> None:
         self._peer.check_open("the channel cannot be used")
-        while True:
-            if self.host == self._peer.id:
-                moved = await self._local_close()
-            else:
-                moved = await self._remote().close(self.id)
-            if moved is None:
-                return
-            self.host = moved.to
+        if asyncio._get_running_loop() is not self._peer.loop:
+            raise RuntimeError("a channel is used on another event loop than the one its runtime was opened on")
 
-    async def _local_close(self) -> Moved | None:
-        handle: Channels = self._peer.channels_of(self._peer.id)
-        return await handle.close(self.id)
+    async def _error(self, settled: Settle, closed: str) -> DaftError:
+        self._peer.check_open("the channel cannot be used")
+        process = settled.body
+        if settled.outcome is Outcome.CLOSED:
+            return ChannelClosed(closed, executed=False)
+        if process is None:
+            return ChannelClosed("the channel is gone: its maker has ended, and no process held it any more")
+        error = await self._peer.why_lost(self._peer.way_to(process), "cannot be reached from here")
+        if settled.outcome is Outcome.ORPHANED:
+            add_note(error, f"nothing will come through {self}: of the processes that sent, none is left")
+        else:
+            add_note(error, f"{self} is lost, and what was in it: this process had its queue")
+        return error
 
-    def _remote(self) -> Channels:
-        return self._peer.channels_of(self.host)
 
+class Received:
+    """What a receive has got: an item, once it is here, or why it cannot be had."""
 
-def _as_id(channel_id: tuple[str, int]) -> ChannelId:
-    peer, number = channel_id
-    return PeerId(peer), CallId(number)
+    def __init__(self, item: Any) -> None:
+        self._item = item
+        self._error: Exception | None = None
+
+    async def open(self, store: Store) -> None:
+        """Bring it here."""
+        if isinstance(self._item, Parcel | Letter):
+            try:
+                self._item = await self._item.open(store)
+            except Exception as error:  # noqa: BLE001 - whoever receives the item gets it
+                self._error = error
+
+    def result(self) -> Any:
+        """The item, or the error."""
+        if self._error is not None:
+            raise self._error
+        return self._item

@@ -300,6 +300,10 @@ class Cell:
             self.peer.waiter.threads -= 1
         # Its context knows the call: without this they would keep each other, and the arguments, alive.
         call.task = call.context = None
+        # A timer that the method has cancelled may keep its context, and so the call, until it would have been due.
+        call.args = ()
+        if call.kwargs:
+            call.kwargs = {}
         if call.timer is not None:
             call.timer.cancel()
         if self.mailbox.finished(call):

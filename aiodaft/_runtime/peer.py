@@ -40,6 +40,7 @@ from .deadlocks import Deadlocks
 from .dispatch import Dispatch
 from .env import Env
 from .error_log import log_error
+from .failures import copy_error
 from .following import Followers
 from .graphs import Graphs
 from .hosted import Hosted
@@ -183,10 +184,6 @@ class Peer:
         """The agent of a process."""
         return cast("Agent", self.handle(remote, AGENT, f"agent of {remote}", Agent))
 
-    def channels_of(self, remote: PeerId) -> Channels:
-        """The channels of a process."""
-        return cast("Channels", self.handle(remote, CHANNELS, f"channels of {remote}", Channels))
-
     def node_agent(self) -> Node:
         """The agent of this process's machine."""
         from .node import Node  # noqa: PLC0415 - the node agent is itself hosted by a peer
@@ -245,6 +242,7 @@ class Peer:
         self.graphs.owner_lost(link.remote)
         self.store.peer_lost(link.remote)
         self.store.process_lost(link.remote)
+        self.channels.peer_lost(link.remote, died=not link.dismissed)
         self.refs.peer_lost(link.remote)
         self.transfer.relays.link_lost(link.remote)
         if self.closed is None:
@@ -277,6 +275,15 @@ class Peer:
         if link.explanation is None:
             return PeerLost(f"the connection to {link.remote} ended: {link.lost}")
         return await asyncio.shield(link.explanation)
+
+    async def why_lost(self, way: Neighbour, otherwise: str) -> DaftError:
+        """Why something of another process did not work: how that ended, once it is known, or that it lives."""
+        # The control link alone says whether a process lives; others may have noticed its end before.
+        with suppress(DaftError):
+            await self.agent_of(way.remote).answer()
+        if way.lost is not None:
+            return copy_error(await self.explanation(cast("Link", way)))
+        return PeerLost(f"{way.remote} lives, and {otherwise}")
 
     # What the parts need of each other.
 
@@ -395,6 +402,7 @@ class Peer:
         self.closed = reason
         self.graphs.abandon(RuntimeClosed(reason))
         self.sender.close(reason)
+        self.channels.close()
         for link in list(self.links.values()):
             link.send((m.BYE, reason))
             link.close(RuntimeClosed(reason))

@@ -58,7 +58,8 @@ class RefTable:
 
     def _returned(self, state: RefState) -> None:
         if not state.borrowers:
-            del self._lent[state.number]
+            # It may be gone: what follows from one end of a connection may end another.
+            self._lent.pop(state.number, None)
             state.free_if_unheld()
 
     def forget(self, state: RefState) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import BROKEN, MOVED, PULL, VALUE, Message
@@ -173,22 +172,14 @@ class Transfer:
         except (Unreachable, DeviceError):
             raise
         except TransportError as error:
-            raise await self._why(delivery.link, error) from error
+            otherwise = f"a value could not be fetched from it: {error}"
+            raise await self._peer.why_lost(delivery.link, otherwise) from error
         except OSError as error:
             raise exhausted(error, f"a value from {delivery.link.remote} cannot be received") from error
         finally:
             # Nothing, if all of it is here.
             delivery.decline()
         return Arrived(delivery.payload, delivery.inline, views, states)
-
-    async def _why(self, link: Neighbour, error: TransportError) -> DaftError:
-        """Why the bytes of a value did not come."""
-        # They often break off before the control link does, which alone says whether a process lives, and how it ended.
-        with suppress(DaftError):
-            await self._peer.agent_of(link.remote).answer()
-        if link.lost is not None:
-            return copy_error(await self._peer.explanation(cast("Link", link)))
-        return PeerLost(f"{link.remote} lives, and a value could not be fetched from it: {error}")
 
     async def _fetch(self, delivery: Delivery, blob: Blob, landing: Landing | None) -> Any:
         """Bring one blob here, or into the landing if there is one that fits."""

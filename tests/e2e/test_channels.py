@@ -237,24 +237,6 @@ async def test_a_cancelled_receive_loses_nothing(rt: aiodaft.Runtime, size: int)
         assert got == items
 
 
-async def test_a_channel_that_is_closed_after_a_cancelled_receive_complains_of_nothing(rt: aiodaft.Runtime) -> None:
-    complaints: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-    channel: aiodaft.Channel[Any] = aiodaft.Channel(1)
-    receiving = task(channel.recv())
-    await asyncio.sleep(0)
-    receiving.cancel()
-    await asyncio.wait([receiving])
-    await channel.aclose()
-    taking = channel._endpoint._taking
-    assert taking is not None
-    await asyncio.wait([taking])
-    del channel, receiving, taking
-    gc.collect()
-    asyncio.get_running_loop().set_exception_handler(None)
-    assert complaints == []
-
-
 async def test_a_receive_that_is_cancelled_in_an_actor_gives_its_item_to_the_next(rt: aiodaft.Runtime) -> None:
     receiver = await rt.spawn(Courier)
     channel: aiodaft.Channel[Any] = aiodaft.Channel(2)
@@ -370,24 +352,3 @@ async def test_what_cannot_travel_fails_the_send_and_nothing_else(rt: aiodaft.Ru
 async def test_a_capacity_is_a_positive_number(rt: aiodaft.Runtime, capacity: Any) -> None:
     with pytest.raises(ValueError, match="positive number of items"):
         aiodaft.Channel(capacity)
-
-
-async def test_channels_that_nobody_has_any_more_are_forgotten(rt: aiodaft.Runtime) -> None:
-    gc.collect()
-    kept = len(rt.peer.channels._queues)
-    for _ in range(100):
-        channel: aiodaft.Channel[Any] = aiodaft.Channel(1)
-        await channel.send(1)
-        await channel.aclose()
-        assert await channel.recv() == 1
-    assert len(rt.peer.channels._queues) == kept
-    receiver = await rt.spawn(Courier)
-    for index in range(10):
-        channel = aiodaft.Channel(1)
-        received = receiver.drain(channel)
-        await channel.send(index)
-        await channel.aclose()
-        assert await received == [index]
-    # The last one is forgotten when its end has been told, which the result may overtake.
-    while len(rt.peer.channels._queues) != kept:
-        await asyncio.sleep(0)

@@ -20,10 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sim_channels import ChannelProgram
 from sim_loop import collect
 from sim_program import Program
 
+from aiodaft._protocol.channel import Command, Keeper, Kind
+from aiodaft._protocol.channel_end import End
 from aiodaft._protocol.mailbox import Mailbox
+from aiodaft._runtime.channels import Channels
 from aiodaft._runtime.link import Link
 from aiodaft._runtime.reftable import RefTable
 from aiodaft._runtime.replies import Replies
@@ -39,11 +43,11 @@ def little_to_collect() -> None:
     gc.freeze()
 
 
-def failures(seeds: range) -> dict[int, list[str]]:
+def failures(seeds: range, program: type[Program] = Program) -> dict[int, list[str]]:
     """The first few seeds that show something wrong."""
     found: dict[int, list[str]] = {}
     for seed in seeds:
-        if wrong := Program(seed).run():
+        if wrong := program(seed).run():
             found[seed] = wrong
         # What a program kept to its end: processes that ended in the middle of anything are no news.
         collect()
@@ -58,11 +62,17 @@ def test_three_hundred_schedules_keep_every_promise(part: int) -> None:
     assert failures(range(25 * part, 25 * (part + 1))) == {}
 
 
+@pytest.mark.parametrize("part", range(4))
+def test_a_hundred_schedules_keep_what_channels_promise(part: int) -> None:
+    assert failures(range(25 * part, 25 * (part + 1)), ChannelProgram) == {}
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(10))
-def test_ten_thousand_schedules_keep_every_promise(part: int) -> None:
-    assert failures(range(1000 * part, 1000 * (part + 1))) == {}
+@pytest.mark.parametrize("program", [Program, ChannelProgram])
+def test_ten_thousand_schedules_keep_every_promise(part: int, program: type[Program]) -> None:
+    assert failures(range(1000 * part, 1000 * (part + 1)), program) == {}
 
 
 def trace_of(seed: int) -> list[tuple[Any, ...]]:
@@ -136,8 +146,47 @@ def test_a_planted_bug_is_found(
     monkeypatch: pytest.MonkeyPatch, where: type, name: str, bug: Callable[..., Any], seen: str
 ) -> None:
     monkeypatch.setattr(where, name, bug)
+    assert finds(seen, Program)
+
+
+def keep_what_was_not_taken(end: End, kind: Kind, ticket: int, body: Any = None) -> list[Command]:
+    return [] if kind is Kind.BACK else say(end, kind, ticket, body)
+
+
+say = End._say
+
+
+def give_it_and_take_it_back(end: End, ticket: int) -> list[Command]:
+    commands = is_ours(end, ticket)
+    # Once, or it would come again for ever.
+    once, end.is_passive = end.is_passive, False
+    return [*commands, *end._say(Kind.BACK, 0, end._item)] if once else commands
+
+
+is_ours = End._is_ours
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "bug", "seen"),
+    [
+        (End, "_say", keep_what_was_not_taken, "items were lost"),
+        (End, "_is_ours", give_it_and_take_it_back, "received twice"),
+        (Keeper, "_answer_held", lambda keeper: None, "somebody waits"),
+        (End, "peer_lost", lambda end, peer: [], "somebody waits"),
+        (Channels, "drop", lambda channels, number: None, "channels"),
+    ],
+)
+def test_a_bug_planted_in_channels_is_found(
+    monkeypatch: pytest.MonkeyPatch, where: type, name: str, bug: Callable[..., Any], seen: str
+) -> None:
+    monkeypatch.setattr(where, name, bug)
+    assert finds(seen, ChannelProgram)
+
+
+def finds(seen: str, program: type[Program]) -> bool:
     with warnings.catch_warnings():
         # Of runtimes that the bug has kept from being closed.
         warnings.simplefilter("ignore", ResourceWarning)
-        assert any(seen in wrong for seed in range(60) for wrong in Program(seed).run())
+        found = any(seen in wrong for seed in range(200) for wrong in program(seed).run())
         collect()
+    return found

@@ -249,6 +249,10 @@ class Member(Actor):
     def undecorated(self) -> None: ...
 
 
+# That of the worker, and that of the call.
+_OWN_TASKS = 2
+
+
 class Courier(Actor):
     """Sends, receives and passes on channels."""
 
@@ -292,9 +296,39 @@ class Courier(Actor):
         self.channel = channel
 
     @method
+    async def drain_kept(self) -> list[Any]:
+        assert self.channel is not None
+        return [item async for item in self.channel]
+
+    @method
+    async def drop_kept(self) -> None:
+        self.channel = None
+
+    @method
+    async def forget_taken(self) -> None:
+        self.taken.clear()
+
+    @method
     async def close_kept(self) -> None:
         assert self.channel is not None
         await self.channel.aclose()
+
+    @method
+    async def both(self, channel: aiodaft.Channel[Any], items: list[Any]) -> list[Any]:
+        """Is its own receiver."""
+        async with asyncio.TaskGroup() as group:
+            received = group.create_task(Courier.drain.fn(self, channel))
+            group.create_task(Courier.send.fn(self, channel, items)).add_done_callback(
+                lambda _: group.create_task(channel.aclose())
+            )
+        return received.result()
+
+    @method
+    async def traces(self) -> list[int]:
+        """What is left here of channels: their queues and ends, the memory of items, and tasks beside this one."""
+        peer = current_peer()
+        blocks = sum(transport.arena.live_blocks() for transport in peer.store._transports.values())
+        return [len(peer.channels.keepers), len(peer.channels.ends), blocks, len(asyncio.all_tasks()) - _OWN_TASKS]
 
     @method
     async def sums(self, channel: aiodaft.Channel[Any]) -> list[float]:

@@ -227,9 +227,12 @@ class SimLoop(asyncio.BaseEventLoop):
             process.ready.clear()
             process.on_death.clear()
         with quiet():
+            # What they still do needs no loop of its own.
+            asyncio._set_running_loop(self)
             while left:
                 with suppress(BaseException):
                     left.pop().get_coro().close()
+            asyncio._set_running_loop(None)
         # What ends leaves something to be collected as well.
         collect()
         collect()

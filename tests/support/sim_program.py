@@ -224,6 +224,7 @@ def tables(peer: Peer) -> dict[str, Any]:
         "pulls": list(peer.transfer._pulls),
         "fetching": list(peer.transfer.relays._fetching),
         "blocks": sum(transport.arena.live_blocks() for transport in transports),
+        "channels": [*peer.channels.keepers, *peer.channels.ends],
         "running": [cell.name for cell in peer.cells.values() if cell.active or cell.abandoned],
         "queued": [cell.name for cell in peer.cells.values() if cell.mailbox.queued],
     }

@@ -1,0 +1,404 @@
+"""A channel's queue as a state machine, and what processes tell each other about it: messages in, messages out. Pure.
+
+`Keeper` decides about the queue, in the process that has it. An `End` (see `channel_end`) stands for the sends and
+receives of one process, and talks to the keeper. The queue begins with the channel's maker and moves at most once, to
+the first process that receives: from then on items go straight from each sender to there. The maker knows which
+processes hold the channel, and tells the keeper, which goes on counting when the maker is gone.
+
+    Place     | first WANT of this process | first WANT of process P | HAVE of P | P is lost | anything else
+    NEW       | SETTLED                    | MOVING: QUEUE to P      |           |           | served
+    MOVING    | held                       | held                    | AWAY      | LOST      | held
+    AWAY      | answer MOVED               | answer MOVED            |           | LOST      | answer MOVED
+    LOST      | answer LOST                | answer LOST             |           |           | answer LOST
+    SETTLED   | served                     | served                  |           |           | served (P begins here)
+
+An item is lent to a receiver with ITEM, and stays with the keeper until the receiver confirms it with GOT; only when
+the keeper has agreed with YOURS does the receiver's user see it. So a receiver that dies takes nothing with it that its
+user has not seen, and no item is seen twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+
+from .ids import CallId, PeerId
+
+# The process that made the channel, and its number there.
+ChannelId: TypeAlias = tuple[PeerId, CallId]
+
+
+class Kind(IntEnum):
+    """What a message says. Those from `OFFER` to `FINISH` go from an end to the keeper, and carry the end's ticket."""
+
+    OFFER = 0  # item: take it when there is room
+    WITHDRAW = 1  # the offer does not count any more
+    WANT = 2  # lend the next item
+    UNWANT = 3  # do not; or what was lent comes back
+    GOT = 4  # what was lent is here: may the user have it?
+    BACK = 5  # item: the user did not take it
+    CLOSE = 6  # take no more offers
+    FINISH = 7  # the same if there was an offer: no other process holds the channel, and this one only receives
+
+    TAKEN = 8  # the offered item is in the queue
+    ITEM = 9  # item: lent
+    YOURS = 10  # the user may have it
+    OVER = 11  # the channel is closed, and for a WANT also empty
+    ORPHANED = 12  # process: it died, no process that has sent holds the channel, and the queue is empty
+    LOST = 13  # process: the queue was lost with it; None: the channel was dropped
+    MOVED = 14  # process: ask there
+    ALONE = 15  # no other process holds the channel
+    COUNTING = 16  # the maker is gone: the queue is here, and so is to be told when the channel is dropped
+
+    QUEUE = 17  # `Contents`: the queue is yours
+    HAVE = 18  # it is here
+    HELD = 19  # process: it holds the channel
+    LEFT = 20  # process, whether it died: it holds the channel no more
+    DROP = 21  # no process holds the channel
+
+
+FOR_KEEPERS: Final = frozenset(kind for kind in Kind if kind <= Kind.FINISH or kind >= Kind.QUEUE)
+# These wait for an answer, wherever the queue is.
+_REQUESTS: Final = frozenset((Kind.OFFER, Kind.WANT, Kind.CLOSE))
+
+
+class Message(NamedTuple):
+    """What one process tells another about a channel."""
+
+    kind: Kind
+    ticket: int = 0
+    body: Any = None
+
+
+class Contents(NamedTuple):
+    """A queue on its way."""
+
+    capacity: int
+    items: tuple[Any, ...]
+    used: bool
+    closed: bool
+    holders: tuple[PeerId, ...]
+    senders: tuple[PeerId, ...]
+    missed: PeerId | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a message to a process, which may be this one."""
+
+    to: PeerId
+    message: Message
+
+
+class Outcome(Enum):
+    """How something that a user waits for went on."""
+
+    DONE = auto()  # with the item, for a receive
+    CLOSED = auto()
+    ORPHANED = auto()  # with the process that died
+    LOST = auto()  # with the process that is gone, or None
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Tell the user of this process who waits under a ticket."""
+
+    ticket: int
+    outcome: Outcome
+    body: Any = None
+
+
+Command: TypeAlias = Tell | Settle
+
+
+class Place(Enum):
+    """Where the queue is, as a keeper knows; see the table above."""
+
+    NEW = auto()
+    SETTLED = auto()
+    MOVING = auto()
+    AWAY = auto()
+    LOST = auto()
+
+
+class Keeper:
+    """One channel in the process that made it, or that has its queue."""
+
+    def __init__(self, here: PeerId, maker: PeerId, capacity: int) -> None:
+        self.place = Place.NEW
+        self._here = here
+        self._maker = maker
+        self._maker_is_gone = False
+        # The process that has the queue.
+        self._at = here
+        self._capacity = capacity
+        self._items: deque[Any] = deque()
+        # There was an offer.
+        self._used = False
+        self._closed = False
+        # Offers that wait for room, and receives that wait for an item, in their order.
+        self._offers: deque[tuple[PeerId, int, Any]] = deque()
+        self._wants: deque[tuple[PeerId, int]] = deque()
+        self._lent: dict[tuple[PeerId, int], Any] = {}
+        # Processes that hold the channel; that have sent; and that have received. They may do so again.
+        self._holders: dict[PeerId, None] = {maker: None}
+        self._senders: dict[PeerId, None] = {}
+        self._receivers: set[PeerId] = set()
+        # Processes to which the connection is gone, and whether they died.
+        self._gone: dict[PeerId, bool] = {}
+        self._dead: set[PeerId] = set()
+        # The last process that died and may have sent, unless another one has begun to send since.
+        self._missed: PeerId | None = None
+        # Requests that came while the queue is on its way.
+        self._held: list[tuple[PeerId, Message]] = []
+        self._out: list[Command] = []
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the queue is in this process."""
+        return self.place in {Place.NEW, Place.SETTLED}
+
+    @property
+    def waiting(self) -> int:
+        """Items in the queue."""
+        return len(self._items)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody holds the channel, as far as that is decided here: otherwise the maker says so."""
+        return self._maker_is_gone and not self._holders
+
+    def handle(self, sender: PeerId, message: Message) -> list[Command]:
+        """A process says something."""
+        if message.kind is Kind.HELD:
+            return self.holder_came(message.body)
+        if message.kind is Kind.LEFT:
+            return self.holder_left(*message.body)
+        if self.is_here:
+            self._SERVE[message.kind](self, sender, message)
+        elif message.kind is Kind.HAVE:
+            self.place = Place.AWAY
+            # They find the queue also when the maker is gone.
+            for holder in self._holders:
+                self._tell(holder, Kind.MOVED, 0, self._at)
+            self._answer_held()
+        elif message.kind is Kind.FINISH and self.place is not Place.LOST:
+            self._tell(self._at, Kind.FINISH, 0)
+        elif message.kind in _REQUESTS:
+            self._held.append((sender, message))
+            if self.place is not Place.MOVING:
+                self._answer_held()
+        return self._take_out()
+
+    def holder_came(self, peer: PeerId) -> list[Command]:
+        """A process holds the channel."""
+        if self.is_here:
+            self._hold(peer)
+            return self._take_out()
+        self._holders[peer] = None
+        if self.place is not Place.LOST:
+            self._tell(self._at, Kind.HELD, 0, peer)
+            if self.place is Place.AWAY:
+                self._tell(peer, Kind.MOVED, 0, self._at)
+        return self._take_out()
+
+    def holder_left(self, peer: PeerId, died: bool) -> list[Command]:
+        """A process holds the channel no more; that it died, others may only believe."""
+        if died:
+            self._died(peer)
+        else:
+            self._holders.pop(peer, None)
+        if self.is_here:
+            self._pump()
+        elif self.place is not Place.LOST:
+            self._tell(self._at, Kind.LEFT, 0, (peer, died))
+        return self._take_out()
+
+    def peer_lost(self, peer: PeerId, died: bool) -> list[Command]:
+        """The connection to a process is gone, and nothing of it comes any more."""
+        if not self.is_here:
+            if peer == self._at:
+                self.place = Place.LOST
+                self._answer_held()
+            return self._take_out()
+        self._offers = deque(offer for offer in self._offers if offer[0] != peer)
+        self._wants = deque(want for want in self._wants if want[0] != peer)
+        for owner in [owner for owner in self._lent if owner[0] == peer]:
+            self._items.appendleft(self._lent.pop(owner))
+        self._gone[peer] = died
+        if peer == self._maker:
+            self._maker_is_gone = True
+            for gone in self._gone:
+                self._forget(gone)
+            for holder in self._holders:
+                self._tell(holder, Kind.COUNTING, 0)
+        elif self._maker_is_gone or self._maker == self._here:
+            self._forget(peer)
+        elif peer in self._holders:
+            # The maker passes that on behind what it has said before of those that hold the channel.
+            self._tell(self._maker, Kind.LEFT, 0, (peer, died))
+        self._pump()
+        return self._take_out()
+
+    def drop(self) -> list[Command]:
+        """No process holds the channel, so that nobody waits: forget what is in it."""
+        if self.place in {Place.MOVING, Place.AWAY}:
+            self._tell(self._at, Kind.DROP, 0)
+        return self._take_out()
+
+    # Where the queue is: one method per message.
+
+    def _take_over(self, sender: PeerId, message: Message) -> None:
+        _, items, self._used, self._closed, holders, senders, self._missed = message.body
+        self.place = Place.SETTLED
+        self._items.extend(items)
+        self._holders, self._senders = dict.fromkeys(holders), dict.fromkeys(senders)
+        self._tell(sender, Kind.HAVE, 0)
+
+    def _offer(self, sender: PeerId, message: Message) -> None:
+        if self._closed:
+            self._tell(sender, Kind.OVER, message.ticket)
+            return
+        if sender not in self._senders:
+            self._senders[sender] = None
+            self._missed = None
+        self._used = True
+        self._hold(sender)
+        self._offers.append((sender, message.ticket, message.body))
+        self._pump()
+
+    def _withdraw(self, sender: PeerId, message: Message) -> None:
+        self._offers = deque(offer for offer in self._offers if offer[:2] != (sender, message.ticket))
+
+    def _want(self, sender: PeerId, message: Message) -> None:
+        if self.place is Place.NEW and sender != self._here:
+            self._move(sender, message)
+            return
+        self.place = Place.SETTLED
+        self._hold(sender)
+        self._receivers.add(sender)
+        self._wants.append((sender, message.ticket))
+        self._pump()
+
+    def _move(self, to: PeerId, want: Message) -> None:
+        self.place, self._at = Place.MOVING, to
+        items, holders, senders = tuple(self._items), tuple(self._holders), tuple(self._senders)
+        contents = Contents(self._capacity, items, self._used, self._closed, holders, senders, self._missed)
+        self._tell(to, Kind.QUEUE, 0, contents)
+        # Behind the queue: it asks again, there.
+        self._tell(to, Kind.MOVED, want.ticket, to)
+        self._held += [(peer, Message(Kind.OFFER, ticket)) for peer, ticket, _ in self._offers]
+        self._items.clear()
+        self._offers.clear()
+
+    def _unwant(self, sender: PeerId, message: Message) -> None:
+        want = sender, message.ticket
+        if want in self._lent:
+            self._items.appendleft(self._lent.pop(want))
+        elif want in self._wants:
+            self._wants.remove(want)
+        self._pump()
+
+    def _got(self, sender: PeerId, message: Message) -> None:
+        del self._lent[sender, message.ticket]
+        self._tell(sender, Kind.YOURS, message.ticket)
+        self._pump()
+
+    def _back(self, sender: PeerId, message: Message) -> None:
+        self._items.appendleft(message.body)
+        self._pump()
+
+    def _close(self, sender: PeerId, message: Message) -> None:
+        self._closed = True
+        for peer, ticket, _ in self._offers:
+            self._tell(peer, Kind.OVER, ticket)
+        self._offers.clear()
+        self._tell(sender, Kind.OVER, message.ticket)
+        self._pump()
+
+    def _finish(self, sender: PeerId, message: Message) -> None:
+        self._closed |= self._used
+        self._pump()
+
+    def _hold(self, peer: PeerId) -> None:
+        # What the maker says of that may come later, or never.
+        if peer not in self._holders:
+            self._holders[peer] = None
+            if self._maker_is_gone:
+                self._tell(peer, Kind.COUNTING, 0)
+
+    def _forget(self, gone: PeerId) -> None:
+        if gone in self._holders:
+            del self._holders[gone]
+            if self._gone[gone]:
+                self._died(gone)
+
+    def _died(self, peer: PeerId) -> None:
+        if peer in self._dead:
+            return
+        self._dead.add(peer)
+        if peer in self._senders or peer not in self._receivers:
+            self._missed = peer
+        self._senders.pop(peer, None)
+
+    def _pump(self) -> None:
+        """Let in what there is room for, lend what is wanted, and end the receives to which nothing will come."""
+        while True:
+            while self._offers and len(self._items) < self._capacity:
+                peer, ticket, item = self._offers.popleft()
+                self._items.append(item)
+                self._tell(peer, Kind.TAKEN, ticket)
+            if not (self._items and self._wants):
+                break
+            want = self._wants.popleft()
+            self._lent[want] = item = self._items.popleft()
+            self._tell(want[0], Kind.ITEM, want[1], item)
+        # What is lent may come back.
+        if self._items or self._lent:
+            return
+        orphaned = self._missed is not None and self._senders.keys().isdisjoint(self._holders)
+        if self._closed or orphaned:
+            kind, body = (Kind.OVER, None) if self._closed else (Kind.ORPHANED, self._missed)
+            for peer, ticket in self._wants:
+                self._tell(peer, kind, ticket, body)
+            self._wants.clear()
+
+    def _answer_held(self) -> None:
+        """The queue is elsewhere, or lost: those who ask for it learn that."""
+        held, self._held = self._held, []
+        for peer, message in held:
+            if self.place is Place.AWAY:
+                self._tell(peer, Kind.MOVED, message.ticket, self._at)
+            else:
+                # What is lost is closed for good.
+                kind = Kind.OVER if message.kind is Kind.CLOSE else Kind.LOST
+                self._tell(peer, kind, message.ticket, self._at)
+
+    def _tell(self, to: PeerId, kind: Kind, ticket: int, body: Any = None) -> None:
+        self._out.append(Tell(to, Message(kind, ticket, body)))
+
+    def _take_out(self) -> list[Command]:
+        out, self._out = self._out, []
+        return out
+
+    _SERVE: ClassVar[dict[Kind, Callable[[Keeper, PeerId, Message], None]]] = {
+        Kind.QUEUE: _take_over,
+        Kind.OFFER: _offer,
+        Kind.WITHDRAW: _withdraw,
+        Kind.WANT: _want,
+        Kind.UNWANT: _unwant,
+        Kind.GOT: _got,
+        Kind.BACK: _back,
+        Kind.CLOSE: _close,
+        Kind.FINISH: _finish,
+    }
+
+
+def refusal(message: Message) -> Message | None:
+    """What a process answers that knows nothing of a channel: it was dropped, or its maker is gone."""
+    if message.kind not in _REQUESTS:
+        return None
+    return Message(Kind.OVER if message.kind is Kind.CLOSE else Kind.LOST, message.ticket)

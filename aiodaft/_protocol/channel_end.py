@@ -1,0 +1,230 @@
+"""A process's sends and receives of a channel as a state machine: messages in, messages and outcomes out. Pure.
+
+One receive at a time goes through these states:
+
+    Want       | event                  | next       | says
+    IDLE       | receive                | ASKED      | WANT
+    ASKED      | ITEM                   | LENT       | outcome of `receive`: the item, which is not the user's yet
+    ASKED      | stop                   | IDLE       | UNWANT
+    LENT       | confirm                | CONFIRMING | GOT
+    LENT       | stop                   | IDLE       | UNWANT
+    CONFIRMING | YOURS                  | OWNED      | outcome of `confirm`
+    CONFIRMING | stop                   | RETURNING  |
+    RETURNING  | YOURS                  | IDLE       | BACK (and WANT, if somebody receives again: ASKED)
+    OWNED      | took                   | IDLE       |
+    OWNED      | stop                   | IDLE       | BACK
+    any        | OVER, ORPHANED, LOST   | IDLE       | outcome: no item will come
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Any, Final
+
+from .channel import Command, Kind, Message, Outcome, Settle, Tell
+from .ids import PeerId
+
+_ENDINGS: Final = {Kind.OVER: Outcome.CLOSED, Kind.ORPHANED: Outcome.ORPHANED, Kind.LOST: Outcome.LOST}
+
+
+class Want(Enum):
+    """How far a receive is; see the table above."""
+
+    IDLE = auto()
+    ASKED = auto()
+    LENT = auto()
+    CONFIRMING = auto()
+    RETURNING = auto()
+    OWNED = auto()
+
+
+class End:
+    """One process's sends and receives of one channel: one send and one receive at a time, any number of closes.
+
+    Each has a ticket, a number that the process never uses again: a late answer must not meet another request.
+    """
+
+    def __init__(self, keeper: PeerId) -> None:
+        # The process that has the queue, as far as this one knows; and whether it is gone.
+        self.keeper = keeper
+        self.is_lost = False
+        # Nothing was sent from here, and the channel was not handed on.
+        self.is_passive = True
+        # The maker is gone, and the keeper wants to know when the channel is dropped here.
+        self._is_counted = False
+        self._offer: tuple[int, Any] | None = None
+        self._want = Want.IDLE
+        self._want_ticket = 0
+        # Which process was asked, of requests that are not answered: by ticket.
+        self._asked: dict[int, PeerId] = {}
+        # What is lent, or owned and not yet taken.
+        self._item: Any = None
+        # The ticket of a receive that began while an item was on its way back.
+        self._next_want: int | None = None
+        self._closes: set[int] = set()
+        self._close_again = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way."""
+        return self._offer is None and self._want is Want.IDLE and not self._closes
+
+    # What users do.
+
+    def send(self, ticket: int, item: Any) -> list[Command]:
+        """Offer an item."""
+        self.is_passive = False
+        self._offer = ticket, item
+        return self._ask(Kind.OFFER, ticket, item)
+
+    def stop_sending(self) -> list[Command]:
+        """Nobody waits any more for the offered item to be taken."""
+        if self._offer is None:
+            return []
+        ticket, self._offer = self._offer[0], None
+        return [Tell(self._asked.pop(ticket), Message(Kind.WITHDRAW, ticket))]
+
+    def receive(self, ticket: int) -> list[Command]:
+        """Ask for the next item."""
+        if self._want is Want.RETURNING:
+            self._next_want = ticket
+            return []
+        self._want, self._want_ticket = Want.ASKED, ticket
+        return self._ask(Kind.WANT, ticket)
+
+    def confirm(self, ticket: int) -> list[Command]:
+        """What was lent is ready for the user."""
+        if self._want is not Want.LENT:
+            # The keeper was lost meanwhile.
+            return [Settle(ticket, Outcome.LOST, self.keeper)]
+        self._want = Want.CONFIRMING
+        return self._say(Kind.GOT, ticket)
+
+    def took(self) -> None:
+        """The user has the item."""
+        self._want, self._item = Want.IDLE, None
+        self._asked.pop(self._want_ticket, None)
+
+    def stop_receiving(self) -> list[Command]:
+        """Nobody waits any more for the item that was asked for: if it came, it goes back."""
+        self._next_want = None
+        match self._want:
+            case Want.CONFIRMING:
+                self._want = Want.RETURNING
+            case Want.ASKED | Want.LENT:
+                asked = self._asked[self._want_ticket]
+                self.took()
+                return [Tell(asked, Message(Kind.UNWANT, self._want_ticket))]
+            case Want.OWNED:
+                item = self._item
+                self.took()
+                return self._say(Kind.BACK, 0, item)
+            case Want.IDLE | Want.RETURNING:
+                pass
+        return []
+
+    def close(self, ticket: int) -> list[Command]:
+        """Close the channel for everybody."""
+        self._closes.add(ticket)
+        return self._ask(Kind.CLOSE, ticket)
+
+    # What happens.
+
+    def leave(self, here: PeerId) -> list[Command]:
+        """This process holds the channel no more."""
+        return self._say(Kind.LEFT, 0, (here, False)) if self._is_counted else []
+
+    def handle(self, sender: PeerId, message: Message) -> list[Command]:
+        """The keeper, or the maker, says something."""
+        kind, ticket, body = message
+        if kind is Kind.COUNTING:
+            self._is_counted = True
+            return self._follow(0, sender)
+        if kind is Kind.MOVED:
+            return self._follow(ticket, body)
+        if kind is Kind.ALONE:
+            return self._say(Kind.FINISH, 0) if self.is_passive else []
+        if kind is Kind.TAKEN:
+            if self._offer is None or self._offer[0] != ticket:
+                return []
+            self._offer = None
+            del self._asked[ticket]
+            return [Settle(ticket, Outcome.DONE)]
+        if kind in _ENDINGS:
+            return self._settle(ticket, _ENDINGS[kind], body)
+        if ticket != self._want_ticket:
+            # Of a receive that was given up, as the keeper has been told.
+            return []
+        if kind is Kind.ITEM and self._want is Want.ASKED:
+            self._want, self._item = Want.LENT, body
+            return [Settle(ticket, Outcome.DONE, body)]
+        if kind is Kind.YOURS:
+            return self._is_ours(ticket)
+        return []
+
+    def peer_lost(self, peer: PeerId) -> list[Command]:
+        """The connection to a process is gone."""
+        self.is_lost |= peer == self.keeper
+        commands: list[Command] = []
+        for ticket in [ticket for ticket, asked in self._asked.items() if asked == peer]:
+            if self.is_lost or (self._offer is not None and self._offer[0] == ticket):
+                # It may have taken what was offered, and handed it on.
+                commands += self._settle(ticket, Outcome.LOST, peer)
+            else:
+                commands += self._ask_again(ticket)
+        if self.is_lost and self._next_want is not None:
+            commands += self._settle(self._next_want, Outcome.LOST, peer)
+        return commands
+
+    def _is_ours(self, ticket: int) -> list[Command]:
+        if self._want is not Want.RETURNING:
+            self._want = Want.OWNED
+            del self._asked[ticket]
+            return [Settle(ticket, Outcome.DONE)]
+        item, again = self._item, self._next_want
+        self._next_want = None
+        self.took()
+        # In this order: whoever receives again gets this very item.
+        return [*self._say(Kind.BACK, 0, item), *([] if again is None else self.receive(again))]
+
+    def _follow(self, ticket: int, to: PeerId) -> list[Command]:
+        """The queue is there: what waits under this ticket asks there, if it was not given up."""
+        self.keeper, self.is_lost = to, self.is_lost and to == self.keeper
+        commands = self._ask_again(ticket)
+        if self._close_again and not self.is_lost:
+            self._close_again = False
+            commands += self._say(Kind.CLOSE, 0)
+        return commands
+
+    def _ask_again(self, ticket: int) -> list[Command]:
+        if self._offer is not None and self._offer[0] == ticket:
+            return self._ask(Kind.OFFER, *self._offer)
+        if self._want is Want.ASKED and self._want_ticket == ticket:
+            return self._ask(Kind.WANT, ticket)
+        return self._ask(Kind.CLOSE, ticket) if ticket in self._closes else []
+
+    def _ask(self, kind: Kind, ticket: int, body: Any = None) -> list[Command]:
+        if self.is_lost:
+            return self._settle(ticket, Outcome.LOST, self.keeper)
+        self._asked[ticket] = self.keeper
+        return self._say(kind, ticket, body)
+
+    def _settle(self, ticket: int, outcome: Outcome, body: Any) -> list[Command]:
+        self._asked.pop(ticket, None)
+        if ticket in self._closes:
+            # What is lost is closed for good, unless it turns up where it had moved to.
+            self._closes.remove(ticket)
+            self._close_again |= outcome is Outcome.LOST
+            return [Settle(ticket, Outcome.DONE)]
+        if self._offer is not None and self._offer[0] == ticket:
+            self._offer = None
+        elif ticket == self._next_want:
+            self._next_want = None
+        elif ticket == self._want_ticket and self._want is not Want.IDLE:
+            self.took()
+        else:
+            return []
+        return [Settle(ticket, outcome, body)]
+
+    def _say(self, kind: Kind, ticket: int, body: Any = None) -> list[Command]:
+        return [Tell(self.keeper, Message(kind, ticket, body))]

@@ -1,0 +1,167 @@
+"""A random program of channels for simulations: processes that send, receive, give up and are killed."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from sim_loop import SimLoop
+from sim_program import Program
+
+import aiodaft
+from aiodaft import Actor, Channel, method
+
+
+@dataclass
+class Cargo:
+    """What an onlooker sees of every item of one channel."""
+
+    loop: SimLoop
+    name: int
+    # Items whose send has returned, and the items that users have seen, with the process they were seen in.
+    sent: set[tuple[int, int]] = field(default_factory=set)
+    seen: list[tuple[str, tuple[int, int]]] = field(default_factory=list)
+    # Somebody gave up a receive or a send.
+    given_up: bool = False
+
+    of: ClassVar[dict[int, Cargo]] = {}
+
+
+def packed(channel: int, sender: int, index: int) -> Any:
+    """An item: plain, encoded, or large enough to stay with its sender."""
+    what = f"{channel} {sender} {index}"
+    return (what, [what, "x" * 50], [what, what.encode() * 20_000])[(sender + index) % 3]
+
+
+async def send(channel: Channel[Any], name: int, sender: int, count: int, seconds: float) -> None:
+    """Send items, and give up when the time is over."""
+    cargo = Cargo.of[name]
+    try:
+        async with asyncio.timeout(seconds):
+            for index in range(count):
+                await channel.send(packed(name, sender, index))
+                cargo.sent.add((sender, index))
+    except TimeoutError:
+        cargo.given_up = True
+
+
+async def receive(channel: Channel[Any], name: int, seconds: float) -> None:
+    """Receive until the channel ends; each receive is given up after a while, and tried again."""
+    cargo = Cargo.of[name]
+    while True:
+        try:
+            async with asyncio.timeout(seconds):
+                item = await channel.recv()
+        except TimeoutError:
+            cargo.given_up = True
+            seconds = 2 * seconds + 0.001
+        except aiodaft.ChannelClosed:
+            return
+        else:
+            what = item if isinstance(item, str) else item[0]
+            _, sender, index = map(int, what.split())
+            assert item == packed(name, sender, index)
+            cargo.seen.append((cargo.loop.current.name, (sender, index)))
+
+
+class Porter(Actor):
+    """A process that uses channels."""
+
+    @method
+    async def make(self, capacity: int) -> Channel[Any]:
+        return Channel(capacity)
+
+    @method
+    async def send(self, channel: Channel[Any], name: int, sender: int, count: int, seconds: float) -> None:
+        await send(channel, name, sender, count, seconds)
+
+    @method
+    async def receive(self, channel: Channel[Any], name: int, seconds: float) -> None:
+        await receive(channel, name, seconds)
+
+    @method
+    async def drop(self) -> None:
+        """Nothing is kept here."""
+
+
+class ChannelProgram(Program):
+    """What one seed does."""
+
+    def __init__(self, seed: object) -> None:
+        super().__init__(f"channels {seed}")
+        self.channels = 0
+
+    async def _spawn(self, rt: aiodaft.Runtime) -> None:
+        self.actors = list(await asyncio.gather(*(rt.spawn(Porter) for _ in range(self.rng.randint(1, 3)))))
+        if self.rng.random() < 0.3:
+            self.actors.append(await rt.on(with_=self.actors[0]).spawn(Porter))
+
+    async def _client(self) -> None:
+        """One channel, from its making to its end."""
+        rng = self.rng
+        self.channels += 1
+        name, maker = self.channels, rng.choice([*self.actors, None])
+        Cargo.of[name] = cargo = Cargo(self.world.loop, name)
+        capacity = rng.randint(1, 4)
+        with suppress(aiodaft.DaftError):
+            channel: Channel[Any] = Channel(capacity) if maker is None else await maker.make(capacity)
+            await self._use(channel, name)
+        self._judge(cargo)
+
+    async def _use(self, channel: Channel[Any], name: int) -> None:
+        rng = self.rng
+        senders = [self._send(channel, name, sender) for sender in range(rng.randint(1, 3))]
+        receivers = [self._receive(channel, name) for _ in range(rng.randint(1, 3))]
+        everybody = [
+            self.world.loop.create_task(one) for one in rng.sample(senders + receivers, len(senders + receivers))
+        ]
+        sending = [task for task in everybody if task.get_coro() in senders]
+        await asyncio.wait(sending)
+        await channel.aclose()
+        # What came back from those who gave up, or died.
+        await self._tried(receive(channel, name, 60.0))
+        await asyncio.wait(everybody)
+
+    async def _send(self, channel: Channel[Any], name: int, sender: int) -> None:
+        rng, where = self.rng, self.rng.choice([*self.actors, None])
+        count, seconds = rng.randint(0, 12), self._patience()
+        await asyncio.sleep(rng.random() * 0.02)
+        what = send if where is None else where.send
+        await self._tried(what(channel, name, sender, count, seconds))
+
+    async def _receive(self, channel: Channel[Any], name: int) -> None:
+        rng, where = self.rng, self.rng.choice([*self.actors, None])
+        seconds = self._patience()
+        await asyncio.sleep(rng.random() * 0.02)
+        what = receive if where is None else where.receive
+        await self._tried(what(channel, name, seconds))
+
+    async def _tried(self, what: Any) -> None:
+        with suppress(aiodaft.DaftError):
+            await what
+
+    def _patience(self) -> float:
+        return self.rng.expovariate(50) if self.rng.random() < self.cancels else 60.0
+
+    def _judge(self, cargo: Cargo) -> None:
+        """Once the channel is over: was each item seen once, and in its place?"""
+        seen = [item for _, item in cargo.seen]
+        if len(seen) > len(set(seen)):
+            self.history.wrong.append(f"channel {cargo.name}: items were received twice: {sorted(seen)}")
+        if any(what in {"kill", "cut"} for _, _, what, *_ in self.world.loop.trace):
+            return
+        if missing := sorted(cargo.sent - set(seen)):
+            self.history.wrong.append(f"channel {cargo.name}: items were lost: {missing}")
+        if cargo.given_up:
+            return
+        for where in {process for process, _ in cargo.seen}:
+            mine = [item for process, item in cargo.seen if process == where]
+            if any(
+                mine.index(one) > mine.index(other)
+                for one in mine
+                for other in mine
+                if one[0] == other[0] and one < other
+            ):
+                self.history.wrong.append(f"channel {cargo.name}: items came out of order in {where}: {mine}")

@@ -59,10 +59,11 @@ SKIP: Final = 26
 
 KINDS: Final = 27
 
-# Stages of RING: rings are asked for; here they are; they are taken.
+# Stages of RING: rings are asked for; here they are; they are used from here on, which both sides say; they cannot be.
 RING_WANTED: Final = 0
 RING_OFFERED: Final = 1
-RING_TAKEN: Final = 2
+RING_USED: Final = 2
+RING_REFUSED: Final = 3
 
 # How the callee treats a SEND.
 WANT_REPLY: Final = 0

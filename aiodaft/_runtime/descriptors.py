@@ -64,6 +64,22 @@ class Descriptors:
             close_all(self._came.popleft() or ())
 
 
+def dup_all(fds: Iterable[int]) -> list[int]:
+    """Duplicates of descriptors.
+
+    Raises:
+        OSError: There is no room for all of them. None are left open.
+    """
+    copies: list[int] = []
+    try:
+        # What is there when one of them fails stays in the list.
+        copies.extend(map(os.dup, fds))
+    except OSError:
+        close_all(copies)
+        raise
+    return copies
+
+
 def close_all(fds: Iterable[int]) -> None:
     """Close descriptors; those that are closed already are no error."""
     for fd in fds:

@@ -1,7 +1,7 @@
 """A control link: one session over one socket. Coalesces writes per turn of the loop, and carries descriptors.
 
-Links that are used by graphs go over to rings in shared memory, once and for good: RING is then the last message of
-each direction that comes over the socket. What remains of the socket carries descriptors, each with one byte that
+Links that are used by graphs go over to rings in shared memory, once and for good: RING_USED is then the last message
+of each direction that comes over the socket. What remains of the socket carries descriptors, each with one byte that
 means nothing, and says by its end that the peer is gone.
 """
 
@@ -19,7 +19,7 @@ from aiodaft._protocol.messages import INTRODUCE, NOTE, Message
 from aiodaft._protocol.session import STALL, Session
 from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
 
-from .descriptors import SPACE, Descriptors
+from .descriptors import SPACE, Descriptors, dup_all
 from .error_log import log_error
 from .neighbour import LinkOwner
 from .outbox import Outbox
@@ -63,6 +63,8 @@ class Link:
         self._descriptors = Descriptors()
         self._waiter = waiter = owner.waiter
         self._outbox = Outbox(loop, self.traffic, waiter.look, self._broken)
+        # Rings that the peer may take, and what is sent when it has.
+        self._offered: tuple[RingPair, int] | None = None
         # Where what the peer sends comes from, if not from the socket.
         self._ring: RingPair | None = None
         self._collected = 0
@@ -154,17 +156,24 @@ class Link:
         self.send_fds((NOTE, transport, note, len(fds)), fds)
 
     def send_fds(self, message: Message, fds: Sequence[int]) -> None:
-        """Send a message and descriptors along with it, in order with everything else."""
+        """Send a message and descriptors along with it, in order with everything else.
+
+        Raises:
+            OSError: There is no room for the descriptors until they are sent. The message is not sent.
+        """
         if self.lost is not None:
             return
         if not fds:
             self.send(message)
             return
+        # The caller may close its own before ours are sent.
+        self._send_with(message, dup_all(fds))
+
+    def _send_with(self, message: Message, fds: Sequence[int]) -> None:
         self._take_packed()
         self.traffic.messages_sent += 1
         self._pack(message)
-        # The caller may close its own before ours are sent.
-        self._take_packed(tuple(os.dup(fd) for fd in fds))
+        self._take_packed(tuple(fds))
         self._outbox.flush()
 
     def take_fds(self, count: int) -> list[int]:
@@ -233,6 +242,7 @@ class Link:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        self.drop_offer()
         ring = self._take_ring()
         if ring is not None:
             ring.close()
@@ -249,6 +259,7 @@ class Link:
             self._loop.remove_reader(connection.fileno())
             self._loop.remove_writer(connection.fileno())
             connection.close()
+        self.drop_offer()
         self._drop_rings()
         self._descriptors.close()
         # Lost links are remembered for a while.
@@ -275,9 +286,39 @@ class Link:
         """What takes what is sent, if not the socket."""
         return self._outbox.ring
 
-    def write_rings(self, ring: RingPair, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send a message, and everything after it through a ring."""
-        self.send_fds(message, fds)
+    def offer_rings(self, ring: RingPair, mark: int) -> None:
+        """Keep rings that the peer may take, and the descriptor that is sent when both use them."""
+        self._offered = ring, mark
+
+    @property
+    def offers_rings(self) -> bool:
+        """Whether the peer has not said yet what becomes of the rings."""
+        return self._offered is not None
+
+    def take_offer(self) -> tuple[RingPair, int]:
+        """The rings that were offered, which are the caller's now.
+
+        Raises:
+            RemoteProtocolError: None were.
+        """
+        if self._offered is None:
+            raise RemoteProtocolError(f"{self.remote} speaks of rings out of turn")
+        offered, self._offered = self._offered, None
+        return offered
+
+    def drop_offer(self) -> None:
+        """The peer does not take the rings. Idempotent."""
+        if self._offered is not None:
+            ring, mark = self.take_offer()
+            ring.close()
+            os.close(mark)
+
+    def write_rings(self, ring: RingPair, message: Message, mark: int) -> None:
+        """Send a message, and everything after it through a ring. Takes over the descriptor that separates the two."""
+        if self.lost is None:
+            self._send_with(message, (mark,))
+        else:
+            os.close(mark)
         if self.lost is not None:
             ring.close()
             return

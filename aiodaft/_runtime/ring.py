@@ -212,18 +212,17 @@ def offer_rings() -> tuple[RingPair, tuple[int, int, int]]:
 
 
 def take_rings(memory: int, ours: int, theirs: int) -> RingPair:
-    """The other side of what `offer_rings` gave. Takes over the descriptors.
+    """The other side of what `offer_rings` gave. Takes over the doorbells; the caller closes the memory.
 
     Raises:
-        OSError: They are not what they should be.
+        ValueError: They are not what they should be.
+        OSError: There is no room for the mapping.
     """
     try:
         if os.fstat(memory).st_size != SIZE:
-            raise OSError("the memory has not the size of two rings")
+            raise ValueError("the memory has not the size of two rings")
         return RingPair(memory, ours, theirs, first=False)
     except (OSError, ValueError):
         os.close(ours)
         os.close(theirs)
         raise
-    finally:
-        os.close(memory)

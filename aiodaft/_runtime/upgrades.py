@@ -6,11 +6,10 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
-from aiodaft._protocol.messages import RING, RING_OFFERED, RING_TAKEN, RING_WANTED, Message
+from aiodaft._protocol.messages import RING, RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED, Message
 from aiodaft.exceptions import RemoteProtocolError
 
 from .descriptors import close_all
-from .exhaustion import refusal
 from .ring import offer_rings, take_rings
 
 if TYPE_CHECKING:
@@ -41,14 +40,16 @@ class Upgrades:
             self._offer(link)
 
     def _offer(self, link: Link) -> None:
-        try:
-            ring, fds = offer_rings()
-        except OSError:
-            # Without descriptors or memory, the socket will do.
+        if link.offers_rings:
             return
-        link.write_rings(ring, (RING, RING_OFFERED), fds)
-        # The others are dupped by now, and ours to keep.
-        os.close(fds[0])
+        # Without descriptors or memory, the socket will do.
+        with suppress(OSError):
+            ring, fds = offer_rings()
+            link.offer_rings(ring, fds[0])
+            try:
+                link.send_fds((RING, RING_OFFERED), fds)
+            except OSError:
+                link.drop_offer()
 
     def came(self, link: Link, message: Message) -> None:
         """RING came."""
@@ -59,26 +60,36 @@ class Upgrades:
                 self._offer(link)
         elif stage == RING_OFFERED and not first and link.ring is None:
             self._take(link)
-        elif stage == RING_TAKEN and first and link.ring is not None:
-            # It only separates what comes before it from what comes after it.
-            with suppress(OSError):
-                close_all(link.take_fds(1))
+        elif stage == RING_USED and first:
+            _drop_mark(link)
+            ring, mark = link.take_offer()
+            link.write_rings(ring, (RING, RING_USED), mark)
+            link.read_rings(ring)
+        elif stage == RING_USED and link.ring is not None:
+            _drop_mark(link)
             link.read_rings(link.ring)
+        elif stage == RING_REFUSED and first:
+            link.drop_offer()
         else:
             raise RemoteProtocolError(f"{link.remote} speaks of rings out of turn")
 
     def _take(self, link: Link) -> None:
+        memory: int | None = None
         try:
             memory, ours, theirs = link.take_fds(3)
-            back = os.dup(memory)
-        except OSError as error:
-            raise RemoteProtocolError(refusal(error, f"the rings of {link.remote} cannot be used")) from error
-        try:
             ring = take_rings(memory, ours, theirs)
-            # A read ends at a descriptor: so the byte that goes with the next one is never taken for a message.
-            link.write_rings(ring, (RING, RING_TAKEN), (back,))
-            link.read_rings(ring)
         except (OSError, ValueError) as error:
-            raise RemoteProtocolError(f"the rings of {link.remote} cannot be used: {error}") from error
-        finally:
-            os.close(back)
+            if memory is not None:
+                os.close(memory)
+            if isinstance(error, ValueError):
+                raise RemoteProtocolError(f"the rings of {link.remote} cannot be used: {error}") from error
+            # Without descriptors or memory, the socket will do.
+            link.send((RING, RING_REFUSED))
+        else:
+            link.write_rings(ring, (RING, RING_USED), memory)
+
+
+def _drop_mark(link: Link) -> None:
+    # A read ends at a descriptor: so the byte that goes with the next one is never taken for a message.
+    with suppress(OSError):
+        close_all(link.take_fds(1))

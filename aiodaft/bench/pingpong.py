@@ -50,6 +50,7 @@ class _Server:
 async def serve(memory: int, ours: int, theirs: int) -> None:
     """Be the other side."""
     ring, waiter = take_rings(memory, ours, theirs), Waiter(asyncio.get_running_loop())
+    os.close(memory)
     server = _Server(ring, waiter)
     waiter.add(ring, server)
     await server.over.wait()

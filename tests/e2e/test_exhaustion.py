@@ -78,6 +78,21 @@ async def test_an_actor_without_descriptors_cannot_be_connected_to_another_one_a
     assert (await first.release(), await second.release()) == ("released", "released")
 
 
+async def test_a_graph_does_without_rings_where_an_actor_has_no_descriptors(rt: aiodaft.Runtime) -> None:
+    actor = await rt.spawn(Hoarder)
+    await actor.hoard()
+    async with aiodaft.compile(actor.total) as graph:
+        assert await graph(torch.ones(10)) == 10
+        with pytest.raises(aiodaft.ResourceExhausted, match=rf"cannot be received: {NO_DESCRIPTORS}"):
+            await graph(torch.ones(LARGE))
+    link = rt.peer.link_to(rt._target(actor).remote)
+    assert link.ring is None
+    assert await actor.release() == "released"
+    async with aiodaft.compile(actor.total) as graph:
+        assert await graph(torch.ones(LARGE)) == LARGE
+    assert link.ring is not None
+
+
 async def test_a_spawn_without_descriptors_fails_and_leaves_none_open(rt: aiodaft.Runtime) -> None:
     await rt.stop(await rt.spawn(Hoarder))
     before = len(open_files())

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
+import pytest
 from leaks import open_files
 from transport_probes import no_more_files
 
@@ -196,3 +197,20 @@ async def test_a_peer_that_announces_another_number_of_descriptors_is_cut_off_an
     assert "1 descriptors came, not 2" in str(link.lost)
     # Both ends of the pair are closed.
     assert len(open_files()) == before - 2
+
+
+async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_and_the_next_one_is() -> None:
+    owner, (ours, theirs) = Owner(), socket.socketpair()
+    link = link_of(owner)
+    with theirs:
+        link.attach(ours)
+        theirs.recv(1 << 16)
+        with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+            link.send_note("shm", b"lost", (0,))
+        link.send_note("shm", b"kept", (0,))
+        data, fds, _, _ = socket.recv_fds(theirs, 1 << 16, 1)
+        close_all(fds)
+        assert len(fds) == 1
+        assert b"kept" in data
+        assert b"lost" not in data
+        link.close(PeerLost("the test is over"))

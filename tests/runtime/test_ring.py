@@ -21,7 +21,7 @@ from aiodaft._runtime.waiter import Waiter
 def make_pair() -> tuple[RingPair, RingPair]:
     first, (memory, theirs, ours) = offer_rings()
     # As they come through a socket: the other side has descriptors of its own.
-    second = take_rings(os.dup(memory), os.dup(theirs), os.dup(ours))
+    second = take_rings(memory, os.dup(theirs), os.dup(ours))
     os.close(memory)
     return first, second
 
@@ -133,8 +133,9 @@ def test_a_full_ring_rings_the_writer_when_there_is_room(pair: tuple[RingPair, R
 
 def test_memory_of_another_size_is_refused_and_nothing_stays_open() -> None:
     memory = os.memfd_create("other")
-    with pytest.raises(OSError, match="two rings"):
+    with pytest.raises(ValueError, match="two rings"):
         take_rings(memory, os.eventfd(0), os.eventfd(0))
+    os.close(memory)
 
 
 class Collector:

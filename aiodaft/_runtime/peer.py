@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import socket
-import sys
 import threading
 import weakref
 from collections import deque
@@ -57,7 +56,7 @@ from .replies import Replies, State
 from .starting import Starter
 from .store import Store
 from .streams import StreamState
-from .tasks import TaskOwner
+from .tasks import TaskOwner, current_task
 from .traffic import Traffic, total
 from .transfer import Transfer
 from .upgrades import Upgrades
@@ -68,11 +67,6 @@ if TYPE_CHECKING:
 
     from .node import Node
     from .sinks import ErrorSink
-
-# Asked with every call: where it is written in Python, the table behind it takes a third of the time.
-_current_task: Final[Callable[[asyncio.AbstractEventLoop], object]] = (
-    asyncio.current_task if sys.version_info >= (3, 12) else asyncio.tasks._current_tasks.get  # type: ignore[attr-defined]  # private
-)
 
 # Lost links that are kept to say why.
 _REMEMBERED: Final = 1024
@@ -148,7 +142,7 @@ class Peer:
         # Told, in a forked child, that it stayed behind.
         self.on_forked: Callable[[], object] = lambda: None
         self.explain: Callable[[Link, Exception], Awaitable[DaftError]] = _explain_plainly
-        self.current_maker = partial(_current_task, self.loop)
+        self.current_maker = partial(current_task, self.loop)
         self.failed_awaits: FailedAwaits[weakref.ref[Any]] = FailedAwaits()
         self.key = key
         self.numbers = cast("Iterator[CallId]", itertools.count(1))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from aiodaft._protocol.codec import pack, pack_exts
@@ -99,12 +98,13 @@ class Encoder(PicklerHooks):
         return Encoded(bytes((kind,)) + body, self.sources, offsets, nbytes, device_nbytes, self.slots, self.refs)
 
     def _skeleton(self, value: Any) -> bytes:
-        with suppress(RecursionError, ValueError):
+        try:
             return pack(self.walk(value))
-        # Deep or cyclic: pickle keeps track of what it has seen.
-        self.sources.clear()
-        self.slots.clear()
-        self.refs.clear()
+        except (RecursionError, ValueError):
+            self.sources.clear()
+            self.slots.clear()
+            self.refs.clear()
+        # Deep or cyclic: pickle keeps track of what it has seen. What it raises has no context.
         return pack(self._pickle(value))
 
     def walk(self, value: Any) -> Any:

@@ -15,7 +15,7 @@ from aiodaft.exceptions import DaftError, RuntimeClosed
 
 from .kept import Arrived
 from .refs import RefState, release_inputs
-from .tasks import shield_from_anyio
+from .tasks import current_task, shield_from_anyio
 
 if TYPE_CHECKING:
     from .link import Link
@@ -138,30 +138,27 @@ class StreamState:
                 if not self._items and (self._over or self._closing):
                     raise self._why_no_more()
                 await self._wait_change()
-            return await self._take_first()
+            # It stays where it is until it can be had: a cancelled consumer leaves it to the next one, in its place.
+            item = self._items[0]
+            self.opening = True
+            try:
+                value = await self._open(item)
+            except Exception:
+                # It is used up: a consumer that goes on must not run out of credit.
+                self._taken(item)
+                raise
+            else:
+                self._taken(item)
+                return value
+            finally:
+                self.opening = False
+                self._wake()
         finally:
             self._taking -= 1
 
     def _why_no_more(self) -> BaseException:
         error, self._error = self._error, None
         return StopAsyncIteration() if error is None or self._closing else error
-
-    async def _take_first(self) -> Any:
-        # It stays where it is until it can be had: a cancelled consumer leaves it to the next one, in its place.
-        item = self._items[0]
-        self.opening = True
-        try:
-            value = await self._open(item)
-        except Exception:
-            # It is used up: a consumer that goes on must not run out of credit.
-            self._taken(item)
-            raise
-        else:
-            self._taken(item)
-            return value
-        finally:
-            self.opening = False
-            self._wake()
 
     async def _open(self, item: Item) -> Any:
         if isinstance(item, tuple):
@@ -246,7 +243,7 @@ class StreamLoop:
 
     def next_item(self) -> Coroutine[Any, Any, Any]:
         """The next item; the task that asks is the one that runs the loop."""
-        task = asyncio.current_task()
+        task = current_task(self._stream.peer.loop)
         if task is not self._task:
             self.follow(task)
         return self._stream.next_item()

@@ -56,8 +56,16 @@ class Kind(IntEnum):
     QUEUE = 17  # `Contents`: the queue is yours
     HAVE = 18  # it is here
     HELD = 19  # process: it holds the channel
-    LEFT = 20  # process, whether it died: it holds the channel no more
+    LEFT = 20  # process, `Leaving`: it holds the channel no more
     DROP = 21  # no process holds the channel
+
+
+class Leaving(IntEnum):
+    """Why a process holds a channel no more. Only of `DROPPED` can a process be sure that learns it from another."""
+
+    DROPPED = 0
+    ENDED = 1  # in good order
+    DIED = 2
 
 
 FOR_KEEPERS: Final = frozenset(kind for kind in Kind if kind <= Kind.FINISH or kind >= Kind.QUEUE)
@@ -147,9 +155,9 @@ class Keeper:
         self._holders: dict[PeerId, None] = {maker: None}
         self._senders: dict[PeerId, None] = {}
         self._receivers: set[PeerId] = set()
-        # Processes to which the connection is gone, and whether they died.
-        self._gone: dict[PeerId, bool] = {}
-        self._dead: set[PeerId] = set()
+        # Processes to which the connection is gone; and processes that are said to have ended.
+        self._gone: dict[PeerId, Leaving] = {}
+        self._over: set[PeerId] = set()
         # The last process that died and may have sent, unless another one has begun to send since.
         self._missed: PeerId | None = None
         # Requests that came while the queue is on its way.
@@ -176,7 +184,8 @@ class Keeper:
         if message.kind is Kind.HELD:
             return self.holder_came(message.body)
         if message.kind is Kind.LEFT:
-            return self.holder_left(*message.body)
+            peer, how = message.body
+            return self.holder_left(peer, Leaving(how))
         if self.is_here:
             self._SERVE[message.kind](self, sender, message)
         elif message.kind is Kind.HAVE:
@@ -205,19 +214,19 @@ class Keeper:
                 self._tell(peer, Kind.MOVED, 0, self._at)
         return self._take_out()
 
-    def holder_left(self, peer: PeerId, died: bool) -> list[Command]:
-        """A process holds the channel no more; that it died, others may only believe."""
-        if died:
-            self._died(peer)
-        else:
+    def holder_left(self, peer: PeerId, how: Leaving) -> list[Command]:
+        """A process holds the channel no more."""
+        if how is Leaving.DROPPED:
             self._holders.pop(peer, None)
+        else:
+            self._ended(peer, how)
         if self.is_here:
             self._pump()
         elif self.place is not Place.LOST:
-            self._tell(self._at, Kind.LEFT, 0, (peer, died))
+            self._tell(self._at, Kind.LEFT, 0, (peer, int(how)))
         return self._take_out()
 
-    def peer_lost(self, peer: PeerId, died: bool) -> list[Command]:
+    def peer_lost(self, peer: PeerId, how: Leaving) -> list[Command]:
         """The connection to a process is gone, and nothing of it comes any more."""
         if not self.is_here:
             if peer == self._at:
@@ -228,7 +237,7 @@ class Keeper:
         self._wants = deque(want for want in self._wants if want[0] != peer)
         for owner in [owner for owner in self._lent if owner[0] == peer]:
             self._items.appendleft(self._lent.pop(owner))
-        self._gone[peer] = died
+        self._gone[peer] = how
         if peer == self._maker:
             self._maker_is_gone = True
             for gone in self._gone:
@@ -239,7 +248,7 @@ class Keeper:
             self._forget(peer)
         elif peer in self._holders:
             # The maker passes that on behind what it has said before of those that hold the channel.
-            self._tell(self._maker, Kind.LEFT, 0, (peer, died))
+            self._tell(self._maker, Kind.LEFT, 0, (peer, int(how)))
         self._pump()
         return self._take_out()
 
@@ -333,14 +342,13 @@ class Keeper:
     def _forget(self, gone: PeerId) -> None:
         if gone in self._holders:
             del self._holders[gone]
-            if self._gone[gone]:
-                self._died(gone)
+            self._ended(gone, self._gone[gone])
 
-    def _died(self, peer: PeerId) -> None:
-        if peer in self._dead:
+    def _ended(self, peer: PeerId, how: Leaving) -> None:
+        if peer in self._over:
             return
-        self._dead.add(peer)
-        if peer in self._senders or peer not in self._receivers:
+        self._over.add(peer)
+        if how is Leaving.DIED and (peer in self._senders or peer not in self._receivers):
             self._missed = peer
         self._senders.pop(peer, None)
 

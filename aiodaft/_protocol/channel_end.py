@@ -21,7 +21,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Any, Final
 
-from .channel import Command, Kind, Message, Outcome, Settle, Tell
+from .channel import Command, Kind, Leaving, Message, Outcome, Settle, Tell
 from .ids import PeerId
 
 _ENDINGS: Final = {Kind.OVER: Outcome.CLOSED, Kind.ORPHANED: Outcome.ORPHANED, Kind.LOST: Outcome.LOST}
@@ -132,7 +132,7 @@ class End:
 
     def leave(self, here: PeerId) -> list[Command]:
         """This process holds the channel no more."""
-        return self._say(Kind.LEFT, 0, (here, False)) if self._is_counted else []
+        return self._say(Kind.LEFT, 0, (here, int(Leaving.DROPPED))) if self._is_counted else []
 
     def handle(self, sender: PeerId, message: Message) -> list[Command]:
         """The keeper, or the maker, says something."""

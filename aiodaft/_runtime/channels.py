@@ -19,6 +19,7 @@ from aiodaft._protocol.channel import (
     Command,
     Keeper,
     Kind,
+    Leaving,
     Message,
     Outcome,
     Settle,
@@ -43,6 +44,7 @@ from .refs import HERE, RefState, state_of
 from .replies import TellState
 
 if TYPE_CHECKING:
+    from .link import Link
     from .peer import Peer
     from .store import Store
 
@@ -113,12 +115,12 @@ class Token(RefState):
     def drop_handle(self) -> None:
         super().drop_handle()
         if not self.handles:
-            self._channels.holder_left(self.number, self.peer.id, died=False)
+            self._channels.holder_left(self.number, self.peer.id, Leaving.DROPPED)
 
     def give_back(self, peer: PeerId) -> None:
         super().give_back(peer)
         if not self.borrowers or peer not in self.borrowers:
-            self._channels.holder_left(self.number, peer, died=False)
+            self._channels.holder_left(self.number, peer, Leaving.DROPPED)
         self._look_for_sole_holder()
 
     def forget(self, peer: PeerId) -> None:
@@ -150,6 +152,11 @@ class NoteState(TellState):
         super().__init__(label, own=True)
         self.inputs = []
         self._body = body
+
+
+def how_ended(link: Link) -> Leaving:
+    """What the end of a connection says of the process at its other end."""
+    return Leaving.ENDED if link.dismissed else Leaving.DIED
 
 
 class Channels(Actor):
@@ -221,12 +228,12 @@ class Channels(Actor):
         if keeper is not None:
             self.run(channel_id, keeper.holder_came(peer))
 
-    def holder_left(self, number: CallId, peer: PeerId, *, died: bool) -> None:
+    def holder_left(self, number: CallId, peer: PeerId, how: Leaving) -> None:
         """A process holds a channel of this one no more."""
         channel_id = (self.peer.id, number)
         keeper = self.keepers.get(channel_id)
         if keeper is not None:
-            self.run(channel_id, keeper.holder_left(peer, died))
+            self.run(channel_id, keeper.holder_left(peer, how))
 
     def tell_alone(self, number: CallId, holder: PeerId) -> None:
         """Only that process holds a channel of this one."""
@@ -239,17 +246,17 @@ class Channels(Actor):
         if keeper is not None:
             self.run(channel_id, keeper.drop())
 
-    def peer_lost(self, remote: PeerId, *, died: bool) -> None:
+    def peer_lost(self, remote: PeerId, how: Leaving) -> None:
         """The connection to a process is gone."""
         for number, token in list(self._tokens.items()):
             if token.borrowers and remote in token.borrowers:
-                self.holder_left(number, remote, died=died)
+                self.holder_left(number, remote, how)
         for channel_id in list(self.keepers.keys() | self.ends.keys()):
-            self.run(channel_id, self._lost(channel_id, remote, died=died))
+            self.run(channel_id, self._lost(channel_id, remote, how))
 
-    def _lost(self, channel_id: ChannelId, remote: PeerId, *, died: bool) -> list[Command]:
+    def _lost(self, channel_id: ChannelId, remote: PeerId, how: Leaving) -> list[Command]:
         keeper, end = self.keepers.get(channel_id), self.ends.get(channel_id)
-        commands = [] if keeper is None else keeper.peer_lost(remote, died)
+        commands = [] if keeper is None else keeper.peer_lost(remote, how)
         return commands if end is None else [*commands, *end.peer_lost(remote)]
 
     # Carrying out.
@@ -278,7 +285,7 @@ class Channels(Actor):
             if end is not None:
                 return end.handle(sender, message)
             # A keeper that counts by itself still has this process among those that hold the channel.
-            left = Message(Kind.LEFT, 0, (self.peer.id, False))
+            left = Message(Kind.LEFT, 0, (self.peer.id, int(Leaving.DROPPED)))
             return [Tell(sender, left)] if message.kind is Kind.COUNTING else []
         if message.kind is Kind.QUEUE:
             self.keepers[channel_id] = Keeper(self.peer.id, channel_id[0], message.body.capacity)
@@ -296,7 +303,7 @@ class Channels(Actor):
             return []
         link = peer.link_to(to)
         if link.lost is not None:
-            return self._lost(channel_id, to, died=not link.dismissed)
+            return self._lost(channel_id, to, how_ended(link))
         target = Target(peer, to, CHANNELS, f"channels of {to}", None)
         arguments = (*channel_id, int(kind), ticket, body)
         state = NoteState(self._note.label, body)

@@ -34,7 +34,7 @@ from .agent import Agent
 from .blocking import block_on
 from .callers import LocalCaller
 from .calls import CallSink, Outgoing, Target
-from .channels import Channels
+from .channels import Channels, how_ended
 from .deadlocks import Deadlocks
 from .dispatch import Dispatch
 from .env import Env
@@ -236,7 +236,7 @@ class Peer:
         self.graphs.owner_lost(link.remote)
         self.store.peer_lost(link.remote)
         self.store.process_lost(link.remote)
-        self.channels.peer_lost(link.remote, died=not link.dismissed)
+        self.channels.peer_lost(link.remote, how_ended(link))
         self.refs.peer_lost(link.remote)
         self.transfer.relays.link_lost(link.remote)
         if self.closed is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.channel import Contents, Keeper, Kind, Message, Outcome, Place, Settle, Tell, refusal
+from aiodaft._protocol.channel import Contents, Keeper, Kind, Leaving, Message, Outcome, Place, Settle, Tell, refusal
 from aiodaft._protocol.channel_end import End
 from aiodaft._protocol.ids import PeerId
 
@@ -59,7 +59,7 @@ def test_an_item_that_comes_back_is_the_next(how: str) -> None:
         keeper.handle(THIRD, Message(Kind.GOT, 5))
         keeper.handle(THIRD, Message(Kind.BACK, 0, "a"))
     else:
-        keeper.peer_lost(THIRD, died=True)
+        keeper.peer_lost(THIRD, Leaving.DIED)
     assert keeper.handle(HERE, Message(Kind.WANT, 2)) == [tell(HERE, Kind.ITEM, 2, "a")]
 
 
@@ -99,7 +99,7 @@ def test_a_queue_that_is_lost_is_lost_for_everybody_and_closing_it_is_no_error()
     maker = Keeper(HERE, HERE, 1)
     maker.handle(OTHER, Message(Kind.WANT, 1))
     maker.handle(THIRD, Message(Kind.OFFER, 2, "a"))
-    assert maker.peer_lost(OTHER, died=True) == [tell(THIRD, Kind.LOST, 2, OTHER)]
+    assert maker.peer_lost(OTHER, Leaving.DIED) == [tell(THIRD, Kind.LOST, 2, OTHER)]
     assert maker.place is Place.LOST
     assert maker.handle(HERE, Message(Kind.WANT, 3)) == [tell(HERE, Kind.LOST, 3, OTHER)]
     assert maker.handle(HERE, Message(Kind.CLOSE, 4)) == [tell(HERE, Kind.OVER, 4, OTHER)]
@@ -112,8 +112,8 @@ def test_receivers_are_orphans_when_a_sender_has_died_and_no_other_holds_the_cha
         keeper.handle(HERE, Message(Kind.WANT, 2))
         keeper.handle(HERE, Message(Kind.GOT, 2))
     keeper.handle(HERE, Message(Kind.WANT, 3))
-    assert keeper.holder_left(OTHER, died=True) == []
-    assert keeper.holder_left(THIRD, died=False) == [tell(HERE, Kind.ORPHANED, 3, OTHER)]
+    assert keeper.holder_left(OTHER, Leaving.DIED) == []
+    assert keeper.holder_left(THIRD, Leaving.DROPPED) == [tell(HERE, Kind.ORPHANED, 3, OTHER)]
     # It holds the channel again, and may go on.
     keeper.holder_came(THIRD)
     assert keeper.handle(HERE, Message(Kind.WANT, 4)) == []
@@ -124,7 +124,7 @@ def test_the_death_of_a_process_that_only_received_orphans_nobody() -> None:
     keeper.holder_came(OTHER)
     keeper.handle(OTHER, Message(Kind.WANT, 1))
     keeper.handle(HERE, Message(Kind.WANT, 2))
-    assert keeper.holder_left(OTHER, died=True) == []
+    assert keeper.holder_left(OTHER, Leaving.DIED) == []
 
 
 def test_the_last_holder_finishes_a_channel_only_if_it_was_sent_to_and_itself_only_received() -> None:
@@ -143,14 +143,14 @@ def test_the_last_holder_finishes_a_channel_only_if_it_was_sent_to_and_itself_on
 
 def test_a_keeper_counts_by_itself_when_the_maker_is_gone() -> None:
     keeper = moved_here()
-    assert keeper.peer_lost(OTHER, died=False) == [tell(THIRD, Kind.COUNTING)]
+    assert keeper.peer_lost(OTHER, Leaving.ENDED) == [tell(THIRD, Kind.COUNTING)]
     end = End(OTHER)
     end.handle(HERE, Message(Kind.COUNTING))
     assert end.keeper == HERE
     (left,) = end.leave(THIRD)
     assert not keeper.is_over
-    assert left == tell(HERE, Kind.LEFT, 0, (THIRD, False))
-    keeper.handle(THIRD, Message(Kind.LEFT, 0, (THIRD, False)))
+    assert left == tell(HERE, Kind.LEFT, 0, (THIRD, Leaving.DROPPED))
+    keeper.handle(THIRD, Message(Kind.LEFT, 0, (THIRD, Leaving.DROPPED)))
     assert keeper.is_over
 
 
@@ -161,22 +161,30 @@ def test_a_death_counts_behind_what_the_maker_has_said_of_holders() -> None:
         keeper.handle(sender, Message(Kind.OFFER, 1, "a"))
         keeper.handle(HERE, Message(Kind.WANT, 2))
         keeper.handle(HERE, Message(Kind.GOT, 2))
-    keeper.handle(OTHER, Message(Kind.LEFT, 0, (fourth, False)))
+    keeper.handle(OTHER, Message(Kind.LEFT, 0, (fourth, Leaving.DROPPED)))
     keeper.handle(HERE, Message(Kind.WANT, 3))
     # Meanwhile the fourth process holds the channel again, as the maker knows.
-    left = Message(Kind.LEFT, 0, (THIRD, True))
-    assert keeper.peer_lost(THIRD, died=True) == [Tell(OTHER, left)]
+    left = Message(Kind.LEFT, 0, (THIRD, Leaving.DIED))
+    assert keeper.peer_lost(THIRD, Leaving.DIED) == [Tell(OTHER, left)]
     assert keeper.handle(OTHER, Message(Kind.HELD, 0, fourth)) == []
     assert keeper.handle(OTHER, left) == []
-    fourth_left = Message(Kind.LEFT, 0, (fourth, False))
+    fourth_left = Message(Kind.LEFT, 0, (fourth, Leaving.DROPPED))
     assert keeper.handle(OTHER, fourth_left) == [tell(HERE, Kind.ORPHANED, 3, THIRD)]
+
+
+def test_what_the_maker_believes_of_ends_takes_nobodys_channel_away() -> None:
+    keeper = moved_here()
+    keeper.handle(OTHER, Message(Kind.LEFT, 0, (THIRD, Leaving.ENDED)))
+    # It was the maker that ended.
+    assert keeper.peer_lost(OTHER, Leaving.ENDED) == [tell(THIRD, Kind.COUNTING)]
+    assert not keeper.is_over
 
 
 def test_deaths_that_the_maker_had_no_time_to_pass_on_count_when_it_is_gone() -> None:
     keeper = moved_here()
     keeper.handle(HERE, Message(Kind.WANT, 1))
-    keeper.peer_lost(THIRD, died=True)
-    assert keeper.peer_lost(OTHER, died=False) == [tell(HERE, Kind.COUNTING), tell(HERE, Kind.ORPHANED, 1, THIRD)]
+    keeper.peer_lost(THIRD, Leaving.DIED)
+    assert keeper.peer_lost(OTHER, Leaving.ENDED) == [tell(HERE, Kind.COUNTING), tell(HERE, Kind.ORPHANED, 1, THIRD)]
 
 
 def test_an_end_asks_again_where_the_queue_has_moved_but_offers_nothing_twice() -> None:

@@ -17,6 +17,7 @@ from aiodaft._protocol.channel import (
     Command,
     Keeper,
     Kind,
+    Leaving,
     Message,
     Outcome,
     Settle,
@@ -105,7 +106,7 @@ class AnyHistory(RuleBasedStateMachine):
         if message.kind not in FOR_KEEPERS:
             if process.end is not None:
                 return process.end.handle(sender, message)
-            left = Tell(sender, Message(Kind.LEFT, 0, (process.name, False)))
+            left = Tell(sender, Message(Kind.LEFT, 0, (process.name, int(Leaving.DROPPED))))
             return [left] if message.kind is Kind.COUNTING else []
         if message.kind is Kind.QUEUE:
             process.keeper = Keeper(process.name, MAKER, message.body.capacity)
@@ -117,7 +118,7 @@ class AnyHistory(RuleBasedStateMachine):
         return [] if refused is None else [Tell(sender, refused)]
 
     def lost(self, process: Process, remote: PeerId) -> list[Command]:
-        commands = [] if process.keeper is None else process.keeper.peer_lost(remote, died=True)
+        commands = [] if process.keeper is None else process.keeper.peer_lost(remote, Leaving.DIED)
         return commands if process.end is None else [*commands, *process.end.peer_lost(remote)]
 
     def settle(self, process: Process, settled: Settle) -> None:
@@ -169,7 +170,7 @@ class AnyHistory(RuleBasedStateMachine):
         end, process.end, maker = process.end, None, self.processes[MAKER]
         self.run(process, end.leave(process.name))
         if maker.alive and maker.keeper is not None:
-            self.told_maker(maker.keeper.holder_left(process.name, died=False))
+            self.told_maker(maker.keeper.holder_left(process.name, Leaving.DROPPED))
             self.count_holders(maker)
 
     def count_holders(self, maker: Process) -> None:
@@ -273,7 +274,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.run(to, self.handle(to, sender, message))
             return
         if to.name == MAKER and to.keeper is not None:
-            self.run(to, to.keeper.holder_left(sender, died=True))
+            self.run(to, to.keeper.holder_left(sender, Leaving.DIED))
         self.run(to, self.lost(to, sender))
         if to.name == MAKER:
             self.count_holders(to)

@@ -1,7 +1,8 @@
-"""Calls that were made together, where the error of one keeps the program from awaiting the others. Pure.
+"""Calls that were made together, where the failed await of one keeps the program from awaiting the others. Pure.
 
-In `a, b = m.step(), n.step()` the code that awaits `b` does not run if `await a` raises. When `b` is dropped then, its
-error is no news to the program: it has an error of that task already.
+In `a, b = m.step(), n.step()` the code that awaits `b` does not run if `await a` raises: the error of the call, or the
+cancellation of a timeout. When `b` is dropped then, its error is no news to the program: it has an error of that task
+already.
 
 Moments are numbers of calls: whatever happens later in a process has a higher number.
 """
@@ -24,23 +25,23 @@ class _Failed(NamedTuple, Generic[Maker]):
 
 
 class FailedAwaits(Generic[Maker]):
-    """The awaits of one process that have raised the error of a call."""
+    """The awaits of one process that have raised something."""
 
     def __init__(self) -> None:
         self._failed: deque[_Failed[Maker]] = deque(maxlen=_REMEMBERED)
 
     def note(self, maker: Maker, made: int, raised: int) -> None:
-        """The error of a call was raised by an await.
+        """An await of a call raised something.
 
         Args:
             maker: The task that made the call.
             made: When it made it.
-            raised: When the error was raised.
+            raised: When the await raised.
         """
         self._failed.append(_Failed(maker, made, raised))
 
     def excuse(self, maker: Maker, made: int, failed: int, dropped: int) -> bool:
-        """Whether the error of a call is no news, because an await had raised that of a sibling before.
+        """Whether the error of a call is no news, because the await of a sibling had failed before.
 
         A sibling is a call of the same task that was under way at the same time.
 

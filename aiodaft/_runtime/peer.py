@@ -315,7 +315,8 @@ class Peer:
         if state.maker is not None and self.failed_awaits.excuse(
             state.maker, state.number, state.failed, state.dropped
         ):
-            what = f"{state.label} failed as well; its ref was dropped after another call of the same task had failed"
+            why = "its ref was dropped after the await of another call of the same task had failed"
+            what = f"{state.label} failed as well; {why}"
             log_error(what, state.error, logging.INFO)
             return
         what = f"{state.label} failed, and its ref was dropped before any code saw the error"

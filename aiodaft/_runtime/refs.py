@@ -238,6 +238,7 @@ class RefState(Watched):
                 try:
                     yield from wakeup
                 except BaseException as error:
+                    self._note_failed_await()
                     yield from self._stop_waiting(wakeup, error)
                     raise
             else:
@@ -246,11 +247,15 @@ class RefState(Watched):
                 self._decode_now()
         if self.error is not None:
             self.mark_seen()
-            if self.maker is not None:
-                self.peer.failed_awaits.note(self.maker, self.number, self.peer.next_number())
+            self._note_failed_await()
             # As asyncio's futures do: each waiter's frames are added to the original ones, not to each other's.
             raise self.error.with_traceback(self._traceback)
         return self.value
+
+    def _note_failed_await(self) -> None:
+        """An await raises; the code behind it, which may await siblings of this call, does not run."""
+        if self.maker is not None:
+            self.peer.failed_awaits.note(self.maker, self.number, self.peer.next_number())
 
     def result(self, ref: Ref[Any]) -> Any:
         """Wait for the value in another thread than the loop's."""

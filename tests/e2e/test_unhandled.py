@@ -170,7 +170,9 @@ async def test_a_scope_is_cancelled_by_what_a_runtime_only_logs(module_rt: aioda
     assert await (await module_rt.spawn(Echo)).echo("the runtime goes on") == "the runtime goes on"
 
 
-# Siblings: the error of one is raised, and the others are not awaited.
+# Siblings: the await of one fails, and the others are not awaited.
+
+SEEN = "failed as well; its ref was dropped after the await of another call of the same task had failed"
 
 
 @pytest.fixture
@@ -229,7 +231,26 @@ async def test_a_sibling_that_is_not_awaited_any_more_counts_as_seen(
     # Its answer came before this one; its ref may be part of a circle.
     await y.count()
     gc.collect()
-    await ear.hears("failed as well; its ref was dropped after another call of the same task had failed")
+    await ear.hears(SEEN)
+    assert len(ear.lines) == 1
+
+
+@shared_loop
+async def test_a_sibling_of_an_await_that_timed_out_counts_as_seen(log_only: aiodaft.Runtime, ear: Ear) -> None:
+    gated, slow = await log_only.spawn(Gated), await log_only.spawn(Failing)
+
+    async def work() -> None:
+        a, b = slow.wait(), gated.fail_later("not awaited")
+        await a
+        await b
+
+    with suppress(TimeoutError):
+        # The time is over when both calls are made.
+        async with asyncio.timeout(0):
+            await work()
+    gc.collect()
+    await gated.open_gate()
+    await ear.hears(SEEN)
     assert len(ear.lines) == 1
 
 

@@ -80,7 +80,10 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
 
     Raises:
         RuntimeError: An event loop runs here already, as in a notebook.
+        TypeError: `main` is not a coroutine.
     """
+    if not asyncio.iscoroutine(main):
+        raise TypeError(f"aiodaft.run takes a coroutine, as in `aiodaft.run(main())`, not {main!r:.80}")
     if asyncio._get_running_loop() is not None:
         main.close()
         raise RuntimeError("an event loop runs here already: `await main()` in place of `aiodaft.run(main())`")

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -77,6 +77,9 @@ class PicklerHooks:
             raise TypeError("a storage cannot travel: pass a tensor that uses it")
         if isinstance(value, _FILES):
             raise TypeError(f"the open file {getattr(value, 'name', value)!r} stays in its process: pass its path")
+        if by_value and kind is cached_property:
+            # Part of a class. In Python 3.11 it has a lock, which cloudpickle refuses.
+            return cached_property, (value.func,), {"attrname": value.attrname}
         if not by_value and isinstance(value, type | FunctionType) and not importable(value):
             raise NeedsCloudpickle
         return NotImplemented

@@ -89,6 +89,14 @@ async def test_running_a_program_inside_a_loop_says_what_to_do() -> None:
         aiodaft.run(main())
 
 
+def test_running_a_function_instead_of_its_coroutine_says_what_to_do() -> None:
+    async def main() -> None:
+        raise AssertionError("never runs")
+
+    with pytest.raises(TypeError, match=r"as in `aiodaft\.run\(main\(\)\)`, not <function"):
+        aiodaft.run(main)  # type: ignore[arg-type]
+
+
 async def test_options_that_a_runtime_refuses_leave_nothing_started(stopped: None) -> None:
     with pytest.raises(ValueError, match="stop_grace=-1"):
         await aiodaft.start(stop_grace=-1)

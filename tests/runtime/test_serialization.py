@@ -6,6 +6,7 @@ import dataclasses
 import decimal
 import enum
 import fractions
+import functools
 import pathlib
 import types
 from collections import OrderedDict, defaultdict, deque, namedtuple
@@ -249,6 +250,22 @@ def test_numpy_arrays() -> None:
         assert got.dtype == array.dtype
         if isinstance(got, np.ndarray) and not array.dtype.hasobject:
             assert got.flags.writeable
+
+
+def test_a_class_with_a_cached_property_travels() -> None:
+    class Lazy:
+        @functools.cached_property
+        def cached(self) -> object:
+            """Made once."""
+            return object()
+
+    # A process that has sent a class takes it back as it is: so its property goes by itself, too.
+    assert round_trip(Lazy) is Lazy
+    Lazy.cached = copied = round_trip(vars(Lazy)["cached"])  # type: ignore[method-assign]
+    assert isinstance(copied, functools.cached_property)
+    assert copied.__doc__ == "Made once."
+    lazy = Lazy()
+    assert lazy.cached is lazy.cached
 
 
 def test_functions_classes_and_closures() -> None:

@@ -93,6 +93,8 @@ class Worker:
         peer.current_maker = current_call.get
         self._peer = peer
         set_process_peer(peer)
+        # Its code is loaded while there are descriptors to load it with.
+        peer.store.transport_named(self._settings.transport)
         Pulse(self._pulse, peer).start()
         peer.attach(options.home, self._connection)
         await self._over.wait()

@@ -12,6 +12,7 @@ import torch
 from hoarding import Hoarder
 from leaks import open_files
 from transport_probes import no_more_files
+from transports import needs_ucx
 
 import aiodaft
 
@@ -37,6 +38,17 @@ async def test_an_argument_fails_where_its_sender_has_no_descriptors(rt: aiodaft
         assert await actor.release() == "released"
     assert caught.value.executed is False
     assert await actor.total(value) == count
+
+
+@needs_ucx
+async def test_an_actor_that_never_had_descriptors_for_ucx_goes_on() -> None:
+    async with aiodaft.Runtime(preload=(), transport="ucx") as rt:
+        actor = await rt.spawn(Hoarder)
+        await actor.hoard()
+        with pytest.raises(aiodaft.ResourceExhausted, match=NO_DESCRIPTORS):
+            await actor.total(torch.ones(LARGE))
+        assert await actor.release() == "released"
+        assert await actor.total(torch.ones(LARGE)) == LARGE
 
 
 @pytest.mark.parametrize("count", [MEDIUM, LARGE])

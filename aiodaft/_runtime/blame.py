@@ -46,16 +46,25 @@ def advice_on(error: BaseException) -> str:
     """What to do where pickle refused; errors of our own, and of users, say so themselves."""
     if isinstance(error, RecursionError):
         return "; it is nested too deeply: make it flatter, or make it in the actor"
-    refused = str(error).startswith(("cannot pickle", "Can't pickle", "no default __reduce__"))
-    return "; make it in the actor, or leave it out of its object's state (`__getstate__`)" if refused else ""
+    return "; make it in the actor, or leave it out of its object's state (`__getstate__`)" if _refuses(error) else ""
 
 
-def users_part(error: BaseException) -> BaseException | None:
-    """The error, if the user's own code raised it, with the frames of that code; None for one of pickle's or ours."""
-    frames = error.__traceback__
+def cause_of(error: BaseException) -> BaseException | None:
+    """The error, if it tells more than the message: the user's own code raised it, or the value is nested too deeply.
+
+    It has the frames of the user's code alone.
+    """
+    if isinstance(error, RecursionError):
+        return error.with_traceback(None)
+    frames = None if _refuses(error) else error.__traceback__
     while frames is not None and _is_inside(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     return None if frames is None else error.with_traceback(frames)
+
+
+def _refuses(error: BaseException) -> bool:
+    """Whether these are pickle's words for what cannot be pickled."""
+    return str(error).startswith(("cannot pickle", "Can't pickle", "no default __reduce__"))
 
 
 def _is_inside(filename: str) -> bool:

@@ -18,7 +18,7 @@ from aiodaft._protocol.messages import INLINE_LIMIT
 from aiodaft.exceptions import SerializationError
 from aiodaft.ref import Ref, parts_of
 
-from .blame import advice_on, find_path, users_part
+from .blame import advice_on, cause_of, find_path
 from .pickling import PicklerHooks, TooLong, breathe, pickle_into
 from .tensors import Places, TensorTable, is_dense_tensor
 from .values import Encoded, Source, blob_table, lay_out
@@ -343,6 +343,5 @@ def encode(
     # Outside of the block, so that the frames of pickle and of this package are no context of the error.
     to = f" to {names.to}" if names.to else ""
     path, reason = find_path(names.parts, attempt)
-    advice = advice_on(failed)
-    refused = SerializationError(f"{path} of {names.whole} cannot travel{to}: {reason or failed}{advice}")
-    raise refused from (None if advice else users_part(failed))
+    refused = f"{path} of {names.whole} cannot travel{to}: {reason or failed}{advice_on(failed)}"
+    raise SerializationError(refused) from cause_of(failed)

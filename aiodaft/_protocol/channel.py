@@ -297,8 +297,8 @@ class Keeper:
         items, holders, senders = tuple(self._items), tuple(self._holders), tuple(self._senders)
         contents = Contents(self._capacity, items, self._used, self._closed, holders, senders, self._missed)
         self._tell(to, Kind.QUEUE, 0, contents)
-        # Behind the queue: it asks again, there.
-        self._tell(to, Kind.MOVED, want.ticket, to)
+        # It asks again, there, when the queue has arrived.
+        self._held.append((to, want))
         self._held += [(peer, Message(Kind.OFFER, ticket)) for peer, ticket, _ in self._offers]
         self._items.clear()
         self._offers.clear()

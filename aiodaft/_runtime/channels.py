@@ -10,6 +10,7 @@ import asyncio
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -148,10 +149,15 @@ class Token(RefState):
 class NoteState(TellState):
     """A message about a channel; it holds the refs in it while it is under way, and goes also if one has failed."""
 
-    def __init__(self, label: str, body: Any) -> None:
+    def __init__(self, label: str, body: Any, undelivered: Callable[[], None]) -> None:
         super().__init__(label, own=True)
         self.inputs = []
         self._body = body
+        self._undelivered = undelivered
+
+    def on_error(self, error: BaseException) -> None:
+        super().on_error(error)
+        self._undelivered()
 
 
 def how_ended(link: Link) -> Leaving:
@@ -306,7 +312,7 @@ class Channels(Actor):
             return self._lost(channel_id, to, how_ended(link))
         target = Target(peer, to, CHANNELS, f"channels of {to}", None)
         arguments = (*channel_id, int(kind), ticket, body)
-        state = NoteState(self._note.label, body)
+        state = NoteState(self._note.label, body, partial(self._undelivered, channel_id, to))
         # What processes tell each other is not subject to the deadline of one who sends or receives.
         token = current_deadline.set(None)
         try:
@@ -314,6 +320,10 @@ class Channels(Actor):
         finally:
             current_deadline.reset(token)
         return []
+
+    def _undelivered(self, channel_id: ChannelId, to: PeerId) -> None:
+        """A process could not take a message, such as a long queue: for this channel it is as good as gone."""
+        self.run(channel_id, self._lost(channel_id, to, Leaving.ENDED))
 
     def _forget_if_idle(self, channel_id: ChannelId) -> None:
         with self._lock:

@@ -51,6 +51,20 @@ async def test_an_actor_that_never_had_descriptors_for_ucx_goes_on() -> None:
         assert await actor.total(torch.ones(LARGE)) == LARGE
 
 
+async def test_a_queue_that_its_first_receiver_cannot_take_is_lost_for_all_and_nobody_waits(
+    rt: aiodaft.Runtime,
+) -> None:
+    actor, channel = await rt.spawn(Hoarder), aiodaft.Channel[bytes](30)
+    for _ in range(30):
+        await channel.send(bytes(MEDIUM))
+    await actor.hoard()
+    for receiving in (actor.receive(channel).value(), channel.recv()):
+        with pytest.raises(aiodaft.PeerLost) as caught:
+            await receiving
+        assert any("had its queue" in note for note in caught.value.__notes__)
+    assert await actor.release() == "released"
+
+
 @pytest.mark.parametrize("count", [MEDIUM, LARGE])
 async def test_an_argument_fails_where_its_receiver_has_no_descriptors(rt: aiodaft.Runtime, count: int) -> None:
     actor, value = await rt.spawn(Hoarder), torch.ones(count)

@@ -78,16 +78,14 @@ def test_the_queue_moves_to_the_first_other_process_that_receives_and_whoever_as
     maker.handle(HERE, Message(Kind.OFFER, 1, "a"))
     maker.handle(THIRD, Message(Kind.OFFER, 2, "b"))
     contents = Contents(1, ("a",), True, False, (HERE, THIRD), (HERE, THIRD), None)
-    assert maker.handle(OTHER, Message(Kind.WANT, 3)) == [
-        tell(OTHER, Kind.QUEUE, 0, contents),
-        tell(OTHER, Kind.MOVED, 3, OTHER),
-    ]
+    assert maker.handle(OTHER, Message(Kind.WANT, 3)) == [tell(OTHER, Kind.QUEUE, 0, contents)]
     assert maker.handle(HERE, Message(Kind.WANT, 4)) == []
     new = Keeper(OTHER, HERE, contents.capacity)
     assert new.handle(HERE, Message(Kind.QUEUE, 0, contents)) == [tell(HERE, Kind.HAVE)]
     assert maker.handle(OTHER, Message(Kind.HAVE)) == [
         tell(HERE, Kind.MOVED, 0, OTHER),
         tell(THIRD, Kind.MOVED, 0, OTHER),
+        tell(OTHER, Kind.MOVED, 3, OTHER),
         tell(THIRD, Kind.MOVED, 2, OTHER),
         tell(HERE, Kind.MOVED, 4, OTHER),
     ]
@@ -99,7 +97,7 @@ def test_a_queue_that_is_lost_is_lost_for_everybody_and_closing_it_is_no_error()
     maker = Keeper(HERE, HERE, 1)
     maker.handle(OTHER, Message(Kind.WANT, 1))
     maker.handle(THIRD, Message(Kind.OFFER, 2, "a"))
-    assert maker.peer_lost(OTHER, Leaving.DIED) == [tell(THIRD, Kind.LOST, 2, OTHER)]
+    assert maker.peer_lost(OTHER, Leaving.DIED) == [tell(OTHER, Kind.LOST, 1, OTHER), tell(THIRD, Kind.LOST, 2, OTHER)]
     assert maker.place is Place.LOST
     assert maker.handle(HERE, Message(Kind.WANT, 3)) == [tell(HERE, Kind.LOST, 3, OTHER)]
     assert maker.handle(HERE, Message(Kind.CLOSE, 4)) == [tell(HERE, Kind.OVER, 4, OTHER)]

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 from transport_probes import no_more_files
 
-from aiodaft import Actor, method
+from aiodaft import Actor, Channel, method
 
 
 class Hoarder(Actor):
@@ -39,3 +39,8 @@ class Hoarder(Actor):
     async def total_of(self, other: Hoarder, count: int) -> float:
         """Of a value that comes from another actor."""
         return float((await other.ones(count)).sum())
+
+    @method
+    async def receive(self, channel: Channel[bytes]) -> bytes:
+        """The next item of a channel."""
+        return await channel.recv()

@@ -51,13 +51,13 @@ class Kind(IntEnum):
     LOST = 13  # process: the queue was lost with it; None: the channel was dropped
     MOVED = 14  # process: ask there
     ALONE = 15  # no other process holds the channel
-    COUNTING = 16  # the maker is gone: the queue is here, and so is to be told when the channel is dropped
+    COUNTING = 16  # the maker counts no more: the queue is here, and so is to be told when the channel is dropped
 
     QUEUE = 17  # `Contents`: the queue is yours
     HAVE = 18  # it is here
     HELD = 19  # process: it holds the channel
     LEFT = 20  # process, `Leaving`: it holds the channel no more
-    DROP = 21  # no process holds the channel
+    DROP = 21  # no process holds the channel, as far as its maker knows
 
 
 class Leaving(IntEnum):
@@ -139,7 +139,7 @@ class Keeper:
         self.place = Place.NEW
         self._here = here
         self._maker = maker
-        self._maker_is_gone = False
+        self._counts = False
         # The process that has the queue.
         self._at = here
         self._capacity = capacity
@@ -177,7 +177,7 @@ class Keeper:
     @property
     def is_over(self) -> bool:
         """Whether nobody holds the channel, as far as that is decided here: otherwise the maker says so."""
-        return self._maker_is_gone and not self._holders
+        return self._counts and not self._holders
 
     def handle(self, sender: PeerId, message: Message) -> list[Command]:
         """A process says something."""
@@ -239,12 +239,8 @@ class Keeper:
             self._items.appendleft(self._lent.pop(owner))
         self._gone[peer] = how
         if peer == self._maker:
-            self._maker_is_gone = True
-            for gone in self._gone:
-                self._forget(gone)
-            for holder in self._holders:
-                self._tell(holder, Kind.COUNTING, 0)
-        elif self._maker_is_gone or self._maker == self._here:
+            self._count()
+        elif self._counts or self._maker == self._here:
             self._forget(peer)
         elif peer in self._holders:
             # The maker passes that on behind what it has said before of those that hold the channel.
@@ -253,7 +249,7 @@ class Keeper:
         return self._take_out()
 
     def drop(self) -> list[Command]:
-        """No process holds the channel, so that nobody waits: forget what is in it."""
+        """No process holds the channel, as far as its maker knows, which forgets it."""
         if self.place in {Place.MOVING, Place.AWAY}:
             self._tell(self._at, Kind.DROP, 0)
         return self._take_out()
@@ -336,8 +332,20 @@ class Keeper:
         # What the maker says of that may come later, or never.
         if peer not in self._holders:
             self._holders[peer] = None
-            if self._maker_is_gone:
+            if self._counts:
                 self._tell(peer, Kind.COUNTING, 0)
+
+    def _dropped(self, sender: PeerId, message: Message) -> None:
+        # If the maker has only lost processes that hold the channel, they may live all the same.
+        self._count()
+
+    def _count(self) -> None:
+        """Go on counting without the maker."""
+        self._counts = True
+        for gone in self._gone:
+            self._forget(gone)
+        for holder in self._holders:
+            self._tell(holder, Kind.COUNTING, 0)
 
     def _forget(self, gone: PeerId) -> None:
         if gone in self._holders:
@@ -402,6 +410,7 @@ class Keeper:
         Kind.BACK: _back,
         Kind.CLOSE: _close,
         Kind.FINISH: _finish,
+        Kind.DROP: _dropped,
     }
 
 

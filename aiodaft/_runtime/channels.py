@@ -295,8 +295,6 @@ class Channels(Actor):
             return [Tell(sender, left)] if message.kind is Kind.COUNTING else []
         if message.kind is Kind.QUEUE:
             self.keepers[channel_id] = Keeper(self.peer.id, channel_id[0], message.body.capacity)
-        elif message.kind is Kind.DROP:
-            self.keepers.pop(channel_id, None)
         keeper = self.keepers.get(channel_id)
         if keeper is not None:
             return keeper.handle(sender, message)

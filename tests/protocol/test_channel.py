@@ -172,10 +172,13 @@ def test_a_death_counts_behind_what_the_maker_has_said_of_holders() -> None:
 
 def test_what_the_maker_believes_of_ends_takes_nobodys_channel_away() -> None:
     keeper = moved_here()
+    keeper.handle(OTHER, Message(Kind.LEFT, 0, (OTHER, Leaving.DROPPED)))
     keeper.handle(OTHER, Message(Kind.LEFT, 0, (THIRD, Leaving.ENDED)))
     # It was the maker that ended.
-    assert keeper.peer_lost(OTHER, Leaving.ENDED) == [tell(THIRD, Kind.COUNTING)]
+    assert keeper.handle(OTHER, Message(Kind.DROP)) == [tell(THIRD, Kind.COUNTING)]
     assert not keeper.is_over
+    keeper.handle(THIRD, Message(Kind.LEFT, 0, (THIRD, Leaving.DROPPED)))
+    assert keeper.is_over
 
 
 def test_deaths_that_the_maker_had_no_time_to_pass_on_count_when_it_is_gone() -> None:

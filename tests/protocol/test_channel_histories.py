@@ -110,8 +110,6 @@ class AnyHistory(RuleBasedStateMachine):
             return [left] if message.kind is Kind.COUNTING else []
         if message.kind is Kind.QUEUE:
             process.keeper = Keeper(process.name, MAKER, message.body.capacity)
-        elif message.kind is Kind.DROP:
-            process.keeper = None
         if process.keeper is not None:
             return process.keeper.handle(sender, message)
         refused = refusal(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._protocol.codec import pack, pack_exts
@@ -54,11 +55,28 @@ class Graphs:
             for place, ref in enumerate(step.data.outside):
                 part.outside[position, place] = await self._constant(ref)
         self._parts[owner, number] = part
+        if any(part.ways[remote].lost is not None for remote in plan.receives):
+            self._say_cut_off(part)
 
     async def _constant(self, ref: Any) -> Value:
         peer = self._peer
         descriptor = peer.refs.describe(ref)
         return await fetch(peer, peer.loopback, (0, _FIRST_SLOT, None, (), (descriptor,)))
+
+    def _say_cut_off(self, part: Part) -> None:
+        """A process that sends values to this one, and thereby wakes it, does so no more. It may live."""
+        self._peer.tasks.create_task(self._tell_cut_off(part), name="tell the owner of a graph")
+
+    async def _tell_cut_off(self, part: Part) -> None:
+        # The parts of an owner that is gone end with it.
+        with suppress(DaftError):
+            await self._peer.agent_of(part.owner).cut_off(part.number)
+
+    def cut_off(self, number: int) -> None:
+        """A process that takes part in a graph of this one does not hear of its runs from another one any more."""
+        own = self.own.get(number)
+        if own is not None:
+            own.cut_off(number)
 
     def uninstall(self, owner: PeerId, number: int) -> None:
         """Begin no more runs of a graph. Some may be under way that their owner gave up with a process that died."""
@@ -139,5 +157,7 @@ class Graphs:
         for part in self._parts.values():
             for run in list(part.runs.values()):
                 run.lost(remote, error)
+            if remote in part.plan.receives:
+                self._say_cut_off(part)
         for own in list(self.own.values()):
             own.lost(remote, error)

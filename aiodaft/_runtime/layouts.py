@@ -93,6 +93,8 @@ class Layout:
         # Its last run is over.
         self._over: asyncio.Future[None] | None = None
         self._broken = False
+        # Two processes have lost each other, and may both live.
+        self._some_cut_off = False
         self._places = [(target, _place(target)) for target in dict.fromkeys(target for target, _ in specs)]
         self._followed = [target for target, _ in self._places if isinstance(target, Followed)]
 
@@ -105,9 +107,16 @@ class Layout:
 
     @property
     def may_be_quiet(self) -> bool:
-        """Whether some sleep, and nobody waits for the dead, who wake nobody."""
+        """Whether some sleep, and each is woken by the values that it waits for: the dead wake nobody."""
+        if self._some_cut_off:
+            return False
         ways = self.ways.values()
         return any(way.is_asleep for way in ways) and all(way.lost is None for way in ways)
+
+    def cut_off(self) -> None:
+        """A process gets no values from another one any more: all notice now what they were told, and will be told."""
+        self._some_cut_off = True
+        self.wake()
 
     def wake(self) -> None:
         """Let all processes notice what they were told quietly."""

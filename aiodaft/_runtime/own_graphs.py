@@ -339,6 +339,12 @@ class OwnGraph:
         for run, _ in sent:
             self._lost_run(run, remote, error)
 
+    def cut_off(self, number: int) -> None:
+        """A process of a layout is not woken by another one any more: the owner wakes it for every run."""
+        for layout in {self._layout, *(run.layout for run in self._runs.values())}:
+            if layout is not None and layout.number == number:
+                layout.cut_off()
+
     def _lost_run(self, run: OwnRun, remote: PeerId, error: DaftError) -> None:
         for index in [index for index in run.missing if run.missing[index] == remote]:
             del run.missing[index]

@@ -119,6 +119,22 @@ async def test_a_graph_does_without_rings_where_an_actor_has_no_descriptors(rt: 
     assert link.ring is not None
 
 
+async def test_every_run_of_a_graph_fails_whose_actors_cannot_be_connected_with_each_other(rt: aiodaft.Runtime) -> None:
+    first, second = await rt.spawn(Hoarder), await rt.spawn(Hoarder)
+    async with aiodaft.compile(second.total) as graph:
+        assert await graph(torch.ones(10)) == 10
+    await second.hoard()
+    link = rt.peer.link_to(rt._target(second).remote)
+    async with aiodaft.compile(lambda count: second.total(first.ones(count))) as graph:
+        for _ in range(3):
+            # A process that sleeps is told of a run in such a way that the process before it wakes it.
+            while not link.is_asleep:
+                await asyncio.sleep(0)
+            with pytest.raises(aiodaft.ResourceExhausted, match=rf"no connection to worker-\w+: {NO_DESCRIPTORS}"):
+                await graph(10)
+    assert await second.release() == "released"
+
+
 async def test_a_spawn_without_descriptors_fails_and_leaves_none_open(rt: aiodaft.Runtime) -> None:
     await rt.stop(await rt.spawn(Hoarder))
     before = len(open_files())

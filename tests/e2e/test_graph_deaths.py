@@ -10,6 +10,7 @@ from graph_actors import Node
 from packing import Warden
 
 import aiodaft
+from aiodaft.exceptions import RemoteProtocolError
 
 
 async def spawn(rt: Any, count: int) -> list[Any]:
@@ -53,6 +54,28 @@ async def test_a_dead_actor_fails_its_runs_and_is_replaced(rt: aiodaft.Runtime) 
         with pytest.raises(ValueError, match="has no part in"):
             await graph.replace(b, a)
         assert [(await actor.state())[1:] for actor in (a, c)] == [(0, 0), (0, 0)]
+
+
+async def test_runs_fail_of_actors_that_live_and_have_lost_each_other(rt: aiodaft.Runtime) -> None:
+    first, second = await spawn(rt, 2)
+    processes = [rt._target(actor).remote for actor in (first, second)]
+    async with aiodaft.compile(lambda x: second.same(first.wait(x))) as graph:
+        # Rings are there for the calls that follow, and the first actor waits.
+        under_way = graph(0)
+        assert await first.same(0) == 0
+        await second.break_with(processes[0])
+        with pytest.raises(RemoteProtocolError, match="it broke"):
+            await under_way
+        await first.open()
+        link = rt.peer.link_to(processes[1])
+        for run in range(3):
+            # A process that sleeps is told of a run in such a way that values from the process before it wake it.
+            while not link.is_asleep:
+                await asyncio.sleep(0)
+            with pytest.raises(RemoteProtocolError, match="it broke"):
+                await graph(run)
+    while any([any((await actor.state())[1:]) for actor in (first, second)]):
+        pass
 
 
 @pytest.mark.parametrize("how", ["closed", "replaced"])

@@ -12,9 +12,11 @@ from typing import Any
 
 import aiodaft
 from aiodaft import Actor, Ref, method
+from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.current import current_peer
 from aiodaft._runtime.parts import Part, Run
 from aiodaft._runtime.rows import RowCall
+from aiodaft.exceptions import RemoteProtocolError
 
 
 @dataclass
@@ -121,6 +123,11 @@ class Node(Actor):
     @method(ordered=False)
     async def open(self) -> None:
         self.gate.set()
+
+    @method(ordered=False)
+    async def break_with(self, process: PeerId) -> None:
+        """Ends the connection to the process of another actor."""
+        current_peer().link_to(process).close(RemoteProtocolError("it broke"))
 
     @method
     async def die(self, value: Any) -> Any:

@@ -56,8 +56,8 @@ class Channel(Generic[T]):
             ChannelClosed: The channel is closed, and everything in it has been received; or it ended because every
                 other process has dropped it, and this one has only received.
             ActorDied, PeerLost: The process that had the channel's queue is gone, or that of a large item which is
-                lost with it; or every process that has sent is, at least one of them by its death, and the channel
-                is empty.
+                lost with it; or a process that may have sent has died, no other that may send holds the channel, and
+                the channel is empty.
 
         Cancellation: no item is lost; the next receiver gets it.
         """

@@ -47,7 +47,7 @@ class Kind(IntEnum):
     ITEM = 9  # item: lent
     YOURS = 10  # the user may have it
     OVER = 11  # the channel is closed, and for a WANT also empty
-    ORPHANED = 12  # process: it died, no process that has sent holds the channel, and the queue is empty
+    ORPHANED = 12  # process: it died, no process that may send holds the channel, and the queue is empty
     LOST = 13  # process: the queue was lost with it; None: the channel was dropped
     MOVED = 14  # process: ask there
     ALONE = 15  # no other process holds the channel
@@ -375,12 +375,18 @@ class Keeper:
         # What is lent may come back.
         if self._items or self._lent:
             return
-        orphaned = self._missed is not None and self._senders.keys().isdisjoint(self._holders)
+        orphaned = self._missed is not None and not any(map(self._may_send, self._holders))
         if self._closed or orphaned:
             kind, body = (Kind.OVER, None) if self._closed else (Kind.ORPHANED, self._missed)
             for peer, ticket in self._wants:
                 self._tell(peer, kind, ticket, body)
             self._wants.clear()
+
+    def _may_send(self, holder: PeerId) -> bool:
+        if holder in self._over:
+            return False
+        # A maker often only hands the channel on.
+        return holder in self._senders or (holder not in self._receivers and holder != self._maker)
 
     def _answer_held(self) -> None:
         """The queue is elsewhere, or lost: those who ask for it learn that."""

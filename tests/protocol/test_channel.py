@@ -117,6 +117,17 @@ def test_receivers_are_orphans_when_a_sender_has_died_and_no_other_holds_the_cha
     assert keeper.handle(HERE, Message(Kind.WANT, 4)) == []
 
 
+def test_a_process_that_holds_the_channel_and_has_not_received_may_send() -> None:
+    keeper = settled()
+    for holder in (OTHER, THIRD):
+        keeper.holder_came(holder)
+    keeper.handle(HERE, Message(Kind.WANT, 2))
+    assert keeper.holder_left(OTHER, Leaving.DIED) == []
+    # It turns out to be a receiver.
+    orphaned = [tell(HERE, Kind.ORPHANED, 2, OTHER), tell(THIRD, Kind.ORPHANED, 1, OTHER)]
+    assert keeper.handle(THIRD, Message(Kind.WANT, 1)) == orphaned
+
+
 def test_the_death_of_a_process_that_only_received_orphans_nobody() -> None:
     keeper = settled()
     keeper.holder_came(OTHER)

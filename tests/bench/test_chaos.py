@@ -1,5 +1,6 @@
 """The chaos run: what it does follows from its seed, and it sees a broken promise."""
 
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -11,8 +12,8 @@ import pytest
 from aiodaft import ActorDied, CallCancelled, Overloaded, PeerLost
 from aiodaft.bench.chaos.deeds import WrongValue
 from aiodaft.bench.chaos.judge import Hang, judge
-from aiodaft.bench.chaos.plan import ACTORS, Deed, Fault, Harm, Op, Round, rounds
-from aiodaft.bench.chaos.run import torment
+from aiodaft.bench.chaos.plan import ACTORS, Deed, Fault, Harm, Op, Round, rounds, transport_of
+from aiodaft.bench.chaos.run import _no_more_descriptors, torment
 
 CALL = Op(100, Deed.CALL, 0.0, (0, 1, 2), 10)
 CANCEL = Op(100, Deed.CANCEL, 0.0, (0, 1, 2), 10)
@@ -23,6 +24,19 @@ NEVER: Counter[int] = Counter()
 def test_a_seed_decides_everything_that_is_tried() -> None:
     assert list(islice(rounds(3), 5)) == list(islice(rounds(3), 5))
     assert list(islice(rounds(3), 5)) != list(islice(rounds(4), 5))
+
+
+def test_payloads_travel_in_every_way() -> None:
+    assert {transport_of(seed) for seed in range(20)} == {"shm", "tcp", "ucx"}
+
+
+def test_a_process_gets_no_descriptors_for_a_moment() -> None:
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    before = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)
+    with _no_more_descriptors(child.pid):
+        assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE) == (3, before[1])
+    assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE) == before
+    child.communicate()
 
 
 def test_numbers_of_calls_never_meet() -> None:
@@ -38,6 +52,7 @@ def test_who_is_followed_must_come_back_unless_it_was_stopped() -> None:
         Fault(Harm.STOP, 0, 4, 0),
     )
     assert Round((), faults).survivors() == (0,)
+    assert Round((), faults).unharmed() == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +69,9 @@ def test_who_is_followed_must_come_back_unless_it_was_stopped() -> None:
         (CALL, ActorDied("x", executed=False), NEVER, True, None),
         (CALL, Overloaded("x"), NEVER, False, "nothing was harmed"),
         (CALL, PeerLost("x"), ONCE, False, "nothing was harmed"),
+        (CALL, OSError("x"), ONCE, True, None),
+        (CALL, OSError("x"), ONCE, False, "the system refused"),
+        (CALL, TimeoutError("x"), ONCE, False, "nobody gave it up"),
         (CALL, CallCancelled("x"), ONCE, False, "nobody gave it up"),
         (CANCEL, CallCancelled("x"), ONCE, False, None),
         (CANCEL, TimeoutError("x"), ONCE, False, None),
@@ -66,7 +84,7 @@ def test_the_judge(op: Op, error: BaseException | None, ran: Counter[int], hurt:
 
 
 async def test_a_little_chaos(tmp_path: Path) -> None:
-    report = await torment(2, 0, tmp_path, rounds_per_runtime=2)
+    report = await torment(23, 0, tmp_path, rounds_per_runtime=2)
     assert report.violations == []
     assert report.rounds == 2
     # One of those that are followed was killed.

@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from aiodaft.actor import Actor
 from aiodaft.channel import Channel
 from aiodaft.methods import method
 
-__all__ = ["Victim", "made"]
+__all__ = ["Lump", "Victim", "made", "parcel"]
+
+# Every so many items of a channel, one is too large for a message.
+_LARGE_EVERY = 4
 
 
 def made(number: int, size: int) -> bytes:
     """The bytes that call `number` makes."""
     return random.Random(number).randbytes(size)
+
+
+def parcel(number: int, index: int) -> bytes:
+    """An item of a channel: small, or one that stays with its sender until it is received."""
+    return made(number + index, 10 if index % _LARGE_EVERY else 70_000)
+
+
+class Lump:
+    """Bytes that are used where they arrive: in shared memory."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __reduce_ex__(self, protocol: Any, /) -> tuple[Any, ...]:
+        return Lump, (pickle.PickleBuffer(self.data),)
 
 
 class Victim(Actor):
@@ -26,6 +46,8 @@ class Victim(Actor):
     def __init__(self, notes: Path) -> None:
         # A write of a few bytes to the end of a file is done or not, also when the writer is killed.
         self._notes = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        # Forked children: their pids, and what lets them go on.
+        self._children: dict[int, tuple[int, int]] = {}
 
     def _note(self, number: int) -> None:
         os.write(self._notes, f"{number}\n".encode())
@@ -75,3 +97,67 @@ class Victim(Actor):
         """Empty a channel."""
         self._note(number)
         return [item async for item in channel]
+
+    @method
+    async def pour(self, number: int, channel: Channel[tuple[int, int, bytes]], sender: int, items: int) -> None:
+        """Be one of several senders; leave the channel open."""
+        self._note(number)
+        for index in range(items):
+            await channel.send((sender, index, parcel(number, index)))
+
+    @method
+    async def draw(self, number: int, channel: Channel[tuple[int, int, bytes]]) -> list[tuple[int, int, bytes]]:
+        """Be one of several receivers."""
+        self._note(number)
+        return [item async for item in channel]
+
+    @method
+    async def keep_to_itself(self, number: int, channel: Channel[bytes], items: int) -> list[bytes]:
+        """Send to a channel and receive from it at the same time."""
+        self._note(number)
+
+        async def send() -> None:
+            for index in range(items):
+                await channel.send(parcel(number, index))
+            await channel.aclose()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(send())
+            return [item async for item in channel]
+
+    @method
+    def wait_on_thread(self, number: int, other: Victim, size: int) -> bytes:
+        """Have another actor make something, and wait for it on the thread."""
+        self._note(number)
+        return other.make(number + 1, size).result()
+
+    @method
+    def fork(self, number: int, lump: Lump) -> None:
+        """Fork a child that keeps the value, and looks at it again when it is let go."""
+        self._note(number)
+        before = bytes(lump.data)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.close(writing)
+                # Also when this process ends.
+                os.read(reading, 1)
+                os._exit(bytes(lump.data) != before)
+            finally:
+                os._exit(2)
+        os.close(reading)
+        self._children[number] = (child, writing)
+
+    @method
+    def let_go(self, number: int, forked: int) -> int | None:
+        """The exit status of the child of an earlier call: 0 if its value is what it was; None if it ended before."""
+        self._note(number)
+        if forked not in self._children:
+            # It was another incarnation that forked it.
+            return None
+        child, writing = self._children.pop(forked)
+        # Closing it would not do: children that were forked later have it, too.
+        os.write(writing, b".")
+        os.close(writing)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -8,8 +8,11 @@ from typing import Any, Final
 
 from aiodaft.channel import Channel
 from aiodaft.deadline import deadline
+from aiodaft.exceptions import DaftError
+from aiodaft.graph import compile as compile_graph
+from aiodaft.ref import Ref
 
-from .actors import Victim, made
+from .actors import Lump, Victim, made, parcel
 from .plan import ACTORS, Deed, Op
 
 __all__ = ["DEEDS", "MAY_FAIL", "WrongValue"]
@@ -78,6 +81,97 @@ async def _channel(op: Op, actors: Sequence[Victim]) -> None:
     _check(op, len(items), op.size)
 
 
+async def _own_channel(op: Op, actors: Sequence[Victim]) -> None:
+    came = await actors[op.actors[0]].keep_to_itself(op.id, Channel[bytes](4), op.size)
+    _check(op, came, [parcel(op.id, index) for index in range(op.size)])
+
+
+async def _crowd(op: Op, actors: Sequence[Victim]) -> None:
+    channel = Channel[tuple[int, int, bytes]](4)
+    senders, receiver = op.actors[:2], actors[op.actors[2]]
+    sent = [actors[index].pour(op.id + which, channel, which, op.size) for which, index in enumerate(senders)]
+    there, here = receiver.draw(op.id + 2, channel), asyncio.gather(_collect(channel))
+    sending = asyncio.gather(*sent, return_exceptions=True)
+    # A receiver that ends before the channel is closed has failed. Typeshed wants its own futures; asyncio takes refs.
+    parts: Any = (sending, there, here)
+    await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+    await channel.aclose()
+    errors = [error for error in await sending if error is not None]
+    ((mine, error),) = await here
+    piles = [mine]
+    try:
+        piles.append(await there)
+    except DaftError as died:
+        errors.append(died)
+    if error is not None:
+        errors.append(error)
+    came = [item[:2] for pile in piles for item in pile]
+    _check(op, len(set(came)), len(came))
+    for sender, index, item in (item for pile in piles for item in pile):
+        _check(op, item, parcel(op.id + sender, index))
+    if errors:
+        raise errors[0]
+    for pile in piles:
+        for sender in range(2):
+            order = [item[1] for item in pile if item[0] == sender]
+            _check(op, order, sorted(order))
+    _check(op, sorted(came), [(sender, index) for sender in range(2) for index in range(op.size)])
+
+
+async def _collect(channel: Channel[Any]) -> tuple[list[Any], DaftError | None]:
+    came: list[Any] = []
+    try:
+        async for item in channel:
+            came.append(item)  # noqa: PERF401 - what came before an error is looked at
+    except DaftError as error:
+        return came, error
+    return came, None
+
+
+async def _graph(op: Op, actors: Sequence[Victim]) -> None:
+    a, b, _ = (actors[index] for index in op.actors)
+    data = made(op.id, op.size)
+
+    def flip_twice(first: Ref[int], second: Ref[int], x: Ref[bytes]) -> Ref[bytes]:
+        return b.flip(second, a.flip(first, x))
+
+    async with compile_graph(flip_twice) as graph:
+        runs = [graph(op.id, op.id + 1, data), graph(op.id + 2, op.id + 3, data)]
+        # Beside it, an ordinary call.
+        beside = a.flip(op.id + 4, data)
+        came = await asyncio.gather(*runs, beside, return_exceptions=True)
+    errors = [copy for copy in came if isinstance(copy, BaseException)]
+    for copy, expected in zip(came, (data, data, data[::-1]), strict=True):
+        if not isinstance(copy, BaseException):
+            _check(op, copy, expected)
+    if errors:
+        raise errors[0]
+
+
+async def _threads(op: Op, actors: Sequence[Victim]) -> None:
+    a, b, _ = (actors[index] for index in op.actors)
+    data = made(op.id, op.size)
+    # The actor's thread, its loop and its helper thread make and take large values at once.
+    came = await asyncio.gather(
+        a.flip(op.id, data), a.make(op.id + 1, op.size), b.wait_on_thread(op.id + 2, a, op.size), return_exceptions=True
+    )
+    for copy, expected in zip(came, (data[::-1], made(op.id + 1, op.size), made(op.id + 3, op.size)), strict=True):
+        if isinstance(copy, BaseException):
+            raise copy
+        _check(op, copy, expected)
+
+
+async def _fork(op: Op, actors: Sequence[Victim]) -> None:
+    a = actors[op.actors[0]]
+    data = made(op.id, op.size)
+    await a.fork(op.id, Lump(data))
+    # These come to where the value of the first call was, unless a child still looks at it.
+    other = made(op.id + 1, op.size)
+    came = await asyncio.gather(*(a.flip(op.id + place, other) for place in (1, 2)))
+    _check(op, came, [other[::-1]] * 2)
+    _check(op, await a.let_go(op.id + 3, op.id) or 0, 0)
+
+
 async def _timeout(op: Op, actors: Sequence[Victim]) -> None:
     async with asyncio.timeout(0.2):
         _check(op, await actors[op.actors[0]].nap(op.id, op.size), op.size)
@@ -107,6 +201,11 @@ DEEDS: Final[dict[Deed, Callable[[Op, Sequence[Victim]], Awaitable[None]]]] = {
     Deed.FAN_OUT: _fan_out,
     Deed.NESTED: _nested,
     Deed.CHANNEL: _channel,
+    Deed.OWN_CHANNEL: _own_channel,
+    Deed.CROWD: _crowd,
+    Deed.GRAPH: _graph,
+    Deed.THREADS: _threads,
+    Deed.FORK: _fork,
     Deed.TIMEOUT: _timeout,
     Deed.CANCEL: _cancel,
     Deed.DEADLINE: _deadline,

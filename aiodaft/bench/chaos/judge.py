@@ -42,6 +42,8 @@ def judge(op: Op, error: BaseException | None, ran: Counter[int], *, hurt: bool)
         yield f"{what}: {error}"
     elif isinstance(error, OutcomeUnknown | NotDelivered) and not hurt:
         yield f"{what}: nothing was harmed, and it failed: {error!r}"
+    elif isinstance(error, OSError) and not (hurt or isinstance(error, TimeoutError)):
+        yield f"{what}: nothing was harmed, and the system refused something: {error!r}"
     elif isinstance(error, TimeoutError | CallCancelled | DeadlineExceeded) and not hurt and op.deed not in MAY_FAIL:
         yield f"{what}: nobody gave it up, and it ended: {error!r}"
     elif isinstance(error, DaftError) and error.executed is False and op.deed in _SINGLE and mine[op.id]:

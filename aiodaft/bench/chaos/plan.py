@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-__all__ = ["ACTORS", "FOLLOWED", "Deed", "Fault", "Harm", "Op", "Round", "rounds"]
+__all__ = ["ACTORS", "FOLLOWED", "Deed", "Fault", "Harm", "Op", "Round", "rounds", "transport_of"]
 
 ACTORS: Final = 5
 # Those that are restarted when they are killed, and whose handles follow them.
@@ -16,6 +16,8 @@ FOLLOWED: Final = (0, 1)
 # How long operations and faults of one round are spread, in seconds.
 _SPREAD: Final = 0.6
 _SIZES: Final = (10, 5_000, 70_000, 1 << 20, 9 << 20)
+# How payloads travel, by the seed of a run.
+_TRANSPORTS: Final = ("shm", "shm", "tcp", "ucx")
 
 
 class Deed(Enum):
@@ -28,6 +30,11 @@ class Deed(Enum):
     FAN_OUT = "fan-out"
     NESTED = "nested"
     CHANNEL = "channel"
+    OWN_CHANNEL = "own channel"
+    CROWD = "crowd"
+    GRAPH = "graph"
+    THREADS = "threads"
+    FORK = "fork"
     TIMEOUT = "timeout"
     CANCEL = "cancel"
     DEADLINE = "deadline"
@@ -39,6 +46,8 @@ class Harm(Enum):
     KILL = "kill"
     STOP = "stop"
     FREEZE = "freeze"
+    # It gets no descriptors for a moment.
+    EXHAUST = "exhaust"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: what, to which actor, when, and (of a freeze) for how long, in seconds."""
+    """One fault: what, to which actor, when, and (of a freeze, or of exhaustion) for how long, in seconds."""
 
     harm: Harm
     at: float
@@ -82,6 +91,22 @@ class Round:
         stopped = {fault.actor for fault in self.faults if fault.harm is Harm.STOP}
         return tuple(index for index in FOLLOWED if index not in stopped)
 
+    def unharmed(self) -> tuple[int, ...]:
+        """Indices of the actors that have no reason to end."""
+        ended = {fault.actor for fault in self.faults if fault.harm in {Harm.KILL, Harm.STOP}}
+        return tuple(index for index in range(ACTORS) if index not in ended)
+
+
+# Their size is a number of items, or of hundredths of a second.
+_COUNTED: Final = frozenset({
+    Deed.STREAM, Deed.CHANNEL, Deed.OWN_CHANNEL, Deed.CROWD, Deed.TIMEOUT, Deed.CANCEL, Deed.DEADLINE,
+})  # fmt: skip
+
+
+def transport_of(seed: int) -> str:
+    """How payloads travel in a run, where that can be had."""
+    return random.Random(f"transport {seed}").choice(_TRANSPORTS)
+
 
 def rounds(seed: int) -> Iterator[Round]:
     """The rounds of a run, without end. Every fourth round has no faults: there nothing may fail."""
@@ -99,11 +124,10 @@ def rounds(seed: int) -> Iterator[Round]:
 def _op(rng: random.Random, number: int) -> Op:
     deed = rng.choice(list(Deed))
     actors = (rng.randrange(ACTORS), rng.randrange(ACTORS), rng.randrange(ACTORS))
-    few = deed in {Deed.STREAM, Deed.CHANNEL, Deed.TIMEOUT, Deed.CANCEL, Deed.DEADLINE}
-    size = rng.randint(1, 40) if few else rng.choice(_SIZES)
+    size = rng.randint(1, 40) if deed in _COUNTED else rng.choice(_SIZES)
     return Op(number, deed, rng.uniform(0, _SPREAD), actors, size)
 
 
 def _fault(rng: random.Random) -> Fault:
-    harm = rng.choices(list(Harm), weights=(6, 2, 3))[0]
+    harm = rng.choices(list(Harm), weights=(6, 2, 3, 2))[0]
     return Fault(harm, rng.uniform(0, _SPREAD), rng.randrange(ACTORS), rng.uniform(0.01, 0.4))

@@ -5,24 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import time
 from collections import Counter
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Final
 
 from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.runtime import Runtime
 from aiodaft.supervision import Backoff, Restart
+from aiodaft_transport import Unreachable, check_name, default_name
 
 from .actors import Victim
 from .deeds import DEEDS, WrongValue
 from .judge import Hang, judge
-from .plan import ACTORS, FOLLOWED, Fault, Harm, Op, Round, rounds
+from .plan import ACTORS, FOLLOWED, Fault, Harm, Op, Round, rounds, transport_of
 from .procfs import descendants
 
 __all__ = ["Report", "torment"]
@@ -40,6 +42,7 @@ class Report:
     """What came of a run."""
 
     seed: int
+    transport: str
     rounds: int = 0
     outcomes: Counter[str] = field(default_factory=Counter[str])
     faults: Counter[str] = field(default_factory=Counter[str])
@@ -49,7 +52,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            f"seed {self.seed}: {self.rounds} rounds, {self.outcomes.total()} operations",
+            f"seed {self.seed}, {self.transport}: {self.rounds} rounds, {self.outcomes.total()} operations",
             "  outcomes: " + ", ".join(f"{name} {count}" for name, count in self.outcomes.most_common()),
             "  faults:   " + (", ".join(f"{name} {count}" for name, count in self.faults.most_common()) or "none"),
             f"  killed actors that came back: {self.returns}",
@@ -68,7 +71,7 @@ async def torment(seed: int, seconds: float, folder: Path, *, rounds_per_runtime
         folder: For notes; empty.
         rounds_per_runtime: Rounds after which the runtime is closed, and it is looked at what is left.
     """
-    report = Report(seed)
+    report = Report(seed, _transport(seed))
     plan = rounds(seed)
     end = time.monotonic() + seconds
     with _quiet():
@@ -77,6 +80,14 @@ async def torment(seed: int, seconds: float, folder: Path, *, rounds_per_runtime
             await _one_runtime(islice(plan, rounds_per_runtime), report, notes)
             if report.violations or time.monotonic() >= end:
                 return report
+
+
+def _transport(seed: int) -> str:
+    name = transport_of(seed)
+    try:
+        return check_name(name)
+    except Unreachable:
+        return default_name()
 
 
 @contextmanager
@@ -92,7 +103,7 @@ def _quiet() -> Generator[None, None, None]:
 
 
 async def _one_runtime(plan: Iterable[Round], report: Report, notes: Path) -> None:
-    runtime = Runtime(preload=(), stop_grace=2, unhandled="log")
+    runtime = Runtime(preload=(), stop_grace=2, unhandled="log", transport=report.transport)
     await runtime.__aenter__()
     actors: list[Victim] = []
     try:
@@ -142,6 +153,10 @@ async def _one_round(runtime: Runtime, actors: list[Victim], round_: Round, note
         error = task.result()
         report.outcomes["value" if error is None else type(error).__name__] += 1
         report.violations += judge(op, error, ran, hurt=hurt)
+    for index in round_.unharmed():
+        info = await runtime.info(actors[index])
+        if not (info.alive and info.pid == pids[index]):
+            report.violations.append(f"actor {index} was neither killed nor stopped, and is gone: {info.last_error!r}")
     for index in round_.survivors():
         if not await _is_there(runtime, actors[index], followed=True):
             report.violations.append(f"actor {index} was not stopped, and did not come back")
@@ -158,7 +173,7 @@ async def _one_op(op: Op, actors: list[Victim]) -> BaseException | None:
     try:
         async with limit:
             await DEEDS[op.deed](op, actors)
-    except (DaftError, TimeoutError, WrongValue) as error:
+    except (DaftError, OSError, WrongValue) as error:
         return Hang(f"no end after {_HANG:g} s") if limit.expired() else error
     return None
 
@@ -172,6 +187,24 @@ async def _harm(runtime: Runtime, fault: Fault, actor: Victim, pid: int) -> None
         if fault.harm is Harm.KILL:
             os.kill(pid, signal.SIGKILL)
             return
+        if fault.harm is Harm.EXHAUST:
+            with _no_more_descriptors(pid):
+                await asyncio.sleep(fault.lasting)
+            return
         os.kill(pid, signal.SIGSTOP)
         await asyncio.sleep(fault.lasting)
         os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def _no_more_descriptors(pid: int) -> Generator[None, None, None]:
+    """A process keeps the descriptors that it has, and gets no others."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    with suppress(FileNotFoundError):
+        taken = set(map(int, os.listdir(f"/proc/{pid}/fd")))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (next(fd for fd in count() if fd not in taken), before[1]))
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transport_desk import Office, opened_office
-from transport_probes import descriptors_of_segments, mappings, segments_mapped
+from transport_probes import descriptors_of_segments, mappings, no_more_files, segments_mapped
 
 from aiodaft_transport import Block, GrantError
 from aiodaft_transport.arena import ArenaBlock
@@ -238,6 +238,19 @@ def test_dropping_private_pages_of_one_block_leaves_its_neighbours_alone() -> No
         assert second == b"\7" * 65_536
         _, third = office.give(content(65_536, 3))
         assert third == content(65_536, 3)
+
+
+def test_a_reader_without_descriptors_gives_a_block_back_and_keeps_nothing_of_what_it_wrote() -> None:
+    with opened_office() as office:
+        block, view = office.give(content(65_536, 1))
+        view[:] = bytes(65_536)
+        block.release()
+        with no_more_files():
+            del view
+            office.desk.settle()
+        assert live(office) == 0
+        _, again = office.give(content(65_536, 2))
+        assert again == content(65_536, 2)
 
 
 def test_a_trimmed_segment_is_unmapped_by_its_readers_too() -> None:

@@ -55,8 +55,13 @@ class _Mapping:
     def scrub(self, offset: int, nbytes: int) -> None:
         """Make the range show the shared pages again."""
         first = offset // PAGESIZE
-        for page in private_pages(self.address + first * PAGESIZE, -(-(offset + nbytes) // PAGESIZE) - first):
-            self.region.madvise(MADV_DONTNEED, (first + page) * PAGESIZE, PAGESIZE)
+        pages = -(-(offset + nbytes) // PAGESIZE) - first
+        try:
+            for page in private_pages(self.address + first * PAGESIZE, pages):
+                self.region.madvise(MADV_DONTNEED, (first + page) * PAGESIZE, PAGESIZE)
+        except OSError:
+            # Without a descriptor it cannot be seen which pages are private.
+            self.region.madvise(MADV_DONTNEED, first * PAGESIZE, pages * PAGESIZE)
 
 
 class _RemoteSegment:

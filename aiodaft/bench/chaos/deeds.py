@@ -15,7 +15,7 @@ from aiodaft.ref import Ref
 from .actors import Lump, Victim, made, parcel
 from .plan import ACTORS, Deed, Op
 
-__all__ = ["DEEDS", "MAY_FAIL", "WrongValue"]
+__all__ = ["ALONE", "DEEDS", "MAY_FAIL", "WrongValue"]
 
 
 class WrongValue(AssertionError):
@@ -211,5 +211,9 @@ DEEDS: Final[dict[Deed, Callable[[Op, Sequence[Victim]], Awaitable[None]]]] = {
     Deed.DEADLINE: _deadline,
 }
 
+# These need one actor, and the controller.
+ALONE: Final = frozenset({
+    Deed.CALL, Deed.WORK, Deed.STREAM, Deed.OWN_CHANNEL, Deed.FORK, Deed.TIMEOUT, Deed.CANCEL, Deed.DEADLINE,
+})  # fmt: skip
 # These end their calls before they are done, also where nothing fails.
 MAY_FAIL: Final = frozenset({Deed.TIMEOUT, Deed.CANCEL, Deed.DEADLINE})

@@ -22,7 +22,7 @@ from aiodaft.supervision import Backoff, Restart
 from aiodaft_transport import Unreachable, check_name, default_name
 
 from .actors import Victim
-from .deeds import DEEDS, WrongValue
+from .deeds import ALONE, DEEDS, WrongValue
 from .judge import Hang, judge
 from .plan import ACTORS, FOLLOWED, Fault, Harm, Op, Round, rounds, transport_of
 from .procfs import descendants
@@ -48,6 +48,8 @@ class Report:
     faults: Counter[str] = field(default_factory=Counter[str])
     # How often a killed actor came back.
     returns: int = 0
+    # Processes that had no descriptors for a moment, and may never have been connected to others.
+    apart: set[int] = field(default_factory=set[int])
     violations: list[str] = field(default_factory=list[str])
 
     def __str__(self) -> str:
@@ -147,12 +149,14 @@ async def _one_round(runtime: Runtime, actors: list[Victim], round_: Round, note
         for fault in round_.faults:
             report.faults[fault.harm.value] += 1
             group.create_task(_harm(runtime, fault, actors[fault.actor], pids[fault.actor]))
+    report.apart.update(pids[fault.actor] for fault in round_.faults if fault.harm is Harm.EXHAUST)
     hurt = any(fault.harm is not Harm.FREEZE for fault in round_.faults)
+    apart = not report.apart.isdisjoint(pids)
     ran = _what_ran(notes)
     for op, task in zip(round_.ops, ops, strict=True):
         error = task.result()
         report.outcomes["value" if error is None else type(error).__name__] += 1
-        report.violations += judge(op, error, ran, hurt=hurt)
+        report.violations += judge(op, error, ran, hurt=hurt or (apart and op.deed not in ALONE))
     for index in round_.unharmed():
         info = await runtime.info(actors[index])
         if not (info.alive and info.pid == pids[index]):

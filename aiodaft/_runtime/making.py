@@ -84,9 +84,10 @@ async def stop_actor(peer: Peer, target: Target, reason: str, grace: float) -> b
     stopping = peer.agent_of(target.remote).stop(target.actor, reason, grace)
     # What becomes of it concerns nobody else.
     state_of(stopping).mark_seen()
+    now = asyncio.get_running_loop().time
     # The answer comes when the process has begun to stop the actor.
-    answers = await _is_over(_ask(peer, target), _answer_time(peer, grace))
-    ended = answers and await _is_over(stopping, grace + 2 * peer.grace + 1.0)
+    answers = await _is_over(_ask(peer, target), now() + _answer_time(peer, grace))
+    ended = answers and await _is_over(stopping, now() + grace + 2 * peer.grace + 1.0)
     if not ended:
         logger.debug("%s does not answer, and is killed", target.label)
     return answers
@@ -98,10 +99,9 @@ async def stop_in_turn(peer: Peer, targets: Sequence[Target], reason: str, grace
     All are asked at the beginning whether they answer, so the time for that passes once, however many do not.
     """
     asked = [_ask(peer, target) for target in targets]
-    now = asyncio.get_running_loop().time
-    deadline = now() + _answer_time(peer, grace)
+    deadline = asyncio.get_running_loop().time() + _answer_time(peer, grace)
     return [
-        await _is_over(answer, max(0.0, deadline - now())) and await stop_actor(peer, target, reason, grace)
+        await _is_over(answer, deadline) and await stop_actor(peer, target, reason, grace)
         for target, answer in zip(targets, asked, strict=True)
     ]
 
@@ -117,9 +117,9 @@ def _answer_time(peer: Peer, grace: float) -> float:
     return grace + max(peer.grace, _ANSWER_TIME)
 
 
-async def _is_over(ref: Ref[None], seconds: float) -> bool:
-    """Wait for a call, but no longer than that. It is not cancelled, which would take time."""
+async def _is_over(ref: Ref[None], deadline: float) -> bool:
+    """Wait for a call until a time of the loop's clock. The call is not cancelled, which would take time."""
     with suppress(TimeoutError, DaftError):
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout_at(deadline):
             await ref.ready()
     return ref.done()

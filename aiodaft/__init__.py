@@ -2,7 +2,7 @@
 
 from aiodaft import exceptions
 from aiodaft._protocol.liveness import Patience
-from aiodaft._runtime.traffic import Traffic
+from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft.actor import Actor, local
 from aiodaft.attempt import current_attempt
 from aiodaft.channel import Channel

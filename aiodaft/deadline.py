@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from aiodaft._runtime.current import current_deadline
+from aiodaft._runtime.platform.context import current_deadline
 from aiodaft.exceptions import DaftError, DeadlineExceeded
 
 __all__ = ["deadline"]

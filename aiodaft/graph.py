@@ -16,13 +16,13 @@ from typing import Any, Final, Generic, NoReturn, ParamSpec, Self, TypeVar, cast
 
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._protocol.plan import Dataflow, Step
-from aiodaft._runtime.arguments import Arguments
-from aiodaft._runtime.calls import Request, Target
-from aiodaft._runtime.current import current_peer
-from aiodaft._runtime.own_graphs import OwnGraph
+from aiodaft._runtime.calls.outgoing import Request, Target
+from aiodaft._runtime.graphs.captured_call import Arguments
+from aiodaft._runtime.graphs.owner import OwnGraph
+from aiodaft._runtime.objects.ref_kinds import PutState
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.refkinds import PutState
-from aiodaft._runtime.serialization import map_refs
+from aiodaft._runtime.platform.context import current_peer
+from aiodaft._runtime.serialization.encoder import map_refs
 from aiodaft.actor import class_of, target_of
 from aiodaft.exceptions import DaftError
 from aiodaft.methods import MethodSpec, specs_of

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from aiodaft._runtime.questions import is_answered
-from aiodaft._runtime.tasks import logger
+from aiodaft._runtime.diagnostics.questions import is_answered
+from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.calls import Target
-    from aiodaft._runtime.roster import Process
-    from aiodaft._runtime.supervisor import Life
+    from aiodaft._runtime.calls.outgoing import Target
+    from aiodaft._runtime.node.worker_table import Process
+    from aiodaft._runtime.supervision.directory import Life
     from aiodaft.ref import Ref
 
 __all__ = ["ActorInfo", "look_at"]

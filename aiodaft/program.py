@@ -8,7 +8,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from aiodaft._runtime.forks import leave_signals, no_more, when_forked
+from aiodaft._runtime.platform.fork_hooks import leave_signals, no_more, when_forked
 from aiodaft.runtime import Runtime, has_uvloop
 
 __all__ = ["run", "start", "stop"]

@@ -21,23 +21,23 @@ from aiodaft._protocol.ids import COORDINATOR, NODE, SUPERVISOR, ActorId, PeerId
 from aiodaft._protocol.ledger import Ledger
 from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.naming import check_name as check_actor_name
-from aiodaft._runtime.calls import Target
-from aiodaft._runtime.claims import GpuClaims, gpu_names, id_named
-from aiodaft._runtime.coordinator import Coordinator
-from aiodaft._runtime.current import remove_process_peer, set_process_peer
-from aiodaft._runtime.door import answer
-from aiodaft._runtime.env import Env
-from aiodaft._runtime.error_log import log_error
-from aiodaft._runtime.failures import give_frames, take_frames
-from aiodaft._runtime.isolation import prefix_of
-from aiodaft._runtime.link import Link
-from aiodaft._runtime.node import Node
-from aiodaft._runtime.nursery import Nursery
+from aiodaft._runtime.calls.outgoing import Target
+from aiodaft._runtime.connections.connection import Link
+from aiodaft._runtime.connections.traffic import Traffic
+from aiodaft._runtime.diagnostics.attach import answer
+from aiodaft._runtime.diagnostics.process_stack import stack_of_all
+from aiodaft._runtime.node.coordinator import Coordinator
+from aiodaft._runtime.node.launcher import Nursery
+from aiodaft._runtime.node.node_agent import Node
+from aiodaft._runtime.node.pid_namespace import prefix_of
 from aiodaft._runtime.peer import Peer, PeerOptions
-from aiodaft._runtime.stacking import stack_of_all
-from aiodaft._runtime.supervisor import Supervisor
-from aiodaft._runtime.tasks import shield_from_anyio
-from aiodaft._runtime.traffic import Traffic
+from aiodaft._runtime.platform.context import remove_process_peer, set_process_peer
+from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.platform.error_log import log_error
+from aiodaft._runtime.platform.gpu_claims import GpuClaims, gpu_names, id_named
+from aiodaft._runtime.platform.tasks import shield_from_anyio
+from aiodaft._runtime.serialization.errors import give_frames, take_frames
+from aiodaft._runtime.supervision.directory import Supervisor
 from aiodaft.actor import Actor, Handle, class_of
 from aiodaft.exceptions import DaftError, OutcomeUnknown, ProtocolError, RuntimeClosed
 from aiodaft.ref import Ref

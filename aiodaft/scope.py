@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.unhandled import Unhandled
-from aiodaft._runtime.belongings import Belongings
-from aiodaft._runtime.calls import Target
-from aiodaft._runtime.error_log import log_error
-from aiodaft._runtime.following import Followed, Pinned
-from aiodaft._runtime.making import Recipe
-from aiodaft._runtime.tasks import logger, see_through, shield_from_anyio
+from aiodaft._runtime.calls.following import Followed, Pinned
+from aiodaft._runtime.calls.outgoing import Target
+from aiodaft._runtime.platform.error_log import log_error
+from aiodaft._runtime.platform.tasks import logger, see_through, shield_from_anyio
+from aiodaft._runtime.scope_actors import Belongings
+from aiodaft._runtime.supervision.child_spec import Recipe
 from aiodaft.actor import Actor, Handle, class_of, target_of
 from aiodaft.exceptions import CallCancelled, OutcomeUnknown, RuntimeClosed
 from aiodaft.group import Group
@@ -24,7 +24,7 @@ from aiodaft.service import Service, ServiceGroup
 from aiodaft.supervision import Restart
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.refs import RefState
+    from aiodaft._runtime.objects.ref_state import RefState
     from aiodaft.runtime import Runtime
 
 __all__ = ["Scope"]

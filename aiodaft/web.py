@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any, Protocol
 
-from aiodaft._runtime.tasks import TaskOwner, shield_from_anyio
+from aiodaft._runtime.platform.tasks import TaskOwner, shield_from_anyio
 from aiodaft.exceptions import DaftError
 
 __all__ = ["ClientDisconnected", "cancel_on_disconnect"]

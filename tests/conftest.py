@@ -19,7 +19,7 @@ from actors import Echo
 from leaks import Snapshot
 
 import aiodaft
-from aiodaft._runtime.awaits import frames_of
+from aiodaft._runtime.diagnostics.await_chains import frames_of
 from aiodaft.actor import Handle
 
 # Workers load the packages hundreds of times: with this setting they would compile them each time.

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any, Final
 from aiodaft._protocol.deadlock import CallAt, Waiting
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, incarnation
 from aiodaft._protocol.mailbox import BoundedMailbox
+from aiodaft._runtime.actors.hosted_actor import Cell
+from aiodaft._runtime.actors.inbound_call import current_call
+from aiodaft._runtime.diagnostics.process_stack import stack_here
+from aiodaft._runtime.graphs.captured_call import Sealed
+from aiodaft._runtime.serialization.errors import add_note
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, WaitingCall
 from aiodaft.methods import MethodSpec, Options, PlainMethods, method, specs_of
 from aiodaft.stack import ProcessStack
 
-from .arguments import Sealed
-from .failures import add_note
-from .hosting import Cell
-from .incoming import current_call
-from .stacking import stack_here
-
 if TYPE_CHECKING:
-    from .peer import Peer
+    from aiodaft._runtime.peer import Peer
 
 
 # Running calls that are told one by one.

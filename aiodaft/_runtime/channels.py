@@ -30,24 +30,23 @@ from aiodaft._protocol.channel import (
 from aiodaft._protocol.channel_end import End
 from aiodaft._protocol.ids import CHANNELS, CallId, PeerId
 from aiodaft._protocol.messages import WANT_NOTHING
+from aiodaft._runtime.actors.inbound_call import current_call
+from aiodaft._runtime.actors.responders import is_plain
+from aiodaft._runtime.calls.outgoing import Request, Target
+from aiodaft._runtime.calls.replies import TellState
+from aiodaft._runtime.objects.ref_state import HERE, RefState, state_of
+from aiodaft._runtime.objects.stored import Arrived
+from aiodaft._runtime.platform.context import current_deadline
+from aiodaft._runtime.serialization.errors import add_note
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ChannelClosed, DaftError
 from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 
-from .callers import is_plain
-from .calls import Request, Target
-from .current import current_deadline
-from .failures import add_note
-from .incoming import current_call
-from .kept import Arrived
-from .refs import HERE, RefState, state_of
-from .replies import TellState
-
 if TYPE_CHECKING:
-    from .link import Link
-    from .peer import Peer
-    from .store import Store
+    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.objects.store import Store
+    from aiodaft._runtime.peer import Peer
 
 
 class Parcel:

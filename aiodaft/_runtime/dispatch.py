@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import PeerId
+from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft.exceptions import PeerLost, RemoteProtocolError
 from aiodaft_transport import TransportError
 
-from .exhaustion import exhausted
-
 if TYPE_CHECKING:
-    from .link import Link
-    from .peer import Peer
+    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.peer import Peer
 
 
 class Dispatch:

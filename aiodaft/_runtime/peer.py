@@ -19,6 +19,37 @@ from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, ActorId, CallId, PeerId
 from aiodaft._protocol.session import Session
 from aiodaft._protocol.siblings import FailedAwaits
+from aiodaft._runtime.actors.hosted_actor import Cell
+from aiodaft._runtime.actors.inbound import Hosted
+from aiodaft._runtime.actors.inbound_call import IncomingCall
+from aiodaft._runtime.actors.responders import LocalCaller
+from aiodaft._runtime.agent import Agent
+from aiodaft._runtime.calls.following import Followers
+from aiodaft._runtime.calls.outgoing import CallSink, Outgoing, Target
+from aiodaft._runtime.calls.replies import Replies, State
+from aiodaft._runtime.channels import Channels, how_ended
+from aiodaft._runtime.connections.connection import Link
+from aiodaft._runtime.connections.loopback import Loopback
+from aiodaft._runtime.connections.ring_poller import Waiter
+from aiodaft._runtime.connections.ring_upgrade import Upgrades
+from aiodaft._runtime.connections.route import Neighbour
+from aiodaft._runtime.connections.traffic import Traffic, total
+from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
+from aiodaft._runtime.dispatch import Dispatch
+from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.objects.blocking import block_on
+from aiodaft._runtime.objects.ref_state import RefState
+from aiodaft._runtime.objects.ref_table import RefTable
+from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.objects.transfer import Transfer
+from aiodaft._runtime.platform.eager_start import Starter
+from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.platform.error_log import log_error
+from aiodaft._runtime.platform.linux import visible_pid
+from aiodaft._runtime.platform.tasks import TaskOwner, current_task
+from aiodaft._runtime.platform.threads import Offload
+from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.actor import Handle
 from aiodaft.exceptions import (
     DaftError,
@@ -30,43 +61,10 @@ from aiodaft.exceptions import (
 from aiodaft.methods import specs_of
 from aiodaft_transport import Key, Transport, open_transport
 
-from .agent import Agent
-from .blocking import block_on
-from .callers import LocalCaller
-from .calls import CallSink, Outgoing, Target
-from .channels import Channels, how_ended
-from .deadlocks import Deadlocks
-from .dispatch import Dispatch
-from .env import Env
-from .error_log import log_error
-from .failures import copy_error
-from .following import Followers
-from .graphs import Graphs
-from .hosted import Hosted
-from .hosting import Cell
-from .incoming import IncomingCall
-from .link import Link
-from .loopback import Loopback
-from .neighbour import Neighbour
-from .offload import Offload
-from .processes import visible_pid
-from .refs import RefState
-from .reftable import RefTable
-from .replies import Replies, State
-from .starting import Starter
-from .store import Store
-from .streams import StreamState
-from .tasks import TaskOwner, current_task
-from .traffic import Traffic, total
-from .transfer import Transfer
-from .upgrades import Upgrades
-from .waiter import Waiter
-
 if TYPE_CHECKING:
+    from aiodaft._runtime.node.node_agent import Node
+    from aiodaft._runtime.objects.sinks import ErrorSink
     from aiodaft.ref import Ref
-
-    from .node import Node
-    from .sinks import ErrorSink
 
 # Lost links that are kept to say why.
 _REMEMBERED: Final = 1024
@@ -180,7 +178,7 @@ class Peer:
 
     def node_agent(self) -> Node:
         """The agent of this process's machine."""
-        from .node import Node  # noqa: PLC0415 - the node agent is itself hosted by a peer
+        from aiodaft._runtime.node.node_agent import Node  # noqa: PLC0415 - the node agent is itself hosted by a peer
 
         return cast("Node", self.handle(self.options.home, NODE, "node agent", Node))
 

@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from aiodaft._runtime.ring import RingPair, offer_rings, take_rings
-from aiodaft._runtime.waiter import Waiter
+from aiodaft._runtime.connections.ring_poller import Waiter
+from aiodaft._runtime.connections.shm_ring import RingPair, offer_rings, take_rings
 
 from .results import timed
 

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from aiodaft_transport import Grant, Key, Transport, Unreachable, check_name, open_transport
-from aiodaft_transport.memory import address_of
+from aiodaft_transport.memory.address import address_of
 
 from . import footprint, ucxx_pair
 from .floors import Copy
@@ -287,7 +287,7 @@ def _configure(connection: socket.socket) -> None:
 
 def _bare_gets(link: Link, grant: Grant, repeats: int) -> Sample:
     """One GET after the other over the same connection, into the same registered memory, spinning meanwhile."""
-    from aiodaft_transport.ucx import UcxTransport  # noqa: PLC0415 - loads libucp's binding
+    from aiodaft_transport.ucx.transport import UcxTransport  # noqa: PLC0415 - loads libucp's binding
 
     transport = link.transport
     assert isinstance(transport, UcxTransport)

@@ -10,11 +10,11 @@ import resource
 import time
 from typing import Final
 
-from aiodaft._runtime.claims import gpu_names, machine_gpus
+from aiodaft._runtime.platform.gpu_claims import gpu_names, machine_gpus
 from aiodaft.bench.actors import Echo
 from aiodaft.runtime import Runtime
 from aiodaft_transport import NAMES, TransportError, default_name
-from aiodaft_transport.cuda_driver import CudaDriver
+from aiodaft_transport.cuda.libcuda import CudaDriver
 
 _SIZE: Final = 1 << 20
 _PATIENCE: Final = 20.0

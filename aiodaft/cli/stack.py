@@ -8,11 +8,11 @@ import sys
 from contextlib import suppress
 from typing import Final
 
-from aiodaft._runtime.door import DOORBELL, address, is_trusted
+from aiodaft._runtime.diagnostics.attach import DOORBELL, address, is_trusted
 
 # Seconds for a controller to connect, and between parts of its answer.
 _PATIENCE: Final = 10.0
-_FORK_SERVER: Final = b"aiodaft._runtime.forkserver"
+_FORK_SERVER: Final = b"aiodaft._runtime.node.forkserver"
 
 
 def show_stacks(pid: int | None) -> int:

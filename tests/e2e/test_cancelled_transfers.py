@@ -14,10 +14,10 @@ from packing import LARGE, MEDIUM, Helper, Packer, Warden, in_use
 import aiodaft
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import FLOW
-from aiodaft._runtime.delivery import Delivery
-from aiodaft._runtime.kept import Kept
-from aiodaft._runtime.refs import state_of
-from aiodaft._runtime.serialization import Names
+from aiodaft._runtime.objects.received import Delivery
+from aiodaft._runtime.objects.ref_state import state_of
+from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.ref import Borrowed
 from aiodaft_transport import GrantError
 

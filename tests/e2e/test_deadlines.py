@@ -12,7 +12,7 @@ from cancelled import Subject
 from leaks import is_alive
 
 import aiodaft
-from aiodaft._runtime.current import time_left
+from aiodaft._runtime.platform.context import time_left
 
 
 async def test_a_deadline_ends_the_call_here_and_there(rt: aiodaft.Runtime) -> None:

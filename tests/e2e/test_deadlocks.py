@@ -11,7 +11,7 @@ from actors import Box, Log
 from deadlocked import Waiter
 
 import aiodaft
-from aiodaft._runtime.awaits import Wait, wait_of_task
+from aiodaft._runtime.diagnostics.await_chains import Wait, wait_of_task
 from aiodaft.exceptions import WaitingCall
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

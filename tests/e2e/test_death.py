@@ -14,8 +14,8 @@ from cgroups import little_memory, move
 from failing import Failing
 
 import aiodaft
-from aiodaft._runtime import node
-from aiodaft._runtime.processes import UNKNOWN, status_of
+from aiodaft._runtime.node import node_agent as node
+from aiodaft._runtime.platform.linux import UNKNOWN, status_of
 
 
 async def test_c33_a_killed_actor_fails_its_calls_with_the_evidence(rt: aiodaft.Runtime) -> None:

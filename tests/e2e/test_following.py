@@ -18,8 +18,8 @@ from supervised import AT_ONCE, Caller, Mortal
 import aiodaft
 from aiodaft import Restart
 from aiodaft._protocol.ids import ActorId
-from aiodaft._runtime.current import current_peer
-from aiodaft._runtime.following import NOWHERE, Followed, Whereabouts
+from aiodaft._runtime.calls.following import NOWHERE, Followed, Whereabouts
+from aiodaft._runtime.platform.context import current_peer
 from aiodaft.actor import Handle, target_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -12,7 +12,7 @@ from graph_actors import Box, Node
 import aiodaft
 from aiodaft import Ref, Refs
 from aiodaft._protocol.messages import RUN
-from aiodaft._runtime.link import Link
+from aiodaft._runtime.connections.connection import Link
 from aiodaft.actor import target_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -17,7 +17,8 @@ from supervised import AT_ONCE
 
 import aiodaft
 from aiodaft import Patience, Restart, info
-from aiodaft._runtime import node, nursery
+from aiodaft._runtime.node import launcher as nursery
+from aiodaft._runtime.node import node_agent as node
 
 # What is tested uses timers of the loop and nothing else of it.
 pytestmark = pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])

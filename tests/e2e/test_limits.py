@@ -11,7 +11,8 @@ import pytest
 from actors import Echo, Log
 
 import aiodaft
-from aiodaft._runtime import node, peer
+from aiodaft._runtime import peer
+from aiodaft._runtime.node import node_agent as node
 
 MIB = 1 << 20
 

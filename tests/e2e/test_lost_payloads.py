@@ -12,7 +12,7 @@ from receiving import Receiver
 from vanishing import Vanishing
 
 import aiodaft
-from aiodaft._runtime import node
+from aiodaft._runtime.node import node_agent as node
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -19,7 +19,8 @@ from leaks import descendants, is_alive
 from odd_actors import Parent
 
 import aiodaft
-from aiodaft._runtime import isolation, processes
+from aiodaft._runtime.node import pid_namespace as isolation
+from aiodaft._runtime.platform import linux as processes
 
 CONTROLLERS = Path(__file__).parents[1] / "support" / "controllers.py"
 

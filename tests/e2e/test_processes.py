@@ -23,8 +23,11 @@ from transport_probes import no_more_files
 
 import aiodaft
 from aiodaft import Restart
-from aiodaft._runtime import making, nursery, processes, server_watch
-from aiodaft._runtime.postmortem import condition
+from aiodaft._runtime.node import forkserver_watch as server_watch
+from aiodaft._runtime.node import launcher as nursery
+from aiodaft._runtime.node.postmortem import condition
+from aiodaft._runtime.platform import linux as processes
+from aiodaft._runtime.supervision import child_spec as making
 
 
 async def waited_for(spawned: aiodaft.Spawned[Echo]) -> Echo:

@@ -12,10 +12,10 @@ from actors import Box, Echo, Streamer
 from failing import Failing
 
 import aiodaft
-from aiodaft._runtime.kept import Arrived
+from aiodaft._runtime.objects.stored import Arrived
+from aiodaft._runtime.objects.streams import CREDIT_WINDOW, StreamState
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.serialization import Names
-from aiodaft._runtime.streams import CREDIT_WINDOW, StreamState
+from aiodaft._runtime.serialization.encoder import Names
 
 
 async def test_items_come_in_order(rt: aiodaft.Runtime) -> None:

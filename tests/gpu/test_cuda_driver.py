@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from aiodaft_transport.cuda_driver import CudaDriver
-from aiodaft_transport.device import Span
+from aiodaft_transport.cuda.device import Span
+from aiodaft_transport.cuda.libcuda import CudaDriver
 from aiodaft_transport.exceptions import DeviceError, Unreachable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]

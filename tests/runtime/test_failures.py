@@ -11,7 +11,7 @@ import pytest
 from failing import CustomError, HostileError
 
 import aiodaft
-from aiodaft._runtime.failures import decode_error, encode_error
+from aiodaft._runtime.serialization.errors import decode_error, encode_error
 
 
 def caught(function: Callable[[], object]) -> BaseException:

@@ -16,10 +16,10 @@ from aiodaft._protocol.codec import FrameDecoder, FrameEncoder
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
 from aiodaft._protocol.messages import CALL, HELLO, KINDS, NOTE, WIRE_VERSION, Message
 from aiodaft._protocol.session import Session
-from aiodaft._runtime.descriptors import close_all
-from aiodaft._runtime.link import Link
-from aiodaft._runtime.replies import Replies, State, TellState
-from aiodaft._runtime.waiter import Waiter
+from aiodaft._runtime.calls.replies import Replies, State, TellState
+from aiodaft._runtime.connections.connection import Link
+from aiodaft._runtime.connections.fd_passing import close_all
+from aiodaft._runtime.connections.ring_poller import Waiter
 from aiodaft.exceptions import DaftError, PeerLost, RemoteProtocolError
 
 if TYPE_CHECKING:

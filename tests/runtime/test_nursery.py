@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from aiodaft._protocol.codec import unpack
-from aiodaft._runtime import nursery as nursery_module
-from aiodaft._runtime import server_watch
-from aiodaft._runtime.logs import LogPump
-from aiodaft._runtime.nursery import Nursery
-from aiodaft._runtime.surroundings import Surroundings
+from aiodaft._runtime.node import forkserver_watch as server_watch
+from aiodaft._runtime.node import launcher as nursery_module
+from aiodaft._runtime.node.environment import Surroundings
+from aiodaft._runtime.node.launcher import Nursery
+from aiodaft._runtime.node.worker_logs import LogPump
 from aiodaft.exceptions import SpawnFailed
 
 
@@ -103,7 +103,7 @@ def test_the_last_lines_are_known_before_the_thread_that_passes_them_on_has_seen
 def test_looking_for_children_imports_nothing() -> None:
     """The fork server does it in a signal handler, in the middle of anything: of the same import, for instance."""
     code = (
-        "import sys; from aiodaft._runtime import processes; known = set(sys.modules); "
+        "import sys; from aiodaft._runtime.platform import linux as processes; known = set(sys.modules); "
         "processes.children(); processes.visible_pid(1); processes._pid_inside(1); assert set(sys.modules) == known"
     )
     subprocess.run([sys.executable, "-c", code], timeout=25, check=True)

@@ -7,7 +7,7 @@ import threading
 
 import anyio
 
-from aiodaft._runtime.offload import Offload
+from aiodaft._runtime.platform.threads import Offload
 
 
 async def test_a_job_that_writes_to_memory_of_the_caller_has_ended_before_its_cancellation_is_raised() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
-from aiodaft._runtime.nursery import Ending
-from aiodaft._runtime.postmortem import Activity, died
-from aiodaft._runtime.roster import Worker
+from aiodaft._runtime.node.launcher import Ending
+from aiodaft._runtime.node.postmortem import Activity, died
+from aiodaft._runtime.node.worker_table import Worker
 
 
 def test_one_that_was_given_up_before_it_started_is_named_by_what_it_was_started_for() -> None:

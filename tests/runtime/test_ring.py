@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodaft._runtime import ring as rings
-from aiodaft._runtime.ring import CAPACITY, RingPair, barrier, offer_rings, take_rings
-from aiodaft._runtime.waiter import Waiter
+from aiodaft._runtime.connections import shm_ring as rings
+from aiodaft._runtime.connections.ring_poller import Waiter
+from aiodaft._runtime.connections.shm_ring import CAPACITY, RingPair, barrier, offer_rings, take_rings
 
 
 def make_pair() -> tuple[RingPair, RingPair]:

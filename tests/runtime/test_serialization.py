@@ -22,8 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import aiodaft
-from aiodaft._runtime.decoding import decode
-from aiodaft._runtime.serialization import Names, encode
+from aiodaft._runtime.serialization.decoder import decode
+from aiodaft._runtime.serialization.encoder import Names, encode
 
 
 def round_trip(value: Any, *, patient: bool = False) -> Any:

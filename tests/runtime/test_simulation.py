@@ -27,10 +27,10 @@ from sim_program import Program
 from aiodaft._protocol.channel import Command, Keeper, Kind
 from aiodaft._protocol.channel_end import End
 from aiodaft._protocol.mailbox import Mailbox
+from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.channels import Channels
-from aiodaft._runtime.link import Link
-from aiodaft._runtime.reftable import RefTable
-from aiodaft._runtime.replies import Replies
+from aiodaft._runtime.connections.connection import Link
+from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft.exceptions import DaftError
 
 SUPPORT = Path(__file__).parent.parent / "support"

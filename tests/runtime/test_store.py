@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from aiodaft import BorrowError
-from aiodaft._runtime.kept import Kept
-from aiodaft._runtime.serialization import Names, encode
-from aiodaft._runtime.store import Store
-from aiodaft_transport.arena import Arena, ArenaBlock
+from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.serialization.encoder import Names, encode
+from aiodaft_transport.memory.host_pool import Arena, ArenaBlock
 
 LARGE = 1 << 20  # elements, so that it is not inline
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiodaft
 from aiodaft import Actor, method
-from aiodaft_transport.ucx_folder import folder
+from aiodaft_transport.ucx.shm_folder import folder
 
 
 class Echo(Actor):
@@ -141,7 +141,7 @@ class Sleeper(Actor):
         """How much of the deadline is left here, or one call further."""
         if other is not None:
             return await other.time_left()
-        from aiodaft._runtime.current import current_deadline
+        from aiodaft._runtime.platform.context import current_deadline
 
         deadline = current_deadline.get()
         return float("inf") if deadline is None else deadline - asyncio.get_running_loop().time()

@@ -19,12 +19,12 @@ from ends import LocalHost
 from far_end import SocketLink, digest, pattern
 from host_devices import Gate, HostDriver, LandingPlace
 
-from aiodaft._runtime.offload import Offload
+from aiodaft._runtime.platform.threads import Offload
 from aiodaft_transport import Block, Grant, TransportError
 from aiodaft_transport.conformance import LoopbackControl
-from aiodaft_transport.cuda import CudaTransport
-from aiodaft_transport.device import DeviceBlock, Landing, Span
-from aiodaft_transport.memory import address_of, check_target
+from aiodaft_transport.cuda.device import DeviceBlock, Landing, Span
+from aiodaft_transport.cuda.transport import CudaTransport
+from aiodaft_transport.memory.address import address_of, check_target
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from typing import Any
 import aiodaft
 from aiodaft import Actor, Ref, method
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.current import current_peer
-from aiodaft._runtime.parts import Part, Run
-from aiodaft._runtime.rows import RowCall
+from aiodaft._runtime.graphs.participant import Part, Run
+from aiodaft._runtime.graphs.segment_call import RowCall
+from aiodaft._runtime.platform.context import current_peer
 from aiodaft.exceptions import RemoteProtocolError
 
 

@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager, nullcontext
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
-from aiodaft_transport.device import IDENTITY_SIZE, Event, Export, Landing, Span
+from aiodaft_transport.cuda.device import IDENTITY_SIZE, Event, Export, Landing, Span
 from aiodaft_transport.exceptions import DeviceError, Unreachable
-from aiodaft_transport.memory import ALIGNMENT, address_of
+from aiodaft_transport.memory.address import ALIGNMENT, address_of
 
 if TYPE_CHECKING:
     import torch

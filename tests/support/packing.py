@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from aiodaft import Actor, method
-from aiodaft._runtime.current import current_peer
 from aiodaft._runtime.peer import Peer
+from aiodaft._runtime.platform.context import current_peer
 
 # More than is copied without the helper thread; and more than travels inside a message.
 LARGE = 2 << 20

@@ -19,13 +19,13 @@ from sim_net import End, Network, SimSocket, Weather
 
 import aiodaft
 from aiodaft._protocol.ids import NODE
-from aiodaft._runtime import current
-from aiodaft._runtime.env import Env
-from aiodaft._runtime.nursery import Child, Ending
+from aiodaft._runtime.node.environment import Surroundings
+from aiodaft._runtime.node.heartbeat import Pulse, PulseWatch
+from aiodaft._runtime.node.launcher import Child, Ending
+from aiodaft._runtime.node.worker_main import Worker, WorkerSettings
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.pulse import Pulse, PulseWatch
-from aiodaft._runtime.surroundings import Surroundings
-from aiodaft._runtime.worker import Worker, WorkerSettings
+from aiodaft._runtime.platform import context as current
+from aiodaft._runtime.platform.env import Env
 from aiodaft.exceptions import SpawnFailed
 
 # Pids from here on belong to no process of this machine.
@@ -321,23 +321,23 @@ class World:
         replaced = {
             "aiodaft.runtime.Nursery": SimNursery,
             "aiodaft.runtime.Peer": SimPeer,
-            "aiodaft._runtime.worker.Peer": SimPeer,
-            "aiodaft._runtime.worker.Env": self.env,
-            "aiodaft._runtime.worker.Pulse": SimPulse,
-            "aiodaft._runtime.worker.offer_dump": lambda: None,
-            "aiodaft._runtime.pulse.is_stopped": self.is_stopped,
-            "aiodaft._runtime.postmortem.is_stopped": self.is_stopped,
-            "aiodaft._runtime.hosting.ActorThread": SimThread,
+            "aiodaft._runtime.node.worker_main.Peer": SimPeer,
+            "aiodaft._runtime.node.worker_main.Env": self.env,
+            "aiodaft._runtime.node.worker_main.Pulse": SimPulse,
+            "aiodaft._runtime.node.worker_main.offer_dump": lambda: None,
+            "aiodaft._runtime.node.heartbeat.is_stopped": self.is_stopped,
+            "aiodaft._runtime.node.postmortem.is_stopped": self.is_stopped,
+            "aiodaft._runtime.actors.hosted_actor.ActorThread": SimThread,
             "aiodaft._runtime.peer.Offload": SimOffload,
             # Errors tell of these, and differ in length with the folder, the machine and how modules were loaded.
             "aiodaft._runtime.peer.visible_pid": lambda: _NO_PID,
             "aiodaft.runtime.os.uname": lambda: SimpleNamespace(nodename="here"),
-            "aiodaft._runtime.failures.text_of": lambda error: "",
-            "aiodaft._runtime.pickling._reduce_traceback": lambda frames: (_no_frames, ()),
+            "aiodaft._runtime.serialization.errors.text_of": lambda error: "",
+            "aiodaft._runtime.serialization.pickling._reduce_traceback": lambda frames: (_no_frames, ()),
             "aiodaft._runtime.dispatch.socket": self.net,
-            "aiodaft._runtime.link.socket": self.net,
-            "aiodaft._runtime.link.os": self.net,
-            "aiodaft._runtime.descriptors.os": self.net,
+            "aiodaft._runtime.connections.connection.socket": self.net,
+            "aiodaft._runtime.connections.connection.os": self.net,
+            "aiodaft._runtime.connections.fd_passing.os": self.net,
         }
         logs = _Logs(self.loop.problems)
         logger = logging.getLogger("aiodaft")

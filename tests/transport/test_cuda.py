@@ -12,7 +12,7 @@ from far_end import digest, pattern
 
 from aiodaft_transport import GrantError, PeerGone, Unreachable
 from aiodaft_transport.conformance import CHECKS, SIZES, LoopbackControl
-from aiodaft_transport.device import Driver, Landing
+from aiodaft_transport.cuda.device import Driver, Landing
 from aiodaft_transport.exceptions import DeviceError
 
 MIB = 1 << 20

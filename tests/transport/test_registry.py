@@ -12,7 +12,7 @@ from aiodaft_transport import Unreachable, check_name, default_name, open_transp
 from aiodaft_transport.registry import NAMES
 from aiodaft_transport.shm import ShmTransport
 from aiodaft_transport.tcp import TcpTransport
-from aiodaft_transport.ucx import UcxTransport
+from aiodaft_transport.ucx.transport import UcxTransport
 
 _KINDS = [("shm", ShmTransport), pytest.param("ucx", UcxTransport, marks=needs_ucx), ("tcp", TcpTransport)]
 

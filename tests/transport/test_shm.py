@@ -18,8 +18,8 @@ from transport_desk import Office, opened_office
 from transport_probes import descriptors_of_segments, mappings, no_more_files, segments_mapped
 
 from aiodaft_transport import Block, GrantError
-from aiodaft_transport.arena import ArenaBlock
-from aiodaft_transport.memory import address_of
+from aiodaft_transport.memory.address import address_of
+from aiodaft_transport.memory.host_pool import ArenaBlock
 from aiodaft_transport.shm import private_pages
 
 MIB = 1 << 20

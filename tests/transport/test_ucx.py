@@ -14,10 +14,12 @@ from far_end import digest, numbers_in, open_far_end, pattern
 from leaks import left_in_shared_memory
 from transports import needs_ucx
 
-from aiodaft_transport import PeerGone, TransportError, open_transport, ucx, ucx_worker
+from aiodaft_transport import PeerGone, TransportError, open_transport
 from aiodaft_transport.conformance import CHECKS, LoopbackControl, fetched, fill, granted
-from aiodaft_transport.memory import address_of
-from aiodaft_transport.ucx import INTERFACE_VARIABLE, UcxTransport
+from aiodaft_transport.memory.address import address_of
+from aiodaft_transport.ucx import progress as ucx_worker
+from aiodaft_transport.ucx import transport as ucx
+from aiodaft_transport.ucx.transport import INTERFACE_VARIABLE, UcxTransport
 
 pytestmark = needs_ucx
 

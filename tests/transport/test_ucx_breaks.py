@@ -13,9 +13,10 @@ from far_end import digest
 from leaks import open_files
 from transports import needs_ucx
 
-from aiodaft_transport import PeerGone, ucx
+from aiodaft_transport import PeerGone
 from aiodaft_transport.conformance import fetched, granted
-from aiodaft_transport.ucx import INTERFACE_VARIABLE, UcxTransport
+from aiodaft_transport.ucx import transport as ucx
+from aiodaft_transport.ucx.transport import INTERFACE_VARIABLE, UcxTransport
 
 pytestmark = needs_ucx
 

@@ -17,13 +17,15 @@ from ends import open_pair
 from transports import needs_ucx
 
 import aiodaft
-from aiodaft_transport import TransportError, ucx, ucx_folder
+from aiodaft_transport import TransportError
 from aiodaft_transport.conformance import fetched, granted
-from aiodaft_transport.ucx_folder import SHARED_MEMORY, folder, sweep
+from aiodaft_transport.ucx import shm_folder as ucx_folder
+from aiodaft_transport.ucx import transport as ucx
+from aiodaft_transport.ucx.shm_folder import SHARED_MEMORY, folder, sweep
 
 _MAKER = """
 import sys
-from aiodaft_transport.ucx_folder import folder
+from aiodaft_transport.ucx.shm_folder import folder
 with folder() as path:
     open(path + "/file", "w").close()
     print(path, flush=True)

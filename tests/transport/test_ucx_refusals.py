@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from leaks import is_alive, left_in_shared_memory, open_files
 from transports import needs_ucx
 
-from aiodaft_transport import GrantError, TransportError, Unreachable, check_name, open_transport, ucp
+from aiodaft_transport import GrantError, TransportError, Unreachable, check_name, open_transport
 from aiodaft_transport.conformance import LoopbackControl, fetched, granted
-from aiodaft_transport.ucx import INTERFACE_VARIABLE, options_for
-from aiodaft_transport.ucx_library import LIBRARY_VARIABLE, load
+from aiodaft_transport.ucx import ucp
+from aiodaft_transport.ucx.find_library import LIBRARY_VARIABLE, load
+from aiodaft_transport.ucx.transport import INTERFACE_VARIABLE, options_for
 
 pytestmark = needs_ucx
 

@@ -1,9 +1,9 @@
 """Bytes and buffers between the processes of a cluster. Knows nothing of actors."""
 
-from .abc import Block, Control, Grant, Host, Pullable, Transport, size_of
-from .exceptions import DeviceError, GrantError, HandshakeError, PeerGone, TransportError, Unreachable
-from .handshake import Key
-from .registry import DEVICE_NAME, NAMES, check_name, default_name, open_transport
+from aiodaft_transport.abc import Block, Control, Grant, Host, Pullable, Transport, size_of
+from aiodaft_transport.exceptions import DeviceError, GrantError, HandshakeError, PeerGone, TransportError, Unreachable
+from aiodaft_transport.handshake import Key
+from aiodaft_transport.registry import DEVICE_NAME, NAMES, check_name, default_name, open_transport
 
 __all__ = [
     "DEVICE_NAME",

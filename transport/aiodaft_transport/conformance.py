@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final, Protocol
 
-from .abc import Block, Control, Grant, Transport
-from .exceptions import TransportError
-from .memory import address_of
+from aiodaft_transport.abc import Block, Control, Grant, Transport
+from aiodaft_transport.exceptions import TransportError
+from aiodaft_transport.memory.address import address_of
 
 POISON: Final = b"\xee"
 SIZES: Final = (1, 63, 64, 4096, 65_537, (1 << 20) + 1, 8 << 20, (17 << 20) + 5)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from .exceptions import HandshakeError
+from aiodaft_transport.exceptions import HandshakeError
 
 MAGIC: Final = b"AIODAFT\x01"
 KEY_SIZE: Final = 32

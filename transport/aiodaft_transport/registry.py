@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from .abc import Host, Transport
-from .exceptions import Unreachable
-from .handshake import Key
-from .shm import ShmTransport
-from .tcp import TcpTransport
+from aiodaft_transport.abc import Host, Transport
+from aiodaft_transport.exceptions import Unreachable
+from aiodaft_transport.handshake import Key
+from aiodaft_transport.shm import ShmTransport
+from aiodaft_transport.tcp import TcpTransport
 
 if TYPE_CHECKING:
-    from .ucp import Library
+    from aiodaft_transport.ucx.ucp import Library
 
 # Best first.
 NAMES: Final = ("shm", "ucx", "tcp")
@@ -56,13 +56,13 @@ def open_transport(name: str, host: Host, key: Key, *, local: str) -> Transport:
     if check_name(name) == "shm":
         return ShmTransport(host)
     if name == "ucx":
-        from .ucx import UcxTransport  # noqa: PLC0415 - only those who choose it load it
+        from aiodaft_transport.ucx.transport import UcxTransport  # noqa: PLC0415 - only those who choose it load it
 
         return UcxTransport(host, _ucx_library(), local=local)
     return TcpTransport(host, key, name=local)
 
 
 def _ucx_library() -> Library:
-    from .ucx_library import load  # noqa: PLC0415 - only those who choose it load it
+    from aiodaft_transport.ucx.find_library import load  # noqa: PLC0415 - only those who choose it load it
 
     return load()

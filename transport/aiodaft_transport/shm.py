@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 from mmap import MADV_DONTNEED, MAP_PRIVATE, PAGESIZE, PROT_READ, PROT_WRITE, mmap
 from typing import ClassVar, Final, cast
 
-from .abc import Block, Control, Grant, Host, size_of
-from .arena import DEFAULT_KEEP, Arena, ArenaBlock, Segment
-from .exceptions import GrantError
-from .forks import fork_count
-from .grants import segment_of
-from .memory import check_target, exposed_view
+from aiodaft_transport.abc import Block, Control, Grant, Host, size_of
+from aiodaft_transport.exceptions import GrantError
+from aiodaft_transport.forks import fork_count
+from aiodaft_transport.memory.address import check_target, exposed_view
+from aiodaft_transport.memory.grants import segment_of
+from aiodaft_transport.memory.host_pool import DEFAULT_KEEP, Arena, ArenaBlock, Segment
 
 _SEGMENT: Final = 1  # id, size: a segment to map; the descriptor comes along
 _RETURN: Final = 2  # id: a grant comes back

@@ -20,17 +20,25 @@ from collections.abc import Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, ClassVar, Final, cast
 
-from .abc import size_of
-from .arena import DEFAULT_KEEP, Arena
-from .exceptions import GrantError, HandshakeError, PeerGone
-from .handshake import ACCEPT_SIZE, CHALLENGE_SIZE, HELLO_SIZE, NONCE_SIZE, ClientHandshake, Key, ServerHandshake
-from .lent import AnyBlock, Regions
-from .memory import check_target, exposed_view
+from aiodaft_transport.abc import size_of
+from aiodaft_transport.exceptions import GrantError, HandshakeError, PeerGone
+from aiodaft_transport.handshake import (
+    ACCEPT_SIZE,
+    CHALLENGE_SIZE,
+    HELLO_SIZE,
+    NONCE_SIZE,
+    ClientHandshake,
+    Key,
+    ServerHandshake,
+)
+from aiodaft_transport.memory.address import check_target, exposed_view
+from aiodaft_transport.memory.host_pool import DEFAULT_KEEP, Arena
+from aiodaft_transport.memory.registered import AnyBlock, Regions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from .abc import Block, Control, Grant, Host
+    from aiodaft_transport.abc import Block, Control, Grant, Host
 
 _REQUEST: Final = struct.Struct("<Q")  # id of a grant
 _REPLY: Final = struct.Struct("<Q")  # bytes that follow; 0: not granted

@@ -1,0 +1,223 @@
+"""Calls that arrive in this process: finds the actor and brings the arguments in."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
+from aiodaft._protocol.messages import ERROR, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
+from aiodaft._runtime.actors.inbound_call import IncomingCall
+from aiodaft._runtime.actors.responders import RemoteCaller
+from aiodaft._runtime.objects.received import Delivery
+from aiodaft._runtime.objects.stored import Arrived
+from aiodaft._runtime.objects.streams import CREDIT_WINDOW
+from aiodaft._runtime.platform.context import deadline_of
+from aiodaft._runtime.serialization.decoder import is_heavy
+from aiodaft._runtime.serialization.encoder import contains_ref, resolved
+from aiodaft._runtime.serialization.errors import add_note, encode_error, passed_on
+from aiodaft.exceptions import ActorDied, RemoteProtocolError, StaleHandle
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.actors.hosted_actor import Cell
+    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.connections.route import Neighbour
+    from aiodaft._runtime.peer import Peer
+
+# Stopped actors whose names are remembered.
+_REMEMBERED: Final = 1024
+
+
+class Hosted:
+    """The incoming side of one process."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._callers: dict[PeerId, RemoteCaller] = {}
+        # The latest actors that were stopped here, with their names.
+        self._stopped: dict[ActorId, str] = {}
+
+    def remove(self, cell: Cell) -> None:
+        """An actor is not hosted any more; calls that still come for it are refused in its name."""
+        self._peer.cells.pop(cell.id, None)
+        self._stopped[cell.id] = cell.name
+        while len(self._stopped) > _REMEMBERED:
+            del self._stopped[next(iter(self._stopped))]
+
+    def caller(self, link: Link) -> RemoteCaller:
+        """The caller at the other end of a link."""
+        caller = self._callers.get(link.remote)
+        if caller is None:
+            caller = self._callers[link.remote] = RemoteCaller(self._peer, link)
+        return caller
+
+    def call_came(self, link: Link, message: Message) -> None:
+        """CALL came."""
+        _, number, actor, name, args = message
+        call = self._accept(link, number, actor, name, WANT_REPLY, args)
+        if call is not None:
+            call.cell.deliver(call)
+
+    def send_came(self, link: Link, message: Message) -> None:
+        """SEND came."""
+        _, number, actor, name, mode, left, payload, blobs, refs, slots, attempt = message
+        if mode not in (WANT_REPLY, WANT_STREAM, WANT_NOTHING):
+            raise RemoteProtocolError(f"{link.remote} makes a call of unknown mode {mode}")
+        call = self._accept(link, number, actor, name, mode, ())
+        if call is None:
+            self._peer.transfer.decline(link, blobs)
+            return
+        call.attempt = attempt
+        if left is not None:
+            call.deadline = deadline_of(left, self._peer.loop.time)
+        if mode == WANT_STREAM:
+            call.credit = CREDIT_WINDOW
+        if refs or slots or isinstance(blobs, tuple) or is_heavy(payload):
+            call.ready = False
+            call.cell.deliver(call)
+            # Arguments are fetched from now on, while the actor works on earlier calls.
+            args = Delivery(self._peer, link, payload, blobs, refs)
+            call.bringing = self._peer.tasks.create_task(self._bring(call, args, slots), name=f"bring {call.label}")
+        else:
+            call.arrived = Arrived(payload, blobs, [], [])
+            call.cell.deliver(call)
+
+    def cancel_came(self, link: Link, message: Message) -> None:
+        """CANCEL came; the call may be over by now."""
+        call = link.incoming.get(message[1])
+        if call is not None:
+            call.cell.cancel(call)
+
+    def credit_came(self, link: Link, message: Message) -> None:
+        """CREDIT came; the stream may be over by now."""
+        call = link.incoming.get(message[1])
+        if call is not None:
+            call.add_credit(message[2])
+
+    def adopted_came(self, link: Link, message: Message) -> None:
+        """ADOPTED came."""
+        self.caller(link).adopted(message[1])
+
+    def link_lost(self, link: Link) -> None:
+        """A caller is gone: nobody wants its calls any more."""
+        self._callers.pop(link.remote, None)
+        for call in list(link.incoming.values()):
+            call.cell.cancel(call)
+            call.over = True
+        link.incoming.clear()
+
+    def deliver_local(self, cell: Cell, call: IncomingCall) -> None:
+        """A call from this process to one of its own actors."""
+        if cell.bounds is not None and not cell.admits(call):
+            return
+        if call.wants_stream:
+            call.credit = CREDIT_WINDOW
+        if _contains_ref((call.args, call.kwargs)):
+            call.ready = False
+            cell.deliver(call)
+            call.bringing = self._peer.tasks.create_task(
+                self._resolve_local(call), name=f"resolve the arguments of {call.label}"
+            )
+        else:
+            cell.deliver(call)
+
+    def _accept(
+        self, link: Link, number: CallId, actor: ActorId, name: str, mode: int, args: tuple[Any, ...]
+    ) -> IncomingCall | None:
+        cell = self._peer.cells.get(actor)
+        spec = None if cell is None else cell.find_spec(name)
+        if cell is None or spec is None:
+            self._turn_away(link, number, actor, name)
+            return None
+        caller = self._callers.get(link.remote) or self.caller(link)
+        call = IncomingCall(caller, link.remote, number, cell, spec, mode, args)
+        if link.incoming.setdefault(number, call) is not call:
+            raise RemoteProtocolError(f"{link.remote} uses the number of call {number} twice")
+        return call if cell.bounds is None or cell.admits(call) else None
+
+    def _turn_away(self, link: Link, number: CallId, actor: ActorId, name: str) -> None:
+        error: Exception
+        cell = self._peer.cells.get(actor)
+        if cell is not None:
+            error = AttributeError(f"{cell.name} has no remote method {name!r:.80}")
+        elif any(number_of(other) == number_of(actor) for other in self._peer.cells):
+            error = StaleHandle("the actor was restarted: the handle leads to an earlier incarnation of it")
+        else:
+            name = self._stopped.get(actor, "")
+            error = ActorDied(f"{name or 'the actor'} was stopped", executed=False)
+            error.actor = name
+        link.send((ERROR, number, encode_error(error), False))
+
+    async def _bring(self, call: IncomingCall, args: Delivery, slots: tuple[Any, ...]) -> None:
+        """Bring in the buffers and the awaited refs of a call, all at once."""
+        values = [self._peer.tasks.start(self._slot(args.link, call, slot), name="pull an argument") for slot in slots]
+        try:
+            call.arrived = await self._peer.transfer.receive(args)
+            call.slots = [await value for value in values]
+            if not call.rules.on_thread:
+                await self._decode_heavy(call)
+        except BaseException as error:
+            for value in values:
+                value.cancel()
+            await asyncio.gather(*values, return_exceptions=True)
+            if not isinstance(error, Exception):
+                # The call was cancelled: nobody needs them any more.
+                raise
+            self._not_ready(call, error)
+        else:
+            self._brought(call)
+
+    async def _decode_heavy(self, call: IncomingCall) -> None:
+        """What takes long to decode is decoded by the helper thread; light arguments are when the call starts."""
+        arrived, slots = call.arrived, call.slots
+        assert arrived is not None
+        if any(is_heavy(part.payload) for part in (arrived, *slots)):
+            values = [await self._peer.store.decode(slot, refs=slot.refs) for slot in slots]
+            args, call.kwargs = await self._peer.store.decode(arrived, values, arrived.refs)
+            call.args = tuple(args)
+            call.arrived, call.slots = None, ()
+
+    async def _slot(self, link: Neighbour, call: IncomingCall, slot: tuple[Any, ...]) -> Arrived:
+        if isinstance(slot[0], bytes):
+            payload, inline, refs = slot
+            return await self._peer.transfer.receive(Delivery(self._peer, link, payload, inline, refs))
+        owner, number, producer, label = slot
+        try:
+            return await self._peer.transfer.pull(owner, number, producer)
+        except Exception as error:
+            add_note(
+                error,
+                f"needed by {call.label} of {call.cell.name}, which did not run: its argument is the result of {label}",
+            )
+            raise
+
+    async def _resolve_local(self, call: IncomingCall) -> None:
+        try:
+            call.args, call.kwargs = await resolved((call.args, call.kwargs))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the call fails of it
+            add_note(error, f"needed by {call.label} of {call.cell.name}, which did not run")
+            self._not_ready(call, error)
+        else:
+            self._brought(call)
+
+    def _brought(self, call: IncomingCall) -> None:
+        call.bringing = None
+        call.ready = True
+        call.cell.look_again()
+
+    def _not_ready(self, call: IncomingCall, error: BaseException) -> None:
+        """Its arguments will never be there."""
+        call.bringing = None
+        if call.over:
+            return
+        call.withdrawn = True
+        call.caller_link.fail(call, passed_on(error, executed=False), executed=False)
+        call.cell.look_again()
+
+
+def _contains_ref(arguments: Any) -> bool:
+    try:
+        return contains_ref(arguments)
+    except RecursionError:
+        # A value that contains itself: refs in it travel as refs, as they do between processes.
+        return False

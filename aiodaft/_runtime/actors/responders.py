@@ -1,0 +1,173 @@
+"""How a call is answered: over a link, or to a caller in this very process."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.messages import ERROR, ITEM, PLAIN_TEXT_LIMIT, REPLY, RESULT, STORED
+from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.serialization.encoder import FLAT, Names
+from aiodaft._runtime.serialization.errors import encode_error, passed_on
+from aiodaft.ref import Borrowed
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.actors.hosted_actor import Cell
+    from aiodaft._runtime.actors.inbound_call import IncomingCall
+    from aiodaft._runtime.calls.replies import State
+    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.peer import Peer
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value travels in a frame as it is."""
+    kind = type(value)
+    if kind is int:
+        return bool(-(1 << 63) <= value < 1 << 64)
+    if kind is str or kind is bytes:
+        return len(value) <= PLAIN_TEXT_LIMIT
+    return kind in FLAT
+
+
+def all_plain(values: tuple[Any, ...]) -> bool:
+    """Whether arguments travel in a frame as they are."""
+    for value in values:  # noqa: SIM110 - on the path of every call: all() with a generator costs twice as much
+        if not is_plain(value):
+            return False
+    return True
+
+
+async def capture(cell: Cell, result: Any, label: str, what: str, via: str | None) -> Kept:
+    """Encode what a method gave; copied, unless it is lent, before anything of the actor can change it."""
+    store = cell.peer.store
+    lender = result if isinstance(result, Borrowed) else None
+    value = result if lender is None else lender.value
+    kept = await store.keep_anywhere(value, Names(label, ((what, value),)), via=via, lender=lender)
+    if not (kept.lent or store.pack_now(kept)):
+        await cell.capture(kept)
+    return kept
+
+
+class RemoteCaller:
+    """A caller at the other end of a link."""
+
+    def __init__(self, peer: Peer, link: Link) -> None:
+        self._peer = peer
+        self._link = link
+        # Refs inside results that the caller has not registered yet, by call: they must not be freed meanwhile.
+        self.pins: dict[CallId, deque[list[Any]]] = {}
+
+    @property
+    def id(self) -> PeerId:
+        return self._link.remote
+
+    def answer(self, call: IncomingCall, result: Any) -> None:
+        if not call.over:
+            self._finish(call)
+            self._link.send((REPLY, call.number, result))
+        if call.pulled:
+            call.tell_pullers(self._encode_plain(call, result))
+
+    async def answer_encoded(self, call: IncomingCall, result: Any) -> None:
+        self.answer_kept(call, await self._capture(call, result))
+
+    def answer_kept(self, call: IncomingCall, kept: Kept) -> None:
+        if call.over or self._link.lost is not None:
+            # Nobody waits any more: the result goes as it came.
+            kept.release()
+            self._finish(call)
+            return
+        self._finish(call)
+        if kept.ready and kept.is_inline:
+            refs = self._pinned(call, kept)
+            self._link.send((RESULT, call.number, kept.payload, kept.inline, refs))
+        else:
+            self._peer.store.entries[self.id, call.number] = kept
+            self._link.send((STORED, call.number, kept.encoded.size))
+        call.tell_pullers(kept)
+
+    def fail(self, call: IncomingCall, error: BaseException, *, executed: bool | None) -> None:
+        if not call.over:
+            self._finish(call)
+            self._link.send((ERROR, call.number, encode_error(error), executed))
+        call.tell_pullers(error)
+
+    async def item(self, call: IncomingCall, value: Any) -> None:
+        kept = await self._capture(call, value)
+        try:
+            await self._peer.store.make_ready(kept)
+            if not call.over and self._link.lost is None:
+                blobs = kept.blobs_for(self._link)
+                self._link.send((ITEM, call.number, kept.payload, blobs, self._pinned(call, kept)))
+        finally:
+            # The grant keeps the block until the consumer is done with it.
+            kept.release()
+
+    def adopted(self, number: CallId) -> None:
+        """The caller has registered the refs inside a result or item."""
+        pinned = self.pins.get(number)
+        if pinned:
+            pinned.popleft()
+            if not pinned:
+                del self.pins[number]
+
+    def _pinned(self, call: IncomingCall, kept: Kept) -> tuple[Any, ...]:
+        if not kept.refs:
+            return ()
+        self.pins.setdefault(call.number, deque()).append(kept.refs)
+        return tuple(self._peer.refs.describe(ref) for ref in kept.refs)
+
+    def _finish(self, call: IncomingCall) -> None:
+        call.over = True
+        self._link.incoming.pop(call.number, None)
+
+    async def _capture(self, call: IncomingCall, result: Any) -> Kept:
+        what = "item" if call.wants_stream else "result"
+        return await capture(call.cell, result, call.label, what, call.spec.transport)
+
+    def _encode_plain(self, call: IncomingCall, value: Any) -> Kept:
+        kept = self._peer.store.keep(value, Names(call.label))
+        self._peer.store.pack_here(kept)
+        return kept
+
+
+class LocalCaller:
+    """A caller in this process: results are the objects themselves."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self.states: dict[CallId, State] = {}
+        self.calls: dict[CallId, IncomingCall] = {}
+
+    @property
+    def id(self) -> PeerId:
+        return self._peer.id
+
+    def answer(self, call: IncomingCall, result: Any) -> None:
+        state = self._finish(call)
+        if state is not None:
+            state.on_plain(result.value if isinstance(result, Borrowed) else result)
+
+    async def answer_encoded(self, call: IncomingCall, result: Any) -> None:
+        self.answer(call, result)
+
+    def answer_kept(self, call: IncomingCall, kept: Kept) -> None:
+        raise AssertionError("results for callers in this process are not encoded")
+
+    def fail(self, call: IncomingCall, error: BaseException, *, executed: bool | None) -> None:
+        state = self._finish(call)
+        if state is not None:
+            # What the method itself raised is what it says: a name that is not found is no call that ran.
+            state.on_error(error if executed else passed_on(error, executed=executed))
+
+    async def item(self, call: IncomingCall, value: Any) -> None:
+        state = self.states.get(call.number)
+        if isinstance(state, StreamState):
+            state.on_local_item(value)
+
+    def _finish(self, call: IncomingCall) -> State | None:
+        call.over = True
+        self.calls.pop(call.number, None)
+        return self.states.pop(call.number, None)

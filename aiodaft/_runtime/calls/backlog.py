@@ -1,0 +1,78 @@
+"""Calls that wait in this process before they are handed to a link. Each may be cancelled, and its time may run out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.session import Session
+from aiodaft._runtime.calls.replies import State, TellState
+from aiodaft._runtime.connections.connection import Link
+from aiodaft._runtime.serialization.errors import unsent
+from aiodaft.exceptions import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.calls.outgoing import Request
+    from aiodaft._runtime.peer import Peer
+
+
+class Backlog:
+    """Calls that wait, in order."""
+
+    def __init__(self, peer: Peer, towards: str) -> None:
+        """Make a backlog; errors name `towards` as the place that its calls wait for."""
+        self._peer = peer
+        self._waiting: dict[CallId, tuple[Request, asyncio.TimerHandle | None]] = {}
+        # Never connected: it bounds the calls, and lets them be withdrawn as those in the window of a link are.
+        limit = peer.options.max_pending
+        session: Session[State] = Session(peer.id, peer.pid, remote=PeerId(towards), max_pending=limit)
+        self._link = Link(peer, session, peer.id, peer.loop)
+
+    def admit(self, request: Request) -> bool:
+        """Let a call wait, with its arguments as they are now; False if it failed, because an argument has.
+
+        Raises:
+            SerializationError: An argument cannot travel.
+            Overloaded: Too many calls are waiting.
+        """
+        number, state, deadline = request.number, request.state, request.deadline
+        self._link.session.submit(number, state, None, admitted=request.had_turn)
+        waits = False
+        try:
+            waits = self._peer.sender.prepare(request)
+        finally:
+            if not waits:
+                self._link.withdraw(number)
+        if waits:
+            if not isinstance(state, TellState):
+                state.link = self._link
+            timer = None if deadline is None else self._peer.loop.call_at(deadline, self._expire, request)
+            self._waiting[number] = (request, timer)
+        return waits
+
+    def take(self, request: Request) -> bool:
+        """Take a call out; False if it was cancelled meanwhile, or its time is over."""
+        self.forget(request.number)
+        return self._link.withdraw(request.number)
+
+    def take_all(self) -> Iterator[Request]:
+        """Take out all calls, in order."""
+        return (request for request, _ in list(self._waiting.values()) if self.take(request))
+
+    def forget(self, number: CallId) -> None:
+        """A call does not wait any more."""
+        _, timer = self._waiting.pop(number, (None, None))
+        if timer is not None:
+            timer.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all calls: none of them was sent."""
+        for request in self.take_all():
+            request.state.on_error(unsent(error))
+
+    def _expire(self, request: Request) -> None:
+        if self.take(request):
+            late = DeadlineExceeded(f"the deadline of {request.spec.label} passed before it was sent", executed=False)
+            request.state.on_error(late)

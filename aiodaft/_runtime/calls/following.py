@@ -1,0 +1,352 @@
+"""Actors that are restarted, as their callers see them: handles that follow them, and handles that do not.
+
+A supervised actor has an owner, the process with its supervisor, and a number that stays. Where it is now is asked of
+the owner when it is not where it was: a call costs no more than one to any other actor. Calls made while it is down
+wait here, in order, within the bounds for calls that wait to be sent anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from aiodaft._protocol.ids import SUPERVISOR, ActorId, CallId, PeerId, epoch_of, number_of
+from aiodaft._protocol.liveness import Health
+from aiodaft._protocol.messages import WANT_REPLY
+from aiodaft._runtime.calls.backlog import Backlog
+from aiodaft._runtime.calls.outgoing import Request, Target, home_of
+from aiodaft._runtime.objects.ref_kinds import CallState
+from aiodaft._runtime.objects.ref_state import Status
+from aiodaft._runtime.serialization.errors import copy_error, unsent
+from aiodaft.actor import Handle
+from aiodaft.exceptions import (
+    ActorDied,
+    DaftError,
+    NotDelivered,
+    Overloaded,
+    PeerLost,
+    RuntimeClosed,
+    StaleHandle,
+)
+from aiodaft.ref import Ref
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.calls.replies import State
+    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.objects.sinks import ErrorSink
+    from aiodaft._runtime.peer import Peer
+    from aiodaft._runtime.supervision.directory import Supervisor
+    from aiodaft.methods import MethodSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a supervised actor is.
+
+    Attributes:
+        peer: Its process; nobody's while it is down.
+        actor: Its incarnation; the next one while it is down.
+        ended: Why it will never be anywhere again.
+    """
+
+    peer: PeerId
+    actor: ActorId
+    ended: DaftError | None = None
+
+
+NOWHERE = PeerId("")
+
+
+class Followed(Target):
+    """A supervised actor as this process reaches it: one object for all handles, so that they follow together.
+
+    While the actor is down its address is this very process, where nobody has its number.
+    """
+
+    __slots__ = ("__weakref__", "_backlog", "_finding", "ended", "owner")
+
+    def __init__(self, peer: Peer, place: Whereabouts, owner: PeerId, label: str, sink: ErrorSink | None) -> None:
+        # A handle may have travelled for long: without a connection to that process it is worth asking.
+        super().__init__(peer, place.peer if place.peer in peer.links else peer.id, place.actor, label, sink)
+        self.owner = owner
+        self.ended: DaftError | None = None
+        self._backlog = Backlog(peer, label)
+        self._finding: asyncio.Task[None] | None = None
+
+    @property
+    def identity(self) -> tuple[PeerId, ActorId]:
+        """What the actor is known by, whatever its incarnation."""
+        return self.owner, self.number
+
+    @property
+    def number(self) -> ActorId:
+        """What all its incarnations have in common."""
+        return number_of(self.actor)
+
+    @property
+    def epoch(self) -> int:
+        """How often the actor had been restarted when it was heard of last."""
+        return epoch_of(self.actor)
+
+    @property
+    def place(self) -> Whereabouts:
+        """Where it is, as far as this process knows."""
+        down = self.remote == self.peer.id and self.actor not in self.peer.cells
+        return Whereabouts(NOWHERE if down else self.remote, self.actor)
+
+    def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
+        """Call a method and return a ref of its result at once."""
+        if kwargs or not spec.low <= len(args) <= spec.high:
+            spec.check(args, kwargs)
+        number = self.peer.next_number()
+        state = FollowedCall(self, spec, number)
+        request = state.request = Request(self, spec, args, kwargs, number, WANT_REPLY, state)
+        request.again = spec.retries > 0
+        self.peer.outgoing.submit(request)
+        return Ref(state)
+
+    def health(self) -> Health:
+        """See `Target.health`. The owner tells its own process where the actor is; any other process asks once."""
+        if self.ended is not None:
+            return Health.LOST
+        health = super().health()
+        if health is not Health.LOST:
+            return health
+        if self.owner != self.peer.id and self._finding is None:
+            self.peer.call_soon(self._look)
+        return Health.SUSPECT
+
+    def note_death(self, error: ActorDied) -> None:
+        """One incarnation is gone; the next one may be there."""
+
+    def reduce(self, cls: type) -> tuple[Any, ...]:
+        """How a handle is pickled."""
+        return _rebuild, (self.peer.options.home, self.owner, self.place, self.label, cls, True)
+
+    # Waiting for the next incarnation.
+
+    def missed(self, request: Request, link: Link | None) -> None:
+        """It is down, or somewhere else: the call waits.
+
+        Raises:
+            SerializationError: An argument cannot travel.
+            Overloaded: Too many calls are waiting.
+        """
+        if self.ended is not None:
+            request.state.on_error(unsent(self.ended))
+            return
+        # Its state frees the arguments; those of streams and tells are freed when they are sent.
+        request.again = request.again or isinstance(request.state, FollowedCall)
+        if self._backlog.admit(request):
+            self._start_finding(link)
+
+    def _look(self) -> None:
+        link = self.peer.links.get(self.remote)
+        if self.ended is None and self.peer.closed is None and (link is None or link.lost is not None):
+            self._start_finding(link)
+
+    def _start_finding(self, link: Link | None) -> None:
+        if self._finding is None:
+            self._finding = self.peer.tasks.create_task(self._find(link), name=f"find {self.label}")
+
+    def forget(self, number: CallId) -> None:
+        """A call does not wait any more."""
+        self._backlog.forget(number)
+
+    async def arrive(self) -> None:
+        """Wait until it is somewhere.
+
+        Raises:
+            DaftError: It is gone for good; this says why.
+        """
+        if self.ended is None and self.place.peer == NOWHERE:
+            found = await self.supervisor().whereabouts(self.number, wait=True)
+            if found.ended is None:
+                self.move(found)
+            else:
+                self.end(found.ended)
+        if self.ended is not None:
+            raise unsent(self.ended)
+
+    async def _find(self, link: Link | None) -> None:
+        """Ask where it is, which is answered when it is somewhere."""
+        try:
+            # Its process is gone if the supervisor is to know more; two processes may also have fallen out.
+            lost = None if link is None else await self.peer.explanation(link)
+            found = await self.supervisor().whereabouts(self.number, wait=True)
+        except asyncio.CancelledError:
+            self._backlog.fail(RuntimeClosed(self.peer.closed or "the runtime is closed"))
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait get it
+            self._finding = None
+            self._backlog.fail(error)
+            return
+        self._finding = None
+        if found.ended is not None:
+            self.end(found.ended)
+        elif lost is not None and link is not None and found.peer == link.remote:
+            self._backlog.fail(lost)
+        else:
+            self.move(found)
+
+    def supervisor(self) -> Supervisor:
+        """Who knows where it is."""
+        from aiodaft._runtime.supervision.directory import Supervisor  # noqa: PLC0415 - it is itself made of what callers see
+
+        return cast("Supervisor", self.peer.handle(self.owner, SUPERVISOR, "supervisor", Supervisor))
+
+    # Being told.
+
+    def move(self, place: Whereabouts) -> None:
+        """It is there now; news that are older than what is known are ignored."""
+        if self.ended is None and epoch_of(place.actor) >= self.epoch:
+            self.remote, self.actor = place.peer, place.actor
+            for request in self._backlog.take_all():
+                self.peer.sender.submit_later(request)
+
+    def leave(self) -> None:
+        """It is down."""
+        self.remote = self.peer.id
+
+    def end(self, error: DaftError) -> None:
+        """It is gone for good."""
+        if self.ended is None:
+            self.ended = error
+            self.leave()
+            self._backlog.fail(error)
+
+
+class FollowedCall(CallState):
+    """The result of a call of a supervised actor: the call may wait for an incarnation, and be made again."""
+
+    # What to make again; until it is settled, because it knows this state.
+    request: Request | None = None
+    # An attempt may have run.
+    _doubtful = False
+
+    def on_error(self, error: BaseException) -> None:
+        if self.settled or self._made_again(error):
+            return
+        if self._doubtful and isinstance(error, DaftError) and error.executed is False:
+            # Others may wait with the same error, and know more.
+            error = copy_error(error).with_executed(None)
+        super().on_error(error)
+
+    def _made_again(self, error: BaseException) -> bool:
+        request, target = self.request, cast("Followed", self.target)
+        if not isinstance(error, NotDelivered | ActorDied | PeerLost) or error.executed:
+            return False
+        if isinstance(error, Overloaded):
+            # The actor lives, and would refuse it again.
+            return False
+        turned_away = error.executed is False and isinstance(error, StaleHandle | ActorDied)
+        told = target.owner == self.peer.id
+        if turned_away and not told and self.link is not None and self.link.remote == target.remote:
+            # Perhaps its process lives, and has no such actor: the next call asks where that is. (Perhaps an argument
+            # is lost.) The owner's own process is told of every move, and must not forget where the actor is.
+            target.leave()
+        if self._cancelling or target.ended is not None or request is None or request.attempt >= self.spec.retries:
+            return False
+        request.attempt += 1
+        self._doubtful = self._doubtful or error.executed is None
+        self.peer.sender.submit_later(request)
+        return True
+
+    def _settle(self, status: Status) -> None:
+        super()._settle(status)
+        self._let_go()
+
+    def on_plain(self, value: Any) -> None:
+        super().on_plain(value)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        request, self.request = self.request, None
+        if request is not None:
+            cast("Followed", self.target).forget(request.number)
+            if request.again and request.kept is not None:
+                request.kept.release()
+
+
+class Pinned(Target):
+    """One incarnation of a supervised actor: when that is gone, calls are refused."""
+
+    __slots__ = ("life",)
+
+    def __init__(self, life: Followed, place: Whereabouts) -> None:
+        super().__init__(life.peer, place.peer, place.actor, life.label, life.sink)
+        self.life = life
+
+    @property
+    def lane(self) -> Target:
+        """All handles of the actor stand in one lane."""
+        return self.life
+
+    def reduce(self, cls: type) -> tuple[Any, ...]:
+        """How a handle is pickled."""
+        place = Whereabouts(self.remote, self.actor)
+        return _rebuild, (self.peer.options.home, self.life.owner, place, self.label, cls, False)
+
+    def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
+        """Call a method and return a ref of its result at once."""
+        spec.check(args, kwargs)
+        number = self.peer.next_number()
+        state = PinnedCall(self, spec, number)
+        self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
+        return Ref(state)
+
+    def missed(self, request: Request, link: Link | None) -> None:
+        """The incarnation is gone."""
+        self.refuse(request.state, link)
+
+    def refuse(self, state: State, link: Link | None) -> None:
+        """Fail a call that was not sent, and say why."""
+        self.peer.tasks.create_task(self._refuse(state, link), name=f"refuse a call of {self.label}")
+
+    async def _refuse(self, state: State, link: Link | None) -> None:
+        try:
+            lost = None if link is None else await self.peer.explanation(link)
+            found = await self.life.supervisor().whereabouts(number_of(self.actor), wait=False)
+        except Exception as problem:  # noqa: BLE001 - the caller gets it
+            state.on_error(unsent(problem))
+            return
+        stale = StaleHandle(f"{self.label} was restarted: this handle leads to its epoch {epoch_of(self.actor)}")
+        # Two processes may have fallen out; then it is still there.
+        state.on_error(unsent(found.ended or (lost if lost is not None and found.peer == self.remote else stale)))
+
+
+class PinnedCall(CallState):
+    """The result of a call of one incarnation."""
+
+    def on_lost(self, error: DaftError) -> None:
+        """The connection ended: what was not sent over it is refused as everything later is."""
+        if error.executed is False and not self.settled:
+            cast("Pinned", self.target).refuse(self, self.link)
+        else:
+            super().on_lost(error)
+
+
+class Followers:
+    """The supervised actors that one process knows of."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._known: weakref.WeakValueDictionary[tuple[PeerId, ActorId], Followed] = weakref.WeakValueDictionary()
+
+    def get(self, owner: PeerId, place: Whereabouts, label: str, sink: ErrorSink | None = None) -> Followed:
+        """The actor with this owner and number."""
+        key = (owner, number_of(place.actor))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = Followed(self._peer, place, owner, label, sink)
+        elif epoch_of(place.actor) > known.epoch:
+            known.leave()
+        return known
+
+
+def _rebuild(runtime: PeerId, owner: PeerId, place: Whereabouts, label: str, cls: type, follow: bool) -> Any:
+    peer = home_of(runtime, label)
+    life = peer.followers.get(owner, place, label)
+    return Handle(life if follow else Pinned(life, place), cls)

@@ -1,0 +1,491 @@
+"""Calls that this process makes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
+
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
+from aiodaft._protocol.liveness import Health
+from aiodaft._protocol.messages import CALL, SEND, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
+from aiodaft._protocol.order import Entry, Order
+from aiodaft._runtime.actors.inbound_call import IncomingCall, current_call
+from aiodaft._runtime.actors.responders import all_plain
+from aiodaft._runtime.calls.backlog import Backlog
+from aiodaft._runtime.calls.replies import State, TellState
+from aiodaft._runtime.objects.ref_kinds import CallState
+from aiodaft._runtime.objects.ref_state import state_of
+from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.platform.context import current_deadline, time_left
+from aiodaft._runtime.serialization.encoder import Names
+from aiodaft._runtime.serialization.errors import add_note, copy_error, passed_on
+from aiodaft._runtime.serialization.pickling import TooLong, home
+from aiodaft.exceptions import ActorDied, BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
+from aiodaft.ref import Ref, Stream
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.objects.sinks import ErrorSink
+    from aiodaft._runtime.peer import Peer
+    from aiodaft.methods import MethodSpec
+
+
+class Target:
+    """An actor, as a handle of this process reaches it."""
+
+    __slots__ = ("actor", "label", "peer", "remote", "sink", "stopped")
+
+    def __init__(self, peer: Peer, remote: PeerId, actor: ActorId, label: str, sink: ErrorSink | None) -> None:
+        self.peer = peer
+        self.remote = remote
+        self.actor = actor
+        self.label = label
+        # Where errors go that nobody holds.
+        self.sink = sink
+        # The actor was stopped, and a call was refused for that; its process may live.
+        self.stopped = False
+
+    def __str__(self) -> str:
+        return f"{self.label} in {self.remote}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Target) and self.identity == other.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+    @property
+    def identity(self) -> tuple[PeerId, ActorId]:
+        """What the actor is known by, for as long as it lives."""
+        return self.remote, self.actor
+
+    @property
+    def lane(self) -> Target:
+        """Where what this process submits to the actor waits for its turn."""
+        return self
+
+    def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
+        """Call a method and return a ref of its result at once."""
+        if kwargs or not spec.low <= len(args) <= spec.high:
+            spec.check(args, kwargs)
+        number = self.peer.next_number()
+        state = CallState(self, spec, number)
+        self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
+        return Ref(state)
+
+    def stream(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]:
+        """Call a stream method."""
+        spec.check(args, kwargs)
+        number = self.peer.next_number()
+        state = StreamState(self.peer, number, spec.label)
+        self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_STREAM, state))
+        return Stream(state)
+
+    def tell(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call a method without a reply."""
+        spec.check(args, kwargs)
+        number = self.peer.next_number()
+        state = TellState(spec.label, own=self.actor < FIRST_USER_ACTOR)
+        self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_NOTHING, state))
+
+    def reduce(self, cls: type) -> tuple[Any, ...]:
+        """How a handle is pickled."""
+        return _rebuild_handle, (self.peer.options.home, self.remote, self.actor, self.label, cls)
+
+    def health(self) -> Health:
+        """What this process knows of the actor without a question to another process. Safe in any thread.
+
+        Returns:
+            ALIVE: a call goes to the actor. SUSPECT: a call may have to wait, because the actor is restarted or its
+            process does not answer. LOST: a call fails at once.
+        """
+        if self.stopped:
+            return Health.LOST
+        peer, remote = self.peer, self.remote
+        if remote == peer.id:
+            return Health.ALIVE if self.actor in peer.cells else Health.LOST
+        link = peer.links.get(remote)
+        if link is not None and link.lost is not None:
+            return Health.LOST
+        return Health.SUSPECT if remote in peer.suspects else Health.ALIVE
+
+    def note_death(self, error: ActorDied) -> None:
+        """A call failed with this; an argument or a nested call may speak of another actor's death."""
+        if error.executed is False and error.actor == self.label:
+            self.stopped = True
+
+    def missed(self, request: Request, link: Link | None) -> None:
+        """The actor is not where a call was to go: its process is gone, or (no link) is this one and has no such actor.
+
+        Raises:
+            Overloaded: Too many calls are waiting.
+        """
+        if link is None:
+            request.state.on_error(ActorDied(f"{self.label} was stopped", executed=False))
+        else:
+            self.peer.tasks.create_task(self._explain(request, link), name="explain a lost actor")
+
+    async def _explain(self, request: Request, link: Link) -> None:
+        error = copy_error(await self.peer.explanation(link))
+        request.state.on_error(error.with_executed(False))
+
+
+def _rebuild_handle(runtime: PeerId, remote: PeerId, actor: ActorId, label: str, cls: type) -> Any:
+    peer = home_of(runtime, label)
+    return peer.handle(remote, actor, label, cls)
+
+
+def home_of(runtime: PeerId, label: str) -> Peer:
+    """The peer of the handle that is being unpickled.
+
+    Raises:
+        ValueError: The handle was pickled in another runtime.
+    """
+    peer: Peer = home()
+    if peer.options.home != runtime:
+        raise ValueError(
+            f"the handle of {label} belongs to another runtime, that of {runtime}, and this is that of "
+            f"{peer.runtime_name}: handles lead nowhere outside of their runtime"
+        )
+    return peer
+
+
+class Request:
+    """A call to be made."""
+
+    # Defaults live in the class: most calls are made once, and at once.
+    # On the loop's clock.
+    deadline: float | None = None
+    # Where the caller's work on accelerators goes, if the arguments could not be encoded at once.
+    streams: Sequence[Any] | None = None
+    # The encoded arguments, until they are sent.
+    kept: Kept | None = None
+    # The call may have to be made again: they are kept after that, and whoever says so releases them.
+    again = False
+    # How often it was made before.
+    attempt = 0
+    # It was handed on once: what still waits in this process was submitted after it, and nothing refuses it any more.
+    had_turn = False
+
+    def __init__(
+        self,
+        target: Target,
+        spec: MethodSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        number: CallId,
+        mode: int,
+        state: State,
+    ) -> None:
+        self.target = target
+        self.spec = spec
+        self.args = args
+        self.kwargs = kwargs
+        self.number = number
+        self.mode = mode
+        # Who waits for the answer.
+        self.state = state
+
+    # As an entry of `Order`.
+
+    @property
+    def lanes(self) -> tuple[Target]:
+        """The actor that it calls."""
+        return (self.target.lane,)
+
+    def may_go(self) -> bool:
+        """It waits for nothing but its turn."""
+        return True
+
+    def go(self) -> None:
+        """Its turn has come."""
+        self.target.peer.sender.turn_came(self)
+
+
+class Submitted(Entry, Protocol):
+    """A call, or a run of a graph, that waits for its turn."""
+
+    def go(self) -> None:
+        """The turn has come. Raises nothing."""
+        ...
+
+
+class CallSink(Protocol):
+    """What calls are handed to."""
+
+    def submit(self, request: Request) -> None: ...
+
+
+class Outgoing:
+    """Sends calls. Says when runs of graphs may be sent, so that both keep one order."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        # Runs that cannot be sent yet, and the calls and runs that were submitted after them to the same actors.
+        self.order: Order[Submitted] = Order()
+        # Those calls.
+        self._backlog = Backlog(peer, "actors of graphs whose runs wait")
+
+    def submit(self, request: Request) -> None:
+        """Send a call; its answer goes to `request.state`. Never blocks, and raises only what is wrong with the call.
+
+        Raises:
+            SerializationError: An argument cannot travel.
+            RuntimeClosed: The runtime is closed.
+            Overloaded: Too many calls are waiting.
+        """
+        peer = self._peer
+        if peer.closed is not None:
+            raise RuntimeClosed(f"{request.spec.label} cannot be called: {peer.closed}")
+        running = asyncio._get_running_loop()
+        if running is not peer.loop:
+            self._submit_elsewhere(running, request)
+            return
+        target, state, args = request.target, request.state, request.args
+        request.deadline = deadline = current_deadline.get()
+        # A call that has to wait is submitted again, by another task.
+        if isinstance(state, CallState) and state.maker is None and (maker := peer.current_maker()) is not None:
+            state.maker = ref(maker)
+        try:
+            if self.order.lanes and self._must_wait(request):
+                if self._backlog.admit(request):
+                    self.order.enter(request)
+                return
+            if target.remote == peer.id:
+                self._submit_local(request)
+                return
+            link = peer.link_to(target.remote)
+            if link.lost is not None:
+                target.missed(request, link)
+                return
+            if not isinstance(state, TellState):
+                state.link = link
+            plain = request.mode == WANT_REPLY and not request.kwargs and deadline is None and not request.attempt
+            if plain and all_plain(args):
+                message = (CALL, request.number, target.actor, request.spec.name, args)
+                if target.actor < FIRST_USER_ACTOR:
+                    link.submit_own(request.number, state, message)
+                else:
+                    link.submit(request.number, state, message, 0, request.had_turn)
+            else:
+                self._submit_encoded(link, request)
+        except Overloaded as error:
+            raise Overloaded(f"{request.spec.label} of {target.label} is refused: {error}") from None
+
+    def submit_later(self, request: Request) -> None:
+        """Send a call that had to wait, or has to be made again: with the deadline that it had."""
+        request.had_turn = True
+        token = current_deadline.set(request.deadline)
+        try:
+            self.submit(request)
+        except Exception as error:  # noqa: BLE001 - the caller is not here any more; its ref is where errors go
+            request.state.on_error(error)
+        finally:
+            current_deadline.reset(token)
+
+    def _must_wait(self, request: Request) -> bool:
+        """Whether something that was submitted before a call, to the same actor, waits."""
+        return request.spec.rules.ordered and not request.had_turn and request.target.lane in self.order.lanes
+
+    def turn_came(self, request: Request) -> None:
+        """Nothing that was submitted before a call waits any more."""
+        if self._backlog.take(request):
+            self.submit_later(request)
+
+    def look_again(self, lanes: Iterable[Hashable]) -> None:
+        """Something has changed in these lanes: send what may go now."""
+        for entry in self.order.ready(lanes):
+            entry.go()
+
+    def close(self, reason: str) -> None:
+        """Fail the calls that wait for their turn."""
+        self._backlog.fail(RuntimeClosed(reason))
+
+    def prepare(self, request: Request) -> bool:
+        """Encode the arguments of a call that has to wait, so that it is made with what they are now.
+
+        What takes long is left for later. False if the call failed, because an argument has.
+
+        Raises:
+            SerializationError: An argument cannot travel.
+        """
+        if request.kept is not None or (not request.kwargs and all_plain(request.args)):
+            return True
+        try:
+            kept = self._peer.store.keep(*_value_of(request), resolve=True)
+        except TooLong:
+            self._note_streams(request)
+            return True
+        if not self._use_inputs(kept, request):
+            return False
+        request.kept = kept
+        try:
+            self._peer.store.pack_now(kept)
+        except (BorrowError, ResourceExhausted) as error:
+            _fail_unpacked(request, kept, error)
+            return False
+        return True
+
+    # The slower ways.
+
+    def _submit_encoded(self, link: Link, request: Request) -> None:
+        number, state, kept, store = request.number, request.state, request.kept, self._peer.store
+        submit = link.submit_own if request.target.actor < FIRST_USER_ACTOR else link.submit
+        admitted = request.had_turn
+        if kept is None:
+            try:
+                kept = store.keep(*_value_of(request), resolve=True)
+            except TooLong:
+                self._note_streams(request)
+                submit(number, state, None, 0, admitted)
+                coro = self._encode_then_send(link, request)
+                self._peer.tasks.create_task(coro, name=f"encode the arguments of {request.spec.label}")
+                return
+            if not self._use_inputs(kept, request):
+                return
+            request.kept = kept
+        try:
+            message = self._message(link, request, kept) if store.pack_now(kept) and kept.ready else None
+        except (BorrowError, ResourceExhausted) as error:
+            _fail_unpacked(request, kept, error)
+            return
+        if message is not None:
+            submit(number, state, message, kept.encoded.size, admitted)
+        else:
+            submit(number, state, None, 0, admitted)
+            self._peer.tasks.create_task(self._pack_then_send(link, request, kept), name="copy arguments")
+
+    def _note_streams(self, request: Request) -> None:
+        if request.streams is None:
+            request.streams = self._peer.store.current_streams()
+
+    async def _encode_then_send(self, link: Link, request: Request) -> None:
+        try:
+            kept = await self._peer.store.keep_anywhere(*_value_of(request), resolve=True, streams=request.streams)
+        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
+            self._fail_unsent(link, request, error)
+            return
+        # The connection may have ended meanwhile, and the call been made again over another one.
+        if request.kept is None and self._use_inputs(kept, request):
+            request.kept = kept
+            await self._pack_then_send(link, request, kept)
+        else:
+            link.withdraw(request.number)
+
+    async def _pack_then_send(self, link: Link, request: Request, kept: Kept) -> None:
+        try:
+            await self._peer.store.make_ready(kept)
+        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
+            self._fail_unsent(link, request, error)
+            return
+        if link.lost is not None or not link.session.is_waiting(request.number):
+            _let_go(request, kept)
+            return
+        try:
+            message = self._message(link, request, kept)
+        except Exception as error:  # noqa: BLE001 - a lent buffer was written to, or there is no descriptor left
+            _let_go(request, kept)
+            self._fail_unsent(link, request, error)
+        else:
+            link.provide(request.number, message, kept.encoded.size)
+
+    def _fail_unsent(self, link: Link, request: Request, error: Exception) -> None:
+        # If it is not there any more, it was cancelled.
+        if link.withdraw(request.number):
+            request.state.on_error(error.with_executed(False) if isinstance(error, ResourceExhausted) else error)
+
+    def _message(self, link: Link, request: Request, kept: Kept) -> Message:
+        peer, deadline = self._peer, request.deadline
+        blobs = kept.blobs_for(link)
+        # The grant keeps the block until the callee is done with it.
+        _let_go(request, kept)
+        left = time_left(deadline, peer.loop.time)
+        refs = tuple(peer.refs.describe(ref) for ref in kept.refs)
+        slots = peer.refs.describe_values(kept.encoded.slots)
+        head = (SEND, request.number, request.target.actor, request.spec.name, request.mode)
+        return (*head, left, kept.payload, blobs, refs, slots, request.attempt)
+
+    def _use_inputs(self, kept: Kept, request: Request) -> bool:
+        """Hold the refs among the arguments while the call is under way; False if one has failed already."""
+        refs = [*kept.encoded.slots, *kept.refs]
+        if not refs or request.state.inputs is not None:
+            return True
+        inputs = [state_of(ref) for ref in refs]
+        for used in inputs:
+            if used.error is not None:
+                used.mark_seen()
+                what = f"{request.spec.label} of {request.target.label}"
+                add_note(
+                    used.error, f"needed by {what}, which did not run: its argument is the result of {used.origin}"
+                )
+                request.state.on_error(passed_on(used.error, executed=False))
+                return False
+        for used in inputs:
+            used.add_use()
+        request.state.inputs = inputs
+        return True
+
+    def _submit_local(self, request: Request) -> None:
+        """Call an actor of this process: the objects themselves are passed."""
+        peer, target = self._peer, request.target
+        cell = peer.cells.get(target.actor)
+        if cell is None:
+            target.missed(request, None)
+            return
+        if not isinstance(request.state, TellState):
+            # It may have waited elsewhere.
+            request.state.link = None
+        caller = peer.local_caller
+        call = IncomingCall(caller, peer.id, request.number, cell, request.spec, request.mode, request.args)
+        call.deadline = request.deadline
+        call.attempt = request.attempt
+        call.kwargs = request.kwargs
+        caller.states[request.number] = request.state
+        caller.calls[request.number] = call
+        peer.hosted.deliver_local(cell, call)
+
+    def _submit_elsewhere(self, running: asyncio.AbstractEventLoop | None, request: Request) -> None:
+        if running is not None:
+            label = request.spec.label
+            raise RuntimeError(f"{label} was called on another event loop than the one its runtime was started on")
+        # A `def` method calls another actor: the loop does the sending.
+        context = current_call.get()
+
+        def submit() -> None:
+            if isinstance(request.state, CallState) and request.state.settled:
+                # It was cancelled before it came here.
+                return
+            token = current_call.set(context)
+            try:
+                self.submit(request)
+            except Exception as error:  # noqa: BLE001 - the caller is in another thread; its ref is where errors go
+                request.state.on_error(error)
+            finally:
+                current_call.reset(token)
+
+        self._peer.call_soon(submit)
+
+
+def _value_of(request: Request) -> tuple[Any, Names]:
+    """The arguments as one value, and what to call its parts."""
+    spec, target = request.spec, request.target
+    parts = [(spec.argument(index), arg) for index, arg in enumerate(request.args)]
+    # Users know nothing of the runtime's own actors.
+    to = target.label if target.actor >= FIRST_USER_ACTOR else ""
+    return [list(request.args), request.kwargs], Names(spec.label, (*parts, *request.kwargs.items()), to)
+
+
+def _fail_unpacked(request: Request, kept: Kept, error: DaftError) -> None:
+    """The arguments were encoded, and cannot be packed or granted."""
+    _let_go(request, kept)
+    request.state.on_error(error.with_executed(False))
+
+
+def _let_go(request: Request, kept: Kept) -> None:
+    """The arguments were sent, or never will be."""
+    if not request.again:
+        kept.release()
+        request.kept = None

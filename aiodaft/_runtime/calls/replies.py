@@ -1,0 +1,134 @@
+"""What is under way and waits for an answer, and the answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from aiodaft._protocol.ids import CallId
+from aiodaft._protocol.messages import ADOPTED, ERROR, RESULT, STORED, Message
+from aiodaft._runtime.objects.received import Delivery
+from aiodaft._runtime.objects.ref_kinds import CallState
+from aiodaft._runtime.objects.ref_state import RefState, release_inputs
+from aiodaft._runtime.objects.stored import Arrived
+from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.platform.error_log import log_error, printable
+from aiodaft._runtime.platform.tasks import logger
+from aiodaft._runtime.serialization.errors import copy_error, decode_failure
+from aiodaft.exceptions import DaftError, OutcomeUnknown, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.peer import Peer
+
+
+class TellState:
+    """A call without a reply: the answer only says that it is over.
+
+    Args:
+        label: What was called.
+        own: The runtime made it: a process that is gone needs no message, so that its loss is no news.
+    """
+
+    def __init__(self, label: str, *, own: bool = False) -> None:
+        self.label = label
+        self._own = own
+        self.inputs: list[RefState] | None = None
+
+    def on_plain(self, value: Any) -> None:
+        release_inputs(self, failed=False)
+
+    def on_result(self, arrived: Arrived) -> None:
+        release_inputs(self, failed=False)
+
+    def on_stored(self) -> None:
+        release_inputs(self, failed=False)
+
+    def on_error(self, error: BaseException) -> None:
+        release_inputs(self, failed=True)
+        if not (self._own and isinstance(error, OutcomeUnknown)):
+            log_error(f"{self.label}, called by tell(), failed", error)
+
+    def on_lost(self, error: DaftError) -> None:
+        release_inputs(self, failed=True)
+        if not self._own:
+            logger.warning("%s, called by tell(), may not have run: %s", self.label, printable(str(error)))
+
+
+# What waits for an answer.
+State: TypeAlias = CallState | StreamState | TellState
+
+
+class Replies:
+    """Takes the answers to calls that this process made."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    def replied(self, link: Link, message: Message) -> None:
+        """REPLY came."""
+        _, number, value = message
+        state = link.session.settle(number)
+        if state is None:
+            raise _unasked(link, number)
+        state.on_plain(value)
+
+    def answered(self, link: Link, message: Message) -> None:
+        """RESULT, STORED or ERROR came."""
+        state = link.session.settle(message[1])
+        if state is None:
+            raise _unasked(link, message[1])
+        kind = message[0]
+        if kind == RESULT:
+            _, _, payload, blobs, refs = message
+            if refs:
+                self._peer.tasks.create_task(self._adopt_result(link, state, message), name="adopt refs")
+            else:
+                state.on_result(Arrived(payload, blobs, [], []))
+        elif kind == STORED:
+            if isinstance(state, CallState):
+                state.stored_bytes = message[2]
+            state.on_stored()
+        elif kind == ERROR:
+            state.on_error(decode_failure(message[2], message[3]))
+
+    def item_came(self, link: Link, message: Message) -> None:
+        """ITEM came."""
+        _, number, payload, blobs, refs = message
+        state = link.session.calls.get(number)
+        if not isinstance(state, StreamState):
+            raise RemoteProtocolError(f"{link.remote} sends an item of call {number}, which is no stream under way")
+        if refs or isinstance(blobs, tuple):
+            # It keeps its place in the stream while its parts are fetched.
+            item = Delivery(self._peer, link, payload, blobs, refs)
+            state.on_item(self._peer.tasks.start_ahead(self._bring_item(link, number, item), name="bring an item"))
+        else:
+            state.on_item(Arrived(payload, blobs, [], []))
+
+    async def _adopt_result(self, link: Link, state: State, message: Message) -> None:
+        _, number, payload, blobs, refs = message
+        adopted = await self._peer.refs.adopt(refs, link)
+        link.send((ADOPTED, number))
+        state.on_result(Arrived(payload, blobs, [], adopted))
+
+    async def _bring_item(self, link: Link, number: CallId, item: Delivery) -> Arrived:
+        try:
+            return await self._peer.transfer.receive(item)
+        finally:
+            # Also if it cannot be had: then nobody needs the refs in it.
+            if item.refs:
+                link.send((ADOPTED, number))
+
+    def link_lost(self, link: Link, error: DaftError) -> None:
+        """No call over this link will be answered any more."""
+        calls = list(link.session.calls.items())
+        # The last first: the room that one leaves would else send the next.
+        unsent = {number for number, _ in reversed(calls) if link.withdraw(number)}
+        for number, state in calls:
+            if number not in unsent:
+                link.session.settle(number)
+            executed = False if number in unsent or not link.connected else None
+            state.on_lost(copy_error(error).with_executed(executed))
+
+
+def _unasked(link: Link, number: CallId) -> RemoteProtocolError:
+    return RemoteProtocolError(f"{link.remote} answers call {number}, which is not under way")

@@ -1,0 +1,1 @@
+"""Control connections between processes: sockets, shared-memory rings, and their traffic."""

@@ -1,0 +1,461 @@
+"""A control link: one session over one socket. Coalesces writes per turn of the loop, and carries descriptors.
+
+Links that are used by graphs go over to rings in shared memory, once and for good: RING_USED is then the last message
+of each direction that comes over the socket. What remains of the socket carries descriptors, each with one byte that
+means nothing, and says by its end that the peer is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.messages import INTRODUCE, NOTE, Message
+from aiodaft._protocol.session import STALL, Session
+from aiodaft._runtime.connections.fd_passing import SPACE, Descriptors, dup_all
+from aiodaft._runtime.connections.route import LinkOwner
+from aiodaft._runtime.connections.send_queue import Outbox
+from aiodaft._runtime.connections.shm_ring import RingPair
+from aiodaft._runtime.connections.traffic import Traffic
+from aiodaft._runtime.platform.error_log import log_error
+from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.actors.inbound_call import IncomingCall
+    from aiodaft._runtime.calls.replies import State
+
+# One read handles at most this much, so that a flood of calls does not hold the loop for long.
+_READ_SIZE: Final = 16 << 10
+# Messages that are written together.
+_BATCH: Final = 64
+
+
+class Link:
+    """The connection to one peer. Messages sent before it has a socket go out when it gets one."""
+
+    def __init__(
+        self, owner: LinkOwner, session: Session[State], remote: PeerId, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.session = session
+        # Id of the process at the other end.
+        self.remote = remote
+        # Calls of the peer that are not answered yet.
+        self.incoming: dict[CallId, IncomingCall] = {}
+        self.lost: Exception | None = None
+        # Without that, nothing was ever sent.
+        self.connected = False
+        # Set when it is lost: becomes the error that its calls fail with.
+        self.explanation: asyncio.Task[DaftError] | None = None
+        # The peer has said that it ends the link.
+        self.dismissed = False
+        self.traffic = Traffic()
+        self._owner = owner
+        self._loop = loop
+        self._pack, self._packed, self._take = session.send, session.packed, session.data_to_send
+        self._socket: socket.socket | None = None
+        self._buffer = bytearray(_READ_SIZE)
+        self._descriptors = Descriptors()
+        self._waiter = waiter = owner.waiter
+        self._outbox = Outbox(loop, self.traffic, waiter.look, self._broken)
+        # Rings that the peer may take, and what is sent when it has.
+        self._offered: tuple[RingPair, int] | None = None
+        # Where what the peer sends comes from, if not from the socket.
+        self._ring: RingPair | None = None
+        self._collected = 0
+        self._watching_stall = False
+        # The last one in which something was sent through a ring, as the waiter counts.
+        self._turn = -1
+        # Set while the turn's remaining messages are being collected.
+        self._corked = False
+        # Set while the last message of those that came is handled.
+        self._prompt = False
+
+    @property
+    def peer(self) -> str:
+        """The same, as transports call it."""
+        return self.remote
+
+    def attach(self, connection: socket.socket) -> None:
+        """Begin to talk over a connected socket."""
+        connection.setblocking(False)
+        self._socket = connection
+        self.connected = True
+        self._outbox.attach(connection)
+        if self.lost is None:
+            self._loop.add_reader(connection.fileno(), self._readable)
+            self._write()
+
+    def send(self, message: Message) -> None:
+        """Send a message: the first of a turn goes at once, the others together at its end."""
+        if self.lost is None:
+            self._pack(message)
+            self._sent_one()
+
+    def send_in_turn(self, message: Message) -> None:
+        """Send a message behind the calls that wait for room in the window."""
+        if self.lost is None:
+            self.session.line_up(message)
+            self._sent_one()
+
+    def send_quietly(self, message: Message) -> None:
+        """Send a message in turn that the peer has no use for before something else wakes it: saves that wake-up."""
+        if self._outbox.ring is not None:
+            # What was said before may be awaited. This may end the link.
+            self._write()
+        if self._outbox.ring is None or self.session.waiting:
+            self.send_in_turn(message)
+            return
+        self._pack(message)
+        self.traffic.messages_sent += 1
+        self._outbox.write(self._take(), wake=False)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the peer would have to be woken for what comes through a ring."""
+        ring = self._outbox.ring
+        return ring is not None and ring.writer.reader_sleeps
+
+    def wake(self) -> None:
+        """Let the peer notice what was sent quietly."""
+        if self._outbox.ring is not None:
+            self._outbox.ring.writer.wake_reader()
+
+    def _sent_one(self) -> None:
+        self.traffic.messages_sent += 1
+        self._collected += 1
+        if self._corked:
+            if self._prompt or self._collected >= _BATCH:
+                # The other side can begin while this one goes on.
+                self._write()
+        elif self._ring is None:
+            self._write()
+            self.flush_soon()
+        elif self._turn != (turn := self._waiter.turns):
+            self._turn = turn
+            self._write()
+        else:
+            self.flush_soon()
+
+    def flush_soon(self) -> None:
+        """Collect what is packed during the rest of this turn, then write it."""
+        if not self._corked:
+            self._corked = True
+            if self._ring is None:
+                self._loop.call_soon(self._uncork)
+            else:
+                self._waiter.before_looking(self._uncork)
+
+    def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
+        """Send a note of a transport, with descriptors."""
+        self.send_fds((NOTE, transport, note, len(fds)), fds)
+
+    def send_fds(self, message: Message, fds: Sequence[int]) -> None:
+        """Send a message and descriptors along with it, in order with everything else.
+
+        Raises:
+            OSError: There is no room for the descriptors until they are sent. The message is not sent.
+        """
+        if self.lost is not None:
+            return
+        if not fds:
+            self.send(message)
+            return
+        # The caller may close its own before ours are sent.
+        self._send_with(message, dup_all(fds))
+
+    def _send_with(self, message: Message, fds: Sequence[int]) -> None:
+        self._take_packed()
+        self.traffic.messages_sent += 1
+        self._pack(message)
+        self._take_packed(tuple(fds))
+        self._outbox.flush()
+
+    def take_fds(self, count: int) -> list[int]:
+        """The descriptors that came along with the message that is being handled.
+
+        Raises:
+            RemoteProtocolError: They did not come.
+            OSError: They came, and this process had no room for them.
+        """
+        if not self._descriptors.some_came and self._ring is not None and self._socket is not None:
+            # They came over the socket before their message came through the ring.
+            with suppress(OSError):
+                _, ancillary, flags, _ = self._socket.recvmsg(1, SPACE)
+                self._descriptors.add(ancillary, flags)
+        try:
+            return self._descriptors.take(count)
+        except LookupError as error:
+            raise RemoteProtocolError(f"{self.remote} announced descriptors that did not come: {error}") from None
+
+    def submit(
+        self, call_id: CallId, call: State, message: Message | None, cost: int = 0, admitted: bool = False
+    ) -> None:
+        """Send a call within the window; see `Session.submit`."""
+        try:
+            self.session.submit(call_id, call, message, cost, admitted)
+        except Overloaded:
+            if message is not None:
+                self._owner.dropped(self, message)
+            raise
+        if self.session.waiting and not self._watching_stall:
+            self._watching_stall = True
+            self._loop.call_later(STALL, self._look_for_stall)
+        self._sent_one()
+
+    def submit_own(
+        self, call_id: CallId, call: State, message: Message | None, _cost: int = 0, _admitted: bool = True
+    ) -> None:
+        """Send a call of the runtime itself; see `Session.submit_own`."""
+        self.session.submit_own(call_id, call, message)
+        self._sent_one()
+
+    def _look_for_stall(self) -> None:
+        self._watching_stall = self.lost is None and self.session.look_for_stall()
+        if self._watching_stall:
+            self._loop.call_later(STALL, self._look_for_stall)
+        self.flush_soon()
+
+    def provide(self, call_id: CallId, message: Message, cost: int) -> None:
+        """Give the message of a submitted call; see `Session.provide`."""
+        self.session.provide(call_id, message, cost)
+        self.flush_soon()
+
+    def withdraw(self, call_id: CallId) -> bool:
+        """Take back a call that was not sent yet; see `Session.withdraw`."""
+        message = self.session.unsent(call_id)
+        if message is not None:
+            self._owner.dropped(self, message)
+        withdrawn = self.session.withdraw(call_id)
+        if self._packed and self._socket is not None:
+            # What waited behind it was sent.
+            self.flush_soon()
+        return withdrawn
+
+    def abandon(self) -> None:
+        """Close the socket and the rings where the loop does not run. The waiter looks at none any more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self.drop_offer()
+        ring = self._take_ring()
+        if ring is not None:
+            ring.close()
+
+    def close(self, reason: Exception) -> None:
+        """End the link. Idempotent. The owner hears of it."""
+        if self.lost is None:
+            self._write()
+        if self.lost is not None:
+            return
+        self.lost = reason
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            self._loop.remove_reader(connection.fileno())
+            self._loop.remove_writer(connection.fileno())
+            connection.close()
+        self.drop_offer()
+        self._drop_rings()
+        self._descriptors.close()
+        # Lost links are remembered for a while.
+        self._buffer = bytearray()
+        self._owner.link_lost(self, reason)
+
+    def _uncork(self) -> None:
+        self._corked = False
+        self._write()
+
+    def _take_packed(self, fds: tuple[int, ...] = ()) -> None:
+        if self._packed:
+            self._outbox.add(self._take(), fds)
+
+    def _write(self) -> None:
+        if self._packed and self._socket is not None:
+            self._collected = 0
+            self._outbox.write(self._take())
+
+    # Rings.
+
+    @property
+    def ring(self) -> RingPair | None:
+        """What takes what is sent, if not the socket."""
+        return self._outbox.ring
+
+    def offer_rings(self, ring: RingPair, mark: int) -> None:
+        """Keep rings that the peer may take, and the descriptor that is sent when both use them."""
+        self._offered = ring, mark
+
+    @property
+    def offers_rings(self) -> bool:
+        """Whether the peer has not said yet what becomes of the rings."""
+        return self._offered is not None
+
+    def take_offer(self) -> tuple[RingPair, int]:
+        """The rings that were offered, which are the caller's now.
+
+        Raises:
+            RemoteProtocolError: None were.
+        """
+        if self._offered is None:
+            raise RemoteProtocolError(f"{self.remote} speaks of rings out of turn")
+        offered, self._offered = self._offered, None
+        return offered
+
+    def drop_offer(self) -> None:
+        """The peer does not take the rings. Idempotent."""
+        if self._offered is not None:
+            ring, mark = self.take_offer()
+            ring.close()
+            os.close(mark)
+
+    def write_rings(self, ring: RingPair, message: Message, mark: int) -> None:
+        """Send a message, and everything after it through a ring. Takes over the descriptor that separates the two."""
+        if self.lost is None:
+            self._send_with(message, (mark,))
+        else:
+            os.close(mark)
+        if self.lost is not None:
+            ring.close()
+            return
+        self._take_packed()
+        self._outbox.ring = ring
+
+    def read_rings(self, ring: RingPair) -> None:
+        """From here on, what the peer sends comes through a ring."""
+        if self.lost is None:
+            self._ring = ring
+            self._waiter.add(ring, self)
+
+    def ring_readable(self) -> None:
+        """There is something in the ring; some of it is handled now."""
+        if self._ring is not None:
+            self._receive(self._ring.reader.read(_READ_SIZE))
+
+    def ring_writable(self) -> None:
+        """There may be room in the ring again."""
+        self._outbox.flush()
+
+    def _drop_rings(self) -> None:
+        ring = self._take_ring()
+        if ring is not None:
+            self._waiter.remove(ring)
+            ring.close()
+
+    def _take_ring(self) -> RingPair | None:
+        ring, self._ring = self._outbox.ring or self._ring, None
+        self._outbox.close()
+        return ring
+
+    # Receiving.
+
+    def _readable(self) -> None:
+        wakeups = self._waiter.wakeups
+        wakeups.collecting = True
+        try:
+            self._read_socket()
+        finally:
+            wakeups.collecting = False
+        wakeups.run()
+
+    def _read_socket(self) -> None:
+        if self._socket is None:
+            return
+        if self._ring is not None:
+            self._look_for_end(self._socket)
+            return
+        try:
+            count, ancillary, flags, _ = self._socket.recvmsg_into([self._buffer], SPACE)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._broken(error)
+            return
+        if ancillary or flags:
+            self._descriptors.add(ancillary, flags)
+        if not count:
+            self.close(PeerLost(f"the connection to {self.remote} ended"))
+            return
+        self.traffic.control_received += count
+        self._receive(memoryview(self._buffer)[:count])
+        # The next read would say so, but of a socket that has data and an error uvloop tells once, and never again.
+        code = 0 if self._socket is None else self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._broken(OSError(code, os.strerror(code)))
+
+    def _look_for_end(self, connection: socket.socket) -> None:
+        """Beside rings: a descriptor whose message has not been read yet, or the end."""
+        try:
+            ended = not connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._broken(error)
+            return
+        # The message that the descriptor belongs to; or what the peer still said.
+        self._drain_input()
+        if ended and self._socket is not None:
+            self.close(PeerLost(f"the connection to {self.remote} ended"))
+
+    def _receive(self, data: bytes | memoryview) -> None:
+        corked, self._corked = self._corked, True
+        try:
+            messages = self.session.receive_data(data)
+            if messages:
+                self.traffic.messages_received += len(messages)
+                handlers, last = self._owner.handlers, messages.pop()
+                for message in messages:
+                    handlers[message[0]](self, message)
+                # What is said to the last goes at once, where that costs little.
+                self._prompt = self._outbox.ring is not None
+                handlers[last[0]](self, last)
+        except ProtocolError as error:
+            self.close(error)
+        except Exception as error:  # noqa: BLE001 - see below
+            # Well formed outside, and nonsense inside; or a bug of ours. Calls over this link must not wait for ever.
+            log_error(f"a message from {self.remote} cannot be handled", error)
+            wrong = RemoteProtocolError(f"{self.remote} sent what cannot be handled: {type(error).__name__}: {error}")
+            wrong.__cause__ = error
+            self.close(wrong)
+        finally:
+            self._prompt, self._corked = False, corked
+        if not corked:
+            # What the handlers have said goes together.
+            self._write()
+
+    def _broken(self, error: OSError) -> None:
+        # Nothing more can be written; what the peer sent before it ended is still read first.
+        self._outbox.drop()
+        if self._socket is not None and self._drain_input():
+            lost = PeerLost(f"the connection to {self.remote} broke: {error}")
+            # Lost links are remembered: not so the frames of whoever wrote, nor what was being handled there.
+            lost.__cause__ = error.with_traceback(None)
+            error.__context__ = None
+            self.close(lost)
+
+    def _drain_input(self) -> bool:
+        """Handle what the peer sent before it went; True unless that closed the link already."""
+        while self._ring is not None and self._ring.reader.filled:
+            self.ring_readable()
+        if self._ring is None:
+            # Not into the usual buffer: what is there may be what is being handled.
+            buffer = bytearray(_READ_SIZE)
+            with suppress(BlockingIOError, OSError):
+                while self._socket is not None:
+                    count, ancillary, flags, _ = self._socket.recvmsg_into([buffer], SPACE)
+                    self._descriptors.add(ancillary, flags)
+                    if not count:
+                        break
+                    self._receive(memoryview(buffer)[:count])
+        return self._socket is not None
+
+
+def introduce(first: Link, second: Link) -> None:
+    """Connect the processes at the ends of two links with each other."""
+    ends = socket.socketpair()
+    for link, other, end in ((first, second, ends[0]), (second, first, ends[1])):
+        with end:
+            link.send_fds((INTRODUCE, other.remote), (end.fileno(),))

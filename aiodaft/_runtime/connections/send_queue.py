@@ -1,0 +1,125 @@
+"""What a control link has to send: at once where that is possible, and in order; over a socket, or through a ring."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from aiodaft._runtime.connections.fd_passing import close_all
+from aiodaft._runtime.connections.shm_ring import RingPair
+from aiodaft._runtime.connections.traffic import Traffic
+
+
+class Outbox:
+    """The sending half of a link."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        traffic: Traffic,
+        look: Callable[[], object],
+        broken: Callable[[OSError], object],
+    ) -> None:
+        self._loop = loop
+        self._traffic = traffic
+        # Called before something goes into a ring: it may be answered soon.
+        self._look = look
+        # Called when the socket takes no more.
+        self._broken = broken
+        self._socket: socket.socket | None = None
+        # Replaces the socket for what is sent from now on.
+        self.ring: RingPair | None = None
+        # Bytes, the descriptors that go along, and the ring, where it is to take them.
+        self._waiting: deque[tuple[memoryview, tuple[int, ...], RingPair | None]] = deque()
+
+    def attach(self, connection: socket.socket) -> None:
+        """There is a socket now, for what waits already."""
+        self._socket = connection
+        self.flush()
+
+    def add(self, data: bytes, fds: tuple[int, ...]) -> None:
+        """Queue bytes, and descriptors, which are closed once they are sent."""
+        self._waiting.append((memoryview(data), fds, self.ring))
+
+    def write(self, data: bytes, *, wake: bool = True) -> None:
+        """Send bytes, after what waits. Through a ring, they need not wake who reads it."""
+        connection, ring = self._socket, self.ring
+        assert connection is not None
+        if self._waiting:
+            self.add(data, ())
+            self.flush()
+            return
+        # The usual case: all of it goes at once.
+        try:
+            if ring is None:
+                sent = connection.send(data)
+                self._traffic.control_sent += sent
+            else:
+                self._look()
+                sent = ring.writer.write(data, wake=wake)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self._broken(error)
+            return
+        if sent < len(data):
+            self._waiting.append((memoryview(data)[sent:], (), ring))
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as that is possible now."""
+        connection = self._socket
+        if connection is None:
+            return
+        try:
+            while self._waiting:
+                data, fds, ring = self._waiting[0]
+                if ring is not None:
+                    if not self._put(connection, ring, data, fds):
+                        return
+                    continue
+                sent = socket.send_fds(connection, [data], list(fds)) if fds else connection.send(data)
+                self._traffic.control_sent += sent
+                close_all(fds)
+                self._sent(sent)
+        except BlockingIOError:
+            self._loop.add_writer(connection.fileno(), self._writable)
+        except OSError as error:
+            self._broken(error)
+
+    def _put(self, connection: socket.socket, ring: RingPair, data: memoryview, fds: tuple[int, ...]) -> bool:
+        """Write to the ring; False if it is full, and will say when it is not."""
+        if fds:
+            # Before the message that they belong to: whoever reads that finds them.
+            socket.send_fds(connection, [b"\0"], list(fds))
+            close_all(fds)
+        self._look()
+        sent = ring.writer.write(data)
+        self._sent(sent)
+        return bool(sent) or not ring.writer.wait_for_room()
+
+    def _sent(self, count: int) -> None:
+        data, _, ring = self._waiting[0]
+        if count < len(data):
+            self._waiting[0] = (data[count:], (), ring)
+        else:
+            self._waiting.popleft()
+
+    def _writable(self) -> None:
+        if self._socket is not None:
+            self._loop.remove_writer(self._socket.fileno())
+            self.flush()
+
+    def drop(self) -> None:
+        """Nothing of what waits will be sent."""
+        for _, fds, _ in self._waiting:
+            close_all(fds)
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Send no more. The owner of the socket and the ring closes these."""
+        self.drop()
+        self._socket = None
+        self.ring = None

@@ -1,0 +1,132 @@
+"""Finds deadlocks, and ends them with an error in one of their calls.
+
+Nobody looks while calls go on. A call that is held up makes its process look at the actor some time later; what has
+been in the way since then is the root of a search. Whatever of it leads to other processes is searched by the home
+process, which has links to them all, so that there is one search for each deadlock and no links are made for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from contextvars import Context
+from typing import TYPE_CHECKING, Final
+
+from aiodaft._protocol.deadlock import CallAt, Deadlock, Search, Waiting
+from aiodaft._protocol.ids import PeerId
+from aiodaft._runtime.diagnostics.wait_graph import Waits
+from aiodaft._runtime.platform.tasks import logger
+from aiodaft.exceptions import DaftError, DeadlockDetected, WaitingCall
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.actors.hosted_actor import Cell
+    from aiodaft._runtime.actors.inbound_call import IncomingCall
+    from aiodaft._runtime.peer import Peer
+
+# Seconds between two looks at what is held up.
+_PATIENCE: Final = 0.25
+
+
+class Deadlocks:
+    """The search for deadlocks, in one process."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.waits = Waits(peer)
+        self._peer = peer
+        self._cells: set[Cell] = set()
+        # What was in the way when we last looked.
+        self._seen: set[IncomingCall] = set()
+        self._looking = False
+        # Of the home process: where the next search begins.
+        self._roots: set[CallAt] = set()
+        self._searching = False
+
+    def suspect(self, cell: Cell) -> None:
+        """A call of an actor has to wait."""
+        self._cells.add(cell)
+        if not self._looking:
+            self._looking = True
+            self._look_later()
+
+    def _look_later(self) -> None:
+        # In a context of its own: the deadline of whichever call came first is not that of a search.
+        self._peer.loop.call_later(_PATIENCE, self._look, context=Context())
+
+    def _look(self) -> None:
+        self._cells = {cell for cell in self._cells if cell.stopping is None and cell.holds_some_up}
+        self._looking = bool(self._cells) and self._peer.closed is None
+        if not self._looking:
+            self._seen.clear()
+            return
+        self._look_later()
+        seen = {call for cell in self._cells for call in self.waits.in_the_way(cell)}
+        lasting, self._seen = seen & self._seen, seen
+        # Most wait for nothing that is not in this process, and are alive: that costs no message.
+        roots = [root for root in map(self.waits.place, lasting) if self._may_be_stuck(root)]
+        home = self._peer.options.home
+        if roots and home == self._peer.id:
+            self.investigate(roots)
+        elif roots:
+            self._peer.agent_of(home).investigate.tell(roots)
+
+    def _may_be_stuck(self, root: CallAt) -> bool:
+        search = Search([root])
+        self._answer_here(search)
+        return bool(search.questions or search.deadlocks)
+
+    def _answer_here(self, search: Search) -> None:
+        while here := [call for call in search.questions if call.host == self._peer.id]:
+            search.handle_answers({call: self.waits.look(call) for call in here})
+
+    # In the home process.
+
+    def investigate(self, roots: Iterable[CallAt]) -> None:
+        """Search from these calls on, after the search that is under way."""
+        self._roots.update(roots)
+        if not self._searching:
+            self._searching = True
+            self._peer.tasks.create_task(self._search(), name="search for deadlocks")
+
+    async def _search(self) -> None:
+        try:
+            while self._roots:
+                search = Search(self._roots)
+                self._roots = set()
+                while search.questions:
+                    await self._answer(search)
+                for deadlock in search.deadlocks:
+                    await self._give_up(deadlock)
+        except DaftError as error:
+            # A process is gone, and with it whatever waited for it; what still waits will be looked at again.
+            logger.debug("a search for deadlocks ended: %s", error)
+        finally:
+            self._searching = False
+
+    async def _answer(self, search: Search) -> None:
+        by_host: dict[PeerId, list[CallAt]] = {}
+        for call in sorted(search.questions):
+            by_host.setdefault(call.host, []).append(call)
+        asked = [self._peer.agent_of(host).waits_of(calls) for host, calls in by_host.items()]
+        for calls, answers in zip(by_host.values(), await asyncio.gather(*asked), strict=True):
+            search.handle_answers(dict(zip(calls, answers, strict=True)))
+
+    async def _give_up(self, deadlock: Deadlock) -> None:
+        calls = tuple(WaitingCall(one.actor, one.method, one.line) for one in deadlock.waiting)
+        await self._peer.agent_of(deadlock.victim.host).give_up(
+            deadlock.victim, deadlock.waiting[-1], str(deadlock), calls
+        )
+
+    # In the process of the call to give up.
+
+    def give_up(self, at: CallAt, waiting: Waiting, story: str, cycle: tuple[WaitingCall, ...]) -> None:
+        """End a deadlock by an error in one of its calls, if that still waits as it did."""
+        call = self.waits.find(at)
+        if call is None or self.waits.look(at) != waiting:
+            return
+        error = DeadlockDetected(f"a deadlock: {story}", executed=None if call.begun else False)
+        error.cycle = cycle
+        if not call.begun:
+            call.cell.give_up(call, error)
+            return
+        # The last one is what no other of them waits for.
+        self.waits.wait_of(call).futures[-1].set_exception(error)

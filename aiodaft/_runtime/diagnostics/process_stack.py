@@ -1,0 +1,94 @@
+"""Looks at one process for `rt.stack()`, and at all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import linecache
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from aiodaft._protocol.ids import FIRST_USER_ACTOR
+from aiodaft._runtime.diagnostics.await_chains import Frames, frames_of, is_ours, stack_of, users_line, wait_of_task
+from aiodaft._runtime.diagnostics.questions import is_answered
+from aiodaft._runtime.diagnostics.wait_graph import frames_on_thread
+from aiodaft.exceptions import DaftError
+from aiodaft.stack import CallStack, Frame, ProcessStack, RuntimeStack, TaskStack, ThreadStack
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.actors.inbound_call import IncomingCall
+    from aiodaft._runtime.node.node_agent import Node
+    from aiodaft._runtime.node.worker_table import Process
+    from aiodaft._runtime.peer import Peer
+
+
+def stack_here(peer: Peer) -> ProcessStack:
+    """What this process is in the middle of. To be called on its loop."""
+    calls = [call for call in peer.incoming_calls() if call.cell.id >= FIRST_USER_ACTOR]
+    calls.sort(key=lambda call: not call.begun)
+    of_calls = {call.task for call in calls}
+    tasks = [task for task in asyncio.all_tasks(peer.loop) if task not in of_calls]
+    return ProcessStack(
+        id=peer.id,
+        pid=peer.pid,
+        actors=tuple(cell.name for cell in peer.cells.values() if cell.id >= FIRST_USER_ACTOR),
+        calls=tuple(_call(peer, call) for call in calls),
+        threads=tuple(_threads()),
+        tasks=tuple(_task(peer, task) for task in sorted(tasks, key=asyncio.Task.get_name) if _is_users(task)),
+    )
+
+
+async def stack_of_all(peer: Peer, node: Node, patience: float) -> RuntimeStack:
+    """Ask every process of this node, and of those that do not answer in time ask the kernel."""
+    processes = await node.processes()
+    others = await asyncio.gather(*(_stack_of(peer, node, process, patience) for process in processes))
+    return RuntimeStack((stack_here(peer), *(found for found in others if found is not None)))
+
+
+async def _stack_of(peer: Peer, node: Node, process: Process, patience: float) -> ProcessStack | None:
+    asked_at = peer.env.monotonic()
+    asked = peer.agent_of(process.id).stack()
+    if not await is_answered(asked, patience):
+        dump = await node.dump(process.id)
+        return ProcessStack(process.id, process.pid, process.actors, peer.env.monotonic() - asked_at, dump=dump)
+    try:
+        return await asked
+    except DaftError:
+        # It has ended.
+        return None
+
+
+def _call(peer: Peer, call: IncomingCall) -> CallStack:
+    waits = peer.deadlocks.waits
+    state = "running" if call.begun else "needs arguments" if call.bringing is not None else "queued"
+    seconds = peer.env.monotonic() - call.since if call.begun else None
+    frames = frames_on_thread(call) if call.task is None or call.rules.on_thread else frames_of(call.task.get_coro())
+    waits_for = tuple(waits.name_of(at) for at in waits.calls_before(call))
+    return CallStack(call.cell.name, call.label, call.caller, state, seconds, waits_for, _frames(frames))
+
+
+def _task(peer: Peer, task: asyncio.Task[object]) -> TaskStack:
+    waits_for = tuple(peer.deadlocks.waits.name_of(at) for at in wait_of_task(task).calls)
+    return TaskStack(task.get_name(), waits_for, _frames(frames_of(task.get_coro())))
+
+
+def _threads() -> list[ThreadStack]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own = threading.get_ident()
+    return [
+        ThreadStack(names.get(ident, str(ident)), _frames(stack_of(frame)))
+        for ident, frame in sys._current_frames().items()
+        # What this thread does is to make this list; what it does otherwise are its tasks.
+        if ident != own
+    ]
+
+
+def _is_users(task: asyncio.Task[object]) -> bool:
+    return bool(users_line(frames_of(task.get_coro())))
+
+
+def _frames(frames: Frames) -> tuple[Frame, ...]:
+    """As data, without our own frames unless there are no others."""
+    shown = [frame for frame in frames if not is_ours(frame)] or frames
+    found = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in shown]
+    return tuple(Frame(file, line, name, linecache.getline(file, line).strip()) for file, line, name in found)

@@ -1,0 +1,153 @@
+"""What the calls in this process wait for, as one looks at them from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+from aiodaft._protocol.deadlock import CallAt, Reason, Waiting
+from aiodaft._runtime.actors.hosted_actor import Cell
+from aiodaft._runtime.actors.inbound_call import IncomingCall
+from aiodaft._runtime.diagnostics.await_chains import (
+    Frames,
+    Wait,
+    thread_stack,
+    users_line,
+    wait_of_task,
+    wait_of_thread,
+)
+from aiodaft._runtime.diagnostics.rowwaits import find_row, needed_by, row_number
+from aiodaft._runtime.graphs.segment_call import RowCall
+from aiodaft._runtime.objects.ref_kinds import CallState
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.peer import Peer
+
+
+_RUNNER: Final = asyncio.Runner.run.__code__
+_WORK: Final = frozenset({IncomingCall.work.__code__, RowCall.work.__code__})
+
+
+def on_thread(cell: Cell) -> tuple[IncomingCall | None, Frames]:
+    """The call that an actor's thread is busy with, and the frames from its first line on."""
+    frames = thread_stack(cell.thread.ident)
+    for index, frame in enumerate(frames):
+        if frame.f_code is Cell._execute.__code__:
+            call: IncomingCall = frame.f_locals["call"]
+            return call, frames[index + 1 :]
+    return None, []
+
+
+def on_loop(ident: int) -> tuple[IncomingCall | None, str]:
+    """What the thread of a loop is busy with, looked at from another thread: a call, and the line of the user's code.
+
+    No line if it runs no code of the user. No call if that is a task or a callback that a method has left behind.
+    """
+    frames = thread_stack(ident)
+    codes = [frame.f_code for frame in frames]
+    # Outside of the loop is what has started the process.
+    inside = frames[codes.index(_RUNNER) + 1 :] if _RUNNER in codes else []
+    call = next((frame.f_locals["self"] for frame in inside if frame.f_code in _WORK), None)
+    return call, users_line(inside)
+
+
+def frames_on_thread(call: IncomingCall) -> Frames:
+    """Where the actor's thread is in a call; nothing if it is not busy with this one."""
+    busy_with, frames = on_thread(call.cell)
+    return frames if busy_with is call else []
+
+
+class Waits:
+    """Looks at the calls of one process."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._stamps: WeakKeyDictionary[asyncio.Future[Any], int] = WeakKeyDictionary()
+        self._numbers = itertools.count(1)
+
+    def place(self, call: IncomingCall) -> CallAt:
+        """What other processes call a call of this one."""
+        number = row_number(call) if isinstance(call, RowCall) else call.number
+        return CallAt(self._peer.id, call.caller, number)
+
+    def find(self, at: CallAt) -> IncomingCall | None:
+        """A call of this process that is queued or runs."""
+        return self._peer.running_call(at.owner, at.number) or find_row(self._peer.graphs, at)
+
+    def look(self, at: CallAt) -> Waiting | None:
+        """What a call waits for; None if it does not, is not here, or waits for what nobody can see."""
+        call = self.find(at)
+        if call is None or call.over:
+            return None
+        if not call.begun:
+            return self._look_at_queued(call)
+        return self._awaiting(call, Reason.AWAITS, self.wait_of(call))
+
+    def wait_of(self, call: IncomingCall) -> Wait:
+        """What a call waits for that has begun, or brings in its arguments."""
+        if call.rules.on_thread and call.begun:
+            return wait_of_thread(frames_on_thread(call))
+        task = call.task or call.bringing
+        if task is not None:
+            return wait_of_task(task)
+        return Wait(known=False)
+
+    def calls_before(self, call: IncomingCall) -> list[CallAt]:
+        """The calls that a call waits for, as far as that can be seen."""
+        return self.wait_of(call).calls if call.begun or call.bringing is not None else self._ahead_of(call)
+
+    def name_of(self, at: CallAt) -> str:
+        """What to call a call that this process waits for."""
+        running = self.find(at) if at.host == self._peer.id else None
+        if running is not None:
+            return f"{running.label} of {running.cell.name}"
+        link = self._peer.links.get(at.host)
+        state = link.session.calls.get(at.number) if link is not None and at.owner == self._peer.id else None
+        if isinstance(state, CallState):
+            return f"{state.label} of {state.target.label}"
+        return f"{'a call' if state is None else state.label} in {at.host}"
+
+    def in_the_way(self, cell: Cell) -> list[IncomingCall]:
+        """The calls of an actor for which its other calls wait."""
+        found = cell.mailbox.in_the_way(functools.cache(cell.running)) if cell.mailbox.holds_some else []
+        if cell.thread.backlog:
+            occupant, _ = on_thread(cell)
+            found += [] if occupant is None else [occupant]
+        return found
+
+    def _look_at_queued(self, call: IncomingCall) -> Waiting | None:
+        if call.bringing is not None:
+            return self._awaiting(call, Reason.NEEDS, self.wait_of(call))
+        if isinstance(call, RowCall) and not call.ready:
+            needs = needed_by(call)
+            return self._waiting(call, Reason.NEEDS, needs) if needs else None
+        ahead = self._ahead_of(call)
+        return self._waiting(call, Reason.QUEUED, ahead) if ahead else None
+
+    def _ahead_of(self, call: IncomingCall) -> list[CallAt]:
+        if isinstance(call, RowCall) and not call.ready:
+            return needed_by(call)
+        if not call.started:
+            return [self.place(other) for other in call.cell.mailbox.ahead_of(call, call.cell.running)]
+        occupant = on_thread(call.cell)[0] if call.rules.on_thread else None
+        return [] if occupant is None else [self.place(occupant)]
+
+    def _awaiting(self, call: IncomingCall, reason: Reason, wait: Wait) -> Waiting | None:
+        if not (wait.known and wait.calls):
+            return None
+        stamp = tuple(self._stamp(future) for future in wait.futures)
+        return self._waiting(call, reason, wait.calls, wait.line if reason is Reason.AWAITS else "", stamp)
+
+    def _waiting(
+        self, call: IncomingCall, reason: Reason, on: list[CallAt], line: str = "", stamp: tuple[int, ...] = ()
+    ) -> Waiting:
+        calls = tuple(sorted(set(on)))
+        return Waiting(call.cell.name, call.label, line, call.begun, reason, tuple(sorted(stamp)), calls)
+
+    def _stamp(self, future: asyncio.Future[Any]) -> int:
+        if future not in self._stamps:
+            self._stamps[future] = next(self._numbers)
+        return self._stamps[future]

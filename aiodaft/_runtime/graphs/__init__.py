@@ -1,0 +1,1 @@
+"""Compiled graphs: the owner that starts runs, and the participants that execute them."""

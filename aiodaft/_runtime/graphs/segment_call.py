@@ -1,0 +1,292 @@
+"""Rows: steps of a graph that one actor does one after the other, as one call in its mailbox."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from aiodaft._protocol.ids import CallId
+from aiodaft._protocol.mailbox import Rules
+from aiodaft._protocol.messages import WANT_REPLY
+from aiodaft._protocol.plan import Segment, Step
+from aiodaft._runtime.actors.inbound_call import IncomingCall
+from aiodaft._runtime.actors.responders import capture, is_plain
+from aiodaft._runtime.graphs.graph_value import Flowing, NotAtHand, Value
+from aiodaft._runtime.serialization.errors import add_note, as_call_error
+from aiodaft.exceptions import ActorDied
+from aiodaft.methods import MethodSpec, Options
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.actors.hosted_actor import Cell
+    from aiodaft._runtime.graphs.captured_call import Arguments
+    from aiodaft._runtime.graphs.participant import Part, Run
+    from aiodaft._runtime.objects.store import Store
+
+_NO_KWARGS: Final[dict[str, Any]] = {}
+
+
+class InputFailed(Exception):
+    """A step cannot run: one of its arguments is an error."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+
+class Job:
+    """What all runs know of a step."""
+
+    def __init__(self, part: Part, position: int, method: MethodSpec) -> None:
+        plan = part.plan
+        step = plan.steps[position]
+        self.position = position
+        self.index = index = plan.values[position]
+        self.label = step.label
+        self.line = step.line
+        self.data = step.data
+        self.slots = step.data.slots
+        # Its arguments are the values of the slots, as they are.
+        self.bare = step.data.flat is not None and all(is_slot for is_slot, _ in step.data.flat)
+        self.fn = method.fn
+        self.transport = method.transport
+        # Who gets its result: rows of this process; others; the owner, who has given it a number if it is an output.
+        self.waited = index in part.waiting
+        self.flows = tuple([part.ways[remote] for remote in plan.sends[index]])
+        self.reported = index in plan.reports
+        self.place = plan.outputs.index(index) if index in plan.outputs else None
+        # Steps of this process use it.
+        self.used = index in plan.uses
+        # Somebody outside the row waits for it.
+        self.leaves = self.waited or self.reported or bool(self.flows)
+
+
+class Row:
+    """What all runs know of a row."""
+
+    def __init__(self, part: Part, segment: Segment) -> None:
+        steps = [part.plan.steps[position] for position in segment.steps]
+        _, actor = steps[0].actor
+        rules = steps[0].rules
+        cell = part.peer.cells.get(actor)
+        # Without it, no run of this row gets as far as to need it.
+        self.is_gone = cell is None
+        self.cell = cast("Cell", cell)
+        self.jobs = [
+            Job(part, position, self._method(step)) for position, step in zip(segment.steps, steps, strict=True)
+        ]
+        # Where it matters that the last one begins.
+        self.last = self.jobs[-1] if len(steps) > 1 else None
+        self.rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, row=len(steps) > 1)
+        self.spec = MethodSpec(steps[0].label, rules.name, RowCall.run_on_thread, Options(self.rules))
+
+    def _method(self, step: Step[Arguments]) -> MethodSpec:
+        if self.is_gone:
+            # Every run will say so.
+            return MethodSpec(step.label, step.data.method, _missing, Options(step.rules))
+        spec = self.cell.find_spec(step.data.method)
+        if spec is None:
+            raise AttributeError(f"{self.cell.name} has no remote method {step.data.method!r:.80} ({step.line})")
+        return spec
+
+
+class RowCall(IncomingCall):
+    """A row in one run, from its run's beginning to its end."""
+
+    # Nobody asks for these: its results go where the plan says.
+    number = CallId(0)
+    mode = WANT_REPLY
+    # Steps whose results were given; results that the thread made.
+    _given = 0
+    _batch: deque[Flowing] | None = None
+
+    def __init__(self, run: Run, row: Row) -> None:
+        self.run = self.caller_link = run
+        self.row = row
+        self.caller = run.part.owner
+        self.cell = row.cell
+        self.spec = row.spec
+        self.rules = row.rules
+        if row.rules.on_thread:
+            self._token = [None]
+            self._batch = deque()
+
+    @property
+    def label(self) -> str:
+        """The step that runs, or is the next to."""
+        return self.row.jobs[min(self._given, len(self.row.jobs) - 1)].label
+
+    def deliver(self) -> None:
+        """Put it into its actor's mailbox."""
+        if self.row.is_gone:
+            error = ActorDied("the actor was stopped", executed=False)
+            self.run.fail(self, error, executed=False)
+            return
+        if self.rules.on_thread:
+            # Only now: it knows itself.
+            self.args = (self,)
+        self.cell.deliver(self)
+
+    # Running.
+
+    async def work(self) -> None:
+        """On the loop: do the steps. No error of theirs leaves this."""
+        cell, run, row = self.cell, self.run, self.row
+        value: Flowing
+        cell.enter(self)
+        try:
+            for job in row.jobs:
+                if self._given and self.given_up:
+                    # The step before this one ignored its cancellation.
+                    cell.failed(self, asyncio.CancelledError(), ran=False)
+                    return
+                if job is row.last:
+                    cell.last_begun(self)
+                executed = False
+                try:
+                    try:
+                        args, kwargs = self._arguments(job, patient=False)
+                    except NotAtHand:
+                        await self._fetch_own(job)
+                        args, kwargs = self._arguments(job, patient=False)
+                    executed = True
+                    result = await job.fn(cell.instance, *args, **kwargs)
+                    if self.late:
+                        cell.fail_late(self)
+                        return
+                    if is_plain(result):
+                        value = result
+                    else:
+                        kept = await capture(cell, result, job.label, "result", job.transport)
+                        await cell.peer.store.pack(kept)
+                        value = Value.of_kept(kept)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
+                    if cell.is_late(self, error) or (self.given_up and isinstance(error, asyncio.CancelledError)):
+                        # Its actor knows why, and that goes for all that is left.
+                        cell.failed(self, error, executed)
+                        return
+                    value = self._failure(job, error, executed)
+                run.values[job.index] = value
+                self._give(value)
+            run.answer(self, None)
+        except (SystemExit, KeyboardInterrupt) as error:
+            cell.peer.exit_requested(error)
+        finally:
+            cell.end(self)
+
+    @staticmethod
+    def run_on_thread(instance: Any, call: RowCall) -> None:
+        """Do the steps on the actor's thread, as a method of the actor; no error of theirs leaves this."""
+        # It would keep itself alive.
+        call.args = ()
+        store, batch = call.cell.peer.store, call._batch
+        assert batch is not None
+        row = call.row
+        value: Flowing
+        for job in row.jobs:
+            if call.given_up:
+                # The steps that are left have failed already.
+                return
+            if job is row.last:
+                call.cell.last_begun(call)
+            executed = False
+            try:
+                try:
+                    args, kwargs = call._arguments(job, patient=True)
+                except NotAtHand:
+                    peer = call.cell.peer
+                    asyncio.run_coroutine_threadsafe(call._fetch_own(job), peer.loop).result()
+                    args, kwargs = call._arguments(job, patient=True)
+                executed = True
+                result = job.fn(instance, *args, **kwargs)
+                if is_plain(result):
+                    value = result
+                else:
+                    kept = store.keep_patiently(result, job.label, job.transport)
+                    store.pack_here(kept)
+                    value = Value.of_kept(kept)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
+                value = call._failure(job, error, executed)
+            call.run.values[job.index] = value
+            batch.append(value)
+            if job.leaves and job is not row.jobs[-1]:
+                call.cell.thread.to_loop(call.flush)
+
+    async def _fetch_own(self, job: Job) -> None:
+        """Fetch what a step needs and was made in this process."""
+        for slot in job.slots:
+            value = self.run.values.get(slot)
+            if type(value) is Value and value.kept is not None:
+                await value.fetch_own(self.cell.peer)
+
+    def _arguments(self, job: Job, *, patient: bool) -> tuple[Any, Any]:
+        store, values = self.cell.peer.store, self.run.values
+        taken: list[Any]
+        if job.data.outside:
+            outside = self.run.part.outside
+            taken = [outside[job.position, -slot - 1] if slot < 0 else values[slot] for slot in job.slots]
+        else:
+            taken = [*map(values.__getitem__, job.slots)]
+        if Value in map(type, taken):
+            taken = self._decode(job, taken, store, patient=patient)
+        return (taken, _NO_KWARGS) if job.bare else job.data.make(store, taken, patient=patient)
+
+    def _decode(self, job: Job, values: list[Flowing], store: Store, *, patient: bool) -> list[Any]:
+        encoded: list[Value] = []
+        for slot, value in zip(job.slots, values, strict=True):
+            if type(value) is Value:
+                if value.failure is not None:
+                    source = self.run.part.plan.labels.get(slot, "a ref from outside the graph")
+                    raise InputFailed(value.error_for(self._named(job), source))
+                encoded.append(value)
+        taken = [value.take(store, patient=patient) if type(value) is Value else value for value in values]
+        for value in encoded:
+            value.used()
+        return taken
+
+    def _named(self, job: Job) -> str:
+        return f"{job.label} of {self.cell.name}"
+
+    def _failure(self, job: Job, error: BaseException, executed: bool) -> Value:
+        if isinstance(error, InputFailed):
+            return Value.of_error(error.error, executed=False)
+        caught = as_call_error(error, f"raised by {job.label} in {self.cell.where}")
+        add_note(caught, f"a step of a graph, captured at {job.line}")
+        return Value.of_error(caught, executed=executed)
+
+    # Its results, on the loop.
+
+    def flush(self) -> None:
+        """Give what the thread has made."""
+        while self._batch:
+            self._give(self._batch.popleft())
+
+    def _give(self, value: Flowing) -> None:
+        if self.over:
+            # It was given up, and everybody has been told.
+            if type(value) is Value and value.kept is not None:
+                value.kept.release()
+            return
+        job = self.row.jobs[self._given]
+        self._given += 1
+        self.run.give(job, value)
+
+    def give_up(self, error: BaseException, *, executed: bool | None) -> None:
+        """There will be no more results."""
+        value = Value.of_error(error, executed=executed)
+        for number in range(self._given, len(self.row.jobs)):
+            job = self.row.jobs[number]
+            if number > self._given:
+                before = self.row.jobs[number - 1]
+                value = Value.of_error(value.error_for(self._named(job), self._named(before)), executed=False)
+            self.run.give(job, value)
+        self.over = True
+        self.args = ()
+
+
+def _missing(*args: Any) -> None:
+    raise AssertionError("the actor of this step is gone")

@@ -1,0 +1,1 @@
+"""One machine: its worker processes, how they start, live and end."""

@@ -1,0 +1,50 @@
+"""What an actor's process has in common with the controller: environment, working directory, sys.path and sys.argv."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from aiodaft._runtime.platform.linux import importable_path
+from aiodaft.exceptions import SpawnFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """How they were in the controller when it spawned an actor."""
+
+    environment: dict[str, str]
+    directory: str
+    path: list[str]
+    argv: list[str]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """How they are in this process now.
+
+        Raises:
+            SpawnFailed: The working directory does not exist any more.
+        """
+        try:
+            directory = os.getcwd()
+        except OSError as error:
+            raise SpawnFailed(
+                f"an actor needs the working directory of this process, which is gone ({error}): "
+                "call os.chdir() with one that exists, and spawn again"
+            ) from error
+        return cls(dict(os.environ), directory, importable_path(), [str(argument) for argument in sys.argv])
+
+    def changes(self, base: dict[str, str]) -> dict[str, str | None]:
+        """How the environment differs from an earlier one; None for a variable that is gone."""
+        changes: dict[str, str | None] = dict.fromkeys(base.keys() - self.environment.keys())
+        changes.update((name, value) for name, value in self.environment.items() if base.get(name) != value)
+        return changes
+
+
+def change_environment(base: dict[str, str], changes: dict[str, str | None]) -> None:
+    """Give this process an earlier environment with changes."""
+    wanted = {name: value for name, value in {**base, **changes}.items() if value is not None}
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    os.environ.update((name, value) for name, value in wanted.items() if os.environ.get(name) != value)

@@ -1,0 +1,294 @@
+"""The process that workers are forked from, and their nursery.
+
+Started once per runtime, by exec. It has one thread and never touches a loop, a GPU or a socket of anybody else, so
+forking it is safe; it imports what all actors need, so a worker starts in milliseconds and shares that memory
+copy-on-write. It outlives nobody: when its connection to the node ends, or the thread that has started it, for
+whatever reason, it kills every worker and everything the workers have started, and ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import suppress
+from typing import Any, Final
+
+from aiodaft._protocol.codec import pack, unpack
+from aiodaft._runtime.diagnostics.attach import DOORBELL
+from aiodaft._runtime.node.environment import change_environment
+from aiodaft._runtime.platform.linux import (
+    adopt_orphans,
+    children,
+    describe_status,
+    die_with_parent,
+    fresh_python,
+    is_thread,
+    kill,
+    reap,
+    session_of,
+    visible_pid,
+)
+from aiodaft_transport.ucx.shm_folder import sweep
+
+# Number, working directory, sys.path, changes to the environment, modules to import before forking, what is added to
+# the environment of the worker alone, settings of the worker; with descriptors.
+SPAWN: Final = 1
+KILL: Final = 2  # number, signal
+SPAWNED: Final = 3  # number, pid
+EXITED: Final = 4  # number, pid, exit code, signal
+FAILED: Final = 5  # number, text
+RUNG: Final = 6  # no number (0), pid of the fork server as others see it
+IMPORTING: Final = 7  # no number (0), name of a module: what comes next may take long
+
+_MAX_MESSAGE: Final = 1 << 20
+_MAX_FDS: Final = 4
+# What workers get between SIGTERM and SIGKILL when the node is gone.
+_LAST_GRACE: Final = 0.3
+# How long a thread may take from the signal of its end to its end.
+_LAST_BREATH: Final = 0.2
+
+
+class ForkServer:
+    """Starts workers when told to, reports their ends, and clears up."""
+
+    def __init__(self, node: socket.socket, parent: int, thread: int, *, fork: bool) -> None:
+        self._node = node
+        self._pid = os.getpid()
+        self._parent = parent
+        self._thread = thread
+        self._numbers: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
+        self._fork = fork
+        self._environment = dict(os.environ)
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, self._wakeup_end = socket.socketpair()
+
+    def run(self) -> None:
+        """Serve until the node is gone."""
+        adopt_orphans()
+        self._wakeup.setblocking(False)
+        self._wakeup_end.setblocking(False)
+        for number in (signal.SIGCHLD, DOORBELL):
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGCONT, lambda *_: self._continued())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
+        self._selector.register(self._node, selectors.EVENT_READ)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        try:
+            while self._serve():
+                pass
+        finally:
+            self._sweep()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Be no fork server any more: this is a worker, or the end."""
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGCONT, DOORBELL):
+            signal.signal(number, signal.SIG_DFL)
+        self._selector.close()
+        for end in (self._node, self._wakeup, self._wakeup_end):
+            end.close()
+
+    def _continued(self) -> None:
+        """The parent is gone, or closes its runtime, or this process was stopped and is not any more.
+
+        The one signal that also wakes a stopped process. A handler, because an import may take long. Being killed
+        together with the parent would be simpler, and would leave what the workers have started.
+        """
+        deadline = time.monotonic() + _LAST_BREATH
+        while os.getpid() == self._pid and time.monotonic() < deadline:
+            if self._node_is_gone():
+                self._sweep()
+                os._exit(0)
+            if os.getppid() != self._parent or not is_thread(self._parent, self._thread):
+                self._sweep()
+                os._exit(1)
+            select.select([], [], [], _LAST_BREATH / 20)
+
+    def _node_is_gone(self) -> bool:
+        """Whether the node has closed its end, however many of its orders are still to be read."""
+        poll = select.poll()
+        poll.register(self._node, 0)
+        return bool(poll.poll(0))
+
+    def _serve(self) -> bool:
+        ready = {key.fileobj for key, _ in self._selector.select()}
+        if self._wakeup in ready:
+            numbers = b""
+            with suppress(BlockingIOError):
+                numbers = self._wakeup.recv(4096)
+            if DOORBELL in numbers:
+                self._send([RUNG, 0, int(os.readlink("/proc/self"))])
+            self._report_ended()
+        return self._node not in ready or self._take_order()
+
+    def _take_order(self) -> bool:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._node, _MAX_MESSAGE, _MAX_FDS)
+        except OSError:
+            return False
+        if not data:
+            return False
+        order = unpack(data, _no_extensions)
+        if order[0] == SPAWN:
+            self._spawn(order, fds)
+        elif order[0] == KILL:
+            pid = self._pids.get(order[1])
+            if pid is not None:
+                kill(pid, order[2])
+        return True
+
+    def _spawn(self, order: list[Any], fds: list[int]) -> None:
+        _, number, directory, path, changes, modules, environment, settings = order
+        try:
+            os.chdir(directory)
+        except OSError as error:
+            why = f"the working directory that the controller had when it spawned the actor cannot be entered: {error}"
+            self._send([FAILED, number, why])
+            _close(fds)
+            return
+        sys.path[:] = path
+        change_environment(self._environment, changes)
+        try:
+            if self._fork:
+                self._import_all(modules)
+                pid = self._fork_worker(environment, settings, fds)
+            else:
+                pid = _exec_worker(environment, settings, fds)
+        except Exception:  # noqa: BLE001 - the node decides what a failure means
+            self._send([FAILED, number, traceback.format_exc()])
+        else:
+            self._numbers[pid], self._pids[number] = number, pid
+            self._send([SPAWNED, number, visible_pid(pid)])
+        finally:
+            _close(fds)
+
+    def _import_all(self, modules: list[str]) -> None:
+        for name in modules:
+            if name not in sys.modules:
+                self._send([IMPORTING, 0, name])
+                # Whoever needs it and cannot have it will say so better than this process could.
+                with suppress(Exception):
+                    importlib.import_module(name)
+
+    def _fork_worker(self, environment: dict[str, str], settings: bytes, fds: list[int]) -> int:
+        gc.collect()
+        # What exists now is never garbage: workers do not write to it, and so go on sharing it.
+        gc.freeze()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 1
+        try:
+            self._let_go()
+            os.environ.update(environment)
+            from aiodaft._runtime.node.worker_main import run_forked  # noqa: PLC0415 - only the child needs it, and by then it is imported
+
+            status = run_forked(parent, settings, *fds)
+        except BaseException:  # noqa: BLE001 - nothing of the parent's code may run on in the child
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _report_ended(self) -> None:
+        ended = reap()
+        for pid, status in ended:
+            number = self._numbers.pop(pid, None)
+            if number is not None:
+                del self._pids[number]
+                self._send([EXITED, number, pid, *describe_status(status)])
+        if ended:
+            sweep()
+            # What a worker had started is ours now, and what that had started comes as it ends: none of it is to
+            # outlive the actor. What the workers that live have put into the background stays, in their sessions.
+            for orphan in children():
+                if orphan not in self._numbers and session_of(orphan) not in self._numbers:
+                    kill(orphan, signal.SIGKILL)
+
+    def _send(self, message: list[Any]) -> None:
+        # A node that is gone is noticed where orders are read.
+        with suppress(OSError):
+            self._node.send(pack(message))
+
+    def _sweep(self) -> None:
+        """End every descendant: politely, then not."""
+        for pid in self._numbers:
+            kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + _LAST_GRACE
+        while children() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                if key.fileobj is self._wakeup:
+                    with suppress(BlockingIOError):
+                        self._wakeup.recv(4096)
+            reap()
+            if not set(children()) & set(self._numbers):
+                break
+        while remaining := children():
+            for pid in remaining:
+                kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(-1, 0)
+        sweep()
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _exec_worker(environment: dict[str, str], settings: bytes, fds: list[int]) -> int:
+    reading, writing = os.pipe()
+    with open(writing, "wb") as pipe:
+        pipe.write(settings)
+    link, out, err, pulse = fds
+    try:
+        process = subprocess.Popen(
+            # It runs like a forked one.
+            fresh_python("aiodaft._runtime.node.worker_main", link, reading, pulse),
+            env={**os.environ, **environment},
+            pass_fds=(link, reading, pulse),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+    finally:
+        os.close(reading)
+    # Reaped with all others; the object must not do it as well.
+    process.returncode = 0
+    return process.pid
+
+
+def _no_extensions(code: int, content: bytes) -> Any:
+    raise ValueError(f"unexpected extension {code}")
+
+
+def main(fd: int, parent: int, thread: int, fork: int) -> None:
+    """Entry point of the process; `thread` is that of the parent which has started it.
+
+    In a PID namespace of its own it cannot see its parent (0), and ends with it by other means.
+    """
+    server = ForkServer(socket.socket(fileno=fd), parent, thread, fork=bool(fork))
+    if parent:
+        die_with_parent(parent, signal.SIGCONT)
+    # Everything that a worker of any kind uses; the import alone has no effects.
+    from aiodaft._runtime.node import worker_main as worker  # noqa: F401, PLC0415 - children find it loaded
+
+    for name in ("uvloop", "cloudpickle", "tblib.pickling_support"):
+        with suppress(ImportError):
+            importlib.import_module(name)
+    server.run()

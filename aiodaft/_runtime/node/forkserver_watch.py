@@ -1,0 +1,89 @@
+"""Looks at a fork server that was told something and has not answered yet: is it stopped or stuck, or only slow?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from aiodaft._protocol.standstill import Standstill, Verdict
+from aiodaft._runtime.platform.linux import is_stopped, signs_of_life
+from aiodaft._runtime.platform.tasks import logger
+
+# Seconds between two looks.
+_PERIOD: Final = 1.0
+
+
+class ServerWatch:
+    """Watches one fork server from an order on, until it has answered.
+
+    Args:
+        loop: Where the looks are taken.
+        pid: Gives the process to look at.
+        workers: Gives the processes whose life is no sign of the fork server's life.
+        on_lost: Told why, when it is not waited for any longer.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        pid: Callable[[], int],
+        workers: Callable[[], set[int]],
+        on_lost: Callable[[str], object],
+    ) -> None:
+        self._loop = loop
+        self._pid = pid
+        self._workers = workers
+        self._on_lost = on_lost
+        self._standstill = Standstill()
+        self._timer: asyncio.TimerHandle | None = None
+        self._reported = False
+        # What it has said that it imports.
+        self.importing = ""
+        # Why it is not waited for; None again as soon as it says something.
+        self.problem: str | None = None
+
+    def expect(self) -> None:
+        """It is told something, and has to answer."""
+        if self._timer is None and self.problem is None:
+            self._standstill = Standstill()
+            self._timer = self._loop.call_later(_PERIOD, self._look)
+
+    def heard(self, *, more: bool) -> None:
+        """It said something; `more` if it still has to answer something else."""
+        if self._reported:
+            logger.warning("the fork server (pid %d) answers again", self._pid())
+        self.close()
+        self._reported, self.problem = False, None
+        if more:
+            self.expect()
+
+    def close(self) -> None:
+        """Look no more. Idempotent; also where the loop does not run any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        verdict = self._standstill.look(signs_of_life(self._pid(), self._workers()))
+        if verdict is Verdict.GIVE_UP:
+            self.problem = self._describe()
+            self._on_lost(self.problem)
+            return
+        if verdict is Verdict.REPORT:
+            self._reported = True
+            logger.warning("actors wait for their processes: %s", self._describe())
+        self._timer = self._loop.call_later(_PERIOD, self._look)
+
+    def _describe(self) -> str:
+        pid, seconds = self._pid(), self._standstill.looks * _PERIOD
+        server = f"the fork server (pid {pid}), which starts actors, has not answered for {seconds:.0f} s"
+        if is_stopped(pid):
+            return f"{server}: it is stopped (SIGSTOP); continue it with `kill -CONT {pid}`"
+        if self.importing:
+            return (
+                f"{server}: it imports {self.importing}; `py-spy dump --pid {pid}` shows where it is, and "
+                "Runtime(preload=...) says which modules it imports for all actors"
+            )
+        return f"{server}; `py-spy dump --pid {pid}` shows where it is"

@@ -1,0 +1,221 @@
+"""Signs of life of a worker, over a socket of its own: the node asks once a period, and a thread answers.
+
+A thread, so that a busy loop, a busy method or a long import holds up no answer. Only a process that is stopped, or C
+code that keeps the interpreter to itself, does not answer; see `_protocol/liveness.py` for what follows from that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
+from aiodaft._protocol.liveness import Health, Liveness, Order, Patience, Stalls
+from aiodaft._runtime.diagnostics.wait_graph import on_loop
+from aiodaft._runtime.platform.linux import is_stopped
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.actors.inbound_call import IncomingCall
+    from aiodaft._runtime.peer import Peer
+
+_QUESTION: Final = b"?"
+# Lag of the loop, and age of the oldest call, in seconds. Texts follow, with a zero byte between them: the call's name;
+# if the loop does not turn, the call that keeps it from that, and the line where it is.
+_ANSWER: Final = struct.Struct("<dd")
+_MAX_ANSWER: Final = 1 << 12
+_MAX_NAME: Final = 200
+_MAX_LINE: Final = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """How a worker was when it last answered.
+
+    Attributes:
+        suspect: It has not answered for longer than it should.
+        silent_for: Seconds since it was last heard of.
+        loop_lag: Seconds for which its loop had not turned then.
+        last_method: The longest running call then; "" if there was none.
+        last_method_for: Seconds for which that had been seen by now.
+    """
+
+    suspect: bool = False
+    silent_for: float = 0.0
+    loop_lag: float = 0.0
+    last_method: str = ""
+    last_method_for: float = 0.0
+
+
+class Pulse:
+    """The worker's end."""
+
+    def __init__(self, connection: socket.socket, peer: Peer) -> None:
+        """To be made in the thread of the peer's loop."""
+        self._connection = connection
+        self._peer = peer
+        self._loop_thread = threading.get_ident()
+        self._lag = 0.0
+        # When the loop was asked to turn; None once it has.
+        self._asked: float | None = None
+        # The longest running call that was seen, not kept alive by that, and when it was seen first.
+        self._oldest: tuple[PeerId, CallId] | None = None
+        self._name = ""
+        self._since = 0.0
+
+    def start(self) -> None:
+        """Answer from now on, until the process ends."""
+        threading.Thread(target=self._answer_all, name="aiodaft pulse", daemon=True).start()
+
+    def _answer_all(self) -> None:
+        with suppress(OSError):
+            while self._connection.recv(len(_QUESTION)):
+                self._connection.send(self._answer(self._peer.env.monotonic()))
+
+    def _answer(self, now: float) -> bytes:
+        culprit = line = ""
+        if self._asked is None:
+            self._asked = now
+            self._peer.call_soon(self._turned)
+        else:
+            self._lag = now - self._asked
+            culprit, line = self._find_culprit()
+        # A loop that changes its calls in this very moment is not stuck.
+        with suppress(RuntimeError):
+            call = next((call for call in self._peer.incoming_calls() if _runs(call)), None)
+            key = None if call is None else (call.caller, call.number)
+            if key != self._oldest:
+                self._oldest, self._name, self._since = key, "" if call is None else call.label[:_MAX_NAME], now
+        texts = f"{self._name}\0{culprit}\0{line}"
+        return _ANSWER.pack(self._lag, now - self._since) + texts.encode("utf-8", "backslashreplace")
+
+    def _find_culprit(self) -> tuple[str, str]:
+        """What keeps the loop from turning, if it is the user's code."""
+        call, line = on_loop(self._loop_thread)
+        if call is None:
+            return "", line[:_MAX_LINE]
+        if call.cell.id < FIRST_USER_ACTOR:
+            # An actor is made here: imports may take long.
+            return "", ""
+        return f"{call.label} of {call.cell.name}"[:_MAX_NAME], line[:_MAX_LINE]
+
+    def _turned(self) -> None:
+        if self._asked is not None:
+            self._lag = self._peer.env.monotonic() - self._asked
+            self._asked = None
+
+
+class PulseWatch:
+    """The node's end."""
+
+    def __init__(self, connection: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._loop = loop
+        self._liveness: Liveness | None = None
+        self._pid = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._lag = 0.0
+        self._method = ""
+        self._method_since = 0.0
+        self._stalls = Stalls()
+        # Told what keeps the loop from turning (an unknown task or callback if it is empty), where that is, and for
+        # how long.
+        self.on_stall: Callable[[str, str, float], object] = lambda culprit, line, seconds: None
+        # Told to report a suspicion, to take it back, and to give the process up.
+        self.on_order: Callable[[Order], object] = lambda order: None
+
+    def begin(self, patience: Patience, pid: int) -> None:
+        """The process runs: watch it."""
+        self._pid = pid
+        self._liveness = Liveness(patience, self._loop.time())
+        self._look()
+
+    def widen(self, patience: Patience) -> None:
+        """Another actor moves in: the most patient one counts."""
+        if self._liveness is not None:
+            self._liveness.relax(self._liveness.patience.widened(patience))
+            self._schedule()
+
+    @property
+    def patience(self) -> Patience:
+        """How long the process is waited for."""
+        return Patience(None, None) if self._liveness is None else self._liveness.patience
+
+    @property
+    def limit(self) -> str:
+        """The part of its patience that a process which was given up has used up, such as "lost_after=30"."""
+        return "" if self._liveness is None else self._liveness.limit
+
+    def vitals(self) -> Vitals:
+        """How it is."""
+        if self._liveness is None:
+            return Vitals()
+        now = self._loop.time()
+        return Vitals(
+            suspect=self._liveness.health is not Health.ALIVE,
+            silent_for=now - self._liveness.last_heard,
+            loop_lag=self._lag,
+            last_method=self._method,
+            last_method_for=now - self._method_since if self._method else 0.0,
+        )
+
+    def close(self) -> None:
+        """Watch no longer. Idempotent; also where the loop does not run any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._connection.close()
+
+    def _look(self) -> None:
+        assert self._liveness is not None
+        # Answers are read only now: they wake nobody, and what came while this loop was busy is known before anybody
+        # is accused.
+        self._read_answer()
+        stopped = self._liveness.is_silent and is_stopped(self._pid)
+        order = self._liveness.handle_timer(self._loop.time(), stopped=stopped)
+        if order is Order.ASK:
+            # Of a process that is gone, its link tells.
+            with suppress(OSError):
+                self._connection.send(_QUESTION)
+        elif order is not None:
+            self.on_order(order)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        assert self._liveness is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self._liveness.get_timer()
+        if due is not None and self._connection.fileno() >= 0:
+            self._timer = self._loop.call_at(due, self._look)
+
+    def _read_answer(self) -> None:
+        assert self._liveness is not None
+        try:
+            answer = self._connection.recv(_MAX_ANSWER)
+        except OSError:
+            return
+        if len(answer) < _ANSWER.size:
+            # It is ending; or it talks nonsense, and its silence is what counts.
+            return
+        now = self._loop.time()
+        self._lag, age = _ANSWER.unpack_from(answer)
+        # What may be missing, if it talks nonsense, is empty.
+        texts = answer[_ANSWER.size :].decode("utf-8", "replace").split("\0")
+        self._method, culprit, line = (*texts, "", "", "")[:3]
+        self._method_since = now - age
+        if line and self.patience.suspect_after is not None and self._stalls.is_due(culprit, self._lag, now):
+            self.on_stall(culprit, line, self._lag)
+        order = self._liveness.heard(now)
+        if order is not None:
+            self.on_order(order)
+
+
+def _runs(call: IncomingCall) -> bool:
+    return call.begun and call.cell.id >= FIRST_USER_ACTOR

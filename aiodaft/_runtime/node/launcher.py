@@ -1,0 +1,458 @@
+"""The node's side of the fork server: starts workers, and hears of their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aiodaft._protocol.codec import pack, unpack
+from aiodaft._runtime.node import forkserver as order
+from aiodaft._runtime.node.environment import Surroundings
+from aiodaft._runtime.node.forkserver_watch import ServerWatch
+from aiodaft._runtime.node.heartbeat import PulseWatch
+from aiodaft._runtime.node.worker_logs import LogPump, WorkerOutput
+from aiodaft._runtime.platform.exhaustion import refusal
+from aiodaft._runtime.platform.linux import UNKNOWN, family, fresh_python, kill, kill_family, status_of
+from aiodaft._runtime.platform.tasks import TaskOwner, logger
+from aiodaft.exceptions import SpawnFailed
+
+# Imported once by the fork server, if this process has them: slow to import, and safe to fork with.
+_PRELOADED: Final = ("numpy", "torch")
+
+# Seconds that the fork server gets to end, and to kill a worker; and what it takes to tell that one has ended.
+_PATIENCE: Final = 5.0
+_KILL_PATIENCE: Final = 1.0
+_REPORT_TIME: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a worker ended; neither code nor signal if that is not known."""
+
+    pid: int
+    exit_code: int | None
+    signal: str | None
+
+
+class Child:
+    """One worker process."""
+
+    def __init__(self, number: int, output: WorkerOutput, pulse: PulseWatch, loop: asyncio.AbstractEventLoop) -> None:
+        self.number = number
+        self.output = output
+        self.pulse = pulse
+        # Once it has started.
+        self.pid = 0
+        self.started: asyncio.Future[int] = loop.create_future()
+        self.ended: asyncio.Future[Ending] = loop.create_future()
+
+    def fail(self, error: SpawnFailed) -> None:
+        """It did not start."""
+        self.pulse.close()
+        if not self.started.done():
+            self.started.set_exception(error)
+            # Perhaps nobody waits any more.
+            self.started.exception()
+
+
+class Nursery:
+    """Workers of this node."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        fork: bool,
+        preload: tuple[str, ...] | None,
+        prefix: tuple[str, ...] = (),
+    ) -> None:
+        self._loop = loop
+        # What the fork server is started by, if not directly: see isolation.py.
+        self._prefix = prefix
+        self._fork = fork
+        self._preload = preload
+        self._logs = LogPump()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._tasks = TaskOwner("aiodaft nursery")
+        self._starting: asyncio.Task[None] | None = None
+        self._children: dict[int, Child] = {}
+        self._last_number = 0
+        self._lost: str | None = None
+        self._watch = ServerWatch(loop, self._server_pid, self._worker_pids, self._give_up)
+        # The fork server has carried out an order, and so is not still busy with its first imports.
+        self._heard = False
+        self._sending = asyncio.Lock()
+        # What the fork server was started with.
+        self._environment: dict[str, str] = {}
+        self._writable = asyncio.Event()
+        self.on_ended: Callable[[Child, Ending], object] = lambda child, ending: None
+        # Told that somebody rings at the door, and the fork server's pid as they see it.
+        self.on_rung: Callable[[int], object] = lambda pid: None
+
+    @property
+    def pid(self) -> int | None:
+        """The fork server's process, once there is one."""
+        return None if self._process is None else self._process.pid
+
+    async def spawn(
+        self, settings: bytes, surroundings: Surroundings, environment: dict[str, str], name: str
+    ) -> tuple[Child, socket.socket]:
+        """Start a worker.
+
+        Args:
+            settings: What it is told.
+            surroundings: What it has in common with the controller.
+            environment: What it alone has in its environment.
+            name: What it is called in logs.
+
+        Returns:
+            The worker, whose `started` gives its pid, and this side of the socket to it.
+
+        Raises:
+            SpawnFailed: The fork server could not be started, does not answer, or is gone, or there are no descriptors
+                for the worker. `started` raises it, too.
+        """
+        await self._ensure_started()
+        self._check_server()
+        if self._lost is not None or self._socket is None:
+            raise SpawnFailed(f"the fork server is gone: {self._lost}")
+        self._last_number += 1
+        with ExitStack() as opened:
+            child, ours, theirs = self._open_child(name, opened)
+            self._children[child.number] = child
+            self._watch.expect()
+            changes = surroundings.changes(self._environment)
+            common = [surroundings.directory, surroundings.path, changes]
+            message = pack([order.SPAWN, child.number, *common, self._modules(), environment, settings])
+            try:
+                await self._send(message, theirs)
+            except BaseException as error:
+                self._children.pop(child.number, None)
+                if not self._is_awaited():
+                    self._watch.close()
+                child.pulse.close()
+                ours.close()
+                if isinstance(error, OSError):
+                    raise SpawnFailed(f"the fork server is gone: {error}") from error
+                raise
+        return child, ours
+
+    def _open_child(self, name: str, opened: ExitStack) -> tuple[Child, socket.socket, list[int]]:
+        """A worker that is yet to start, this side of the socket to it, and what it gets, which `opened` closes."""
+        try:
+            output, *ends = self._logs.open()
+            for end in ends:
+                opened.callback(os.close, end)
+            ours, theirs = socket.socketpair()
+            opened.enter_context(theirs)
+            try:
+                watched, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            except OSError:
+                ours.close()
+                raise
+            opened.enter_context(answering)
+        except OSError as error:
+            raise SpawnFailed(refusal(error, f"{name} cannot be started")) from error
+        output.name = name
+        child = Child(self._last_number, output, PulseWatch(watched, self._loop), self._loop)
+        return child, ours, [theirs.fileno(), *ends, answering.fileno()]
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._children
+
+    def kill(self, child: Child, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a worker; nothing if it has ended."""
+        if self._socket is not None and not child.ended.done():
+            # The fork server is the parent: only it can be sure that the pid is still the worker's.
+            with suppress(OSError):
+                self._socket.send(pack([order.KILL, child.number, int(number)]))
+
+    async def end(self, child: Child) -> None:
+        """Kill a worker and wait until it has ended, also if the fork server is stopped, or busy importing."""
+        self.kill(child)
+        # One that has not said anything yet has started nobody.
+        if not await self.wait_end(child, _KILL_PATIENCE if self._heard else 0.0):
+            if child.pid:
+                # Not reaped by its parent, it still has its pid.
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
+            self._forget(child, Ending(child.pid, None, "SIGKILL"))
+
+    async def wait_end(self, child: Child, seconds: float) -> bool:
+        """Wait until a worker has ended, but no longer than that; False if it has not.
+
+        If the fork server does not tell, because it is stopped or busy, the kernel does.
+        """
+        for patience in (min(_REPORT_TIME, seconds), max(0.0, seconds - _REPORT_TIME)):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await asyncio.shield(child.ended)
+                return True
+            status = status_of(child.pid) if child.pid else None
+            if status not in {None, UNKNOWN}:
+                break
+        if status is None:
+            return False
+        self._forget(child, Ending(child.pid, *status))
+        return True
+
+    def _forget(self, child: Child, ending: Ending) -> None:
+        """A worker has ended, whatever the fork server may still say of it."""
+        self._children.pop(child.number, None)
+        self._ended(child, ending)
+
+    async def aclose(self) -> None:
+        """End the fork server, and with it every worker that is left. Blocks until they are gone."""
+        if self._socket is not None:
+            self._drop_socket()
+        await self._tasks.aclose()
+        process, self._process = self._process, None
+        if process is not None:
+            # It ends by itself when its socket does; waiting takes as long as the last worker's end.
+            self._hasten(process)
+            await self._wait_end(process)
+        for child in self._children.values():
+            child.pulse.close()
+            child.ended.cancel()
+            child.started.cancel()
+        self._logs.close()
+
+    def _hasten(self, process: subprocess.Popen[bytes]) -> None:
+        """Have a fork server end that is stopped, or imports what takes long and reads nothing meanwhile.
+
+        One that has not started anybody yet is killed. A worker that it has started just now has done nothing yet, and
+        ends with it.
+        """
+        if self._heard:
+            kill(self._server_pid(process), signal.SIGCONT)
+        else:
+            process.kill()
+
+    async def _wait_end(self, process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is not None:
+            return
+        try:
+            fd = os.pidfd_open(process.pid)
+        except (AttributeError, OSError):
+            # Not on this system, or there is no descriptor left.
+            await asyncio.to_thread(_end, process)
+            return
+        # No thread: one of the loop's executor would stay with the user's loop.
+        ended = asyncio.Event()
+        self._loop.add_reader(fd, ended.set)
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                await ended.wait()
+        except TimeoutError:
+            kill_family(process.pid)
+            await ended.wait()
+        finally:
+            self._loop.remove_reader(fd)
+            os.close(fd)
+        process.wait()
+
+    def leave(self) -> None:
+        """Close this process's ends of all sockets, without the loop."""
+        self._watch.close()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        for child in self._children.values():
+            child.pulse.close()
+
+    def stay_behind(self) -> None:
+        """In a forked child: the parent goes on with the fork server."""
+        self.leave()
+        if self._process is not None:
+            # Whose child it is not, and which is not to be reaped here.
+            self._process.returncode = 0
+
+    def abandon(self) -> None:
+        """As `aclose`, where the loop does not run any more."""
+        self.leave()
+        if self._process is not None:
+            self._hasten(self._process)
+            _end(self._process)
+            self._process = None
+        self._logs.close()
+
+    async def _ensure_started(self) -> None:
+        if self._starting is None or _has_failed(self._starting):
+            self._starting = self._tasks.start(self._start(), name="start the fork server")
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise SpawnFailed(refusal(error, "the fork server cannot be started")) from error
+        with theirs:
+            # One that is isolated cannot see this process.
+            parent = (0, 0) if self._prefix else (os.getpid(), threading.get_native_id())
+            command = fresh_python("aiodaft._runtime.node.forkserver", theirs.fileno(), *parent, int(self._fork))
+            self._environment = dict(os.environ)
+            try:
+                # From the loop's own thread, which takes a millisecond or two: it is to end when that thread does.
+                self._process = subprocess.Popen(  # noqa: ASYNC220 - see above
+                    [*self._prefix, *command],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    env=self._environment,
+                )
+            except OSError as error:
+                ours.close()
+                raise SpawnFailed(refusal(error, "the fork server cannot be started")) from error
+        ours.setblocking(False)
+        self._socket = ours
+        self._loop.add_reader(ours.fileno(), self._readable)
+
+    def _modules(self) -> list[str]:
+        """What the fork server imports before it forks."""
+        if self._preload is not None:
+            return list(self._preload)
+        return [name for name in _PRELOADED if name in sys.modules]
+
+    async def _send(self, message: bytes, fds: list[int]) -> None:
+        # One at a time: the loop tells only one waiter that there is room.
+        async with self._sending:
+            while True:
+                if self._socket is None:
+                    raise BrokenPipeError(self._lost or "it was closed")
+                self._check_server()
+                try:
+                    socket.send_fds(self._socket, [message], fds)
+                except BlockingIOError:
+                    await self._room()
+                except OSError as error:
+                    if error.errno == errno.EMSGSIZE:
+                        what = f"{len(message):,} bytes (sys.path, the environment) are too many"
+                        raise SpawnFailed(f"the fork server cannot be told what a worker needs: {what}") from error
+                    raise
+                else:
+                    return
+
+    async def _room(self) -> None:
+        """Wait until the fork server has read something, is given up, or is gone."""
+        assert self._socket is not None
+        self._writable.clear()
+        fd = self._socket.fileno()
+        self._loop.add_writer(fd, self._writable.set)
+        try:
+            await self._writable.wait()
+        finally:
+            if self._socket is not None:
+                self._loop.remove_writer(fd)
+
+    def _drop_socket(self) -> None:
+        assert self._socket is not None
+        self._watch.close()
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_writer(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        self._writable.set()
+
+    def _readable(self) -> None:
+        assert self._socket is not None
+        try:
+            data = self._socket.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._server_lost(str(error))
+            return
+        if not data:
+            self._server_lost("its connection ended")
+            return
+        kind, number, *rest = unpack(data, _no_extensions)
+        self._watch.importing = rest[0] if kind == order.IMPORTING else ""
+        self._heard = self._heard or kind != order.IMPORTING
+        if kind == order.RUNG:
+            self.on_rung(rest[0])
+        child = self._children.get(number)
+        if child is not None:
+            self._news(child, kind, rest)
+        self._watch.heard(more=self._is_awaited())
+
+    def _news(self, child: Child, kind: int, rest: list[Any]) -> None:
+        if kind == order.SPAWNED:
+            child.pid = rest[0]
+            if not child.started.done():
+                child.started.set_result(child.pid)
+        elif kind == order.FAILED:
+            del self._children[child.number]
+            child.fail(SpawnFailed(f"the worker did not start:\n{rest[0]}"))
+        elif kind == order.EXITED:
+            self._forget(child, Ending(*rest))
+
+    # Whether the fork server gets on.
+
+    def _server_pid(self, process: subprocess.Popen[bytes] | None = None) -> int:
+        process = process or self._process
+        assert process is not None
+        # An isolated one is the child of what isolates it.
+        return family(process.pid)[:2][-1] if self._prefix else process.pid
+
+    def _worker_pids(self) -> set[int]:
+        return {child.pid for child in self._children.values() if child.pid}
+
+    def _is_awaited(self) -> bool:
+        """Whether the fork server has yet to answer for a worker."""
+        return any(not child.started.done() for child in self._children.values())
+
+    def _check_server(self) -> None:
+        if self._watch.problem is not None:
+            raise SpawnFailed(self._watch.problem)
+
+    def _give_up(self, problem: str) -> None:
+        """The fork server does not get on: fail what waits for it. A worker that it starts later ends by itself."""
+        logger.error("%s", problem)
+        for child in self._children.values():
+            if not child.started.done():
+                child.fail(SpawnFailed(problem))
+        self._writable.set()
+
+    def _ended(self, child: Child, ending: Ending) -> None:
+        child.pulse.close()
+        if not child.ended.done():
+            child.ended.set_result(ending)
+        self.on_ended(child, ending)
+
+    def _server_lost(self, why: str) -> None:
+        self._lost = why
+        if self._socket is not None:
+            self._drop_socket()
+        # Workers die with it.
+        for number in list(self._children):
+            child = self._children.pop(number)
+            child.fail(SpawnFailed(f"the fork server is gone: {why}"))
+            self._ended(child, Ending(0, None, "SIGKILL"))
+
+
+def _has_failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the fork server; one that is stuck is killed, after its workers and what these have started."""
+    try:
+        process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        kill_family(process.pid)
+        process.wait()
+
+
+def _no_extensions(code: int, content: bytes) -> Any:
+    raise ValueError(f"unexpected extension {code}")

@@ -1,0 +1,177 @@
+"""What is known of a worker that ended, or that does not answer: as an error with its evidence, and in words."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from aiodaft._protocol.ids import FIRST_USER_ACTOR
+from aiodaft._runtime.node.launcher import Ending
+from aiodaft._runtime.objects.ref_kinds import CallState
+from aiodaft._runtime.platform.linux import is_stopped
+from aiodaft.exceptions import ActorDied, OutcomeUnknown, PeerLost
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.calls.replies import State
+    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.node.worker_table import Worker
+
+_CGROUPS: Final = "/sys/fs/cgroup"
+# What the state of a thread in /proc means for somebody who waits for its process. What says most comes first.
+_STATES: Final = {
+    "T": "it is stopped (SIGSTOP)",
+    "t": "a debugger holds it",
+    "R": "it computes, in C code that keeps the interpreter to itself",
+    "D": "it waits for a device or a disk",
+    "S": "it waits, in C code that keeps the interpreter to itself",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a worker was doing, as far as this process knows.
+
+    Attributes:
+        method: A call under way, the oldest that is known; "" if there is none.
+        seconds: For how long it has been seen; None if it was not seen before.
+    """
+
+    method: str
+    seconds: float | None
+
+    def __str__(self) -> str:
+        if not self.method:
+            return "no call is known to be under way"
+        return f"under way: {self.method}" + ("" if self.seconds is None else f", for {self.seconds:.1f} s or more")
+
+
+def activity(worker: Worker, link: Link) -> Activity:
+    """What a worker does: what this process has called there, or what it said itself when it was last asked."""
+    vitals = worker.child.pulse.vitals()
+    called = next((state.label for state in link.session.under_way() if _is_of_a_user(state)), vitals.last_method)
+    return Activity(called, vitals.last_method_for if called and called == vitals.last_method else None)
+
+
+def _is_of_a_user(state: State) -> bool:
+    # The call that makes an actor goes to the agent, and is named by the class alone.
+    return not isinstance(state, CallState) or state.target.actor >= FIRST_USER_ACTOR or "." not in state.label
+
+
+def died(worker: Worker, ending: Ending, doing: Activity, *, oom: bool) -> ActorDied:
+    """The error of callers of a worker that ended."""
+    if worker.wanted is not None:
+        how = f"was stopped: {worker.wanted}"
+    elif oom:
+        how = "was killed by the kernel (SIGKILL): out of memory"
+    elif ending.signal is not None:
+        how = f"was killed by {ending.signal}"
+    elif ending.exit_code is not None:
+        how = f"ended with exit code {ending.exit_code}"
+    else:
+        how = "ended, and nobody knows how"
+    known = f"; {doing}" if worker.wanted is None and doing.method else ""
+    error = ActorDied(f"{worker} {how}{known}")
+    error.actor = worker.names
+    if worker.wanted is None:
+        error.exit_code = ending.exit_code
+        error.signal = ending.signal
+        error.oom = oom
+        _add_evidence(error, worker, doing)
+    return error
+
+
+def silence(worker: Worker, doing: Activity) -> str:
+    """What to warn of while a worker does not answer."""
+    pulse = worker.child.pulse
+    warning = f"{worker} has not answered for {pulse.vitals().silent_for:.1f} s: {condition(worker.pid)}; {doing}"
+    if pulse.patience.give_up is not None or is_stopped(worker.pid):
+        return warning
+    return f"{warning}. Its calls wait for it; Patience(give_up=seconds) kills such a process after that time"
+
+
+def given_up(worker: Worker, doing: Activity) -> PeerLost:
+    """The error of callers of a worker that has not answered for too long."""
+    pulse = worker.child.pulse
+    error = PeerLost(
+        f"{worker} has not answered for {pulse.vitals().silent_for:.1f} s and was killed, as Patience({pulse.limit}) "
+        f"demands: {condition(worker.pid)}; {doing}"
+    )
+    _add_evidence(error, worker, doing)
+    return error
+
+
+def _add_evidence(error: OutcomeUnknown, worker: Worker, doing: Activity) -> None:
+    error.actor = worker.names
+    error.last_method, error.last_method_for = doing.method, doing.seconds
+    error.last_lines = worker.child.output.last_lines
+    if error.last_lines:
+        error.add_note("its last lines on standard error:\n" + "\n".join(f"  {line}" for line in error.last_lines))
+
+
+def condition(pid: int) -> str:
+    """Why a process may not answer, as the kernel sees it."""
+    states: set[str] = set()
+    threads = f"/proc/{pid}/task"
+    with suppress(OSError):
+        for thread in os.listdir(threads):
+            # The name in brackets may contain anything; a thread may end meanwhile.
+            with suppress(OSError), open(f"{threads}/{thread}/stat", encoding="utf-8", errors="replace") as stat:
+                states.add(stat.read().rpartition(")")[2].split()[0])
+    return next((meaning for state, meaning in _STATES.items() if state in states), "nothing is known of it")
+
+
+class OomKills:
+    """Which of the workers that were killed, the kernel killed for want of memory.
+
+    The kernel counts such kills per control group, and says no more. So as many of the deaths by SIGKILL in a group
+    are put down to it as the group has counted since.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}
+
+    def watch(self, pid: int) -> str | None:
+        """Count from now on; returns where, for `take`. None where the kernel does not say."""
+        counter = _counter_of(pid)
+        if counter is not None and counter not in self._seen:
+            self._seen[counter] = _kills(counter)
+        return counter
+
+    def take(self, counter: str | None) -> bool:
+        """Whether there was another one since."""
+        if counter is None or _kills(counter) <= self._seen[counter]:
+            return False
+        self._seen[counter] += 1
+        return True
+
+
+def _counter_of(pid: int) -> str | None:
+    """The file that counts the kills in a process's control group: version 2 or 1, seen from a container or not."""
+    try:
+        with open(f"/proc/{pid}/cgroup", encoding="utf-8") as file:
+            groups = file.read()
+    except OSError:
+        return None
+    candidates: list[str] = []
+    for controllers, group in re.findall(r"^\d+:(.*?):/(.*)$", groups, re.MULTILINE):
+        if "memory" in controllers.split(","):
+            folder, name = f"{_CGROUPS}/memory", "memory.oom_control"
+        elif not controllers:
+            folder, name = _CGROUPS, "memory.events"
+        else:
+            continue
+        candidates += [f"{folder}/{group}/{name}", f"{folder}/{name}"]
+    return next((path for path in candidates if os.path.exists(path)), None)
+
+
+def _kills(counter: str) -> int:
+    try:
+        with open(counter, encoding="ascii") as file:
+            found = re.search(r"^oom_kill (\d+)$", file.read(), re.MULTILINE)
+    except OSError:
+        # The group went with its last process.
+        return 0
+    return int(found[1]) if found else 0

@@ -1,0 +1,232 @@
+"""The life of a worker process: a loop, a peer, and a link home; it ends with any of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import astuple, dataclass
+from typing import Any, TextIO, cast
+
+from aiodaft._protocol.codec import pack, unpack
+from aiodaft._protocol.ids import PeerId
+from aiodaft._runtime.actors.inbound_call import current_call
+from aiodaft._runtime.connections.connection import Link
+from aiodaft._runtime.diagnostics.native_dump import offer_dump
+from aiodaft._runtime.node.heartbeat import Pulse
+from aiodaft._runtime.peer import Peer, PeerOptions
+from aiodaft._runtime.platform.context import set_process_peer
+from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.platform.error_log import log_error
+from aiodaft._runtime.platform.fork_hooks import leave_signals, when_forked
+from aiodaft._runtime.platform.linux import die_with_parent
+from aiodaft._runtime.serialization.errors import encode_error
+from aiodaft.exceptions import DaftError, ProtocolError
+from aiodaft_transport import Key
+
+# How long the end of a worker may take once it is decided.
+_EXIT_GRACE = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker is told when it starts; travels as plain data."""
+
+    id: str
+    node: str
+    home: str
+    transport: str
+    direct: bool
+    grace: float
+    max_pending: int
+    key: bytes
+    uvloop: bool
+    log_level: int
+    argv: list[str]
+
+    def packed(self) -> bytes:
+        """As bytes."""
+        return pack(list(astuple(self)))
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> WorkerSettings:
+        """From bytes."""
+        return cls(*unpack(data, _no_extensions))
+
+
+class Worker:
+    """Runs one peer until it is told to end."""
+
+    def __init__(self, settings: WorkerSettings, connection: socket.socket, pulse: socket.socket) -> None:
+        self._settings = settings
+        self._connection = connection
+        self._pulse = pulse
+        self._status = 0
+        self._over = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve; returns the exit status."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._end, 128 + signal.SIGTERM)
+        when_forked(leave_signals)
+        settings = self._settings
+        options = PeerOptions(
+            id=PeerId(settings.id),
+            node=settings.node,
+            home=PeerId(settings.home),
+            transport=settings.transport,
+            direct=settings.direct,
+            grace=settings.grace,
+            max_pending=settings.max_pending,
+        )
+        offer_dump()
+        peer = Peer(options, Key(settings.key), Env())
+        peer.explain = self._explain
+        peer.on_exit = self._exit_requested
+        peer.on_unheld = self._report_unheld
+        peer.current_maker = current_call.get
+        self._peer = peer
+        set_process_peer(peer)
+        # Its code is loaded while there are descriptors to load it with.
+        peer.store.transport_named(self._settings.transport)
+        Pulse(self._pulse, peer).start()
+        peer.attach(options.home, self._connection)
+        await self._over.wait()
+        # Whatever does not end in time is ended by the process itself.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_EXIT_GRACE):
+                await peer.aclose("the worker ended")
+        return self._status
+
+    def _end(self, status: int) -> None:
+        self._status = status
+        self._over.set()
+
+    async def _explain(self, link: Link, reason: Exception) -> DaftError:
+        if link.remote == self._settings.home:
+            # Nobody is left to work for. Unless that was wanted, it is no orderly end.
+            self._end(0 if link.dismissed else 1)
+            if isinstance(reason, ProtocolError):
+                log_error("the connection to the controller cannot be used any more", reason)
+            return DaftError(f"the controller is gone: {reason}")
+        if isinstance(reason, ProtocolError):
+            return reason
+        return await self._peer.node_agent().obituary(link.remote, self._peer.graphs.in_flight(link))
+
+    def _exit_requested(self, error: BaseException) -> None:
+        code = error.code if isinstance(error, SystemExit) else 130
+        if isinstance(code, str):
+            sys.stderr.write(f"{code}\n")
+            code = 1
+        # At once and without answering: callers learn from the end of the process that it ended, and how.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+
+    def _report_unheld(self, error: BaseException, what: str) -> None:
+        if self._peer.closed is None:
+            self._peer.node_agent().unheld.tell(encode_error(error), what)
+        else:
+            log_error(what, error)
+
+
+def run_forked(parent: int, packed: bytes, link: int, out: int, err: int, pulse: int) -> int:
+    """In a forked child: take the descriptors given, forget the parent's, and serve."""
+    os.setsid()
+    die_with_parent(parent)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (out, 1), (err, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
+    _reseed()
+    # The environment may name another time zone than that of the fork server.
+    time.tzset()
+    _set_threads()
+    return _serve(packed, link, pulse)
+
+
+def _stream(fd: int, mode: str) -> TextIO:
+    # Line by line, so that a line is in the log when the next call fails.
+    stream = open(fd, mode, encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115 - it stays open
+    return cast("TextIO", stream)
+
+
+def main(link: int, settings: int, pulse: int) -> None:
+    """Entry point of a worker that was started by exec."""
+    die_with_parent(os.getppid())
+    with open(settings, "rb") as pipe:
+        packed = pipe.read()
+    sys.exit(_serve(packed, link, pulse))
+
+
+def _serve(packed: bytes, link: int, pulse: int) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = WorkerSettings.unpacked(packed)
+    _set_log_level(settings.log_level)
+    sys.breakpointhook = _refuse_breakpoint
+    sys.argv[:] = settings.argv
+    sockets = socket.socket(fileno=link), socket.socket(fileno=pulse)
+
+    async def serve() -> int:
+        return await Worker(settings, *sockets).run()
+
+    factory = None
+    if settings.uvloop:
+        import uvloop  # noqa: PLC0415 - optional
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        status = runner.run(serve())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A `def` method may still run, and user threads may; the process does not wait for them.
+        os._exit(status)
+
+
+def _reseed() -> None:
+    """Forked workers share the state of every random generator; Python reseeds its own, numpy does not."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "random"):
+        numpy.random.seed()
+
+
+def _set_log_level(level: int) -> None:
+    """Print what is logged here from the controller's level on, unless the program says what becomes of it."""
+    root, printer = logging.getLogger(), logging.lastResort
+    # A module that the fork server has loaded may have said so.
+    if not root.handlers and printer is not None:
+        root.setLevel(level)
+        # It is used only as long as there are no handlers, so that `logging.basicConfig` works as anywhere.
+        printer.setLevel(logging.NOTSET)
+        printer.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+
+
+def _refuse_breakpoint(*args: Any, **kwargs: Any) -> Any:
+    """What `breakpoint()` does here: a debugger that reads the terminal would find none."""
+    if os.environ.get("PYTHONBREAKPOINT"):
+        return sys.__breakpointhook__(*args, **kwargs)
+    raise RuntimeError(
+        "breakpoint() in an actor: its process has no terminal. Make an instance of the class in your own process and "
+        "call the method there, such as `Model(2.0).execute(x)`. Or set PYTHONBREAKPOINT, before the actor is spawned, "
+        "to a debugger that is reached by a port, such as remote_pdb.set_trace. `aiodaft stack` shows what every "
+        "process is in the middle of, without stopping it"
+    )
+
+
+def _set_threads() -> None:
+    """torch that the fork server has loaded has not read the environment of this process."""
+    torch: Any = sys.modules.get("torch")
+    # OpenMP allows a list, with a number for each level of nesting.
+    number = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if hasattr(torch, "set_num_threads") and number.isdecimal() and int(number):
+        torch.set_num_threads(int(number))
+
+
+def _no_extensions(code: int, content: bytes) -> Any:
+    raise ValueError(f"unexpected extension {code}")

@@ -1,0 +1,1 @@
+"""Refs, and the values behind them: stored, transferred, broadcast, freed."""

@@ -1,0 +1,123 @@
+"""Values on accelerators: which tensors are theirs, and how their memory comes to be where peers can read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aiodaft._runtime.serialization.encoded import Encoded, Source
+from aiodaft_transport import Grant
+from aiodaft_transport.cuda.device import DeviceBlock, DeviceHost, Driver, Landing, Span
+from aiodaft_transport.cuda.transport import CudaTransport
+
+if TYPE_CHECKING:
+    import torch
+
+    from aiodaft._runtime.connections.route import Neighbour
+
+
+class Accelerators(Protocol):
+    """A kind of accelerator, as the tensor library of this process sees it. Devices are numbered as the driver does."""
+
+    def open_driver(self) -> Driver:
+        """What drives them.
+
+        Raises:
+            Unreachable: This process has none.
+        """
+        ...
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        """The device that a tensor is on, if it is one of them."""
+        ...
+
+    def current_stream(self, device: int) -> int:
+        """The stream that this thread gives work to."""
+        ...
+
+    def current_streams(self) -> Sequence[Any]:
+        """The same for every device; costs nothing if none was used so far."""
+        ...
+
+    def using(self, streams: Sequence[Any]) -> AbstractContextManager[object]:
+        """Make these the current streams of this thread."""
+        ...
+
+    def land(self, identities: Sequence[bytes], source: bytes, nbytes: int) -> Landing:
+        """Memory for bytes that come from the device `source`: a tensor of bytes on that device if it is here."""
+        ...
+
+    def take_over(self, memory: Any) -> None:
+        """A thread begins to use memory that bytes have landed in."""
+        ...
+
+    def copy(self, memory: Any) -> Any:
+        """The same bytes once more on the same device, by work of this thread's stream."""
+        ...
+
+
+class Devices:
+    """The accelerators of one process."""
+
+    def __init__(self, kind: Accelerators, host: DeviceHost, local: str) -> None:
+        self.kind = kind
+        self.transport = CudaTransport(host, kind.open_driver, self._land, local=local)
+
+    def take(self, encoded: Encoded) -> list[DeviceBlock]:
+        """See to it that peers can read the buffers of a value that are on devices, as they are now.
+
+        What is lent gets a block of its own; the rest is copied, behind what this thread's streams have to do, so that
+        what is written to it afterwards is not seen. Waits for nothing.
+
+        Returns:
+            A block for each device that has buffers of the value which are not lent.
+
+        Raises:
+            DeviceError: There is no memory left, or a device failed.
+            Unreachable: What is lent cannot be.
+        """
+        lent = [source for source in encoded.sources if source.device is not None and source.lent]
+        taken: list[DeviceBlock] = []
+        try:
+            for source in lent:
+                source.block = self._lend(source)
+            for device, nbytes in encoded.device_nbytes.items():
+                taken.append(self._capture(encoded, device, nbytes))
+        except BaseException:
+            release_all([*taken, *(source.block for source in lent)])
+            raise
+        return taken
+
+    def memory_in(self, target: torch.Tensor, device: int, grant: Grant, link: Neighbour) -> Landing | None:
+        """A tensor of a device as memory to fetch into, if what is granted is on the same device."""
+        if self.transport.device_of(grant, link) != device:
+            # Whether one device reaches another is the tensor library's to find out.
+            return None
+        return Landing(target, device, target.data_ptr(), target.nbytes, self.kind.current_stream(device))
+
+    def _lend(self, source: Source) -> DeviceBlock:
+        assert source.device is not None
+        stream = self.kind.current_stream(source.device)
+        return self.transport.lend(source.device, source.address, source.nbytes, stream, source.keep)
+
+    def _capture(self, encoded: Encoded, device: int, nbytes: int) -> DeviceBlock:
+        spans: list[Span] = []
+        kept: list[Any] = []
+        for source, offset in zip(encoded.sources, encoded.offsets, strict=True):
+            if source.device == device and not source.is_apart:
+                spans.append(Span(offset, source.address, source.nbytes))
+                kept.append(source.keep)
+                # From now on, a write to the tensor comes after the copy.
+                source.keep = source.version = None
+        return self.transport.capture(device, spans, nbytes, self.kind.current_stream(device), kept)
+
+    def _land(self, source: bytes, nbytes: int) -> Landing:
+        return self.kind.land(self.transport.driver.identities, source, nbytes)
+
+
+def release_all(blocks: Iterable[Any]) -> None:
+    """Give blocks up, as far as there are any."""
+    for block in blocks:
+        if block is not None:
+            block.release()

@@ -1,0 +1,410 @@
+"""What a process knows of one value: where it is, who waits for it, who holds it.
+
+A state goes PENDING -> HERE | THERE | FAILED exactly once. HERE: the answer carried the value, or it never left the
+process. THERE: the producer keeps it, and it is fetched when somebody in this process asks for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Generator
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, cast
+
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._runtime.objects.into_tensor import Landing
+from aiodaft._runtime.objects.stored import Arrived, Kept
+from aiodaft._runtime.objects.watching import Watched
+from aiodaft._runtime.platform.tasks import wait_shielded
+from aiodaft._runtime.platform.wakeup import Wakeup
+from aiodaft._runtime.serialization.decoder import is_heavy
+from aiodaft._runtime.serialization.errors import copy_error
+from aiodaft.exceptions import DaftError, ResourceExhausted
+from aiodaft.ref import Ref
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.objects.sinks import ErrorSink
+
+ABSENT: Final = object()
+
+
+class Status(Enum):
+    """How far a call is."""
+
+    PENDING = "pending"
+    HERE = "here"
+    THERE = "there"
+    FAILED = "failed"
+
+
+PENDING, HERE, THERE, FAILED = Status
+
+
+class RefState(Watched):
+    """One value, as one process knows it; shared by all `Ref` objects for it.
+
+    Attributes:
+        number: The value's number at its owner.
+        producer: The process that makes it.
+        sink: Where its error goes if nobody holds it.
+    """
+
+    # Defaults live in the class: most refs are made, awaited and gone, and set only what they need.
+    number: CallId
+    own = True
+    status = PENDING
+    value: Any = ABSENT
+    arrived: Arrived | None = None
+    kept: Kept | None = None
+    error: BaseException | None = None
+    # Somebody was told of the error.
+    seen = False
+    # Size of a value that its producer keeps.
+    stored_bytes = 0
+    # The task, or call, that made the call, weakly; None if it was made elsewhere, or is no call.
+    maker: weakref.ref[Any] | None = None
+    # When the call failed, and when its last `Ref` object was dropped, in numbers of calls.
+    failed = 0
+    dropped = 0
+    # Other processes may ask for it: it is in the peer's table.
+    shared = False
+    # Refs that it depends on.
+    inputs: list[RefState] | None = None
+    _waiters: list[Wakeup] | None = None
+    _idle_watchers: list[asyncio.Future[None]] | None = None
+    _traceback: TracebackType | None = None
+    _fetching = False
+
+    @property
+    def producer(self) -> PeerId:
+        return self.peer.id
+
+    @property
+    def owner(self) -> PeerId:
+        """The process that owns the ref."""
+        return self.peer.id
+
+    @property
+    def sink(self) -> ErrorSink | None:
+        return None
+
+    @property
+    def origin(self) -> str:
+        """What made the value, with the actor if it was a call, such as "Model.execute of Model-1"."""
+        return self.label
+
+    def parts(self) -> tuple[Ref[Any], ...] | None:
+        """The refs that this one stands for, if it stands for a list."""
+        return None
+
+    def gathered(self, parts: tuple[Ref[Any], ...]) -> RefState:
+        """A state for the list of the values of several refs."""
+        return self.peer.refs.gather(parts).hold()
+
+    # Settling.
+
+    def on_error(self, error: BaseException) -> None:
+        """There will be no value."""
+        if not self.settled:
+            self.error, self._traceback = error, error.__traceback__
+            self.failed = self.peer.next_number()
+        self._settle(FAILED)
+
+    def on_kept(self) -> None:
+        """The value is in this process."""
+        self._settle(HERE)
+
+    def _settle(self, status: Status) -> None:
+        if self.settled:
+            # Somebody gave up on the call; the answer came after all.
+            if status is THERE:
+                self._release_remote()
+            return
+        self.status = status
+        self.settled = True
+        release_inputs(self, failed=self.error is not None)
+        watchers, self._watchers = self._watchers, None
+        for watcher in watchers or ():
+            self.peer.loop.call_soon(watcher, self)
+        if self._waiters:
+            self._serve_waiters()
+        if self.error is not None:
+            self._judge_error()
+        elif not self.held:
+            self.free_if_unheld()
+
+    # Holding and freeing.
+
+    def hold(self) -> Self:
+        """One `Ref` object more."""
+        self.handles += 1
+        return self
+
+    def handle_dropped(self) -> None:
+        """One `Ref` object fewer. Safe in any thread, also while garbage is collected."""
+        # Most refs end here: the value came with the answer, so there is nothing to free and nobody to tell.
+        if self.status is not HERE or self.shared or self.kept is not None or not self.own:
+            self.dropped = self.peer.next_number()
+            self.peer.drop_soon(self)
+
+    def drop_handle(self) -> None:
+        """What `handle_dropped` does later, on the loop."""
+        self.handles -= 1
+        if not self.handles:
+            if self.error is not None:
+                self._judge_error()
+            self.free_if_unheld()
+
+    def add_use(self) -> None:
+        """A call under way has it as an argument."""
+        self.uses += 1
+
+    def drop_use(self, *, failed: bool) -> None:
+        """That call ended."""
+        self.uses -= 1
+        if self.error is not None:
+            # The call that used it failed of it, and whoever holds that call's ref has been told.
+            self.mark_seen()
+        elif failed and not (self.settled or self.handles or self.uses):
+            # The callee may hear first that this will fail: whoever waits for that call is told there.
+            self.seen = True
+        self.free_if_unheld()
+
+    def free_now(self) -> None:
+        """Free the value whoever holds it. Any thread."""
+        if not (self.settled and self.peer.is_here):
+            self.watch(type(self).free_now)
+            return
+        self._release_value()
+        self.value, self.arrived, self.seen = ABSENT, None, True
+        self.error = ReferenceError(f"the result of {self.label} was freed by Ref.free()")
+        self.status = FAILED
+
+    def free_if_unheld(self) -> None:
+        """Free the value if it is there and nobody holds it."""
+        if self._idle_watchers and not self.uses and not self.borrowers:
+            watchers, self._idle_watchers = self._idle_watchers, None
+            _wake(watchers)
+        if self.free:
+            self._release_value()
+
+    def _release_value(self) -> None:
+        if self.shared:
+            self.shared = False
+            self.peer.refs.forget(self)
+        if self.status is THERE:
+            self._release_remote()
+        if self.kept is not None:
+            self.kept.release()
+            self.kept = None
+
+    def _release_remote(self) -> None:
+        """Tell the producer that nobody needs the value."""
+
+    # Errors.
+
+    def mark_seen(self) -> None:
+        """Somebody was told of the error."""
+        if not self.seen:
+            self.seen = True
+            if self.sink is not None:
+                self.sink.settle(self)
+
+    def _judge_error(self) -> None:
+        if self.seen or self.uses:
+            return
+        if not self.handles:
+            self.mark_seen()
+            self.peer.report_unheld(self)
+        elif self.sink is not None:
+            self.sink.hold(self)
+
+    # Waiting.
+
+    def wait(self, ref: Ref[Any]) -> Generator[Any, None, Any]:
+        """Wait for the value in this process and return it, or raise the error.
+
+        The frame of this generator keeps the ref alive while it is awaited, also in `await actor.method()`.
+
+        Cancellation: if nobody else is interested in the value, the remote call is cancelled, and the wait goes on
+        until its cleanup has run, at most for the peer's grace time.
+        """
+        if self.value is ABSENT and self.error is None:
+            if self.arrived is None or is_heavy(self.arrived.payload):
+                wakeup = self._add_waiter()
+                try:
+                    yield from wakeup
+                except BaseException as error:
+                    self._note_failed_await()
+                    yield from self._stop_waiting(wakeup, error)
+                    raise
+            else:
+                if not self.peer.is_here:
+                    self.check_loop()
+                self._decode_now()
+        if self.error is not None:
+            self.mark_seen()
+            self._note_failed_await()
+            # As asyncio's futures do: each waiter's frames are added to the original ones, not to each other's.
+            raise self.error.with_traceback(self._traceback)
+        return self.value
+
+    def _note_failed_await(self) -> None:
+        """An await raises; the code behind it, which may await siblings of this call, does not run."""
+        if self.maker is not None:
+            self.peer.failed_awaits.note(self.maker, self.number, self.peer.next_number())
+
+    def result(self, ref: Ref[Any]) -> Any:
+        """Wait for the value in another thread than the loop's."""
+        return self.peer.block_on(ref)
+
+    def wait_settled(self) -> Generator[Any, None, None]:
+        """Wait until the value exists somewhere, or the call failed. Raises nothing of the call."""
+        if not self.settled:
+            self.peer.check_open(f"{self.label} cannot be awaited")
+            self.check_loop()
+            future: asyncio.Future[None] = self.peer.loop.create_future()
+            self.watch(lambda _: _wake([future]))
+            yield from future.__await__()
+
+    def wait_released(self) -> Generator[Any, None, None]:
+        """Wait until nobody reads the value."""
+        self.check_loop()
+        yield from self.wait_settled()
+        while self.uses or self.borrowers:
+            future: asyncio.Future[None] = self.peer.loop.create_future()
+            self._idle_watchers = [*(self._idle_watchers or ()), future]
+            yield from future.__await__()
+        if self.status is THERE:
+            yield from self.peer.refs.unread_at_producer(self).__await__()
+        elif self.kept is not None:
+            unread: asyncio.Future[None] = self.peer.loop.create_future()
+            self.kept.when_unread(lambda: _wake([unread]))
+            yield from unread.__await__()
+
+    def _add_waiter(self) -> Wakeup:
+        """What is woken when the value is here, or known not to come."""
+        peer = self.peer
+        if peer.closed is not None:
+            peer.check_open(f"{self.label} cannot be awaited")
+        self.check_loop()
+        wakeup = Wakeup(peer.waiter.wakeups)
+        if self._waiters is None:
+            self._waiters = [wakeup]
+        else:
+            self._waiters.append(wakeup)
+        if self.settled or not self.own:
+            self._serve_waiters()
+        return wakeup
+
+    def _stop_waiting(self, wakeup: Wakeup, why: BaseException) -> Generator[Any, None, None]:
+        """A wait was ended: if the call is ended with it, wait for its cleanup."""
+        ended = self._leave(wakeup)
+        if isinstance(why, asyncio.CancelledError):
+            if ended:
+                yield from self._wait_for_cleanup()
+            if isinstance(self.error, DaftError):
+                # Whoever ended the wait may say what became of the call: see `deadline`. Not the error itself, which
+                # may be raised while this is handled, and would know it.
+                why.__cause__ = copy_error(self.error)
+
+    def _leave(self, wakeup: Wakeup) -> bool:
+        """A waiter is gone; True if it was the last interest in a running call, which is then cancelled."""
+        if self._waiters and wakeup in self._waiters:
+            self._waiters.remove(wakeup)
+        if self._waiters or self.uses or self.borrowers or self._interested or not self.own:
+            return False
+        # Whoever gives up waiting does not want to hear of errors either, whichever of the two comes first.
+        self.mark_seen()
+        if self.settled:
+            return False
+        self.cancel("the task that awaited it was cancelled")
+        return not self.settled
+
+    def _wait_for_cleanup(self) -> Generator[Any, None, None]:
+        over: asyncio.Future[None] = self.peer.loop.create_future()
+        self.watch(lambda _: _wake([over]))
+        yield from wait_shielded(over)
+
+    def _serve_waiters(self) -> None:
+        """Wake the waiters, after bringing the value here if it is not."""
+        if self.value is ABSENT and self.error is None:
+            if self.arrived is not None and not is_heavy(self.arrived.payload):
+                self._decode_now()
+            else:
+                if not self._fetching:
+                    self._fetching = True
+                    self.peer.tasks.create_task(self._fetch(), name=f"fetch {self.label}")
+                return
+        self._wake_waiters()
+
+    def _wake_waiters(self) -> None:
+        waiters, self._waiters = self._waiters, None
+        for wakeup in waiters or ():
+            wakeup.wake()
+
+    def _decode_now(self) -> None:
+        assert self.arrived is not None
+        try:
+            self.value = self.peer.store.decode_now(self.arrived, refs=self.arrived.refs)
+        except DaftError as error:
+            self.error, self._traceback = error.with_executed(True), error.__traceback__
+
+    async def _fetch(self) -> None:
+        try:
+            self.value = await self.bring()
+        except Exception as error:  # noqa: BLE001 - whatever went wrong is what the waiters get
+            self.error, self._traceback = error, error.__traceback__
+            if isinstance(error, ResourceExhausted):
+                # The value exists; only this process cannot have it.
+                error.with_executed(True)
+        finally:
+            self._fetching = False
+        if not self.settled:
+            # A borrowed ref settles by being fetched.
+            self._settle(HERE if self.error is None else FAILED)
+        self._serve_waiters()
+
+    async def bring(self, landing: Landing | None = None) -> Any:
+        """Get the value from wherever it is; the landing's target, if it went straight into that."""
+        arrived = self.arrived or await self.peer.transfer.pull(self.owner, self.number, self.producer, landing)
+        if landing is not None and landing.filled:
+            return landing.target
+        return await self.peer.store.decode(arrived, refs=arrived.refs)
+
+    async def copy_into(self, target: Any) -> None:
+        """Write the value, a tensor, into another tensor."""
+        self.check_loop()
+        landing = Landing(target, self.label)
+        here: Ref[Any] = Ref(self.hold())
+        if self.own:
+            await here.ready()
+        yet_to_come = self.value is ABSENT and self.error is None
+        value = await self.bring(landing) if yet_to_come else await here
+        await landing.copy(value, self.peer.store)
+
+
+class UsesInputs(Protocol):
+    """A call that this process made."""
+
+    inputs: list[RefState] | None
+
+
+def release_inputs(call: UsesInputs, *, failed: bool) -> None:
+    """A call ended: the refs among its arguments are not in use any more."""
+    inputs, call.inputs = call.inputs, None
+    for state in inputs or ():
+        state.drop_use(failed=failed)
+
+
+def state_of(ref: Ref[Any]) -> RefState:
+    """What this process knows of a ref."""
+    return cast("RefState", ref._state)
+
+
+def _wake(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)

@@ -1,0 +1,214 @@
+"""Refs that other processes know of: what is told about them, and who has borrowed them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.messages import BORROW, Message
+from aiodaft._runtime.objects.ref_kinds import BorrowedState, GatheredState, PutState
+from aiodaft._runtime.objects.ref_state import HERE, RefState, state_of
+from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.serialization.encoder import Names
+from aiodaft._runtime.serialization.pickling import TooLong
+from aiodaft.exceptions import DaftError, OwnerDied
+from aiodaft.ref import Ref
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.connections.route import Neighbour
+    from aiodaft._runtime.peer import Peer
+
+# Bytes of values that go along with one call: more would hold up what comes after it, and a frame is bounded.
+_INLINE_VALUES: Final = 1 << 20
+
+
+class RefTable:
+    """The refs of one process that others ask about, and those of others that it holds."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        # Weak: an error knows the frames it was raised through, these know refs, and refs that nobody else has must go.
+        self._own: weakref.WeakValueDictionary[CallId, RefState] = weakref.WeakValueDictionary()
+        # Those that other processes hold.
+        self._lent: dict[CallId, RefState] = {}
+        self._borrowed: weakref.WeakValueDictionary[tuple[PeerId, CallId], BorrowedState] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def find(self, number: CallId) -> RefState | None:
+        """A ref of this process that others know of."""
+        return self._own.get(number)
+
+    def lend(self, number: CallId, peer: PeerId) -> None:
+        """Another process holds a ref of this one; nothing if that is freed."""
+        state = self._own.get(number)
+        if state is not None:
+            state.borrow(peer)
+            self._lent[number] = state
+
+    def take_back(self, number: CallId, peer: PeerId) -> None:
+        """Another process dropped a ref of this one."""
+        state = self._lent.get(number)
+        if state is not None:
+            state.give_back(peer)
+            self._returned(state)
+
+    def _returned(self, state: RefState) -> None:
+        if not state.borrowers:
+            # It may be gone: what follows from one end of a connection may end another.
+            self._lent.pop(state.number, None)
+            state.free_if_unheld()
+
+    def forget(self, state: RefState) -> None:
+        """A ref of this process is freed."""
+        self._own.pop(state.number, None)
+        self._lent.pop(state.number, None)
+
+    def put(self, value: Any, label: str, via: str | None = None) -> PutState:
+        """Make a value of this process nameable; a small one is captured now, a large one by the helper thread.
+
+        Raises:
+            SerializationError: Part of it cannot travel.
+        """
+        peer = self._peer
+        state = PutState(peer, peer.next_number(), value, label)
+        try:
+            state.kept = peer.store.keep(value, Names(label, (("value", value),)), via=via)
+        except TooLong:
+            coro = self._capture(state, via, peer.store.current_streams())
+            peer.tasks.create_task(coro, name="put")
+            return state
+        if peer.store.pack_now(state.kept):
+            state.on_kept()
+        else:
+            peer.tasks.create_task(self._capture(state, via), name="put")
+        return state
+
+    async def _capture(self, state: PutState, via: str | None, streams: Sequence[Any] = ()) -> None:
+        store = self._peer.store
+        try:
+            if state.kept is None:
+                names = Names(state.label, (("value", state.value),))
+                state.kept = await store.keep_anywhere(state.value, names, via=via, streams=streams)
+            await store.pack(state.kept)
+        except Exception as error:  # noqa: BLE001 - whoever uses the ref gets it
+            state.on_error(error)
+        else:
+            state.on_kept()
+
+    def gather(self, parts: tuple[Ref[Any], ...]) -> GatheredState:
+        """One ref for several."""
+        return GatheredState(self._peer, self._peer.next_number(), parts)
+
+    def keep(self, state: RefState) -> Kept:
+        """What other processes get for a settled ref whose value is here."""
+        peer = self._peer
+        if state.arrived is not None:
+            return Kept.again(state.arrived)
+        names = Names(state.label, (("result", state.value),))
+        kept = peer.store.keep(state.value, names, patient=True)
+        peer.store.pack_now(kept)
+        return kept
+
+    # Telling others.
+
+    def describe(self, ref: Ref[Any]) -> tuple[Any, ...]:
+        """What a peer needs to know of a ref."""
+        state = state_of(ref)
+        if state.own and not state.shared:
+            state.shared = True
+            self._own[state.number] = state
+        return (state.owner, state.number, state.producer, state.origin)
+
+    def describe_values(self, refs: Sequence[Ref[Any]]) -> tuple[tuple[Any, ...], ...]:
+        """What a peer needs to get the values of several refs: as many of them inline as a frame has room for."""
+        room = _INLINE_VALUES
+        found: list[tuple[Any, ...]] = []
+        for ref in refs:
+            described = self.describe_value(ref) if room > 0 else self.describe(ref)
+            if isinstance(described[0], bytes):
+                room -= len(described[0]) + len(described[1] or b"")
+            found.append(described)
+        return tuple(found)
+
+    def describe_value(self, ref: Ref[Any]) -> tuple[Any, ...]:
+        """What a peer needs to get a ref's value: the value itself if it is small and here."""
+        state = state_of(ref)
+        if state.own and state.status is HERE and state.error is None:
+            if state.kept is None and state.parts() is None:
+                state.kept = self.keep(state)
+            kept = state.kept
+            if kept is not None and kept.ready and kept.is_inline:
+                return (kept.payload, kept.inline, tuple(self.describe(inner) for inner in kept.refs))
+        return self.describe(ref)
+
+    # Being told.
+
+    def borrow_came(self, link: Neighbour, message: Message) -> None:
+        """BORROW came."""
+        self.lend(message[1], link.remote)
+
+    async def adopt(self, descriptors: tuple[Any, ...], link: Neighbour) -> list[Ref[Any]]:
+        """Refs that came inside a value; registered with their owners before anything else is said to the sender."""
+        return [await self._adopt_one(PeerId(owner), CallId(number), PeerId(producer), label, link)
+                for owner, number, producer, label in descriptors]  # fmt: skip
+
+    async def _adopt_one(
+        self, owner: PeerId, number: CallId, producer: PeerId, label: str, link: Neighbour
+    ) -> Ref[Any]:
+        if owner == self._peer.id:
+            own = self._own.get(number)
+            known: RefState = own or self._freed(owner, number, producer, label)
+            return Ref(known.hold())
+        state = self._borrowed.get((owner, number))
+        if state is None:
+            state = BorrowedState(self._peer, owner, number, producer, label)
+            self._borrowed[owner, number] = state
+            state.registered = True
+            # Holds the ref while the owner is asked.
+            ref: Ref[Any] = Ref(state.hold())
+            await self._register(state, link)
+            return ref
+        return Ref(state.hold())
+
+    async def _register(self, state: BorrowedState, link: Neighbour) -> None:
+        if state.owner == link.remote:
+            # No call: the owner must know before it handles the next message, which may end what holds the ref there.
+            self._peer.link_to(state.owner).send((BORROW, state.number))
+            return
+        try:
+            await self._peer.agent_of(state.owner).borrow(state.number)
+        except DaftError as error:
+            state.on_error(OwnerDied(f"the owner of the result of {state.label}, {state.owner}, is gone: {error}"))
+            state.mark_seen()
+
+    def _freed(self, owner: PeerId, number: CallId, producer: PeerId, label: str) -> BorrowedState:
+        state = BorrowedState(self._peer, owner, number, producer, label)
+        state.seen = True
+        state.on_error(OwnerDied(f"the result of {label} was freed"))
+        return state
+
+    def give_back(self, state: BorrowedState) -> None:
+        """Nobody in this process holds a borrowed ref any more."""
+        # A state that was found by the garbage collector is not in the table any more, and perhaps another one is.
+        if self._borrowed.get((state.owner, state.number)) is state:
+            del self._borrowed[state.owner, state.number]
+        if state.registered and self._peer.closed is None:
+            self._peer.agent_of(state.owner).give_back.tell(state.number)
+        state.registered = False
+
+    def cancel_borrowed(self, state: BorrowedState) -> None:
+        """Ask the owner to cancel the call."""
+        self._peer.agent_of(state.owner).cancel.tell(state.number)
+
+    async def unread_at_producer(self, state: RefState) -> None:
+        """Wait until no process reads the value that the producer keeps."""
+        await self._peer.agent_of(state.producer).unread(state.owner, state.number)
+
+    def peer_lost(self, remote: PeerId) -> None:
+        """A process is gone, and with it what it had borrowed."""
+        for state in list(self._lent.values()):
+            state.forget(remote)
+            self._returned(state)

@@ -1,0 +1,285 @@
+"""Encoded values that came, and those that are kept for others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.messages import INLINE_LIMIT
+from aiodaft._runtime.platform.exhaustion import exhausted
+from aiodaft._runtime.serialization.encoded import Encoded, Source
+from aiodaft.exceptions import ResourceExhausted
+from aiodaft.ref import Borrowed, Ref
+from aiodaft_transport import Block, Grant, Pullable, Transport
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.connections.route import Neighbour
+    from aiodaft._runtime.objects.devices import Devices
+    from aiodaft_transport.cuda.device import DeviceBlock
+
+
+class Arrived:  # noqa: B903 - on the path of every call: a dataclass costs more
+    """A value as it came: not decoded yet."""
+
+    __slots__ = ("blobs", "inline", "origin", "payload", "refs")
+
+    def __init__(self, payload: bytes, inline: bytes | None, blobs: list[Any], refs: list[Ref[Any]]) -> None:
+        self.payload = payload
+        self.inline = inline
+        # Views of host memory, and tensors of bytes on accelerators.
+        self.blobs = blobs
+        self.refs = refs
+        # Where the value was made in this very process: gives the objects its buffers came from.
+        self.origin: Callable[[int], Any] = _no_origin
+
+
+class Kept:
+    """An encoded value that peers may pull: small ones are bytes, large ones lie in blocks.
+
+    Whoever has no use for it any more releases it. One that everybody drops, because a task was cancelled or failed
+    between getting it and handing it on, is released all the same.
+    """
+
+    __slots__ = (
+        "_captured",
+        "_devices",
+        "_lender",
+        "_on_loop",
+        "_packed",
+        "_released",
+        "_transport",
+        "_versions",
+        "block",
+        "encoded",
+        "inline",
+        "lent",
+        "on_release",
+        "origins",
+        "root",
+        "via",
+    )
+
+    def __init__(
+        self,
+        encoded: Encoded,
+        lender: Borrowed[Any] | None = None,
+        via: str | None = None,
+        devices: Devices | None = None,
+        on_loop: Callable[[Callable[[], object]], object] | None = None,
+    ) -> None:
+        if lender is not None:
+            for source in encoded.sources:
+                source.lent |= source.device is None
+        self._devices = devices
+        # What accelerators have of it and is not lent, in the order of the blobs.
+        self._captured: list[DeviceBlock] = [] if devices is None else devices.take(encoded)
+        self.encoded = encoded
+        self.inline: bytes | None = None
+        self.block: Block | None = None
+        self.origins = [source.origin for source in encoded.sources]
+        self.lent = encoded.lent
+        # What the buffers looked like when the value was given to us.
+        self._versions = encoded.versions()
+        self._lender = lender
+        # Name of the transport that was asked for.
+        self.via = via
+        # For a copy that is kept for others: the process that made the value.
+        self.root: PeerId | None = None
+        self.on_release: Callable[[], object] | None = None
+        self._transport: Transport | None = None
+        # Runs something on the process's loop; from any thread, also while garbage is collected.
+        self._on_loop = on_loop
+        self._packed = False
+        self._released = False
+
+    def __del__(self) -> None:
+        if getattr(self, "_released", True) or self._on_loop is None:
+            return
+        if self.block is not None or self._devices is not None or self._lender is not None:
+            self._on_loop(partial(Kept.release, self))
+
+    @classmethod
+    def again(cls, arrived: Arrived) -> Kept:
+        """A small value that came, to be passed on as it is."""
+        kept = cls(Encoded(arrived.payload, refs=arrived.refs))
+        kept.inline = arrived.inline
+        kept._packed = True
+        return kept
+
+    @classmethod
+    def copy_of(cls, arrived: Arrived, via: str, root: PeerId) -> Kept:
+        """A large value that came, to be copied for others before anybody here changes it."""
+        (blob,) = arrived.blobs
+        kept = cls(Encoded(arrived.payload, [Source.of(blob)], [0], blob.nbytes, refs=arrived.refs), via=via)
+        kept.root = root
+        # What others make of it did not come from objects of this process.
+        kept.origins = []
+        return kept
+
+    @property
+    def payload(self) -> bytes:
+        """The skeleton."""
+        return self.encoded.payload
+
+    @property
+    def refs(self) -> list[Ref[Any]]:
+        """The refs that travel inside."""
+        return self.encoded.refs
+
+    @property
+    def _device_blocks(self) -> list[DeviceBlock]:
+        """What accelerators have of it: lent, and captured."""
+        if self._devices is None:
+            return []
+        lent = [source.block for source in self.encoded.sources if source.device is not None and source.is_apart]
+        return [*cast("list[DeviceBlock]", lent), *self._captured]
+
+    def blobs(self) -> list[tuple[Any, Pullable]]:
+        """Where the buffers are, once they are packed, and what grants them to peers."""
+        host, device = self._transport, None if self._devices is None else self._devices.transport
+        blobs: list[tuple[Any, Pullable]] = [] if self.block is None else [(host, self.block)]
+        apart = [source for source in self.encoded.sources if source.block is not None]
+        blobs += [(host if source.device is None else device, cast("Pullable", source.block)) for source in apart]
+        return blobs + [(device, block) for block in self._captured]
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether it travels inside a message."""
+        encoded = self.encoded
+        if self._devices is not None or encoded.size > INLINE_LIMIT:
+            return False
+        return not any(source.is_apart for source in encoded.sources)
+
+    @property
+    def packed(self) -> bool:
+        """Whether peers can reach what is in host memory."""
+        return self._packed
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may be granted without waiting for anything."""
+        return self._packed and all(block.settled for block in self._device_blocks)
+
+    def can_be_relayed(self, smallest: int) -> bool:
+        """Whether it may go from consumer to consumer: one blob of some size, whose bytes are really sent.
+
+        What accelerators have goes to each consumer itself: they need no memory of a host, and a copy for others
+        would take memory of theirs.
+        """
+        if self._devices is not None or self.root is not None or self._transport is None or self._transport.shared:
+            return False
+        blobs = self.blobs()
+        return len(blobs) == 1 and blobs[0][1].nbytes >= smallest
+
+    async def wait_filled(self) -> None:
+        """Wait until the accelerators are done with what they have of it, or have failed."""
+        for block in self._device_blocks:
+            filled = asyncio.Event()
+            block.on_filled(filled.set)
+            await filled.wait()
+
+    def pack(self, transport: Transport) -> None:
+        """Copy the buffers to where peers can reach them. May take long.
+
+        Raises:
+            BorrowError: A tensor was written to meanwhile, or since it was lent.
+            ResourceExhausted: There is no memory or descriptor for them.
+        """
+        if self._packed:
+            return
+        self._transport = transport
+        encoded = self.encoded
+        encoded.check_unchanged(self._versions)
+        if self.is_inline:
+            self.inline = encoded.packed()
+        elif encoded.nbytes:
+            try:
+                block = transport.allocate(encoded.nbytes)
+            except OSError as error:
+                raise self._refused(error) from error
+            # Without a view, closing the transport would unmap what this thread still writes to.
+            view = block.view
+            try:
+                encoded.write_to(block.address)
+                # Written to in between, what was copied is torn.
+                encoded.check_unchanged(self._versions)
+            except BaseException:
+                block.release()
+                raise
+            finally:
+                del view
+            self.block = block
+            if self._released:
+                # Nobody wants it any more; whoever gave it up did not see the block yet.
+                block.release()
+        self._packed = True
+        for source in encoded.sources:
+            if not source.lent:
+                # The copy is made: what it was made from is not ours to keep.
+                source.keep = source.fill = source.version = None
+
+    def blobs_for(self, link: Neighbour) -> bytes | tuple[tuple[str, Grant], ...] | None:
+        """What the message to a peer says about the buffers; grants it the blocks.
+
+        Raises:
+            BorrowError: A lent buffer was written to.
+            ResourceExhausted: There is no descriptor for it.
+        """
+        if self.lent:
+            self.encoded.check_unchanged(self._versions)
+        blobs = self.blobs()
+        if not (self._packed and blobs) or link.lost is not None:
+            # Who is gone is granted nothing: it would never come back.
+            return self.inline
+        traffic = link.traffic
+        traffic.payloads_sent += len(blobs)
+        traffic.payload_sent += sum(block.nbytes for _, block in blobs)
+        traffic.device_sent += sum(block.nbytes for block in self._device_blocks)
+        granted: list[tuple[str, Grant]] = []
+        try:
+            for transport, block in blobs:
+                granted.append((transport.name, transport.grant(block, link)))
+        except BaseException as error:
+            # Nobody will be told of those that there are.
+            for (transport, _), (_, grant) in zip(blobs, granted, strict=False):
+                transport.revoke(grant, link)
+            if isinstance(error, OSError):
+                raise self._refused(error) from error
+            raise
+        return tuple(granted)
+
+    def _refused(self, error: OSError) -> ResourceExhausted:
+        return exhausted(error, f"a value of {self.encoded.size:,} bytes cannot be sent")
+
+    def origin(self, index: int) -> Any:
+        """The object that buffer `index` came from, if it still is what it was."""
+        find = self.origins[index] if self.origins else None
+        return None if find is None else find()
+
+    def release(self) -> None:
+        """Nobody will ask for it again: its memory is reused once the last reader is done. Idempotent."""
+        if self._released:
+            return
+        self._released = True
+        for block in (self.block, *self._device_blocks):
+            if block is not None:
+                block.release()
+        if self.on_release is not None:
+            self.on_release()
+        if self._lender is not None:
+            self.when_unread(self._lender.mark_released)
+
+    def when_unread(self, callback: Callable[[], object]) -> None:
+        """Call back once no peer reads the buffers."""
+        waiting = [block for _, block in self.blobs() if block.grants]
+        if not waiting:
+            callback()
+        else:
+            waiting[0].on_unread(lambda: self.when_unread(callback))
+
+
+def _no_origin(index: int) -> Any:
+    return None

@@ -1,0 +1,266 @@
+"""The consumer's end of a stream: items come in as far as there is credit, and are taken one by one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from aiodaft._protocol.ids import CallId
+from aiodaft._protocol.messages import CANCEL
+from aiodaft._runtime.objects.ref_state import RefState, release_inputs
+from aiodaft._runtime.objects.stored import Arrived
+from aiodaft._runtime.platform.tasks import current_task, shield_from_anyio
+from aiodaft.exceptions import DaftError, RuntimeClosed
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.peer import Peer
+
+# Encoded, on its way, or (in a tuple) an object of this process.
+Item: TypeAlias = Arrived | asyncio.Task[Arrived] | tuple[Any]
+
+# Items that the producer may be ahead of the consumer.
+CREDIT_WINDOW: Final = 16
+
+
+class StreamState:
+    """One stream, in the process that consumes it."""
+
+    def __init__(self, peer: Peer, number: CallId, label: str) -> None:
+        self.peer = peer
+        self.number = number
+        self.label = label
+        self.link: Link | None = None
+        self.inputs: list[RefState] | None = None
+        self._items: deque[Item] = deque()
+        # Taken, and not credited yet.
+        self._count = 0
+        self._error: BaseException | None = None
+        self._over = False
+        self._closing = False
+        self._changed: asyncio.Future[None] | None = None
+        # Somebody is about to take the first item.
+        self.opening = False
+        # The `async for` over it, and the calls of `next_item` under way.
+        self._loops: set[StreamLoop] = set()
+        self._taking = 0
+        # Why the last loop was over before the producer was.
+        self._left: str | None = None
+        self._watchers: list[Callable[[StreamState], object]] = []
+
+    # Answers to the call.
+
+    def on_plain(self, value: Any) -> None:
+        """The producer is through."""
+        self._end(None)
+
+    def on_item(self, arrived: Arrived | asyncio.Task[Arrived]) -> None:
+        """One more item."""
+        self._add(arrived)
+
+    def on_local_item(self, value: Any) -> None:
+        """One more item, from an actor of this process."""
+        self._add((value,))
+
+    def _add(self, item: Item) -> None:
+        # Nobody takes what comes when it is closed: it is not kept either.
+        if not self._closing:
+            self._items.append(item)
+            self._wake()
+
+    def on_result(self, arrived: Arrived) -> None:
+        """Never: streams give items."""
+        self._end(None)
+
+    def on_stored(self) -> None:
+        """Never: streams give items."""
+        self._end(None)
+
+    def on_error(self, error: BaseException) -> None:
+        """The producer failed."""
+        self._end(error)
+
+    def on_lost(self, error: DaftError) -> None:
+        """The connection to the producer ended."""
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._error = error
+        release_inputs(self, failed=error is not None)
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            self.peer.loop.call_soon(watcher, self)
+        self._wake()
+
+    def watch(self, callback: Callable[[StreamState], object]) -> None:
+        """Call back once the producer has ended."""
+        if self._over:
+            self.peer.loop.call_soon(callback, self)
+        else:
+            self._watchers.append(callback)
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, None
+        if changed is not None and not changed.done():
+            changed.set_result(None)
+
+    async def _wait_change(self) -> None:
+        self.peer.check_open(f"{self.label} cannot be awaited")
+        if self._changed is None:
+            self._changed = self.peer.loop.create_future()
+        # Several tasks may take from one stream; cancelling one must not wake the others.
+        await asyncio.shield(self._changed)
+
+    # Consuming.
+
+    async def next_item(self) -> Any:
+        """The next item.
+
+        Raises:
+            StopAsyncIteration: There are no more.
+            RuntimeError: The loop over the stream was left.
+            BaseException: What the producer raised, after its last item.
+        """
+        if self._left is not None:
+            hint = "to take items one by one, use `await anext(stream)`"
+            raise RuntimeError(f"{self.label}: the stream ended because {self._left}; {hint}")
+        self._taking += 1
+        try:
+            while self.opening or not self._items:
+                if not self._items and (self._over or self._closing):
+                    raise self._why_no_more()
+                await self._wait_change()
+            # It stays where it is until it can be had: a cancelled consumer leaves it to the next one, in its place.
+            item = self._items[0]
+            self.opening = True
+            try:
+                value = await self._open(item)
+            except Exception:
+                # It is used up: a consumer that goes on must not run out of credit.
+                self._taken(item)
+                raise
+            else:
+                self._taken(item)
+                return value
+            finally:
+                self.opening = False
+                self._wake()
+        finally:
+            self._taking -= 1
+
+    def _why_no_more(self) -> BaseException:
+        error, self._error = self._error, None
+        return StopAsyncIteration() if error is None or self._closing else error
+
+    async def _open(self, item: Item) -> Any:
+        if isinstance(item, tuple):
+            return item[0]
+        if isinstance(item, Arrived):
+            arrived = item
+        else:
+            # Not shielded: a task that this process has ended must not look like the end of the consumer.
+            await asyncio.wait([item])
+            if item.cancelled():
+                raise RuntimeClosed(f"an item of {self.label} cannot be had: {self.peer.closed}")
+            arrived = item.result()
+        return await self.peer.store.decode(arrived, refs=arrived.refs)
+
+    def _taken(self, item: Item) -> None:
+        if self._items and self._items[0] is item:
+            # Else the stream was closed meanwhile.
+            self._items.popleft()
+        # Half a window at a time: one message for many items.
+        self._count += 1
+        if self._count >= CREDIT_WINDOW // 2 and not self._over:
+            taken, self._count = self._count, 0
+            self.peer.give_credit(self, taken)
+
+    def loop(self) -> StreamLoop:
+        """An `async for` over the stream begins."""
+        loop = StreamLoop(self)
+        self._loops.add(loop)
+        return loop
+
+    def loop_left(self, loop: StreamLoop, why: str) -> None:
+        """An `async for` is over. Safe in any thread, also while garbage is collected. Idempotent."""
+        if loop not in self._loops:
+            return
+        self._loops.remove(loop)
+        used_up = self._over and not self._items
+        if not (self._loops or self._taking or self._closing or used_up):
+            # From now on, before the loop's next turn: code that takes another item must not get one by chance.
+            self._left = why
+        self.peer.call_soon(partial(self._end_loop, loop))
+
+    def _end_loop(self, loop: StreamLoop) -> None:
+        loop.follow(None)
+        if self._left is not None:
+            self._cancel()
+
+    async def aclose(self) -> None:
+        """End the producer and wait for its cleanup, at most for the grace time."""
+        self._cancel()
+        with shield_from_anyio(), suppress(TimeoutError):
+            async with asyncio.timeout(self.peer.grace):
+                while not self._over:
+                    await self._wait_change()
+        self._end(None)
+
+    def handle_dropped(self) -> None:
+        """The `Stream` object is gone: nobody will take another item. Safe in any thread."""
+        if not self._over and not self._closing:
+            self.peer.call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        self._items.clear()
+        if self._over:
+            return
+        if self.link is None:
+            self.peer.cancel_local(self.number)
+        elif self.link.withdraw(self.number):
+            self._end(None)
+        else:
+            self.link.send((CANCEL, self.number))
+
+
+class StreamLoop:
+    """One `async for` over a stream, and the task that runs it."""
+
+    def __init__(self, stream: StreamState) -> None:
+        self._stream = stream
+        self._task: asyncio.Task[Any] | None = None
+
+    def next_item(self) -> Coroutine[Any, Any, Any]:
+        """The next item; the task that asks is the one that runs the loop."""
+        task = current_task(self._stream.peer.loop)
+        if task is not self._task:
+            self.follow(task)
+        return self._stream.next_item()
+
+    def follow(self, task: asyncio.Task[Any] | None) -> None:
+        """The loop is run by this task from now on. Tasks may take turns: in each, an async generator takes a step."""
+        if self._task is not None:
+            self._task.remove_done_callback(self._task_ended)
+        self._task = task
+        if task is not None:
+            task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        # Not `exception()`, which would count as a look at the error. A task that gives something took one step of a
+        # generator, and another one may take the next.
+        if task._result is None:  # type: ignore[attr-defined]  # private
+            self._stream.loop_left(self, "the task that ran the `async for` over it ended")
+
+    def leave(self) -> None:
+        """The loop is over. Safe in any thread, also while garbage is collected."""
+        self._stream.loop_left(self, "the `async for` over it was left")

@@ -1,0 +1,1 @@
+"""What asyncio, threads and Linux offer, before there is any actor."""

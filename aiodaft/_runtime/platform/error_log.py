@@ -1,0 +1,42 @@
+"""Errors in the log. Their text may come from another process: it forges no line there, and its length is limited."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from aiodaft._runtime.serialization.errors import text_of
+
+logger = logging.getLogger("aiodaft")
+
+# Characters of one text, before some of them are escaped.
+_MAX_TEXT: Final = 4 << 10
+# Begins every line of a text but the first one, so that none of them looks like a line of the log.
+_MARGIN: Final = "  | "
+
+
+def log_error(what: str, error: BaseException, level: int = logging.ERROR) -> None:
+    """Log what has failed, with the traceback of the error."""
+    if not logger.isEnabledFor(level):
+        return
+    file, line, function, _ = logger.findCaller(stacklevel=2)
+    info = (type(error), error, error.__traceback__)
+    record = logger.makeRecord(logger.name, level, file, line, "%s", (what,), info, function)
+    # Formatters take this in place of their own text of the error; handlers that want the error itself have that.
+    record.exc_text = _MARGIN + printable(text_of(error))
+    logger.handle(record)
+
+
+def printable(text: str) -> str:
+    """A text from elsewhere as part of the log: without control characters, indented, and cut in the middle."""
+    left_out = len(text) - _MAX_TEXT
+    if left_out > 0:
+        half = _MAX_TEXT // 2
+        text = f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
+    return f"\n{_MARGIN}".join(map(_escape, text.rstrip("\n").split("\n")))
+
+
+def _escape(line: str) -> str:
+    if line.isprintable():
+        return line
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)

@@ -1,0 +1,47 @@
+"""What the operating system refuses: which limit that is, and what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from typing import Final
+
+from aiodaft._runtime.platform.linux import visible_pid
+from aiodaft.exceptions import ResourceExhausted
+
+_LARGEST: Final = {resource.RLIM_INFINITY: "unlimited"}
+
+
+def exhausted(error: OSError, what: str) -> ResourceExhausted:
+    """The error of a value that this process has no descriptor or memory for."""
+    return ResourceExhausted(refusal(error, what))
+
+
+def refusal(error: OSError, what: str) -> str:
+    """Say that something cannot be had, why, and what to do."""
+    return f"{what}: {_reason(error)}"
+
+
+def _reason(error: OSError) -> str:
+    process = f"process {visible_pid()}"
+    if error.errno == errno.EMFILE:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f"{process} has no file descriptors left, its limit is {soft}: close some, or raise the limit before the "
+            f"program starts (`ulimit -n`, at most {_LARGEST.get(hard, hard)})"
+        )
+    if error.errno == errno.EFBIG:
+        soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return (
+            f"{process} may make no file, and no shared memory, of more than {soft} bytes: raise the limit before the "
+            "program starts (`ulimit -f`)"
+        )
+    if error.errno == errno.ENFILE:
+        return "the machine has no file descriptors left: close some, or raise the limit (`sysctl fs.file-max`)"
+    if error.errno in {errno.ENOMEM, errno.ENOSPC}:
+        return f"{process} gets no memory for it ({_text(error)}): free some, or raise the limit of its container"
+    return f"{process} is refused it: {_text(error)}"
+
+
+def _text(error: OSError) -> str:
+    return error.strerror or str(error)

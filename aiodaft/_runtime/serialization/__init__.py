@@ -1,0 +1,1 @@
+"""Python values and exceptions to bytes and buffers, and back."""

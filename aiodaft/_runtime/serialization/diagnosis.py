@@ -1,0 +1,102 @@
+"""Which part of a value cannot travel, and how to reach it: `args[0].cfg.fn`."""
+
+from __future__ import annotations
+
+import copyreg
+import dataclasses
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from types import FunctionType
+from typing import Any, Final
+
+from aiodaft._runtime.serialization.pickling import TooLong
+
+# Where pickle's and our own code is.
+_INSIDE: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep, pickle.__file__, copyreg.__file__
+_MAX_DEPTH: Final = 20
+_MAX_CHILDREN: Final = 1000
+
+
+def find_path(names: Iterable[tuple[str, Any]], attempt: Callable[[Any], object]) -> tuple[str, str]:
+    """The deepest part of some values that cannot be encoded.
+
+    Args:
+        names: The values, and what to call them.
+        attempt: Encodes a value, or raises.
+
+    Returns:
+        The path to the part, and why it cannot be encoded.
+    """
+    path, reason = "the value", ""
+    parts: Iterable[tuple[str, Any]] = names
+    for _ in range(_MAX_DEPTH):
+        failing = next(
+            ((name, value, why) for name, value in islice(parts, _MAX_CHILDREN) if (why := _why(value, attempt))), None
+        )
+        if failing is None:
+            break
+        path, value, reason = failing
+        parts = _children(value, path)
+    return path, reason
+
+
+def advice_on(error: BaseException) -> str:
+    """What to do where pickle refused; errors of our own, and of users, say so themselves."""
+    if isinstance(error, RecursionError):
+        return "; it is nested too deeply: make it flatter, or make it in the actor"
+    return "; make it in the actor, or leave it out of its object's state (`__getstate__`)" if _refuses(error) else ""
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """The error, if it tells more than the message: the user's own code raised it, or the value is nested too deeply.
+
+    It has the frames of the user's code alone.
+    """
+    if isinstance(error, RecursionError):
+        return error.with_traceback(None)
+    frames = None if _refuses(error) else error.__traceback__
+    while frames is not None and _is_inside(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    return None if frames is None else error.with_traceback(frames)
+
+
+def _refuses(error: BaseException) -> bool:
+    """Whether these are pickle's words for what cannot be pickled."""
+    return str(error).startswith(("cannot pickle", "Can't pickle", "no default __reduce__"))
+
+
+def _is_inside(filename: str) -> bool:
+    return filename.startswith(_INSIDE) or f"{os.sep}cloudpickle{os.sep}" in filename
+
+
+def _why(value: Any, attempt: Callable[[Any], object]) -> str:
+    try:
+        attempt(value)
+    except TooLong:
+        return ""
+    except Exception as error:  # noqa: BLE001 - user code runs while pickling, and may raise anything
+        return f"{str(error) or type(error).__name__} ({type(value).__module__}.{type(value).__qualname__})"
+    return ""
+
+
+def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield f"{path}[{key!r:.40}]", item
+            yield f"{path}[key {key!r:.40}]", key
+    elif isinstance(value, list | tuple | set | frozenset):
+        fields = getattr(value, "_fields", None)
+        yield from (((f"{path}.{fields[i]}" if fields else f"{path}[{i}]"), item) for i, item in enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from ((f"{path}.{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    elif not _has_own_reduce(value):
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield from ((f"{path}.{name}", item) for name, item in attributes.items())
+
+
+def _has_own_reduce(value: Any) -> bool:
+    # Attributes of such an object are not what is pickled. Those of builtins give their attributes.
+    return isinstance(type(value).__reduce__, FunctionType)

@@ -1,0 +1,152 @@
+"""Encoded values: a small skeleton, and the big buffers beside it, not copied until somebody says where to.
+
+Buffers of one value are packed into one *blob* (64-byte aligned), so that 200 tensors are one payload; a buffer that
+already lies where others can read it (`aiodaft.empty`, `aiodaft.register`) is a blob of its own and is never copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from aiodaft.exceptions import BorrowError
+from aiodaft_transport import Pullable
+from aiodaft_transport.memory.address import address_of, aligned, copy_memory
+
+
+class Source:
+    """One buffer of a value, where it lies now."""
+
+    __slots__ = ("address", "block", "device", "fill", "keep", "lent", "nbytes", "origin", "version")
+
+    def __init__(self, nbytes: int, address: int, keep: Any, device: int | None = None) -> None:
+        self.nbytes = nbytes
+        self.address = address
+        # Which accelerator of this process it is on; None for memory of the host.
+        self.device = device
+        # Keeps the memory alive and, for a buffer object, exported.
+        self.keep = keep
+        # Writes the content to an address, for memory that is not contiguous.
+        self.fill: Callable[[int], None] | None = None
+        # Counts the writes to a tensor, as far as torch can see them; None where it cannot.
+        self.version: Callable[[], int | None] | None = None
+        # Gives the object the buffer came from, while it lives and was not written to.
+        self.origin: Callable[[], Any] | None = None
+        # Memory that peers can read where it is.
+        self.block: Pullable | None = None
+        self.lent = False
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it is a blob of its own."""
+        return self.block is not None or (self.lent and self.device is not None)
+
+    @classmethod
+    def of(cls, buffer: Any) -> Source:
+        """The memory of a contiguous buffer object."""
+        view = memoryview(buffer)
+        return cls(view.nbytes, address_of(view), view)
+
+    def write_to(self, address: int) -> None:
+        """Copy the content to an address."""
+        if self.fill is not None:
+            self.fill(address)
+        else:
+            copy_memory(address, self.address, self.nbytes)
+
+
+@dataclass(slots=True)
+class Encoded:
+    """A value, ready to travel.
+
+    Attributes:
+        payload: The skeleton; a few bytes if the skeleton itself is one of the sources.
+        sources: The buffers beside it.
+        offsets: Where each source goes in the blob; -1 for one that is a blob of its own.
+        nbytes: Size of the blob.
+        device_nbytes: Size of the blob of each accelerator that has buffers of the value.
+        slots: Refs that the receiver replaces by their values.
+        refs: Refs that travel as refs.
+    """
+
+    payload: bytes
+    sources: list[Source] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    device_nbytes: dict[int, int] = field(default_factory=dict)
+    slots: list[Any] = field(default_factory=list)
+    refs: list[Any] = field(default_factory=list)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether an accelerator has a buffer of it."""
+        return any(source.device is not None for source in self.sources)
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return len(self.payload) + sum(source.nbytes for source in self.sources)
+
+    @property
+    def lent(self) -> bool:
+        """Whether a buffer is read where it lies, so that its owner must not write to it."""
+        return any(source.lent for source in self.sources)
+
+    def write_to(self, address: int) -> None:
+        """Pack the buffers into a blob at an address. May take long; lets other threads run."""
+        for source, offset in zip(self.sources, self.offsets, strict=True):
+            if offset >= 0 and source.device is None:
+                source.write_to(address + offset)
+
+    def packed(self) -> bytes | None:
+        """The blob as bytes, for a small value."""
+        if not self.nbytes:
+            return None
+        blob = bytearray(self.nbytes)
+        self.write_to(address_of(blob))
+        return bytes(blob)
+
+    def versions(self) -> list[int | None]:
+        """How often each buffer has been written to, where that can be known."""
+        return [source.version() if source.version is not None else None for source in self.sources]
+
+    def check_unchanged(self, before: list[int | None]) -> None:
+        """Raise BorrowError if a buffer was written to since `versions` gave `before`."""
+        if self.versions() != before:
+            raise BorrowError(
+                "a tensor was written to while aiodaft was reading it: pass or return x.clone(), "
+                "or wait for `await ref.ready()` before you write to it"
+            )
+
+
+def lay_out(sources: list[Source]) -> tuple[list[int], int, dict[int, int]]:
+    """Offsets of the sources in their blobs, and the sizes of these: the host's, and that of each accelerator."""
+    offsets: list[int] = []
+    ends: dict[int | None, int] = {}
+    for source in sources:
+        if source.is_apart:
+            offsets.append(-1)
+            continue
+        offsets.append(aligned(ends.get(source.device, 0)))
+        ends[source.device] = offsets[-1] + source.nbytes
+    return offsets, ends.pop(None, 0), {device: end for device, end in ends.items() if device is not None}
+
+
+def blob_table(sources: list[Source], offsets: list[int], nbytes: int) -> list[list[int]]:
+    """Blob, offset and size of every source. Blobs are: the host's, those apart, one for each accelerator."""
+    numbers = count(1 if nbytes else 0)
+    apart = [next(numbers) if source.is_apart else 0 for source in sources]
+    of_devices: dict[int, int] = {}
+    table: list[list[int]] = []
+    for source, offset, blob in zip(sources, offsets, apart, strict=True):
+        if source.is_apart:
+            table.append([blob, 0, source.nbytes])
+        elif source.device is None:
+            table.append([0, offset, source.nbytes])
+        else:
+            if source.device not in of_devices:
+                of_devices[source.device] = next(numbers)
+            table.append([of_devices[source.device], offset, source.nbytes])
+    return table

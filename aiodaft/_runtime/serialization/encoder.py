@@ -1,0 +1,346 @@
+"""Python values to encoded values.
+
+Plain data is MessagePack, with types kept (a tuple stays a tuple); tensors are spans of memory; anything else is
+pickled (protocol 5, buffers out of band), and by cloudpickle where pickle cannot: functions, classes of `__main__`
+and of notebooks. Nothing long happens in one step: beyond a budget `encode` raises `TooLong`, and the caller does it
+again in a helper thread with `patient=True`, where big parts are made in pieces and the interpreter is given away
+between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Final, NamedTuple
+
+from aiodaft._protocol.codec import pack, pack_exts
+from aiodaft._protocol.messages import INLINE_LIMIT
+from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
+from aiodaft._runtime.serialization.encoded import Encoded, Source, blob_table, lay_out
+from aiodaft._runtime.serialization.pickling import PicklerHooks, TooLong, breathe, pickle_into
+from aiodaft._runtime.serialization.tensors import Places, TensorTable, is_dense_tensor
+from aiodaft.exceptions import SerializationError
+from aiodaft.ref import Ref, parts_of
+
+# Extension codes; 1 is the codec's own for big integers.
+TUPLE: Final = 2
+SET: Final = 3
+FROZENSET: Final = 4
+BYTEARRAY: Final = 5
+BUFFER: Final = 6
+TENSOR: Final = 7
+SLOT: Final = 8
+REF: Final = 9
+PICKLE: Final = 10
+DATACLASS: Final = 11
+NAMEDTUPLE: Final = 12
+CHUNKS: Final = 13
+
+# First byte of a payload: what follows.
+PLAIN: Final = 0  # the skeleton
+TABLE: Final = 1  # [offsets, specs of tensors, skeleton]
+FAR: Final = 2  # [offsets, specs of tensors], and the skeleton is the last buffer
+HEAVY: Final = 4  # decoding takes long: not on a loop
+
+FLAT: Final = frozenset({type(None), bool, int, float, str})
+# Bytes beside which a buffer of its own pays.
+_BUFFER_LIMIT: Final = 16 << 10
+# Copying more than this is not for a loop.
+_LONG_COPY: Final = 1 << 20
+# Refs that a message has room for.
+_MAX_REFS: Final = 1 << 16
+# Elements that one step may encode; about 2 ms.
+_BUDGET: Final = 50_000
+CHUNK: Final = 10_000
+# Containers with more objects than this are pickled as a whole: one pickle costs less than many.
+_PICKLED_TOGETHER: Final = 16
+
+
+class Names(NamedTuple):
+    """What to call a value in errors: ("Model.execute", [("args[0]", x)], "Model-1")."""
+
+    whole: str
+    parts: tuple[tuple[str, Any], ...] = ()
+    # The actor that it is for.
+    to: str = ""
+
+
+class Encoder(PicklerHooks):
+    """Encodes one value."""
+
+    def __init__(self, places: Places, *, resolve: bool, patient: bool) -> None:
+        self.resolve = resolve
+        self.patient = patient
+        self.heavy = False
+        self.sources: list[Source] = []
+        self.slots: list[Any] = []
+        self.refs: list[Any] = []
+        self.tensors = TensorTable(places)
+        self._home = places.home
+        self._budget = _BUDGET
+
+    def encode(self, value: Any) -> Encoded:
+        """Return the encoded value; see `encode` for the errors."""
+        skeleton = self._skeleton(value)
+        if len(self.slots) + len(self.refs) > _MAX_REFS:
+            raise ValueError(f"it holds more than {_MAX_REFS} refs; gather them into one with Refs.gather()")
+        specs = self.tensors.finish(self.sources)
+        far = len(skeleton) > INLINE_LIMIT // 2
+        if far:
+            self.sources.append(Source.of(skeleton))
+        if not self.sources and not specs:
+            return Encoded(bytes((PLAIN | self.heavy * HEAVY,)) + skeleton, slots=self.slots, refs=self.refs)
+        offsets, nbytes, device_nbytes = lay_out(self.sources)
+        table = blob_table(self.sources, offsets, nbytes)
+        body = pack([table, specs] if far else [table, specs, skeleton])
+        kind = (FAR if far else TABLE) | self.heavy * HEAVY
+        return Encoded(bytes((kind,)) + body, self.sources, offsets, nbytes, device_nbytes, self.slots, self.refs)
+
+    def _skeleton(self, value: Any) -> bytes:
+        try:
+            return pack(self.walk(value))
+        except (RecursionError, ValueError):
+            self.sources.clear()
+            self.slots.clear()
+            self.refs.clear()
+        # Deep or cyclic: pickle keeps track of what it has seen. What it raises has no context.
+        return pack(self._pickle(value))
+
+    def walk(self, value: Any) -> Any:
+        """Turn a value into plain data and extensions."""
+        kind = type(value)
+        if kind in FLAT:
+            return value
+        if kind is list:
+            return self._walk_list(value)
+        if kind is dict:
+            return self._walk_dict(value)
+        handler = _HANDLERS.get(kind)
+        if handler is not None:
+            return handler(self, value)
+        return self._walk_other(value)
+
+    def add_source(self, buffer: Any) -> int:
+        """Take a buffer of its own and return its number."""
+        self.sources.append(Source.of(buffer))
+        return len(self.sources) - 1
+
+    def add_bytes(self, value: bytes | bytearray) -> int:
+        """A buffer that the receiver has to copy out, because its type owns its memory."""
+        self.heavy |= len(value) > _LONG_COPY
+        return self.add_source(value)
+
+    def check_home(self, peer: Any, what: object, instead: str) -> None:
+        """Refuse what belongs to another runtime than the value.
+
+        Raises:
+            TypeError: It does.
+        """
+        if self._home is not None and peer is not self._home:
+            raise TypeError(f"{what!r} belongs to another runtime, that of {peer.runtime_name}: {instead}")
+
+    def add_ref(self, ref: Any) -> int:
+        """A ref that travels as a ref."""
+        self._check_ref(ref)
+        self.refs.append(ref)
+        return len(self.refs) - 1
+
+    def _check_ref(self, ref: Ref[Any]) -> None:
+        state: Any = ref._state
+        self.check_home(state.peer, ref, "await it, and pass its value")
+
+    def _spend(self, elements: int) -> None:
+        self._budget -= elements
+        if self._budget < 0:
+            if not self.patient:
+                raise TooLong
+            self.heavy = True
+            self._budget = _BUDGET
+            breathe()
+
+    def _walk_list(self, value: list[Any]) -> Any:
+        self._spend(len(value))
+        if self.patient and len(value) > CHUNK:
+            return self._chunks("l", value)
+        if FLAT.issuperset(map(type, value)):
+            return value
+        if len(value) > _PICKLED_TOGETHER and self._is_opaque(value):
+            return self._pickle(value)
+        return [self.walk(item) for item in value]
+
+    def _walk_dict(self, value: dict[Any, Any]) -> Any:
+        self._spend(len(value))
+        if self.patient and len(value) > CHUNK:
+            return self._chunks("d", [part for item in value.items() for part in item])
+        if FLAT.issuperset(map(type, value)) and FLAT.issuperset(map(type, value.values())):
+            return value
+        if len(value) > _PICKLED_TOGETHER and self._is_opaque(value.values()):
+            return self._pickle(value)
+        return {self.walk(key): self.walk(item) for key, item in value.items()}
+
+    def _is_opaque(self, items: Collection[Any]) -> bool:
+        """Whether there are objects among the items that have to be pickled, and no refs to resolve."""
+        kinds = {kind for kind in map(type, items) if kind not in FLAT and kind not in _HANDLERS}
+        opaque = kinds - {list, dict} and not all(map(is_dense_tensor, items))
+        return bool(opaque) and not (self.resolve and any(map(contains_ref, items)))
+
+    def _chunks(self, kind: str, items: list[Any]) -> Any:
+        """A long container as pieces in a buffer of its own: packing it at once would hold the interpreter."""
+        self.heavy = True
+        out = bytearray()
+        for start in range(0, len(items), CHUNK):
+            part = items[start : start + CHUNK]
+            out += pack(self._walk_list(part))
+            breathe()
+        return pack_exts(CHUNKS, [kind, self.add_source(memoryview(out))])
+
+    def _walk_other(self, value: Any) -> Any:
+        kind = type(value)
+        if is_dense_tensor(value):
+            return pack_exts(TENSOR, self.tensors.add(value))
+        if isinstance(value, Ref):
+            return self._walk_ref(value)
+        if self.resolve and contains_ref(value):
+            if isinstance(value, tuple):
+                return pack_exts(NAMEDTUPLE, [self._pickle(kind), [self.walk(item) for item in value]])
+            fields = {name: self.walk(getattr(value, name)) for name in _field_names(value)}
+            return pack_exts(DATACLASS, [self._pickle(kind), fields])
+        return self._pickle(value)
+
+    def _walk_ref(self, ref: Ref[Any]) -> Any:
+        if self.resolve and (parts := parts_of(ref)) is not None:
+            return [self.walk(part) for part in parts]
+        if not self.resolve:
+            return pack_exts(REF, self.add_ref(ref))
+        self._check_ref(ref)
+        self.slots.append(ref)
+        return pack_exts(SLOT, len(self.slots) - 1)
+
+    def _pickle(self, value: Any) -> Any:
+        first = len(self.sources)
+        data = pickle_into(self, value, patient=self.patient)
+        count = len(self.sources) - first
+        if len(data) <= _BUFFER_LIMIT:
+            return pack_exts(PICKLE, [data, first, count])
+        if len(data) > INLINE_LIMIT:
+            self.heavy = True
+        return pack_exts(PICKLE, [self.add_source(data), first, count])
+
+
+def _walk_bytes(encoder: Encoder, value: bytes) -> Any:
+    if len(value) <= _BUFFER_LIMIT:
+        return value
+    return pack_exts(BUFFER, [encoder.add_bytes(value), False])
+
+
+def _walk_bytearray(encoder: Encoder, value: bytearray) -> Any:
+    if len(value) <= _BUFFER_LIMIT:
+        return pack_exts(BYTEARRAY, bytes(value))
+    return pack_exts(BUFFER, [encoder.add_bytes(value), True])
+
+
+def _walk_items(code: int) -> Callable[[Encoder, Any], Any]:
+    return lambda encoder, value: pack_exts(code, encoder.walk(list(value)))
+
+
+_HANDLERS: Final[dict[type, Callable[[Encoder, Any], Any]]] = {
+    bytes: _walk_bytes,
+    bytearray: _walk_bytearray,
+    tuple: _walk_items(TUPLE),
+    set: _walk_items(SET),
+    frozenset: _walk_items(FROZENSET),
+}
+
+
+def contains_ref(value: Any) -> bool:
+    """Whether a ref is at any depth of plain containers, named tuples and dataclass instances."""
+    if isinstance(value, Ref):
+        return True
+    kind: type = type(value)
+    items: Iterable[Any] | None = None
+    if kind is list or kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        items = value
+    elif kind is dict:
+        items = value.values()
+    if items is not None:
+        return any(contains_ref(item) for item in items if type(item) not in FLAT)
+    return any(contains_ref(getattr(value, name, None)) for name in _field_names(value))
+
+
+def map_refs(value: Any, replace: Callable[[Ref[Any]], Any]) -> Any:
+    """A value with each ref in its plain containers replaced; everything else is the very object."""
+    if isinstance(value, Ref):
+        return replace(value)
+    if not contains_ref(value):
+        return value
+    if isinstance(value, dict):
+        return {key: map_refs(item, replace) for key, item in value.items()}
+    if isinstance(value, list):
+        return [map_refs(item, replace) for item in value]
+    if isinstance(value, tuple):
+        items = [map_refs(item, replace) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    fields = {name: map_refs(getattr(value, name), replace) for name in _field_names(value)}
+    return rebuild_dataclass(type(value), fields)
+
+
+async def resolved(value: Any) -> Any:
+    """A value with the refs in its plain containers replaced by their values."""
+    refs: list[Ref[Any]] = []
+    map_refs(value, refs.append)
+    values = {ref: await ref for ref in refs}
+    return map_refs(value, values.__getitem__)
+
+
+def rebuild_dataclass(cls: type, fields: dict[str, Any]) -> Any:
+    """An instance with these fields; works for frozen classes, and runs no `__post_init__` a second time."""
+    instance: Any = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(instance, name, value)
+    return instance
+
+
+def _field_names(value: Any) -> list[str]:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return []
+    fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    # `__post_init__` may have set others.
+    return [*fields, *(name for name in getattr(value, "__dict__", ()) if name not in fields)]
+
+
+def encode(
+    value: Any,
+    *,
+    names: Names,
+    places: Places = Places(),  # noqa: B008 - it does not change
+    resolve: bool = False,
+    patient: bool = False,
+) -> Encoded:
+    """Encode a value.
+
+    Args:
+        value: The value.
+        names: What to call it and its parts in errors.
+        places: Which tensors may stay where they are.
+        resolve: Whether refs in plain containers stand for their values.
+        patient: Whether this is a helper thread, where time does not matter.
+
+    Raises:
+        SerializationError: Part of it cannot travel; names the path to it.
+        TooLong: It takes long and `patient` is not set.
+    """
+
+    def attempt(part: Any) -> Encoded:
+        return Encoder(places, resolve=resolve, patient=patient).encode(part)
+
+    try:
+        return attempt(value)
+    except (TooLong, SerializationError):
+        raise
+    except Exception as error:  # noqa: BLE001 - user code runs while pickling, and may raise anything
+        failed = error
+    # Outside of the block, so that the frames of pickle and of this package are no context of the error.
+    to = f" to {names.to}" if names.to else ""
+    path, reason = find_path(names.parts, attempt)
+    refused = f"{path} of {names.whole} cannot travel{to}: {reason or failed}{advice_on(failed)}"
+    raise SerializationError(refused) from cause_of(failed)

@@ -1,0 +1,280 @@
+"""Pickle, with tensors, refs and exceptions taken out, and cloudpickle for what pickle cannot do."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import cache, cached_property
+from types import FunctionType, TracebackType
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+from aiodaft._runtime.platform.context import current_peer
+from aiodaft._runtime.serialization.tensors import is_dense_tensor
+from aiodaft.actor import Actor, Handle, target_of
+from aiodaft.ref import Ref, Refs, parts_of
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.calls.outgoing import Target
+    from aiodaft._runtime.serialization.encoder import Encoder
+
+# Out-of-band buffers below this size cost more than they save.
+_SMALL_BUFFER: Final = 4 << 10
+# What one step may pickle; about a millisecond.
+_IMPATIENT_LIMIT: Final = 256 << 10
+
+# Frames of a traceback that travel.
+_OUTERMOST: Final = 20
+_INNERMOST: Final = 80
+
+_decoding = threading.local()
+
+
+class TooLong(Exception):
+    """Encoding this takes long: do it in a helper thread, patiently."""
+
+
+def breathe() -> None:
+    """In a helper thread: let the loop have the interpreter."""
+    time.sleep(0.0002)  # noqa: TID251 - a thread of its own
+
+
+class NeedsCloudpickle(Exception):
+    """A function or class that the receiver cannot import by name."""
+
+
+_FILES: Final = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+
+
+class PicklerHooks:
+    """What both picklers ask about every object that is not plain data."""
+
+    def reduce(self, value: Any, *, by_value: bool) -> Any:
+        """How to pickle `value`; NotImplemented for pickle's own way."""
+        encoder = cast("Encoder", self)
+        kind = type(value)
+        if is_dense_tensor(value):
+            return _load_tensor, (encoder.tensors.add(value),)
+        if isinstance(value, Ref):
+            parts = parts_of(value)
+            return (_load_ref, (encoder.add_ref(value),)) if parts is None else (_load_gathered, parts)
+        if kind is Handle:
+            target = cast("Target", target_of(value))
+            encoder.check_home(target.peer, value, "pass a handle of this one, or a value")
+        if isinstance(value, BaseException | TracebackType):
+            return _reduce_error(value)
+        if kind.__name__ == "ndarray" and kind.__module__ == "numpy" and not value.dtype.hasobject:
+            return _reduce_array(value)
+        if isinstance(value, Actor):
+            raise TypeError(f"an instance of {kind.__name__} stays in its process: pass the handle that spawn gave")
+        if kind.__name__ == "UntypedStorage" and kind.__module__ == "torch.storage":
+            # torch writes it, and cannot read what it has written.
+            raise TypeError("a storage cannot travel: pass a tensor that uses it")
+        if isinstance(value, _FILES):
+            raise TypeError(f"the open file {getattr(value, 'name', value)!r} stays in its process: pass its path")
+        if by_value and kind is cached_property:
+            # Part of a class. In Python 3.11 it has a lock, which cloudpickle refuses.
+            return cached_property, (value.func,), {"attrname": value.attrname}
+        if not by_value and isinstance(value, type | FunctionType) and not importable(value):
+            raise NeedsCloudpickle
+        return NotImplemented
+
+
+class _Sink(io.RawIOBase):
+    """Takes what a pickler writes; refuses to go on for long on a loop, takes breath elsewhere."""
+
+    def __init__(self, *, patient: bool) -> None:
+        self._patient = patient
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def write(self, data: Any, /) -> int:
+        self._parts.append(bytes(data))
+        self._size += len(data)
+        if self._size > _IMPATIENT_LIMIT:
+            if not self._patient:
+                raise TooLong
+            breathe()
+        return len(data)
+
+    def getvalue(self) -> bytes:
+        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, sink: _Sink, hooks: PicklerHooks, buffer_callback: Callable[[pickle.PickleBuffer], Any]) -> None:
+        super().__init__(sink, protocol=5, buffer_callback=buffer_callback)
+        self._hooks = hooks
+
+    def reducer_override(self, obj: Any, /) -> Any:
+        return self._hooks.reduce(obj, by_value=False)
+
+
+class _Dumper(Protocol):
+    def dump(self, value: Any, /) -> None: ...
+
+
+@cache
+def _cloud_pickler() -> Callable[..., _Dumper]:
+    import cloudpickle  # noqa: PLC0415 - slow to import, and few calls need it
+
+    class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
+        def __init__(
+            self, sink: _Sink, hooks: PicklerHooks, buffer_callback: Callable[[pickle.PickleBuffer], Any]
+        ) -> None:
+            super().__init__(sink, protocol=5, buffer_callback=buffer_callback)
+            self._hooks = hooks
+
+        def reducer_override(self, obj: Any) -> Any:
+            reduced = self._hooks.reduce(obj, by_value=True)
+            return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    return CloudPickler
+
+
+def pickle_into(encoder: Encoder, value: Any, *, patient: bool) -> bytes:
+    """Pickle a value; its large buffers, tensors and refs go to the encoder."""
+    sources, refs = len(encoder.sources), len(encoder.refs)
+    try:
+        return _dump(_Pickler, encoder, value, patient=patient)
+    except (NeedsCloudpickle, pickle.PicklingError, AttributeError, TypeError):
+        # Whatever the first attempt put aside would be put aside twice.
+        del encoder.sources[sources:], encoder.refs[refs:]
+    return _dump(_cloud_pickler(), encoder, value, patient=patient)
+
+
+def _dump(make: Callable[..., _Dumper], encoder: Encoder, value: Any, *, patient: bool) -> bytes:
+    def keep_in_band(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _SMALL_BUFFER:
+            return True
+        encoder.add_source(raw)
+        return False
+
+    sink = _Sink(patient=patient)
+    make(sink, encoder, keep_in_band).dump(value)
+    return sink.getvalue()
+
+
+@cache
+def _module_can_be_found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def importable(value: type | FunctionType) -> bool:
+    """Whether another process finds this class or function under its name."""
+    module = value.__module__
+    if module == "__main__" or module not in sys.modules or "<locals>" in value.__qualname__:
+        return False
+    found: Any = sys.modules[module]
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value and _module_can_be_found(module)
+
+
+class Context(Protocol):
+    """What unpickling needs of the value it is part of."""
+
+    @property
+    def home(self) -> Any:
+        """The peer that decodes."""
+        ...
+
+    def tensor(self, index: int) -> Any:
+        """The tensor with this number."""
+        ...
+
+    def ref(self, index: int) -> Any:
+        """The ref with this number."""
+        ...
+
+
+def unpickle(data: Any, buffers: list[memoryview], context: Context, pause: Callable[[], None] | None = None) -> Any:
+    """Load what `pickle_into` made; `pause` runs now and then if given."""
+    outer = getattr(_decoding, "context", None)
+    _decoding.context = context
+    try:
+        if pause is None:
+            return pickle.loads(data, buffers=buffers)
+        return pickle.Unpickler(_Tap(data, pause), buffers=buffers).load()
+    finally:
+        _decoding.context = outer
+
+
+class _Tap(io.RawIOBase):
+    """Hands out a pickle piece by piece, so that another thread gets its turn in between."""
+
+    def __init__(self, data: Any, pause: Callable[[], None]) -> None:
+        self._buffer = io.BytesIO(data)
+        self._pause = pause
+
+    def read(self, size: int = -1, /) -> bytes:
+        self._pause()
+        return self._buffer.read(size)
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        return self._buffer.readline(size)
+
+    def readinto(self, target: Any, /) -> int:
+        return self._buffer.readinto(target)
+
+
+def _load_tensor(index: int) -> Any:
+    return _decoding.context.tensor(index)
+
+
+def _load_ref(index: int) -> Any:
+    return _decoding.context.ref(index)
+
+
+def _load_gathered(*parts: Ref[Any]) -> Ref[list[Any]]:
+    return Refs(parts).gather()
+
+
+def home() -> Any:
+    """The peer of the value that is being unpickled; the surrounding runtime's where somebody else unpickles.
+
+    This is how handles and channels find their process: unpickling has no arguments of its own.
+    """
+    found = getattr(getattr(_decoding, "context", None), "home", None)
+    return current_peer() if found is None else found
+
+
+def _reduce_error(value: BaseException | TracebackType) -> Any:
+    from tblib import pickling_support  # noqa: PLC0415 - only errors need it
+
+    if isinstance(value, TracebackType):
+        return _reduce_traceback(value)
+    return pickling_support.pickle_exception(value)
+
+
+def _reduce_traceback(value: TracebackType) -> Any:
+    """The frames of a traceback: of many only the outermost and the innermost ones, because pickling nests them."""
+    from tblib import Traceback, pickling_support  # noqa: PLC0415 - only errors need it
+
+    entries = [whole := Traceback(value)]
+    while entries[-1].tb_next is not None:
+        entries.append(entries[-1].tb_next)
+    left_out = len(entries) - _OUTERMOST - _INNERMOST
+    if left_out > 0:
+        gap = {
+            "f_globals": {},
+            "f_code": {"co_filename": "...", "co_name": f"<{left_out} frames left out>"},
+            "f_lineno": 0,
+        }
+        entries[_OUTERMOST - 1].tb_next = hole = Traceback.from_dict({"tb_frame": gap, "tb_lineno": 0, "tb_next": None})
+        hole.tb_next = entries[-_INNERMOST]
+    return pickling_support.unpickle_traceback, (whole.tb_frame, whole.tb_lineno, whole.tb_next)
+
+
+def _reduce_array(array: Any) -> Any:
+    if not (array.flags.c_contiguous or array.flags.f_contiguous):
+        array = array.copy()
+    return array.__reduce_ex__(5)

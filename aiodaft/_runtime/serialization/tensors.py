@@ -1,0 +1,313 @@
+"""How torch tensors travel: every dtype, any strides, and views of one storage stay views of one storage.
+
+torch is never imported here unless a tensor is at hand, or arrives. torch's own pickling cannot load several dtypes
+(fp8, unsigned, complex32), so a tensor is (dtype, size, strides) and a span of its storage's bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+from aiodaft._runtime.serialization.encoded import Source
+from aiodaft_transport import Block
+from aiodaft_transport.memory.address import view_at
+
+if TYPE_CHECKING:
+    import torch
+
+# buffer, dtype, size, stride, first byte in the buffer, flags, device
+Spec: TypeAlias = list[Any]
+
+_REQUIRES_GRAD: Final = 1
+_PARAMETER: Final = 2
+# Views of one storage travel as one span unless that would send more than twice what they cover.
+_SPAN_SLACK: Final = 2
+
+
+def loaded_torch() -> ModuleType | None:
+    """The torch module, if this process has imported it."""
+    return sys.modules.get("torch")
+
+
+def is_dense_tensor(value: Any) -> bool:
+    """Whether a value travels by this module: strided tensors and parameters, not sparse ones or other subclasses."""
+    torch = loaded_torch()
+    if torch is None or not hasattr(torch, "nn"):
+        return False
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+
+
+def nowhere(_: Any) -> None:
+    """Finds nothing."""
+
+
+class Places(NamedTuple):
+    """Which tensors peers can read where they are, or from the same accelerator.
+
+    Attributes:
+        find_block: Finds the block that a tensor's memory is, if peers can reach it where it lies.
+        find_device: Finds the accelerator that a tensor is on; None if it is to travel by way of host memory.
+        lend: Whether an accelerator's memory is read where it is, not copied.
+        home: The process that encodes: refs and handles of others' runtimes are refused. None where there can be none.
+    """
+
+    find_block: Callable[[Source], Block | None] = nowhere
+    find_device: Callable[[torch.Tensor], int | None] = nowhere
+    lend: bool = False
+    home: Any = None
+
+
+class TensorTable:
+    """The tensors of one value while it is encoded."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._indices: dict[int, int] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._originals: list[torch.Tensor] = []
+        self._devices: list[int | None] = []
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Take a tensor in and return its number. A tensor seen before keeps its number.
+
+        Raises:
+            TypeError: A kind of tensor that cannot travel.
+        """
+        index = self._indices.get(id(tensor))
+        if index is None:
+            if tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
+                kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "meta"
+                raise TypeError(f"a {kind} tensor cannot travel; convert it to a plain tensor first")
+            plain = tensor.detach().resolve_conj().resolve_neg()
+            index = self._indices[id(tensor)] = len(self._tensors)
+            self._originals.append(tensor)
+            device = self._places.find_device(plain)
+            self._devices.append(device)
+            self._tensors.append(plain if device is not None or plain.device.type == "cpu" else plain.cpu())
+        return index
+
+    def finish(self, sources: list[Source]) -> list[Spec]:
+        """Append the tensors' memory to `sources` and return one spec for each tensor."""
+        specs: dict[int, Spec] = {}
+        for members in self._by_storage():
+            for group in _groups(members):
+                self._finish_group(group, sources, specs)
+        return [specs[index] for index in range(len(self._tensors))]
+
+    def _by_storage(self) -> list[list[tuple[int, torch.Tensor]]]:
+        storages: dict[tuple[str, int], list[tuple[int, torch.Tensor]]] = {}
+        for index, tensor in enumerate(self._tensors):
+            storages.setdefault(_storage_key(tensor, index), []).append((index, tensor))
+        return list(storages.values())
+
+    def _finish_group(
+        self, group: list[tuple[int, torch.Tensor]], sources: list[Source], specs: dict[int, Spec]
+    ) -> None:
+        extents = [_extent(tensor) for _, tensor in group]
+        low, high = min(extents)[0], max(high for _, high in extents)
+        first_index, first = group[0]
+        compact = len(group) == 1 and high - low > first.numel() * first.element_size()
+        # What is empty is nowhere.
+        device = self._devices[first_index] if high > low else None
+        if compact:
+            source = _strided_source(first) if device is None else _gathered_source(first, device)
+        else:
+            source = Source(high - low, first.untyped_storage().data_ptr() + low if high > low else 0, first, device)
+            self._find_place(source)
+        original = self._originals[first_index]
+        source.version = _version_counter(original)
+        if len(group) == 1:
+            source.origin = _origin(original)
+        for (index, tensor), (start, _) in zip(group, extents, strict=True):
+            stride = _contiguous_stride(tensor.shape) if compact else list(tensor.stride())
+            specs[index] = [
+                len(sources),
+                str(tensor.dtype).removeprefix("torch."),
+                list(tensor.shape),
+                stride,
+                0 if compact else start - low,
+                self._flags(index),
+                _device_name(self._originals[index]),
+            ]
+        sources.append(source)
+
+    def _find_place(self, source: Source) -> None:
+        if source.device is not None:
+            source.lent = self._places.lend
+        elif source.nbytes:
+            source.block = self._places.find_block(source)
+            source.lent = source.block is not None
+
+    def _flags(self, index: int) -> int:
+        original = self._originals[index]
+        torch = loaded_torch()
+        assert torch is not None
+        return original.requires_grad * _REQUIRES_GRAD + isinstance(original, torch.nn.Parameter) * _PARAMETER
+
+
+class TensorMaker:
+    """Rebuilds the tensors of one value; each is made once, so identity within the value is kept."""
+
+    def __init__(self, specs: list[Spec], buffer: Callable[[int], Any], origin: Callable[[int], Any]) -> None:
+        self._specs = specs
+        self._buffer = buffer
+        self._origin = origin
+        self._bases: dict[int, torch.Tensor] = {}
+        self._made: dict[int, torch.Tensor] = {}
+
+    def make(self, index: int) -> torch.Tensor:
+        """Return the tensor with this number."""
+        if index not in self._made:
+            self._made[index] = self._build(index)
+        return self._made[index]
+
+    def _build(self, index: int) -> torch.Tensor:
+        import torch  # noqa: PLC0415 - optional package
+
+        buffer, dtype_name, size, stride, start, flags, device = self._specs[index]
+        original = self._origin(buffer)
+        if original is not None:
+            tensor: torch.Tensor = original
+            return tensor
+        dtype = getattr(torch, dtype_name)
+        nbytes = len(self._buffer(buffer))
+        if not nbytes:
+            tensor = torch.empty_strided(size, stride, dtype=dtype)
+        else:
+            if buffer not in self._bases:
+                memory = self._buffer(buffer)
+                # What came from an accelerator to one is a tensor already.
+                host = isinstance(memory, memoryview)
+                self._bases[buffer] = torch.frombuffer(memory, dtype=torch.uint8) if host else memory
+            end = start + _span(size, stride) * dtype.itemsize
+            tensor = self._bases[buffer][start:end].view(dtype).as_strided(size, stride)
+        if device and tensor.device.type != device:
+            tensor = tensor.to(device)
+        if flags & _PARAMETER:
+            return torch.nn.Parameter(tensor, requires_grad=bool(flags & _REQUIRES_GRAD))
+        return tensor.requires_grad_() if flags & _REQUIRES_GRAD else tensor
+
+
+def fills_its_span(tensor: torch.Tensor) -> bool:
+    """Whether the elements are all of the memory from the first to the last, each once, in whatever order."""
+    step = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1:
+            if stride != step and tensor.numel():
+                return False
+            step *= length
+    return True
+
+
+def same_strides(size: Any, first: Any, second: Any) -> bool:
+    """Whether two tensors of that size have their elements in the same order in memory."""
+    return all(length == 1 or one == two for length, one, two in zip(size, first, second, strict=True))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a CPU tensor that fills its span; it keeps the tensor alive."""
+    return view_at(tensor.data_ptr(), tensor.nbytes, tensor)
+
+
+def _storage_key(tensor: torch.Tensor, index: int) -> tuple[str, int]:
+    pointer = tensor.untyped_storage().data_ptr()
+    return ("storage", pointer) if pointer else ("empty", index)
+
+
+def _groups(members: list[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
+    """Tensors of one storage that travel as one span: all of them, unless that sends too much between them."""
+    if len(members) == 1:
+        return [members]
+    extents = [_extent(tensor) for _, tensor in members]
+    span = max(high for _, high in extents) - min(low for low, _ in extents)
+    covered = sum(high - low for low, high in extents)
+    if span <= _SPAN_SLACK * covered:
+        return [members]
+    groups: list[list[tuple[int, torch.Tensor]]] = []
+    end = -1
+    for (low, high), member in sorted(zip(extents, members, strict=True), key=lambda pair: pair[0]):
+        if low < end:
+            groups[-1].append(member)
+        else:
+            groups.append([member])
+        end = max(end, high)
+    return groups
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and end of a tensor in its storage."""
+    itemsize = tensor.element_size()
+    low = int(tensor.storage_offset()) * itemsize
+    # The usual case is the cheap one.
+    span = tensor.numel() if tensor.is_contiguous() else _span(tensor.shape, tensor.stride())
+    return low, low + span * itemsize
+
+
+def _span(size: Any, stride: Any) -> int:
+    """Elements from the first to the last, inclusive."""
+    if 0 in size:
+        return 0
+    return 1 + sum((int(length) - 1) * int(step) for length, step in zip(size, stride, strict=True))
+
+
+def _contiguous_stride(size: Any) -> list[int]:
+    strides: list[int] = []
+    step = 1
+    for length in reversed(size):
+        strides.append(step)
+        step *= max(1, length)
+    return strides[::-1]
+
+
+def _strided_source(tensor: torch.Tensor) -> Source:
+    """Memory of a tensor with gaps: only its elements are written."""
+    source = Source(tensor.numel() * tensor.element_size(), 0, tensor)
+
+    def fill(address: int) -> None:
+        torch = loaded_torch()
+        assert torch is not None
+        plain = _copyable(tensor)
+        target = (ctypes.c_char * source.nbytes).from_address(address)
+        torch.frombuffer(target, dtype=plain.dtype).view(plain.shape).copy_(plain)
+
+    source.fill = fill
+    return source
+
+
+def _gathered_source(tensor: torch.Tensor, device: int) -> Source:
+    """Memory of an accelerator's tensor with gaps: it makes a tensor without them, in its own time."""
+    gathered = _copyable(tensor).contiguous()
+    return Source(gathered.numel() * gathered.element_size(), gathered.data_ptr(), gathered, device)
+
+
+def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory under a dtype that can be copied: some have no kernel for it, but every size has one that has."""
+    torch = loaded_torch()
+    assert torch is not None
+    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+    return tensor.view(carrier[tensor.element_size()])
+
+
+def _version_counter(tensor: torch.Tensor) -> Callable[[], int | None]:
+    # Tensors made under inference_mode count no versions.
+    return (lambda: None) if tensor.is_inference() else lambda: tensor._version
+
+
+def _origin(tensor: torch.Tensor) -> Callable[[], Any]:
+    reference = weakref.ref(tensor)
+    expected = None if tensor.is_inference() else tensor._version
+
+    def origin() -> Any:
+        alive = reference()
+        return alive if alive is not None and expected is not None and alive._version == expected else None
+
+    return origin
+
+
+def _device_name(tensor: torch.Tensor) -> str:
+    return "" if tensor.device.type == "cpu" else tensor.device.type

@@ -1,0 +1,1 @@
+"""Restarts, in the words of OTP."""

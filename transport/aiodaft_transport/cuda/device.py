@@ -1,0 +1,254 @@
+"""Memory of accelerators: what a transport needs of their driver and of its host, and pools of memory to export.
+
+A *device* is a number in this process, and an *identity* everywhere: processes see different devices, in a different
+order. A *stream* is a queue of work of a device, by the number the driver gave it; 0 is the default one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from aiodaft_transport.abc import Host
+from aiodaft_transport.exceptions import TransportError
+from aiodaft_transport.memory.block_pool import BlockPool, PooledBlock, PooledSegment
+
+T = TypeVar("T")
+
+IDENTITY_SIZE: Final = 16
+
+
+class Span(NamedTuple):
+    """Bytes to copy: where to, where from, how many."""
+
+    target: int
+    source: int
+    nbytes: int
+
+
+class Event(NamedTuple):
+    """A point in the work of a stream, by its device and the driver's own number."""
+
+    device: int
+    number: int
+
+
+class Export(NamedTuple):
+    """An allocation that other processes can open."""
+
+    handle: bytes
+    address: int
+    size: int
+
+
+class Driver(Protocol):
+    """What a kind of accelerator can do. Safe in any thread. Only what says so waits for a device, or takes long."""
+
+    @property
+    def identities(self) -> Sequence[bytes]:
+        """What each device of this process is everywhere."""
+        ...
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        """Address of new memory that can be exported."""
+        ...
+
+    def free(self, device: int, address: int) -> None:
+        """Give memory back. May wait for the device."""
+        ...
+
+    def export(self, device: int, address: int) -> Export:
+        """The allocation that an address is in.
+
+        Raises:
+            Unreachable: Other processes cannot open it; says why.
+        """
+        ...
+
+    def open(self, device: int, handle: bytes) -> int:
+        """Where the first byte of another process's allocation is, for work of `device`. May take long.
+
+        Raises:
+            Unreachable: The device cannot reach that memory.
+        """
+        ...
+
+    def shut(self, device: int, address: int) -> None:
+        """The opposite of `open`. May wait for the device."""
+        ...
+
+    def copy(self, device: int, spans: Sequence[Span], stream: int) -> None:
+        """Have a stream copy between addresses of this process."""
+        ...
+
+    def record(self, device: int, stream: int) -> Event:
+        """The point that a stream's work has reached so far."""
+        ...
+
+    def happened(self, event: Event) -> bool:
+        """Whether a stream is past an event.
+
+        Raises:
+            DeviceError: The device failed.
+        """
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Wait until a stream is past an event, or the device failed."""
+        ...
+
+    def forget(self, event: Event) -> None:
+        """Nobody asks about the event any more."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the devices. Idempotent."""
+        ...
+
+
+class DeviceHost(Host, Protocol):
+    """A process that has accelerators."""
+
+    def in_thread(self, job: Callable[[], T], /) -> Awaitable[T]:
+        """Run `job` in the process's helper thread; it runs to its end, also if the waiter is cancelled."""
+        ...
+
+
+class Landing(NamedTuple):
+    """Memory that bytes are to arrive in.
+
+    Attributes:
+        owner: What the consumer gets; the memory lives as long as it does.
+        device: Which device it is on.
+        address: Its first byte.
+        nbytes: How many there are.
+        stream: Whose work may write to it.
+    """
+
+    owner: Any
+    device: int
+    address: int
+    nbytes: int
+    stream: int
+
+
+# Provides memory for so many bytes that come from the device with this identity; called in the helper thread.
+# Raises Unreachable if this process has no device.
+Land: TypeAlias = Callable[[bytes, int], Landing]
+
+
+class DeviceSegment(PooledSegment):
+    """Memory of one device that peers can open: allocated here, or lent by somebody for a while (`keep`)."""
+
+    __slots__ = ("_on_closed", "device", "handle", "keep", "waiting")
+
+    def __init__(
+        self, number: int, export: Export, capacity: int, device: int, on_closed: Callable[[DeviceSegment], object]
+    ) -> None:
+        super().__init__(number, export.size, capacity, export.address)
+        self.handle = export.handle
+        self.device = device
+        # Set if it is somebody else's: lives until no peer has it open any more.
+        self.keep: Any = None
+        # Peers that were told to close it.
+        self.waiting: set[str] = set()
+        self._on_closed = on_closed
+
+    def close(self) -> None:
+        self._on_closed(self)
+
+
+class DeviceBlock(PooledBlock[DeviceSegment]):
+    """A value, or part of one, on one device. It may be granted once it is filled."""
+
+    __slots__ = ("_waiting", "error", "filled", "keep")
+
+    def __init__(self, pool: BlockPool[DeviceSegment], segment: DeviceSegment, offset: int, nbytes: int) -> None:
+        super().__init__(pool, segment, offset, nbytes)
+        # Once the device has done what comes before: then peers may read it.
+        self.filled = False
+        # Why it never will be.
+        self.error: TransportError | None = None
+        # What it is copied from.
+        self.keep: Any = None
+        self._waiting: list[Callable[[], object]] = []
+
+    @property
+    def settled(self) -> bool:
+        """Whether the device is done with it, or has failed."""
+        return self.filled or self.error is not None
+
+    def fill(self, keep: Any) -> None:
+        """A device begins to write to it: until that is done it is not reused, also if it is released."""
+        self.keep = keep
+        self.take_grant()
+
+    def on_filled(self, callback: Callable[[], object]) -> None:
+        """Call back, on the loop, once the device is done with it, or has failed."""
+        if self.settled:
+            callback()
+        else:
+            self._waiting.append(callback)
+
+    def fill_ended(self, error: TransportError | None) -> None:
+        """The device is done with it."""
+        self.keep = None
+        self.error = error
+        self.filled = error is None
+        waiting, self._waiting = self._waiting, []
+        for callback in waiting:
+            callback()
+        if error is None:
+            # After an error, nobody knows who still writes to it.
+            self.return_grant()
+
+
+class DevicePool(BlockPool[DeviceSegment]):
+    """Memory of one device. Every method may be called in any thread."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        next_number: Callable[[], int],
+        on_made: Callable[[DeviceSegment], object],
+        on_closed: Callable[[DeviceSegment], object],
+    ) -> None:
+        super().__init__(next_number=next_number)
+        self._driver = driver
+        self._device = device
+        self._on_made = on_made
+        self._on_closed = on_closed
+
+    def allocate(self, nbytes: int) -> DeviceBlock:
+        """Return a block of `nbytes` bytes, 64-byte aligned."""
+        return DeviceBlock(self, *self._take(nbytes), nbytes)
+
+    def lend(self, address: int, nbytes: int, keep: Any) -> DeviceBlock:
+        """A block that is somebody's memory; `keep` keeps that alive."""
+        export = self._driver.export(self._device, address)
+        with self._lock:
+            segment = self._segment(self.next_number(), export, export.size)
+            segment.keep = keep
+            segment.live = 1
+            return DeviceBlock(self, segment, address - export.address, nbytes)
+
+    def _make_segment(self, number: int, size: int, capacity: int) -> DeviceSegment:
+        address = self._driver.allocate(self._device, size)
+        try:
+            export = self._driver.export(self._device, address)
+        except BaseException:
+            self._driver.free(self._device, address)
+            raise
+        return self._segment(number, export, capacity)
+
+    def _segment(self, number: int, export: Export, capacity: int) -> DeviceSegment:
+        segment = DeviceSegment(number, export, capacity, self._device, self._on_closed)
+        self._on_made(segment)
+        return segment
+
+    def _reuse_if_idle(self, block: PooledBlock[DeviceSegment]) -> None:
+        super()._reuse_if_idle(block)
+        segment = block.segment
+        if segment.keep is not None and not segment.live and not self._closed:
+            self._drop(segment)

@@ -1,0 +1,80 @@
+"""How a loop learns that a device has done something."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from aiodaft_transport.cuda.device import Driver, Event
+from aiodaft_transport.exceptions import TransportError
+
+# Most copies are done by then; each turn of the loop asks.
+_EAGER: Final = 0.0002
+# From then on. Timers of the loops are no finer.
+_PATIENT: Final = 0.001
+
+Happened: TypeAlias = Callable[[TransportError | None], object]
+
+
+class EventWatch:
+    """Tells of events of a device, on the running loop.
+
+    A device has nothing that a loop could wait on, short of a function that it calls in the middle of the user's
+    stream, and never calls if it has failed. So it is asked, which never waits, as long as something is awaited.
+    """
+
+    def __init__(self, driver: Callable[[], Driver]) -> None:
+        self._driver = driver
+        self._awaited: dict[Event, Happened] = {}
+        self._eager_until = 0.0
+        self._timer: asyncio.Handle | None = None
+        # How often a device was asked.
+        self.questions = 0
+
+    def add(self, event: Event, on_happened: Happened) -> None:
+        """Call back once the event has happened, or never will; at once if it has."""
+        self._awaited[event] = on_happened
+        self._ask(event)
+        if event in self._awaited:
+            self._eager_until = asyncio.get_running_loop().time() + _EAGER
+            self._stop()
+            self._ask_again()
+
+    def finish(self) -> None:
+        """Wait for everything that is awaited. Blocks."""
+        self._stop()
+        for event in list(self._awaited):
+            self._driver().wait(event)
+            self._ask(event)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _turn(self) -> None:
+        self._timer = None
+        for event in list(self._awaited):
+            self._ask(event)
+        if self._awaited:
+            self._ask_again()
+
+    def _ask_again(self) -> None:
+        if self._timer is not None:
+            return
+        loop = asyncio.get_running_loop()
+        eager = loop.time() < self._eager_until
+        self._timer = loop.call_soon(self._turn) if eager else loop.call_later(_PATIENT, self._turn)
+
+    def _ask(self, event: Event) -> None:
+        self.questions += 1
+        error: TransportError | None = None
+        try:
+            if not self._driver().happened(event):
+                return
+        except TransportError as caught:
+            error = caught
+        on_happened = self._awaited.pop(event)
+        self._driver().forget(event)
+        on_happened(error)

@@ -1,0 +1,232 @@
+"""libcuda through ctypes: just what moving memory between processes takes, one Python call per driver call.
+
+The driver's own API, because whoever has a GPU has exactly this library, and because its primary contexts and streams
+are those of every framework. Nothing is loaded, and no context made, before it is needed.
+
+Sources: the CUDA driver API reference, sections "Memory Management", "Event Management" and "Stream Management".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any, Final
+
+from aiodaft_transport.cuda.device import IDENTITY_SIZE, Event, Export, Span
+from aiodaft_transport.exceptions import DeviceError, Unreachable
+
+_LIBRARY: Final = "libcuda.so.1"
+
+_OK: Final = 0
+_NOT_READY: Final = 600
+# What opening memory ends with where one GPU cannot reach the other: no peer access, mapping failed, too many peers.
+_OUT_OF_REACH: Final = (217, 205, 711)
+
+_EVENT_DISABLE_TIMING: Final = 2
+_LAZY_PEER_ACCESS: Final = 1
+_CAPTURE_RELAXED: Final = 2
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle, which is passed by value."""
+
+    _fields_ = [("data", c_char * 64)]
+
+
+class _Identity(ctypes.Structure):
+    """CUuuid."""
+
+    _fields_ = [("data", c_char * IDENTITY_SIZE)]
+
+
+# Name: arguments. All return a CUresult, and drop the interpreter lock: another thread may hold the driver's own locks.
+_FUNCTIONS: Final[dict[str, list[Any]]] = {
+    "cuInit": [c_uint],
+    "cuGetErrorString": [c_int, POINTER(c_char_p)],
+    "cuDeviceGetCount": [POINTER(c_int)],
+    "cuDeviceGet": [POINTER(c_int), c_int],
+    "cuDeviceGetUuid_v2": [POINTER(_Identity), c_int],
+    "cuDevicePrimaryCtxRetain": [POINTER(c_void_p), c_int],
+    "cuDevicePrimaryCtxRelease_v2": [c_int],
+    "cuCtxPushCurrent_v2": [c_void_p],
+    "cuCtxPopCurrent_v2": [POINTER(c_void_p)],
+    "cuThreadExchangeStreamCaptureMode": [POINTER(c_int)],
+    "cuMemAlloc_v2": [POINTER(c_uint64), c_size_t],
+    "cuMemFree_v2": [c_uint64],
+    "cuMemGetAddressRange_v2": [POINTER(c_uint64), POINTER(c_size_t), c_uint64],
+    "cuMemcpyAsync": [c_uint64, c_uint64, c_size_t, c_void_p],
+    "cuIpcGetMemHandle": [POINTER(_Handle), c_uint64],
+    "cuIpcOpenMemHandle_v2": [POINTER(c_uint64), _Handle, c_uint],
+    "cuIpcCloseMemHandle": [c_uint64],
+    "cuEventCreate": [POINTER(c_void_p), c_uint],
+    "cuEventRecord": [c_void_p, c_void_p],
+    "cuEventQuery": [c_void_p],
+    "cuEventSynchronize": [c_void_p],
+    "cuEventDestroy_v2": [c_void_p],
+}
+
+
+class CudaDriver:
+    """The GPUs of this process.
+
+    Raises:
+        Unreachable: There is no driver, or no GPU that this process may use.
+    """
+
+    def __init__(self, library: str = _LIBRARY) -> None:
+        self._library = _load(library)
+        self._contexts: dict[int, c_void_p] = {}
+        self._lock = threading.Lock()
+        self._check(self._library.cuInit(0), "CUDA cannot be used here", Unreachable)
+        count = c_int()
+        self._check(self._library.cuDeviceGetCount(byref(count)), "GPUs cannot be counted", Unreachable)
+        if not count.value:
+            raise Unreachable("this process sees no GPU (CUDA_VISIBLE_DEVICES says which it may see)")
+        self._devices = [self._ordinal(index) for index in range(count.value)]
+        self._identities = [self._identity(device) for device in self._devices]
+
+    @property
+    def identities(self) -> Sequence[bytes]:
+        return self._identities
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        address = c_uint64()
+        with self._on(device):
+            status = self._library.cuMemAlloc_v2(byref(address), nbytes)
+        self._check(status, f"{nbytes} bytes of GPU memory cannot be had")
+        return address.value
+
+    def free(self, device: int, address: int) -> None:
+        with self._on(device):
+            self._check(self._library.cuMemFree_v2(address), "GPU memory cannot be freed")
+
+    def export(self, device: int, address: int) -> Export:
+        base, size, handle = c_uint64(), c_size_t(), _Handle()
+        with self._on(device):
+            status = self._library.cuMemGetAddressRange_v2(byref(base), byref(size), address)
+            if status == _OK:
+                status = self._library.cuIpcGetMemHandle(byref(handle), base)
+        self._check(
+            status,
+            "other processes cannot open this GPU memory: memory of expandable segments cannot be lent "
+            "(set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or do not borrow(): what is not lent is copied)",
+            Unreachable,
+        )
+        return Export(bytes(handle), base.value, size.value)
+
+    def open(self, device: int, handle: bytes) -> int:
+        address = c_uint64()
+        if len(handle) != ctypes.sizeof(_Handle):
+            raise DeviceError(f"a handle of GPU memory has {ctypes.sizeof(_Handle)} bytes, not {len(handle)}")
+        with self._on(device):
+            # Peer access between two GPUs is enabled on the way; the other one need not be visible here.
+            status = self._library.cuIpcOpenMemHandle_v2(
+                byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
+            )
+        if status in _OUT_OF_REACH:
+            self._check(status, f"GPU {device} of this process has no access to the GPU of the value", Unreachable)
+        self._check(status, "GPU memory of the other process cannot be opened")
+        return address.value
+
+    def shut(self, device: int, address: int) -> None:
+        with self._on(device):
+            self._check(self._library.cuIpcCloseMemHandle(address), "GPU memory of a peer cannot be closed")
+
+    def copy(self, device: int, spans: Sequence[Span], stream: int) -> None:
+        with self._on(device):
+            for target, source, nbytes in spans:
+                # Addresses are unified: they say which GPUs they belong to.
+                self._check(self._library.cuMemcpyAsync(target, source, nbytes, stream), "GPU memory cannot be copied")
+
+    def record(self, device: int, stream: int) -> Event:
+        event = c_void_p()
+        with self._on(device):
+            self._check(self._library.cuEventCreate(byref(event), _EVENT_DISABLE_TIMING), "there is no event")
+            number = event.value or 0
+            try:
+                self._check(self._library.cuEventRecord(number, stream), "an event cannot be recorded")
+            except BaseException:
+                self._library.cuEventDestroy_v2(number)
+                raise
+        return Event(device, number)
+
+    def happened(self, event: Event) -> bool:
+        with self._on(event.device):
+            status = self._library.cuEventQuery(event.number)
+        if status == _NOT_READY:
+            return False
+        self._check(status, "the GPU failed in what was queued before a value was to be copied")
+        return True
+
+    def wait(self, event: Event) -> None:
+        with self._on(event.device):
+            # If it failed, that is what asking for the event says.
+            self._library.cuEventSynchronize(event.number)
+
+    def forget(self, event: Event) -> None:
+        with self._on(event.device):
+            self._library.cuEventDestroy_v2(event.number)
+
+    def close(self) -> None:
+        with self._lock:
+            contexts, self._contexts = self._contexts, {}
+        for device in contexts:
+            self._library.cuDevicePrimaryCtxRelease_v2(self._devices[device])
+
+    @contextmanager
+    def _on(self, device: int) -> Generator[None]:
+        """Make a device the thread's current one, and leave graphs alone that other threads are capturing."""
+        library, mode = self._library, c_int(_CAPTURE_RELAXED)
+        self._check(library.cuCtxPushCurrent_v2(self._context(device)), f"GPU {device} cannot be used")
+        library.cuThreadExchangeStreamCaptureMode(byref(mode))
+        try:
+            yield
+        finally:
+            library.cuThreadExchangeStreamCaptureMode(byref(mode))
+            library.cuCtxPopCurrent_v2(byref(c_void_p()))
+
+    def _context(self, device: int) -> c_void_p:
+        context = self._contexts.get(device)
+        if context is not None:
+            return context
+        with self._lock:
+            context = self._contexts.get(device) or c_void_p()
+            if not context:
+                # May take half a second, if nobody else in this process uses the device yet.
+                status = self._library.cuDevicePrimaryCtxRetain(byref(context), self._devices[device])
+                self._check(status, f"GPU {device} cannot be used")
+                self._contexts[device] = context
+            return context
+
+    def _ordinal(self, index: int) -> int:
+        device = c_int()
+        self._check(self._library.cuDeviceGet(byref(device), index), f"GPU {index} cannot be used", Unreachable)
+        return device.value
+
+    def _identity(self, device: int) -> bytes:
+        identity = _Identity()
+        status = self._library.cuDeviceGetUuid_v2(byref(identity), device)
+        self._check(status, f"GPU {device} has no identity", Unreachable)
+        return bytes(identity)
+
+    def _check(self, status: int, what: str, kind: type[DeviceError | Unreachable] = DeviceError) -> None:
+        if status == _OK:
+            return
+        text = c_char_p()
+        self._library.cuGetErrorString(status, byref(text))
+        raise kind(f"{what}: {(text.value or b'an unknown error').decode()} (CUDA error {status})")
+
+
+def _load(path: str) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(path)
+        for name, arguments in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = c_int
+    except (OSError, AttributeError) as error:
+        raise Unreachable(f"there is no usable NVIDIA driver: {error}") from error
+    return library

@@ -1,0 +1,397 @@
+"""CUDA: device memory between processes of one host, by IPC handles; no byte of it visits the host.
+
+The producer copies a value into memory that it exports, on the stream that made the value: what the stream does later
+comes after the snapshot. Once the device is past that copy, and not before, the block is granted. The consumer opens
+the segment, once, and copies into memory of its own on a stream of its own; then the grant goes back. So nothing in
+any stream ever waits for another process, which may die, and nobody depends on a producer's memory after the fetch.
+
+A segment is freed when every peer has said that it has closed it, or is gone: CUDA leaves undefined what happens
+otherwise. The driver is a seam: everything here also runs on devices that are memory of the host, in the tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Final, cast
+
+from aiodaft_transport.abc import Control, Grant, size_of
+from aiodaft_transport.cuda.device import (
+    IDENTITY_SIZE,
+    DeviceBlock,
+    DeviceHost,
+    DevicePool,
+    DeviceSegment,
+    Driver,
+    Event,
+    Land,
+    Landing,
+    Span,
+)
+from aiodaft_transport.cuda.event_poller import EventWatch
+from aiodaft_transport.cuda.pull import OwnSegment, Pull, Remote, RemoteSegment
+from aiodaft_transport.exceptions import GrantError, PeerGone, TransportError
+from aiodaft_transport.memory.grants import segment_of
+
+_SEGMENT: Final = 1  # id, size; identity of the device, and handle: memory that grants are about
+_RETURN: Final = 2  # id: a grant comes back
+_GONE: Final = 3  # id: a segment that is to be closed
+_CLOSED: Final = 4  # id: it is
+_NOTE: Final = struct.Struct("<BQQ")
+
+
+class CudaTransport:
+    """Device memory between processes of one host."""
+
+    name: ClassVar[str] = "cuda"
+    # Each consumer has a copy, which a device makes.
+    shared: ClassVar[bool] = False
+
+    def __init__(self, host: DeviceHost, open_driver: Callable[[], Driver], land: Land, *, local: str) -> None:
+        self._host = host
+        self._open_driver = open_driver
+        self._driver: Driver | None = None
+        # Reentrant: garbage that is collected meanwhile may free memory.
+        self._lock = threading.RLock()
+        self._land = land
+        self._local = local
+        self._watch = EventWatch(lambda: self.driver)
+        self._next_segment = itertools.count(1).__next__
+        self._grants = itertools.count(1)
+        self._pools: dict[int, DevicePool] = {}
+        # Our segments, until every peer has closed them.
+        self._segments: dict[int, DeviceSegment] = {}
+        self._remotes: dict[str, Remote] = {}
+        # Those of peers, until they are closed here.
+        self._foreign: set[RemoteSegment] = set()
+        self._closed = False
+
+    @property
+    def driver(self) -> Driver:
+        """What drives the devices; opened when first needed, which takes long, and not to hear of a peer's devices.
+
+        Raises:
+            Unreachable: This process has no device.
+        """
+        with self._lock:
+            if self._driver is None:
+                self._driver = self._open_driver()
+            return self._driver
+
+    @property
+    def segments(self) -> int:
+        """How many segments this process exports."""
+        return len(self._segments)
+
+    def live_blocks(self) -> int:
+        """How many blocks are in use, on all devices."""
+        return sum(pool.live_blocks() for pool in self._pools.values())
+
+    def pool(self, device: int) -> DevicePool:
+        """The exported memory of a device. Safe in any thread."""
+        made = DevicePool(self.driver, device, self._next_segment, self._segment_made, self._segment_closed)
+        # Atomic: two threads may ask at the same time.
+        return self._pools.setdefault(device, made)
+
+    def capture(self, device: int, spans: Sequence[Span], nbytes: int, stream: int, keep: Any) -> DeviceBlock:
+        """A block that a stream of `device` copies to, behind what it has to do. Safe in any thread, waits for nothing.
+
+        Args:
+            device: Where the memory is.
+            spans: What to copy; targets are offsets in the block.
+            nbytes: Size of the block.
+            stream: Whose work makes the content, and may change it afterwards.
+            keep: Kept alive until the copy is made.
+
+        Raises:
+            DeviceError: There is no memory left, or the device failed.
+        """
+        block = self.pool(device).allocate(nbytes)
+        placed = [Span(block.address + target, source, size) for target, source, size in spans]
+        self.driver.copy(device, placed, stream)
+        self._fill(block, self.driver.record(device, stream), keep)
+        return block
+
+    def lend(self, device: int, address: int, nbytes: int, stream: int, keep: Any) -> DeviceBlock:
+        """A block that is somebody's memory, once a stream is past what it has to do now. Safe in any thread.
+
+        All of the allocation that the memory is part of can be read by peers that get a grant.
+
+        Raises:
+            Unreachable: That memory cannot be exported.
+        """
+        event = self.driver.record(device, stream)
+        try:
+            block = self.pool(device).lend(address, nbytes, keep)
+        except BaseException:
+            self.driver.forget(event)
+            raise
+        self._fill(block, event, keep)
+        return block
+
+    def _fill(self, block: DeviceBlock, event: Event, keep: Any) -> None:
+        block.fill(keep)
+        self._host.call_soon(lambda: self._watch.add(event, block.fill_ended))
+
+    def grant(self, block: DeviceBlock, control: Control) -> Grant:
+        """Let the peer at `control` pull a filled block. The block stays until it gives that back or is gone."""
+        if block.error is not None:
+            raise block.error
+        if not block.filled:
+            raise GrantError("the block is granted before the device has filled it")
+        segment, remote = block.segment, self._remote(control)
+        block.take_grant()
+        try:
+            if segment.id not in remote.told and control.peer != self._local:
+                identity = self.driver.identities[segment.device]
+                self._send(remote, _SEGMENT, segment.id, segment.size, identity + segment.handle)
+                remote.told.add(segment.id)
+        except BaseException:
+            block.return_grant()
+            raise
+        number = next(self._grants)
+        remote.granted[number] = block
+        return (segment.id, block.offset, block.nbytes, number)
+
+    def revoke(self, grant: Grant, control: Control) -> None:
+        """Take a grant back that the peer was never told of."""
+        if control.peer in self._remotes:
+            self._remotes[control.peer].granted.pop(cast(int, grant[3])).return_grant()
+
+    async def fetch(self, grant: Grant, control: Control) -> Any:
+        """Bring the granted bytes into memory that `land` provides, and return its owner.
+
+        The grant goes back when the device has copied, also if the fetch is cancelled or fails.
+
+        Raises:
+            Unreachable: This process has no device, or it cannot reach that memory.
+            PeerGone: The peer was lost before the bytes were here.
+            DeviceError: The device failed, or has no memory left.
+            GrantError: There is no such memory.
+        """
+        return await self._pull(grant, control, self._land).done
+
+    async def fetch_into(self, grant: Grant, control: Control, target: Landing) -> None:
+        """Bring the granted bytes into memory of the caller's, behind what its stream has to do.
+
+        See `Transport.fetch_into`: once it is over, the device is past the copy, unless this process ends.
+
+        Raises:
+            ValueError: The memory is of another size.
+            Unreachable: The device of the memory cannot reach the granted block; where `device_of` is the same, it can.
+            PeerGone: The peer was lost before the bytes were here.
+            DeviceError: The device failed.
+            GrantError: There is no such memory.
+        """
+        if target.nbytes != size_of(grant):
+            self.decline(grant, control)
+            raise ValueError(f"{size_of(grant)} bytes cannot be fetched into {target.nbytes} bytes of device memory")
+        pull = self._pull(grant, control, lambda source, nbytes: target)
+        try:
+            await pull.done
+        except BaseException:
+            await pull.wait_over()
+            raise
+
+    def device_of(self, grant: Grant, control: Control) -> int | None:
+        """Which device of this process the granted bytes are on, if it is one of them.
+
+        Raises:
+            GrantError: There is no such memory.
+        """
+        identity, known = self._segment(grant, control).identity, self.driver.identities
+        return known.index(identity) if identity in known else None
+
+    def decline(self, grant: Grant, control: Control) -> None:
+        """Give a grant back without having fetched it."""
+        if control.peer in self._remotes:
+            self._send(self._remotes[control.peer], _RETURN, cast(int, grant[3]))
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Nothing to prepare: `lend` exports any memory that can be, and a target of a fetch is reached as it is."""
+
+    def unregister(self, address: int) -> None:
+        """Nothing was registered."""
+
+    def block_at(self, memory: memoryview) -> None:
+        """None: what a view shows is memory of the host."""
+
+    def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
+        """Handle a note from the same transport in the peer; no descriptors come along."""
+        for fd in fds:
+            os.close(fd)
+        if self._closed:
+            return
+        if len(note) < _NOTE.size or fds:
+            raise GrantError(f"{control.peer} sent a note that makes no sense")
+        kind, number, size = _NOTE.unpack_from(note)
+        body, remote = note[_NOTE.size :], self._remote(control)
+        if kind == _SEGMENT and len(body) > IDENTITY_SIZE and number not in remote.segments:
+            segment = remote.segments[number] = RemoteSegment(size, body[:IDENTITY_SIZE], body[IDENTITY_SIZE:])
+            self._foreign.add(segment)
+        elif kind == _RETURN and number in remote.granted:
+            remote.granted.pop(number).return_grant()
+        elif kind == _GONE and number in remote.segments:
+            self._give_up(remote.segments.pop(number), lambda: self._send(remote, _CLOSED, number))
+        elif kind == _CLOSED and number in self._segments and control.peer in self._segments[number].waiting:
+            self._closed_at(self._segments[number], control.peer)
+        else:
+            raise GrantError(f"{control.peer} sent a note that makes no sense")
+
+    def peer_lost(self, peer: str) -> None:
+        """Forget everything about a peer: its grants are over, and what is being fetched from it fails."""
+        remote = self._remotes.pop(peer, None)
+        if remote is None:
+            return
+        for pull in remote.pulls:
+            # The device may still copy; the pull keeps what it needs until then.
+            pull.settle(PeerGone(f"{peer} is gone"))
+        granted, remote.granted = remote.granted, {}
+        for block in granted.values():
+            block.return_grant()
+        for segment in list(self._segments.values()):
+            if peer in segment.waiting:
+                self._closed_at(segment, peer)
+        while remote.segments:
+            self._give_up(remote.segments.popitem()[1], lambda: None)
+
+    def close(self) -> None:
+        """Free everything, after waiting for what the devices have to do. The helper thread has ended. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for pull in [pull for remote in self._remotes.values() for pull in remote.pulls]:
+            if pull.event is not None:
+                self.driver.wait(pull.event)
+        self._watch.finish()
+        for peer in list(self._remotes):
+            self.peer_lost(peer)
+        for segment in self._foreign:
+            if segment.addresses:
+                segment.shut(self.driver)
+        self._foreign.clear()
+        for pool in self._pools.values():
+            pool.close()
+        while self._segments:
+            self._free(self._segments.popitem()[1])
+        if self._driver is not None:
+            self._driver.close()
+
+    def _remote(self, control: Control) -> Remote:
+        if self._closed:
+            raise TransportError("the transport is closed")
+        return self._remotes.setdefault(control.peer, Remote(control))
+
+    def _send(self, remote: Remote, kind: int, number: int, size: int = 0, body: bytes = b"") -> None:
+        # A note to a peer that is gone would reach whoever takes its place.
+        if self._remotes.get(remote.control.peer) is remote:
+            remote.control.send_note(self.name, _NOTE.pack(kind, number, size) + body)
+
+    # Fetching.
+
+    def _segment(self, grant: Grant, control: Control) -> RemoteSegment | OwnSegment:
+        if control.peer == self._local:
+            return OwnSegment(segment_of(grant, control, self._segments), self.driver.identities)
+        remote = self._remotes.get(control.peer)
+        return segment_of(grant, control, {} if remote is None else remote.segments)
+
+    def _pull(self, grant: Grant, control: Control, land: Land) -> Pull:
+        """Begin to fetch."""
+        _, offset, nbytes, number = cast(tuple[int, int, int, int], grant)
+        segment = self._segment(grant, control)
+        # Without it there would be no segment, and no grant.
+        remote = self._remotes[control.peer]
+        pull = Pull(remote, segment, offset, nbytes, number)
+        segment.users += 1
+        remote.pulls.add(pull)
+        self._host.create_task(self._bring(pull, land), name=f"copy from the device memory of {control.peer}")
+        return pull
+
+    async def _bring(self, pull: Pull, land: Land) -> None:
+        error: Exception | None = None
+        try:
+            event = await self._host.in_thread(lambda: pull.begin(self.driver, land))
+            await self._happens(event)
+        except Exception as caught:  # noqa: BLE001 - whatever it is belongs to the waiter
+            error = caught
+        except BaseException:
+            # The process ends: `close` waits for the device.
+            pull.end()
+            raise
+        pull.settle(error)
+        pull.landing = None
+        pull.end()
+        pull.remote.pulls.discard(pull)
+        pull.segment.users -= 1
+        self._send(pull.remote, _RETURN, pull.grant)
+        if isinstance(pull.segment, RemoteSegment):
+            self._shut_if_unused(pull.segment)
+
+    async def _happens(self, event: Event) -> None:
+        happened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def settle(error: TransportError | None) -> None:
+            if happened.done():
+                return
+            if error is None:
+                happened.set_result(None)
+            else:
+                happened.set_exception(error)
+
+        self._watch.add(event, settle)
+        await happened
+
+    # Segments come and go.
+
+    def _give_up(self, segment: RemoteSegment, closed: Callable[[], object]) -> None:
+        segment.gone = closed
+        self._shut_if_unused(segment)
+
+    def _shut_if_unused(self, segment: RemoteSegment) -> None:
+        if segment.gone is not None and not segment.users and not self._closed:
+            closed, segment.gone = segment.gone, None
+            self._host.create_task(self._shut(segment, closed), name="close device memory of a peer")
+
+    async def _shut(self, segment: RemoteSegment, closed: Callable[[], object]) -> None:
+        if segment.addresses:
+            # Until then it is what `close` closes.
+            await self._host.in_thread(lambda: segment.shut(self.driver))
+        self._foreign.discard(segment)
+        closed()
+
+    def _segment_made(self, segment: DeviceSegment) -> None:
+        self._segments[segment.id] = segment
+
+    def _segment_closed(self, segment: DeviceSegment) -> None:
+        # Pools call this in any thread; links belong to the loop.
+        self._host.call_soon(lambda: self._retire(segment))
+
+    def _retire(self, segment: DeviceSegment) -> None:
+        knowing = [remote for remote in self._remotes.values() if segment.id in remote.told]
+        segment.waiting = {remote.control.peer for remote in knowing}
+        for remote in knowing:
+            remote.told.discard(segment.id)
+            self._send(remote, _GONE, segment.id)
+        self._free_if_closed(segment)
+
+    def _closed_at(self, segment: DeviceSegment, peer: str) -> None:
+        segment.waiting.discard(peer)
+        self._free_if_closed(segment)
+
+    def _free_if_closed(self, segment: DeviceSegment) -> None:
+        if not segment.waiting and not self._closed:
+            self._host.create_task(self._free_in_thread(segment), name="free device memory")
+
+    async def _free_in_thread(self, segment: DeviceSegment) -> None:
+        # From now on `close` leaves it alone.
+        if self._segments.pop(segment.id, None) is not None:
+            await self._host.in_thread(lambda: self._free(segment))
+
+    def _free(self, segment: DeviceSegment) -> None:
+        if segment.keep is None:
+            self.driver.free(segment.device, segment.address)
+        segment.keep = None

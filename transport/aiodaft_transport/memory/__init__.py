@@ -1,0 +1,1 @@
+"""Memory to send from and to receive into."""

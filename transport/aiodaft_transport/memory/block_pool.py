@@ -1,0 +1,242 @@
+"""Pools of memory: getting it costs far more than copying into it, so blocks are reused.
+
+Values of up to 16 MiB share segments, one size class per segment; larger ones get a segment of their own. Free
+memory beyond `keep` bytes goes back to where it came from, oldest first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+from aiodaft_transport.exceptions import GrantError, TransportError
+
+_SMALLEST: Final = 64 << 10
+_LARGEST_SHARED: Final = 16 << 20
+_MAX_SHARED_SEGMENT: Final = 64 << 20
+_MIN_SHARED_SEGMENT: Final = 4 << 20
+_OWN_ROUNDING: Final = 2 << 20
+# A free segment may serve a request if no more than a third of it is left over.
+_BEST_FIT: Final = 1.5
+DEFAULT_KEEP: Final = 512 << 20
+
+
+class PooledSegment(ABC):
+    """A run of memory, handed out in pieces of `capacity` bytes."""
+
+    __slots__ = ("address", "capacity", "free", "id", "live", "retired", "size")
+
+    def __init__(self, segment_id: int, size: int, capacity: int, address: int) -> None:
+        self.id = segment_id
+        self.size = size
+        self.capacity = capacity
+        self.address = address
+        # Popped from the end: the block freed last has the warmest pages.
+        self.free = list(range(size - capacity, -1, -capacity))
+        self.live = 0
+        # No block of it is handed out any more; it is closed once no block of it is in use.
+        self.retired = False
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back; no block of it is in use."""
+
+
+S = TypeVar("S", bound=PooledSegment)
+
+
+class Readable:
+    """What may be granted: counts the peers that may read it."""
+
+    __slots__ = ("_unread", "grants")
+
+    def __init__(self) -> None:
+        self.grants = 0
+        self._unread: list[Callable[[], object]] = []
+
+    def take_grant(self) -> None:
+        """One more peer may read it."""
+        self.grants += 1
+
+    def return_grant(self) -> None:
+        """One peer is done with it."""
+        self.grants -= 1
+        self._tell_if_unread()
+
+    def on_unread(self, callback: Callable[[], object]) -> None:
+        """Call back once the last grant that is out now, or given until then, is back."""
+        self._unread.append(callback)
+
+    def _tell_if_unread(self) -> None:
+        if not self.grants:
+            unread, self._unread = self._unread, []
+            for callback in unread:
+                callback()
+
+
+class PooledBlock(Readable, Generic[S]):
+    """Part of a segment. `address` stays valid until it is released and no grant is out."""
+
+    __slots__ = ("_pool", "nbytes", "offset", "released", "segment")
+
+    def __init__(self, pool: BlockPool[S], segment: S, offset: int, nbytes: int) -> None:
+        super().__init__()
+        self._pool = pool
+        self.segment = segment
+        self.offset = offset
+        self.nbytes = nbytes
+        self.released = False
+
+    @property
+    def address(self) -> int:
+        return self.segment.address + self.offset
+
+    def release(self) -> None:
+        self._pool.release(self)
+
+    def retire(self) -> None:
+        """See `Block.retire`."""
+        self.segment.retired = True
+
+    def take_grant(self) -> None:
+        self._pool.take_grant(self)
+
+    def return_grant(self) -> None:
+        self._pool.return_grant(self)
+        self._tell_if_unread()
+
+
+class BlockPool(ABC, Generic[S]):
+    """Blocks of pooled memory for one process. Every method may be called in any thread."""
+
+    def __init__(
+        self,
+        *,
+        keep: int = DEFAULT_KEEP,
+        next_number: Callable[[], int] | None = None,
+        on_segment_closed: Callable[[int], None] | None = None,
+    ) -> None:
+        self._keep = keep
+        # Names a segment, or something else that must not be taken for one, maybe of another pool.
+        self.next_number = next_number or itertools.count(1).__next__
+        self._on_segment_closed = on_segment_closed
+        # Reentrant: freeing memory can collect garbage, and garbage can release blocks.
+        self._lock = threading.RLock()
+        self._classes: dict[int, list[S]] = {}
+        self._own: list[S] = []
+        # Garbage collected meanwhile must not trim the segment that is about to be handed out.
+        self._allocating = False
+        self._closed = False
+
+    @abstractmethod
+    def _make_segment(self, number: int, size: int, capacity: int) -> S:
+        """Get memory."""
+
+    def _take(self, nbytes: int) -> tuple[S, int]:
+        """Memory for a block: the segment it is in, and where."""
+        if nbytes <= 0:
+            raise ValueError(f"a block has at least one byte, not {nbytes}")
+        with self._lock:
+            if self._closed:
+                raise TransportError("the transport is closed")
+            self._allocating = True
+            try:
+                segment = self._shared_segment(nbytes) if nbytes <= _LARGEST_SHARED else self._own_segment(nbytes)
+                offset = segment.free.pop()
+                segment.live += 1
+            finally:
+                self._allocating = False
+            return segment, offset
+
+    def release(self, block: PooledBlock[S]) -> None:
+        """See `Block.release`."""
+        with self._lock:
+            if not block.released:
+                block.released = True
+                self._reuse_if_idle(block)
+
+    def take_grant(self, block: PooledBlock[S]) -> None:
+        """See `PooledBlock.take_grant`."""
+        with self._lock:
+            if block.released and not block.grants:
+                raise GrantError("the block was released before it was granted")
+            block.grants += 1
+
+    def return_grant(self, block: PooledBlock[S]) -> None:
+        """See `PooledBlock.return_grant`."""
+        with self._lock:
+            block.grants -= 1
+            self._reuse_if_idle(block)
+
+    def idle_bytes(self) -> int:
+        """Bytes of whole segments that hold no block."""
+        with self._lock:
+            return sum(segment.size for segment in self._segments() if not segment.live)
+
+    def live_blocks(self) -> int:
+        """How many blocks are in use."""
+        with self._lock:
+            return sum(segment.live for segment in self._segments())
+
+    def close(self) -> None:
+        """Unmap everything that nobody looks at."""
+        with self._lock:
+            self._closed = True
+            for segment in list(self._segments()):
+                self._drop(segment)
+
+    def _segments(self) -> list[S]:
+        return [*(s for segments in self._classes.values() for s in segments), *self._own]
+
+    def _shared_segment(self, nbytes: int) -> S:
+        capacity = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+        segments = self._classes.setdefault(capacity, [])
+        for segment in segments:
+            if segment.free and not segment.retired:
+                return segment
+        size = min(_MAX_SHARED_SEGMENT, max(_MIN_SHARED_SEGMENT, 16 * capacity))
+        segments.append(self._make_segment(self.next_number(), size, capacity))
+        return segments[-1]
+
+    def _own_segment(self, nbytes: int) -> S:
+        fitting = [s for s in self._own if not (s.live or s.retired) and nbytes <= s.size <= nbytes * _BEST_FIT]
+        if fitting:
+            return min(fitting, key=lambda segment: segment.size)
+        size = -(-nbytes // _OWN_ROUNDING) * _OWN_ROUNDING
+        self._own.append(self._make_segment(self.next_number(), size, size))
+        return self._own[-1]
+
+    def _reuse_if_idle(self, block: PooledBlock[S]) -> None:
+        if not block.released or block.grants or self._closed:
+            return
+        segment = block.segment
+        segment.live -= 1
+        if not segment.retired:
+            segment.free.append(block.offset)
+        if not segment.live and segment in self._own:
+            # Most recently used last: that is where trimming does not look first.
+            self._own.remove(segment)
+            self._own.append(segment)
+        self._trim()
+
+    def _trim(self) -> None:
+        if self._allocating:
+            return
+        idle = [segment for segment in self._segments() if not segment.live]
+        surplus = sum(segment.size for segment in idle) - self._keep
+        for segment in idle:
+            if segment.retired or surplus > 0:
+                surplus -= segment.size
+                self._drop(segment)
+
+    def _drop(self, segment: S) -> None:
+        for segments in (self._own, *self._classes.values()):
+            if segment in segments:
+                segments.remove(segment)
+        if self._on_segment_closed is not None:
+            # While the memory is still mapped: it may be registered with a device.
+            self._on_segment_closed(segment.id)
+        segment.close()

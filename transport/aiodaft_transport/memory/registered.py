@@ -1,0 +1,100 @@
+"""Memory of the user's: read and written where it lies, and registered once for any number of transfers.
+
+Nothing here is released by hand: a region stays registered while a block of it is referred to, a grant of such a block
+is out, or a transfer into it is under way. All of them keep the memory itself alive.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right, insort
+from collections.abc import Callable
+from typing import TypeAlias
+
+from aiodaft_transport.memory.address import address_of
+from aiodaft_transport.memory.block_pool import Readable
+from aiodaft_transport.memory.host_pool import ArenaBlock
+
+
+class Region:
+    """A range of memory. When nobody refers to it any more, `on_closed` gets its number, in any thread."""
+
+    __slots__ = ("__weakref__", "address", "id", "size")
+
+    def __init__(self, number: int, address: int, size: int, on_closed: Callable[[int], object]) -> None:
+        self.id = number
+        self.address = address
+        self.size = size
+        weakref.finalize(self, on_closed, number).atexit = False
+
+
+class LentBlock(Readable):
+    """Part of a region."""
+
+    __slots__ = ("address", "offset", "segment", "view")
+
+    def __init__(self, region: Region, view: memoryview) -> None:
+        super().__init__()
+        self.segment = region
+        self.view = view
+        self.address = address_of(view)
+        self.offset = self.address - region.address
+
+    @property
+    def nbytes(self) -> int:
+        return self.view.nbytes
+
+    def release(self) -> None:
+        """There is nothing to reuse: the memory is somebody else's."""
+
+    def retire(self) -> None:
+        """The same."""
+
+
+# What a process may grant.
+AnyBlock: TypeAlias = ArenaBlock | LentBlock
+
+
+class Regions:
+    """The registered regions of one process, which do not overlap. Every method may be called in any thread."""
+
+    def __init__(self, next_number: Callable[[], int], on_closed: Callable[[int], object]) -> None:
+        self._next_number = next_number
+        self._on_closed = on_closed
+        # Reentrant: garbage can be collected anywhere, and tensors among it unregister themselves.
+        self._lock = threading.RLock()
+        self._regions: dict[int, Region] = {}
+        # Never changed but replaced, so that a search is not led astray.
+        self._starts: list[int] = []
+
+    def add(self, address: int, nbytes: int) -> None:
+        """See `Transport.register`."""
+        with self._lock:
+            if address not in self._regions:
+                self._regions[address] = self._region(address, nbytes)
+                starts = self._starts.copy()
+                insort(starts, address)
+                self._starts = starts
+
+    def remove(self, address: int) -> None:
+        """See `Transport.unregister`."""
+        with self._lock:
+            self._starts = [start for start in self._starts if start != address]
+            self._regions.pop(address, None)
+
+    def find(self, view: memoryview) -> LentBlock | None:
+        """The block that this memory is, if it lies within one region."""
+        address, starts = address_of(view), self._starts
+        index = bisect_right(starts, address)
+        region = self._regions.get(starts[index - 1]) if index else None
+        if region is None or address + view.nbytes > region.address + region.size:
+            return None
+        return LentBlock(region, view)
+
+    def find_or_make(self, view: memoryview) -> LentBlock:
+        """The same, and if there is none, in a region that ends with the block."""
+        return self.find(view) or LentBlock(self._region(address_of(view), view.nbytes), view)
+
+    def _region(self, address: int, nbytes: int) -> Region:
+        return Region(self._next_number(), address, nbytes, self._on_closed)

@@ -1,0 +1,179 @@
+"""A UCX worker driven by the event loop: woken by its descriptor, never by a timer, a thread or a busy loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
+
+from aiodaft_transport.ucx.ucp import Library, Worker
+
+# Copying between processes is work that `progress` does itself; the rest of the loop gets its turn in between.
+_SLICE: Final = 0.001
+# How long closing waits for what is in flight: two pieces of each transfer at most, so milliseconds.
+_CLOSE_TIME: Final = 5.0
+
+logger: Final = logging.getLogger("aiodaft")
+
+Completed: TypeAlias = Callable[[int], object]
+
+
+class Endpoint:
+    """A connection to one peer's worker."""
+
+    __slots__ = ("_driver", "closed", "handle", "number")
+
+    def __init__(self, driver: Driver, handle: int, number: int) -> None:
+        self._driver = driver
+        self.handle = handle
+        self.number = number
+        self.closed = False
+
+    def unpack(self, packed: bytes) -> int:
+        """The key of a peer's memory."""
+        return self._driver.worker.unpack(self.handle, packed)
+
+    def close(self) -> None:
+        """Close it: its operations complete, with errors where they are not done. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._driver.disconnect(self)
+
+
+class Driver:
+    """Makes progress on the running loop. Everything is called on that loop, except `worker.unregister`."""
+
+    def __init__(self, library: Library, options: Mapping[str, str]) -> None:
+        self.worker = Worker(library, options)
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, Completed] = {}
+        self._endpoints: dict[int, tuple[Endpoint, Completed]] = {}
+        self._turning = False
+        self._scheduled = False
+        self._closed = False
+        # How often there was something to do.
+        self.turns = 0
+        self._loop.add_reader(self.worker.event_fd, self.turn)
+
+    @property
+    def in_flight(self) -> int:
+        """How many operations have not completed."""
+        return len(self._waiting)
+
+    def connect(self, address: bytes, on_failed: Completed) -> Endpoint:
+        """An endpoint to a peer's worker; `on_failed` is told if UCX notices that the peer is gone."""
+        number = next(self._numbers)
+        endpoint = Endpoint(self, self.worker.connect(address, number), number)
+        self._endpoints[number] = endpoint, on_failed
+        # Not now: whoever connects must have the endpoint before it hears that it broke.
+        self._turn_soon()
+        return endpoint
+
+    def disconnect(self, endpoint: Endpoint) -> None:
+        """See `Endpoint.close`."""
+        del self._endpoints[endpoint.number]
+        number = next(self._numbers)
+        if not self.worker.disconnect(endpoint.handle, number):
+            self._waiting[number] = _ignore
+        self.turn()
+
+    def get(
+        self, endpoint: Endpoint, target: tuple[int, int, int], source: tuple[int, int], on_completed: Completed
+    ) -> bool:
+        """Begin to copy a peer's memory here; True if it is done, else `on_completed` gets the status.
+
+        The memory at both ends, and the key, stay as they are until then.
+
+        Args:
+            endpoint: Of the peer.
+            target: Address here, bytes, and the handle of that memory.
+            source: Address there, and the key of that memory.
+            on_completed: Called on the loop.
+        """
+        number = next(self._numbers)
+        address, nbytes, memory = target
+        if self.worker.get(endpoint.handle, address, nbytes, *source, memory, number):
+            return True
+        self._waiting[number] = on_completed
+        return False
+
+    def turn(self) -> None:
+        """Do what there is to do, for a millisecond at most; the rest follows in the next turn of the loop."""
+        if self._turning or self._scheduled or self._closed:
+            # What a callback began is carried on by the turn that called it, and many begun at once share a turn.
+            return
+        self._turning = True
+        self.turns += 1
+        try:
+            self._work()
+        finally:
+            self._turning = False
+
+    def _work(self) -> None:
+        worker = self.worker
+        until = time.perf_counter() + _SLICE
+        while not self._closed:
+            busy = worker.progress()
+            if worker.completed or worker.failed:
+                self._settle()
+            elif not busy and worker.arm():
+                return
+            if time.perf_counter() >= until:
+                self._turn_soon()
+                return
+
+    def _turn_soon(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._scheduled_turn)
+
+    def _scheduled_turn(self) -> None:
+        self._scheduled = False
+        self.turn()
+
+    def _settle(self) -> None:
+        completed, failed = self.worker.completed, self.worker.failed
+        while completed:
+            number, status = completed.popleft()
+            self._waiting.pop(number)(status)
+        while failed:
+            number, status = failed.popleft()
+            known = self._endpoints.get(number)
+            if known is not None:
+                known[1](status)
+
+    def close(self) -> None:
+        """Fail what is in flight, and free everything. Afterwards nothing touches memory. Idempotent."""
+        if self._closed:
+            return
+        for endpoint, _ in list(self._endpoints.values()):
+            endpoint.close()
+        quiet = self._quieten()
+        self._closed = True
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self.worker.event_fd)
+        if quiet:
+            self.worker.destroy()
+        else:
+            # UCX would end the process if it were destroyed now; the memory in flight is never freed either.
+            logger.error("UCX did not come to rest; what it has is left to it")
+
+    def _quieten(self) -> bool:
+        """Let what is in flight end; closed endpoints begin nothing, and end what they began."""
+        until = time.perf_counter() + _CLOSE_TIME
+        while time.perf_counter() < until:
+            busy = self.worker.progress()
+            if self.worker.completed or self.worker.failed:
+                self._settle()
+            elif not busy and not self._waiting and self.worker.arm():
+                # It can be armed only when no work is left, also of what is closed already.
+                return True
+        return False
+
+
+def _ignore(status: int) -> None:
+    return

@@ -1,0 +1,352 @@
+"""libucp through ctypes: just what pulling memory takes, one Python call per UCX call.
+
+No Python package is needed, only the library: a system's own UCX first, because it may have verbs, else the one in
+the `libucx-cu13` or `libucx-cu12` wheel. Handles are plain integers. A `Worker` belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Mapping
+from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_ssize_t, c_uint, c_uint32, c_uint64, c_void_p
+from typing import TYPE_CHECKING, Any, Final
+
+from aiodaft_transport.exceptions import TransportError
+
+# Older ones (1.13 to 1.20 were tried) crash or hang when a peer is killed while shared memory is in use.
+OLDEST: Final = (1, 21)
+
+_OK: Final = 0
+_ERR_BUSY: Final = -15
+
+_FEATURE_RMA: Final = 1 << 1
+_FEATURE_WAKEUP: Final = 1 << 4
+_THREAD_MODE_SINGLE: Final = 0
+_ERROR_HANDLING_PEER: Final = 1
+_MEMORY_TYPE_HOST: Final = 0
+_CLOSE_FORCE: Final = 1
+# Fields of ucp_request_param_t that are set.
+_CALLBACK: Final = 1 << 1
+_USER_DATA: Final = 1 << 2
+_FLAGS: Final = 1 << 4
+_MEMORY_TYPE: Final = 1 << 6
+_MEMH: Final = 1 << 8
+
+# The enumeration is packed: the other bytes of the register mean nothing.
+_Status = ctypes.c_int8
+
+_OnCompleted = ctypes.CFUNCTYPE(None, c_void_p, _Status, c_void_p)
+_OnFailed = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, _Status)
+
+
+class UcxError(TransportError):
+    """What UCX reports when it cannot do something."""
+
+
+class _Params(ctypes.Structure):
+    """ucp_params_t; `rest` are fields that the mask leaves out, as in the others."""
+
+    _fields_ = [
+        ("field_mask", c_uint64),
+        ("features", c_uint64),
+        ("request_size", c_size_t),
+        ("request_init", c_void_p),
+        ("request_cleanup", c_void_p),
+        ("tag_sender_mask", c_uint64),
+        ("mt_workers_shared", c_int),
+        ("rest", c_char * 128),
+    ]
+
+
+class _WorkerParams(ctypes.Structure):
+    _fields_ = [("field_mask", c_uint64), ("thread_mode", c_int), ("rest", c_char * 256)]
+
+
+class _EndpointParams(ctypes.Structure):
+    _fields_ = [
+        ("field_mask", c_uint64),
+        ("address", c_void_p),
+        ("err_mode", c_int),
+        ("err_callback", _OnFailed),
+        ("err_arg", c_void_p),
+        ("rest", c_char * 128),
+    ]
+
+
+class _MapParams(ctypes.Structure):
+    _fields_ = [("field_mask", c_uint64), ("address", c_void_p), ("length", c_size_t), ("rest", c_char * 128)]
+
+
+class _RequestParam(ctypes.Structure):
+    _fields_ = [
+        ("op_attr_mask", c_uint32),
+        ("flags", c_uint32),
+        ("request", c_void_p),
+        ("callback", _OnCompleted),
+        ("datatype", c_uint64),
+        ("user_data", c_void_p),
+        ("reply_buffer", c_void_p),
+        ("memory_type", c_int),
+        ("recv_info", c_void_p),
+        ("memh", c_void_p),
+        ("rest", c_char * 64),
+    ]
+
+
+# Name: result, arguments. These drop the interpreter lock: they may take long.
+_LONG: Final[dict[str, tuple[Any, list[Any]]]] = {
+    "ucp_get_version": (None, [POINTER(c_uint), POINTER(c_uint), POINTER(c_uint)]),
+    "ucs_global_opts_set_value": (_Status, [c_char_p, c_char_p]),
+    "ucs_status_string": (c_char_p, [_Status]),
+    "ucp_config_read": (_Status, [c_char_p, c_char_p, POINTER(c_void_p)]),
+    "ucp_config_modify": (_Status, [c_void_p, c_char_p, c_char_p]),
+    "ucp_config_release": (None, [c_void_p]),
+    "ucp_init_version": (_Status, [c_uint, c_uint, POINTER(_Params), c_void_p, POINTER(c_void_p)]),
+    "ucp_cleanup": (None, [c_void_p]),
+    "ucp_worker_create": (_Status, [c_void_p, POINTER(_WorkerParams), POINTER(c_void_p)]),
+    "ucp_worker_destroy": (None, [c_void_p]),
+    "ucp_worker_get_address": (_Status, [c_void_p, POINTER(c_void_p), POINTER(c_size_t)]),
+    "ucp_worker_release_address": (None, [c_void_p, c_void_p]),
+    "ucp_worker_get_efd": (_Status, [c_void_p, POINTER(c_int)]),
+    "ucp_ep_create": (_Status, [c_void_p, POINTER(_EndpointParams), POINTER(c_void_p)]),
+    "ucp_ep_close_nbx": (c_ssize_t, [c_void_p, POINTER(_RequestParam)]),
+    "ucp_mem_map": (_Status, [c_void_p, POINTER(_MapParams), POINTER(c_void_p)]),
+    "ucp_mem_unmap": (_Status, [c_void_p, c_void_p]),
+    "ucp_rkey_pack": (_Status, [c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_size_t)]),
+    "ucp_rkey_buffer_release": (None, [c_void_p]),
+    "ucp_ep_rkey_unpack": (_Status, [c_void_p, c_char_p, POINTER(c_void_p)]),
+    "ucp_rkey_destroy": (None, [c_void_p]),
+}
+# These keep it: they are short, and getting the lock back from a busy thread takes 5 ms.
+_SHORT: Final[dict[str, tuple[Any, list[Any]]]] = {
+    "ucp_worker_progress": (c_uint, [c_void_p]),
+    "ucp_worker_arm": (_Status, [c_void_p]),
+    "ucp_get_nbx": (c_ssize_t, [c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, POINTER(_RequestParam)]),
+    "ucp_request_free": (None, [c_void_p]),
+}
+
+
+class Library:
+    """A loaded libucp: its functions under their own names."""
+
+    def __init__(self, path: str) -> None:
+        handlers = _signal_handlers()
+        try:
+            long, short = ctypes.CDLL(path), ctypes.PyDLL(path)
+        finally:
+            # UCX takes SIGSEGV and others, SIGHUP among them, as it is loaded; they are not a library's to take.
+            _set_signal_handlers(handlers)
+        for functions, library in ((_LONG, long), (_SHORT, short)):
+            for name, (result, arguments) in functions.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
+                setattr(self, name, function)
+        self.path = path
+        major, minor, release = c_uint(), c_uint(), c_uint()
+        long.ucp_get_version(byref(major), byref(minor), byref(release))
+        self.version = (major.value, minor.value, release.value)
+        if "UCX_LOG_LEVEL" not in os.environ:
+            # Its log goes to standard output, and every error is a status code as well.
+            long.ucs_global_opts_set_value(b"LOG_LEVEL", b"fatal")
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def check(self, status: int, what: str) -> None:
+        """Raise what a status says, unless it is a success."""
+        if status < 0:
+            raise UcxError(f"{what}: {self.text(status)}")
+
+    def text(self, status: int) -> str:
+        """What a status means."""
+        text: bytes = self.ucs_status_string(status)
+        return text.decode()
+
+
+class Worker:
+    """One UCX context and its only worker. Memory may be registered and unregistered in any thread."""
+
+    def __init__(self, library: Library, options: Mapping[str, str]) -> None:
+        self.library = library
+        # What happened during `progress`: number of an operation or endpoint, and its status.
+        self.completed: deque[tuple[int, int]] = deque()
+        self.failed: deque[tuple[int, int]] = deque()
+        self._memories: set[int] = set()
+        # Reentrant: garbage that is collected meanwhile may unregister some.
+        self._memories_lock = threading.RLock()
+        self._context = _init(library, options)
+        self._worker = c_void_p()
+        try:
+            self._create()
+        except BaseException:
+            self.destroy()
+            raise
+        self._make_callbacks()
+        self._get = _RequestParam(
+            op_attr_mask=_CALLBACK | _USER_DATA | _MEMORY_TYPE | _MEMH,
+            callback=self._on_completed,
+            memory_type=_MEMORY_TYPE_HOST,
+        )
+
+    def _create(self) -> None:
+        library = self.library
+        params = _WorkerParams(field_mask=1, thread_mode=_THREAD_MODE_SINGLE)
+        library.check(library.ucp_worker_create(self._context, byref(params), byref(self._worker)), "no worker")
+        address, size, fd = c_void_p(), c_size_t(), c_int()
+        library.check(library.ucp_worker_get_address(self._worker, byref(address), byref(size)), "no address")
+        self.address = ctypes.string_at(address, size.value)
+        library.ucp_worker_release_address(self._worker, address)
+        library.check(library.ucp_worker_get_efd(self._worker, byref(fd)), "no event descriptor")
+        self.event_fd = fd.value
+
+    def _make_callbacks(self) -> None:
+        # They know the queues and not this object, so that it is freed without the garbage collector.
+        completed, failed, free = self.completed, self.failed, self.library.ucp_request_free
+
+        def on_completed(request: int, status: int, number: int) -> None:
+            free(request)
+            completed.append((number, status))
+
+        def on_failed(number: int, endpoint: int, status: int) -> None:
+            failed.append((number, status))
+
+        self._on_completed = _OnCompleted(on_completed)
+        self._on_failed = _OnFailed(on_failed)
+
+    def progress(self) -> int:
+        """Do some of what there is to do; 0 if there was nothing."""
+        done: int = self.library.ucp_worker_progress(self._worker)
+        return done
+
+    def arm(self) -> bool:
+        """Have the event descriptor report what comes next; False if something came already."""
+        status = self.library.ucp_worker_arm(self._worker)
+        if status == _ERR_BUSY:
+            return False
+        self.library.check(status, "the worker cannot be waited for")
+        return True
+
+    def connect(self, address: bytes, number: int) -> int:
+        """An endpoint to a worker; if it breaks, `failed` gets `number`."""
+        endpoint, copy = c_void_p(), ctypes.create_string_buffer(address, len(address))
+        params = _EndpointParams(
+            field_mask=0b111,
+            address=ctypes.addressof(copy),
+            err_mode=_ERROR_HANDLING_PEER,
+            err_callback=self._on_failed,
+            err_arg=number,
+        )
+        self.library.check(self.library.ucp_ep_create(self._worker, byref(params), byref(endpoint)), "no endpoint")
+        return endpoint.value or 0
+
+    def disconnect(self, endpoint: int, number: int) -> bool:
+        """Close an endpoint by force; True if it is closed, else `completed` gets `number`. Its operations fail."""
+        params = _RequestParam(
+            op_attr_mask=_CALLBACK | _USER_DATA | _FLAGS,
+            flags=_CLOSE_FORCE,
+            callback=self._on_completed,
+            user_data=number,
+        )
+        # If it fails there is nothing left to close.
+        return int(self.library.ucp_ep_close_nbx(endpoint, byref(params))) <= 0
+
+    def get(self, endpoint: int, target: int, nbytes: int, source: int, rkey: int, memory: int, number: int) -> bool:
+        """Begin to copy remote memory here; True if it is done, else `completed` gets `number`."""
+        params = self._get
+        params.user_data = number
+        params.memh = memory
+        result: int = self.library.ucp_get_nbx(endpoint, target, nbytes, source, rkey, byref(params))
+        if result < 0:
+            self.library.check(result, "the transfer cannot begin")
+        return result == _OK
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Prepare memory for transfers."""
+        memory = c_void_p()
+        params = _MapParams(field_mask=0b11, address=address, length=nbytes)
+        status = self.library.ucp_mem_map(self._context, byref(params), byref(memory))
+        self.library.check(status, f"{nbytes} bytes cannot be registered")
+        handle = memory.value or 0
+        with self._memories_lock:
+            self._memories.add(handle)
+        return handle
+
+    def unregister(self, memory: int) -> None:
+        """The opposite of `register`. Idempotent."""
+        with self._memories_lock:
+            if memory in self._memories:
+                self._memories.discard(memory)
+                self.library.ucp_mem_unmap(self._context, memory)
+
+    def pack(self, memory: int) -> bytes:
+        """What a peer must know to read registered memory."""
+        buffer, size = c_void_p(), c_size_t()
+        status = self.library.ucp_rkey_pack(self._context, memory, byref(buffer), byref(size))
+        self.library.check(status, "no key of the memory")
+        try:
+            return ctypes.string_at(buffer, size.value)
+        finally:
+            self.library.ucp_rkey_buffer_release(buffer)
+
+    def unpack(self, endpoint: int, packed: bytes) -> int:
+        """The key of a peer's memory, for one endpoint."""
+        rkey = c_void_p()
+        self.library.check(self.library.ucp_ep_rkey_unpack(endpoint, packed, byref(rkey)), "an unusable key")
+        return rkey.value or 0
+
+    def forget(self, rkey: int) -> None:
+        """The opposite of `unpack`, once no operation uses it."""
+        if self._worker:
+            self.library.ucp_rkey_destroy(rkey)
+
+    def destroy(self) -> None:
+        """Free everything. Nothing that was in flight touches memory afterwards. Idempotent."""
+        if self._worker:
+            self.library.ucp_worker_destroy(self._worker)
+            self._worker = c_void_p()
+        for memory in list(self._memories):
+            self.unregister(memory)
+        if self._context:
+            self.library.ucp_cleanup(self._context)
+            self._context = c_void_p()
+
+
+def _init(library: Library, options: Mapping[str, str]) -> c_void_p:
+    config, context = c_void_p(), c_void_p()
+    library.check(library.ucp_config_read(None, None, byref(config)), "no configuration")
+    try:
+        for name, value in options.items():
+            status = library.ucp_config_modify(config, name.encode(), value.encode())
+            library.check(status, f"{name}={value} is refused")
+        params = _Params(field_mask=1 | 1 << 5, features=_FEATURE_RMA | _FEATURE_WAKEUP, mt_workers_shared=1)
+        status = library.ucp_init_version(*OLDEST, byref(params), config, byref(context))
+        library.check(status, "UCX cannot be used here")
+    finally:
+        library.ucp_config_release(config)
+    return context
+
+
+# Signals. Python's own module would lose handlers that are not Python's, such as faulthandler's.
+
+_sigaction = ctypes.CDLL(None).sigaction
+# struct sigaction is 152 bytes on Linux.
+_SIGACTION_SIZE: Final = 256
+
+
+def _signal_handlers() -> dict[int, ctypes.Array[c_char]]:
+    handlers: dict[int, ctypes.Array[c_char]] = {}
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        handler = ctypes.create_string_buffer(_SIGACTION_SIZE)
+        if not _sigaction(int(number), None, handler):
+            handlers[int(number)] = handler
+    return handlers
+
+
+def _set_signal_handlers(handlers: Mapping[int, ctypes.Array[c_char]]) -> None:
+    for number, handler in handlers.items():
+        _sigaction(number, handler, None)

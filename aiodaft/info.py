@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from aiodaft._runtime.diagnostics.questions import is_answered
+from aiodaft._runtime.diagnostics.process_stack import is_answered
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError
 

@@ -14,8 +14,8 @@ from aiodaft._protocol.mailbox import BoundedMailbox, Mailbox
 from aiodaft._runtime.actors.inbound_call import IncomingCall, current_call
 from aiodaft._runtime.actors.responders import is_plain
 from aiodaft._runtime.objects.stored import Kept
-from aiodaft._runtime.platform.actor_thread import ActorThread
 from aiodaft._runtime.platform.context import current_deadline
+from aiodaft._runtime.platform.threads import ActorThread
 from aiodaft._runtime.serialization.errors import add_note, as_call_error
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExceeded, Overloaded
 

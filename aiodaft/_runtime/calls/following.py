@@ -35,7 +35,7 @@ from aiodaft.ref import Ref
 if TYPE_CHECKING:
     from aiodaft._runtime.calls.replies import State
     from aiodaft._runtime.connections.connection import Link
-    from aiodaft._runtime.objects.sinks import ErrorSink
+    from aiodaft._runtime.objects.ref_state import ErrorSink
     from aiodaft._runtime.peer import Peer
     from aiodaft._runtime.supervision.directory import Supervisor
     from aiodaft.methods import MethodSpec

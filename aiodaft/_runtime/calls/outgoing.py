@@ -28,7 +28,7 @@ from aiodaft.ref import Ref, Stream
 
 if TYPE_CHECKING:
     from aiodaft._runtime.connections.connection import Link
-    from aiodaft._runtime.objects.sinks import ErrorSink
+    from aiodaft._runtime.objects.ref_state import ErrorSink
     from aiodaft._runtime.peer import Peer
     from aiodaft.methods import MethodSpec
 

@@ -6,13 +6,15 @@ import asyncio
 import linecache
 import sys
 import threading
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft._runtime.diagnostics.await_chains import Frames, frames_of, is_ours, stack_of, users_line, wait_of_task
-from aiodaft._runtime.diagnostics.questions import is_answered
 from aiodaft._runtime.diagnostics.wait_graph import frames_on_thread
+from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft.exceptions import DaftError
+from aiodaft.ref import Ref
 from aiodaft.stack import CallStack, Frame, ProcessStack, RuntimeStack, TaskStack, ThreadStack
 
 if TYPE_CHECKING:
@@ -92,3 +94,19 @@ def _frames(frames: Frames) -> tuple[Frame, ...]:
     shown = [frame for frame in frames if not is_ours(frame)] or frames
     found = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in shown]
     return tuple(Frame(file, line, name, linecache.getline(file, line).strip()) for file, line, name in found)
+
+
+async def is_answered(question: Ref[Any], patience: float) -> bool:
+    """Wait for an answer; True once it, or an error, is there. If it takes longer, the question is withdrawn.
+
+    Cancellation: the question is withdrawn. However it ends is then no news to anybody.
+    """
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                # Unlike awaiting the ref itself, this does not wait for the cleanup of what cannot run.
+                await question.ready()
+        return question.done()
+    finally:
+        state_of(question).mark_seen()
+        question.cancel()

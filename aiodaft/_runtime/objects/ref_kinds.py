@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiodaft._runtime.calls.outgoing import Target
     from aiodaft._runtime.connections.connection import Link
     from aiodaft._runtime.objects.into_tensor import Landing
-    from aiodaft._runtime.objects.sinks import ErrorSink
+    from aiodaft._runtime.objects.ref_state import ErrorSink
     from aiodaft._runtime.peer import Peer
     from aiodaft.methods import MethodSpec
 

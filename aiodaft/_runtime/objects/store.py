@@ -87,8 +87,7 @@ class Store:
         """The accelerators; what deals with them is loaded when first needed."""
         with self._lock:
             if self._devices is None:
-                from aiodaft._runtime.objects.devices import Devices  # noqa: PLC0415 - few programs have accelerators
-                from aiodaft._runtime.objects.gpus import Gpus  # noqa: PLC0415 - the same
+                from aiodaft._runtime.objects.devices import Devices, Gpus  # noqa: PLC0415 - few programs have accelerators
 
                 self._devices = Devices(Gpus(), self._home, self._home.id)
             return self._devices

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any, Final
 
 from aiodaft._protocol.codec import pack, unpack
-from aiodaft._runtime.serialization.cutting import cut
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.pickling import TooLong
@@ -18,11 +17,21 @@ from aiodaft.exceptions import CallCancelled, DaftError, RemoteError, RestartLim
 
 # Where the runtime's own code is.
 _RUNTIME: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
 _MAX_ENCODED: Final = 256 << 10
+
+
 _MAX_TEXT: Final = 16 << 10
+
+
 _MAX_MESSAGE: Final = 4 << 10
+
+
 # What Python says of `await 1`.
 _NOT_AWAITABLE: Final = re.compile(r"can't be (used in 'await' expression|awaited)")
+
+
 _OWN_CALL: Final = (
     "a `def` method that is called on `self` gives its result, not a ref: do not await it; "
     "`aiodaft.local(self.method)(...)` tells type checkers so"
@@ -211,3 +220,45 @@ def text_of(error: BaseException) -> str:
 
 def _no_extensions(code: int, content: bytes) -> Any:
     raise ValueError(f"unexpected extension {code} in an error")
+
+
+# Bytes of one argument, attribute or note; and how many notes.
+_MAX_PART: Final = 4 << 10
+
+
+_MAX_NOTES: Final = 16
+
+
+def cut(error: BaseException) -> BaseException:
+    """A copy of an exception: long texts in it end early, a text stands for anything else that is large.
+
+    What it was caused by is left out; a note says so.
+
+    Raises:
+        Exception: Its class cannot be made of that.
+    """
+    cls = type(error)
+    args: tuple[Any, ...]
+    if isinstance(error, BaseExceptionGroup):
+        args = (_short(error.message), [cut(one) for one in error.exceptions])
+    else:
+        args = tuple(map(_short, error.args))
+    twin = cls.__new__(cls, *args)
+    twin.args = args
+    notes = [_short(note) for note in getattr(error, "__notes__", ())][:_MAX_NOTES]
+    twin.__dict__.update({name: _short(value) for name, value in error.__dict__.items() if name != "__notes__"})
+    twin.__notes__ = [*notes, "cut, to travel: what is large in it, and what caused it, stayed where it was raised"]
+    return twin.with_traceback(error.__traceback__)
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value[:_MAX_PART]
+    if isinstance(value, str):
+        rest = len(value) - _MAX_PART
+        return value if rest <= 0 else f"{value[:_MAX_PART]}... and {rest} more"
+    try:
+        fits = encode(value, names=Names("a part")).size <= _MAX_PART
+    except Exception:  # noqa: BLE001 - user code runs while pickling, and may raise anything
+        fits = False
+    return value if fits else f"<{type(value).__qualname__}, too large to travel>"

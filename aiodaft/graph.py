@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, NoReturn, ParamSpec, Self, TypeVar, cast
 
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._protocol.plan import Dataflow, Step
-from aiodaft._runtime.calls.outgoing import Request, Target
+from aiodaft._runtime.calls.call import Request, Target
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.owner import OwnGraph
 from aiodaft._runtime.objects.ref_kinds import PutState

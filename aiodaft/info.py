@@ -10,7 +10,7 @@ from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.calls.outgoing import Target
+    from aiodaft._runtime.calls.call import Target
     from aiodaft._runtime.node.worker_table import Process
     from aiodaft._runtime.supervision.directory import Life
     from aiodaft.ref import Ref

@@ -21,11 +21,11 @@ from aiodaft._protocol.ids import COORDINATOR, NODE, SUPERVISOR, ActorId, PeerId
 from aiodaft._protocol.ledger import Ledger
 from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.naming import check_name as check_actor_name
-from aiodaft._runtime.calls.outgoing import Target
+from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.connections.connection import Link
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.diagnostics.attach import answer
-from aiodaft._runtime.diagnostics.process_stack import stack_of_all
+from aiodaft._runtime.node.all_stacks import stack_of_all
 from aiodaft._runtime.node.coordinator import Coordinator
 from aiodaft._runtime.node.launcher import Nursery
 from aiodaft._runtime.node.node_agent import Node

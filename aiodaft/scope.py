@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.unhandled import Unhandled
+from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import Followed, Pinned
-from aiodaft._runtime.calls.outgoing import Target
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import logger, see_through, shield_from_anyio
 from aiodaft._runtime.scope_actors import Belongings

@@ -16,7 +16,7 @@ from aiodaft._runtime.graphs.captured_call import Sealed
 from aiodaft._runtime.serialization.errors import add_note
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, WaitingCall
-from aiodaft.methods import MethodSpec, Options, PlainMethods, method, specs_of
+from aiodaft.methods import PlainMethods, method, specs_of
 from aiodaft.stack import ProcessStack
 
 if TYPE_CHECKING:
@@ -158,12 +158,6 @@ class Agent(Actor):
             unread = asyncio.Event()
             kept.when_unread(unread.set)
             await unread.wait()
-
-
-def host_spec(cls: type) -> MethodSpec:
-    """The method that makes an actor, named in errors by the actor's class."""
-    spec = specs_of(Agent)["host"]
-    return MethodSpec(cls.__name__, spec.name, spec.fn, Options(spec.rules), hidden=4)
 
 
 async def _tell_restarted(cell: Cell, cls: type, epoch: int) -> None:

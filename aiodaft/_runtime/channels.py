@@ -31,12 +31,11 @@ from aiodaft._protocol.channel_end import End
 from aiodaft._protocol.ids import CHANNELS, CallId, PeerId
 from aiodaft._protocol.messages import WANT_NOTHING
 from aiodaft._runtime.actors.inbound_call import current_call
-from aiodaft._runtime.actors.responders import is_plain
-from aiodaft._runtime.calls.outgoing import Request, Target
-from aiodaft._runtime.calls.replies import TellState
+from aiodaft._runtime.calls.call import Request, Target, TellState
+from aiodaft._runtime.objects.received import Arrived
 from aiodaft._runtime.objects.ref_state import HERE, RefState, state_of
-from aiodaft._runtime.objects.stored import Arrived
 from aiodaft._runtime.platform.context import current_deadline
+from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ChannelClosed, DaftError

@@ -24,9 +24,10 @@ from aiodaft._runtime.actors.inbound import Hosted
 from aiodaft._runtime.actors.inbound_call import IncomingCall
 from aiodaft._runtime.actors.responders import LocalCaller
 from aiodaft._runtime.agent import Agent
+from aiodaft._runtime.calls.call import CallSink, State, Target
 from aiodaft._runtime.calls.following import Followers
-from aiodaft._runtime.calls.outgoing import CallSink, Outgoing, Target
-from aiodaft._runtime.calls.replies import Replies, State
+from aiodaft._runtime.calls.outgoing import Outgoing
+from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.channels import Channels, how_ended
 from aiodaft._runtime.connections.connection import Link
 from aiodaft._runtime.connections.ring_poller import Waiter

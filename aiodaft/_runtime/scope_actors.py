@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import Pinned, Whereabouts
-from aiodaft._runtime.calls.outgoing import Target
 from aiodaft._runtime.node.environment import Surroundings
 from aiodaft._runtime.node.worker_table import Conditions
 from aiodaft._runtime.platform.tasks import shield_from_anyio

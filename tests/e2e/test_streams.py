@@ -12,7 +12,7 @@ from actors import Box, Echo, Streamer
 from failing import Failing
 
 import aiodaft
-from aiodaft._runtime.objects.stored import Arrived
+from aiodaft._runtime.objects.received import Arrived
 from aiodaft._runtime.objects.streams import CREDIT_WINDOW, StreamState
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.serialization.encoder import Names

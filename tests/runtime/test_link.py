@@ -16,7 +16,8 @@ from aiodaft._protocol.codec import FrameDecoder, FrameEncoder
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
 from aiodaft._protocol.messages import CALL, HELLO, KINDS, NOTE, WIRE_VERSION, Message
 from aiodaft._protocol.session import Session
-from aiodaft._runtime.calls.replies import Replies, State, TellState
+from aiodaft._runtime.calls.call import State, TellState
+from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import Link
 from aiodaft._runtime.connections.fd_passing import close_all
 from aiodaft._runtime.connections.ring_poller import Waiter

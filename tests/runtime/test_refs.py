@@ -11,9 +11,7 @@ import pytest
 from actors import Echo
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
-from aiodaft._runtime.calls.outgoing import Target
-from aiodaft._runtime.calls.replies import State, TellState
-from aiodaft._runtime.objects.ref_kinds import CallState
+from aiodaft._runtime.calls.call import CallState, State, Target, TellState
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft.methods import specs_of
 

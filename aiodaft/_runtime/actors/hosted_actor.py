@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, Any, Final
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId
 from aiodaft._protocol.mailbox import BoundedMailbox, Mailbox
 from aiodaft._runtime.actors.inbound_call import IncomingCall, current_call
-from aiodaft._runtime.actors.responders import is_plain
 from aiodaft._runtime.objects.stored import Kept
 from aiodaft._runtime.platform.context import current_deadline
 from aiodaft._runtime.platform.threads import ActorThread
+from aiodaft._runtime.serialization.encoder import Names, is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExceeded, Overloaded
+from aiodaft.ref import Borrowed
 
 if TYPE_CHECKING:
     from aiodaft._runtime.peer import Peer
     from aiodaft.methods import MethodSpec
 
+
 logger = logging.getLogger("aiodaft")
+
 
 # uvloop's clock counts whole milliseconds.
 _TICK: Final = 1e-3
@@ -367,3 +370,14 @@ class Cell:
             logger.info("%s still has %d calls under way", self.name, self.active)
         finally:
             self._idle = None
+
+
+async def capture(cell: Cell, result: Any, label: str, what: str, via: str | None) -> Kept:
+    """Encode what a method gave; copied, unless it is lent, before anything of the actor can change it."""
+    store = cell.peer.store
+    lender = result if isinstance(result, Borrowed) else None
+    value = result if lender is None else lender.value
+    kept = await store.keep_anywhere(value, Names(label, ((what, value),)), via=via, lender=lender)
+    if not (kept.lent or store.pack_now(kept)):
+        await cell.capture(kept)
+    return kept

@@ -9,8 +9,7 @@ from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._protocol.messages import ERROR, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
 from aiodaft._runtime.actors.inbound_call import IncomingCall
 from aiodaft._runtime.actors.responders import RemoteCaller
-from aiodaft._runtime.objects.received import Delivery
-from aiodaft._runtime.objects.stored import Arrived
+from aiodaft._runtime.objects.received import Arrived, Delivery
 from aiodaft._runtime.objects.streams import CREDIT_WINDOW
 from aiodaft._runtime.platform.context import deadline_of
 from aiodaft._runtime.serialization.decoder import is_heavy

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import WANT_STREAM
-from aiodaft._runtime.actors.responders import is_plain
-from aiodaft._runtime.objects.stored import Arrived, Kept
+from aiodaft._runtime.objects.received import Arrived
+from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.serialization.encoder import is_plain
 
 if TYPE_CHECKING:
     from aiodaft._runtime.actors.hosted_actor import Cell

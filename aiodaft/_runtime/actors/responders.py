@@ -6,48 +6,19 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import ERROR, ITEM, PLAIN_TEXT_LIMIT, REPLY, RESULT, STORED
+from aiodaft._protocol.messages import ERROR, ITEM, REPLY, RESULT, STORED
+from aiodaft._runtime.actors.hosted_actor import capture
 from aiodaft._runtime.objects.stored import Kept
 from aiodaft._runtime.objects.streams import StreamState
-from aiodaft._runtime.serialization.encoder import FLAT, Names
+from aiodaft._runtime.serialization.encoder import Names
 from aiodaft._runtime.serialization.errors import encode_error, passed_on
 from aiodaft.ref import Borrowed
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.actors.hosted_actor import Cell
     from aiodaft._runtime.actors.inbound_call import IncomingCall
-    from aiodaft._runtime.calls.replies import State
+    from aiodaft._runtime.calls.call import State
     from aiodaft._runtime.connections.connection import Link
     from aiodaft._runtime.peer import Peer
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value travels in a frame as it is."""
-    kind = type(value)
-    if kind is int:
-        return bool(-(1 << 63) <= value < 1 << 64)
-    if kind is str or kind is bytes:
-        return len(value) <= PLAIN_TEXT_LIMIT
-    return kind in FLAT
-
-
-def all_plain(values: tuple[Any, ...]) -> bool:
-    """Whether arguments travel in a frame as they are."""
-    for value in values:  # noqa: SIM110 - on the path of every call: all() with a generator costs twice as much
-        if not is_plain(value):
-            return False
-    return True
-
-
-async def capture(cell: Cell, result: Any, label: str, what: str, via: str | None) -> Kept:
-    """Encode what a method gave; copied, unless it is lent, before anything of the actor can change it."""
-    store = cell.peer.store
-    lender = result if isinstance(result, Borrowed) else None
-    value = result if lender is None else lender.value
-    kept = await store.keep_anywhere(value, Names(label, ((what, value),)), via=via, lender=lender)
-    if not (kept.lent or store.pack_now(kept)):
-        await cell.capture(kept)
-    return kept
 
 
 class RemoteCaller:

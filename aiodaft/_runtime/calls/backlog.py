@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.session import Session
-from aiodaft._runtime.calls.replies import State, TellState
+from aiodaft._runtime.calls.call import State, TellState
 from aiodaft._runtime.connections.connection import Link
 from aiodaft._runtime.serialization.errors import unsent
 from aiodaft.exceptions import DeadlineExceeded
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.calls.outgoing import Request
+    from aiodaft._runtime.calls.call import Request
     from aiodaft._runtime.peer import Peer
 
 

@@ -16,8 +16,8 @@ from aiodaft._protocol.ids import SUPERVISOR, ActorId, CallId, PeerId, epoch_of,
 from aiodaft._protocol.liveness import Health
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._runtime.calls.backlog import Backlog
-from aiodaft._runtime.calls.outgoing import Request, Target, home_of
-from aiodaft._runtime.objects.ref_kinds import CallState
+from aiodaft._runtime.calls.call import CallState, Request, Target
+from aiodaft._runtime.calls.outgoing import home_of
 from aiodaft._runtime.objects.ref_state import Status
 from aiodaft._runtime.serialization.errors import copy_error, unsent
 from aiodaft.actor import Handle
@@ -33,7 +33,7 @@ from aiodaft.exceptions import (
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.calls.replies import State
+    from aiodaft._runtime.calls.call import State
     from aiodaft._runtime.connections.connection import Link
     from aiodaft._runtime.objects.ref_state import ErrorSink
     from aiodaft._runtime.peer import Peer

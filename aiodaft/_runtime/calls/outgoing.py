@@ -3,139 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
-from aiodaft._protocol.liveness import Health
-from aiodaft._protocol.messages import CALL, SEND, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
+from aiodaft._protocol.messages import CALL, SEND, WANT_REPLY, Message
 from aiodaft._protocol.order import Entry, Order
 from aiodaft._runtime.actors.inbound_call import IncomingCall, current_call
-from aiodaft._runtime.actors.responders import all_plain
 from aiodaft._runtime.calls.backlog import Backlog
-from aiodaft._runtime.calls.replies import State, TellState
-from aiodaft._runtime.objects.ref_kinds import CallState
+from aiodaft._runtime.calls.call import CallState, Request, TellState
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import Kept
-from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.platform.context import current_deadline, time_left
-from aiodaft._runtime.serialization.encoder import Names
-from aiodaft._runtime.serialization.errors import add_note, copy_error, passed_on
+from aiodaft._runtime.serialization.encoder import Names, all_plain
+from aiodaft._runtime.serialization.errors import add_note, passed_on
 from aiodaft._runtime.serialization.pickling import TooLong, home
-from aiodaft.exceptions import ActorDied, BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
-from aiodaft.ref import Ref, Stream
+from aiodaft.exceptions import BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
 
 if TYPE_CHECKING:
     from aiodaft._runtime.connections.connection import Link
-    from aiodaft._runtime.objects.ref_state import ErrorSink
     from aiodaft._runtime.peer import Peer
-    from aiodaft.methods import MethodSpec
-
-
-class Target:
-    """An actor, as a handle of this process reaches it."""
-
-    __slots__ = ("actor", "label", "peer", "remote", "sink", "stopped")
-
-    def __init__(self, peer: Peer, remote: PeerId, actor: ActorId, label: str, sink: ErrorSink | None) -> None:
-        self.peer = peer
-        self.remote = remote
-        self.actor = actor
-        self.label = label
-        # Where errors go that nobody holds.
-        self.sink = sink
-        # The actor was stopped, and a call was refused for that; its process may live.
-        self.stopped = False
-
-    def __str__(self) -> str:
-        return f"{self.label} in {self.remote}"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Target) and self.identity == other.identity
-
-    def __hash__(self) -> int:
-        return hash(self.identity)
-
-    @property
-    def identity(self) -> tuple[PeerId, ActorId]:
-        """What the actor is known by, for as long as it lives."""
-        return self.remote, self.actor
-
-    @property
-    def lane(self) -> Target:
-        """Where what this process submits to the actor waits for its turn."""
-        return self
-
-    def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
-        """Call a method and return a ref of its result at once."""
-        if kwargs or not spec.low <= len(args) <= spec.high:
-            spec.check(args, kwargs)
-        number = self.peer.next_number()
-        state = CallState(self, spec, number)
-        self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
-        return Ref(state)
-
-    def stream(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]:
-        """Call a stream method."""
-        spec.check(args, kwargs)
-        number = self.peer.next_number()
-        state = StreamState(self.peer, number, spec.label)
-        self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_STREAM, state))
-        return Stream(state)
-
-    def tell(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call a method without a reply."""
-        spec.check(args, kwargs)
-        number = self.peer.next_number()
-        state = TellState(spec.label, own=self.actor < FIRST_USER_ACTOR)
-        self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_NOTHING, state))
-
-    def reduce(self, cls: type) -> tuple[Any, ...]:
-        """How a handle is pickled."""
-        return _rebuild_handle, (self.peer.options.home, self.remote, self.actor, self.label, cls)
-
-    def health(self) -> Health:
-        """What this process knows of the actor without a question to another process. Safe in any thread.
-
-        Returns:
-            ALIVE: a call goes to the actor. SUSPECT: a call may have to wait, because the actor is restarted or its
-            process does not answer. LOST: a call fails at once.
-        """
-        if self.stopped:
-            return Health.LOST
-        peer, remote = self.peer, self.remote
-        if remote == peer.id:
-            return Health.ALIVE if self.actor in peer.cells else Health.LOST
-        link = peer.links.get(remote)
-        if link is not None and link.lost is not None:
-            return Health.LOST
-        return Health.SUSPECT if remote in peer.suspects else Health.ALIVE
-
-    def note_death(self, error: ActorDied) -> None:
-        """A call failed with this; an argument or a nested call may speak of another actor's death."""
-        if error.executed is False and error.actor == self.label:
-            self.stopped = True
-
-    def missed(self, request: Request, link: Link | None) -> None:
-        """The actor is not where a call was to go: its process is gone, or (no link) is this one and has no such actor.
-
-        Raises:
-            Overloaded: Too many calls are waiting.
-        """
-        if link is None:
-            request.state.on_error(ActorDied(f"{self.label} was stopped", executed=False))
-        else:
-            self.peer.tasks.create_task(self._explain(request, link), name="explain a lost actor")
-
-    async def _explain(self, request: Request, link: Link) -> None:
-        error = copy_error(await self.peer.explanation(link))
-        request.state.on_error(error.with_executed(False))
-
-
-def _rebuild_handle(runtime: PeerId, remote: PeerId, actor: ActorId, label: str, cls: type) -> Any:
-    peer = home_of(runtime, label)
-    return peer.handle(remote, actor, label, cls)
 
 
 def home_of(runtime: PeerId, label: str) -> Peer:
@@ -153,70 +41,12 @@ def home_of(runtime: PeerId, label: str) -> Peer:
     return peer
 
 
-class Request:
-    """A call to be made."""
-
-    # Defaults live in the class: most calls are made once, and at once.
-    # On the loop's clock.
-    deadline: float | None = None
-    # Where the caller's work on accelerators goes, if the arguments could not be encoded at once.
-    streams: Sequence[Any] | None = None
-    # The encoded arguments, until they are sent.
-    kept: Kept | None = None
-    # The call may have to be made again: they are kept after that, and whoever says so releases them.
-    again = False
-    # How often it was made before.
-    attempt = 0
-    # It was handed on once: what still waits in this process was submitted after it, and nothing refuses it any more.
-    had_turn = False
-
-    def __init__(
-        self,
-        target: Target,
-        spec: MethodSpec,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        number: CallId,
-        mode: int,
-        state: State,
-    ) -> None:
-        self.target = target
-        self.spec = spec
-        self.args = args
-        self.kwargs = kwargs
-        self.number = number
-        self.mode = mode
-        # Who waits for the answer.
-        self.state = state
-
-    # As an entry of `Order`.
-
-    @property
-    def lanes(self) -> tuple[Target]:
-        """The actor that it calls."""
-        return (self.target.lane,)
-
-    def may_go(self) -> bool:
-        """It waits for nothing but its turn."""
-        return True
-
-    def go(self) -> None:
-        """Its turn has come."""
-        self.target.peer.sender.turn_came(self)
-
-
 class Submitted(Entry, Protocol):
     """A call, or a run of a graph, that waits for its turn."""
 
     def go(self) -> None:
         """The turn has come. Raises nothing."""
         ...
-
-
-class CallSink(Protocol):
-    """What calls are handed to."""
-
-    def submit(self, request: Request) -> None: ...
 
 
 class Outgoing:

@@ -2,60 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import ADOPTED, ERROR, RESULT, STORED, Message
-from aiodaft._runtime.objects.received import Delivery
-from aiodaft._runtime.objects.ref_kinds import CallState
-from aiodaft._runtime.objects.ref_state import RefState, release_inputs
-from aiodaft._runtime.objects.stored import Arrived
+from aiodaft._runtime.calls.call import CallState, State
+from aiodaft._runtime.objects.received import Arrived, Delivery
 from aiodaft._runtime.objects.streams import StreamState
-from aiodaft._runtime.platform.error_log import log_error, printable
-from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.serialization.errors import copy_error, decode_failure
-from aiodaft.exceptions import DaftError, OutcomeUnknown, RemoteProtocolError
+from aiodaft.exceptions import DaftError, RemoteProtocolError
 
 if TYPE_CHECKING:
     from aiodaft._runtime.connections.connection import Link
     from aiodaft._runtime.peer import Peer
-
-
-class TellState:
-    """A call without a reply: the answer only says that it is over.
-
-    Args:
-        label: What was called.
-        own: The runtime made it: a process that is gone needs no message, so that its loss is no news.
-    """
-
-    def __init__(self, label: str, *, own: bool = False) -> None:
-        self.label = label
-        self._own = own
-        self.inputs: list[RefState] | None = None
-
-    def on_plain(self, value: Any) -> None:
-        release_inputs(self, failed=False)
-
-    def on_result(self, arrived: Arrived) -> None:
-        release_inputs(self, failed=False)
-
-    def on_stored(self) -> None:
-        release_inputs(self, failed=False)
-
-    def on_error(self, error: BaseException) -> None:
-        release_inputs(self, failed=True)
-        if not (self._own and isinstance(error, OutcomeUnknown)):
-            log_error(f"{self.label}, called by tell(), failed", error)
-
-    def on_lost(self, error: DaftError) -> None:
-        release_inputs(self, failed=True)
-        if not self._own:
-            logger.warning("%s, called by tell(), may not have run: %s", self.label, printable(str(error)))
-
-
-# What waits for an answer.
-State: TypeAlias = CallState | StreamState | TellState
 
 
 class Replies:

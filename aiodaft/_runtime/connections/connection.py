@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INTRODUCE, NOTE, Message
 from aiodaft._protocol.session import STALL, Session
 from aiodaft._runtime.connections.fd_passing import SPACE, Descriptors, dup_all
-from aiodaft._runtime.connections.route import LinkOwner
+from aiodaft._runtime.connections.ring_poller import Waiter
 from aiodaft._runtime.connections.send_queue import Outbox
 from aiodaft._runtime.connections.shm_ring import RingPair
 from aiodaft._runtime.connections.traffic import Traffic
@@ -27,10 +27,13 @@ from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, R
 
 if TYPE_CHECKING:
     from aiodaft._runtime.actors.inbound_call import IncomingCall
-    from aiodaft._runtime.calls.replies import State
+    from aiodaft._runtime.calls.call import State
+
 
 # One read handles at most this much, so that a flood of calls does not hold the loop for long.
 _READ_SIZE: Final = 16 << 10
+
+
 # Messages that are written together.
 _BATCH: Final = 64
 
@@ -459,3 +462,25 @@ def introduce(first: Link, second: Link) -> None:
     for link, other, end in ((first, second, ends[0]), (second, first, ends[1])):
         with end:
             link.send_fds((INTRODUCE, other.remote), (end.fileno(),))
+
+
+class LinkOwner(Protocol):
+    """What a link needs of its process."""
+
+    @property
+    def handlers(self) -> Sequence[Callable[[Link, Message], object]]:
+        """What handles each kind of message."""
+        ...
+
+    @property
+    def waiter(self) -> Waiter:
+        """What looks at the rings."""
+        ...
+
+    def link_lost(self, link: Link, reason: Exception) -> None:
+        """The link ended; called once."""
+        ...
+
+    def dropped(self, link: Link, message: Message) -> None:
+        """A call will not be sent."""
+        ...

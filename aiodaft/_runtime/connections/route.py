@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import Message
-from aiodaft._runtime.connections.ring_poller import Waiter
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft_transport import Control
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Link
     from aiodaft._runtime.peer import Peer
 
 
@@ -54,28 +52,6 @@ class Neighbour(Control, Protocol):
 
     def wake(self) -> None:
         """See to it that the process notices what was sent quietly."""
-        ...
-
-
-class LinkOwner(Protocol):
-    """What a link needs of its process."""
-
-    @property
-    def handlers(self) -> Sequence[Callable[[Link, Message], object]]:
-        """What handles each kind of message."""
-        ...
-
-    @property
-    def waiter(self) -> Waiter:
-        """What looks at the rings."""
-        ...
-
-    def link_lost(self, link: Link, reason: Exception) -> None:
-        """The link ended; called once."""
-        ...
-
-    def dropped(self, link: Link, message: Message) -> None:
-        """A call will not be sent."""
         ...
 
 

@@ -13,14 +13,11 @@ from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft._runtime.diagnostics.await_chains import Frames, frames_of, is_ours, stack_of, users_line, wait_of_task
 from aiodaft._runtime.diagnostics.wait_graph import frames_on_thread
 from aiodaft._runtime.objects.ref_state import state_of
-from aiodaft.exceptions import DaftError
 from aiodaft.ref import Ref
-from aiodaft.stack import CallStack, Frame, ProcessStack, RuntimeStack, TaskStack, ThreadStack
+from aiodaft.stack import CallStack, Frame, ProcessStack, TaskStack, ThreadStack
 
 if TYPE_CHECKING:
     from aiodaft._runtime.actors.inbound_call import IncomingCall
-    from aiodaft._runtime.node.node_agent import Node
-    from aiodaft._runtime.node.worker_table import Process
     from aiodaft._runtime.peer import Peer
 
 
@@ -38,26 +35,6 @@ def stack_here(peer: Peer) -> ProcessStack:
         threads=tuple(_threads()),
         tasks=tuple(_task(peer, task) for task in sorted(tasks, key=asyncio.Task.get_name) if _is_users(task)),
     )
-
-
-async def stack_of_all(peer: Peer, node: Node, patience: float) -> RuntimeStack:
-    """Ask every process of this node, and of those that do not answer in time ask the kernel."""
-    processes = await node.processes()
-    others = await asyncio.gather(*(_stack_of(peer, node, process, patience) for process in processes))
-    return RuntimeStack((stack_here(peer), *(found for found in others if found is not None)))
-
-
-async def _stack_of(peer: Peer, node: Node, process: Process, patience: float) -> ProcessStack | None:
-    asked_at = peer.env.monotonic()
-    asked = peer.agent_of(process.id).stack()
-    if not await is_answered(asked, patience):
-        dump = await node.dump(process.id)
-        return ProcessStack(process.id, process.pid, process.actors, peer.env.monotonic() - asked_at, dump=dump)
-    try:
-        return await asked
-    except DaftError:
-        # It has ended.
-        return None
 
 
 def _call(peer: Peer, call: IncomingCall) -> CallStack:

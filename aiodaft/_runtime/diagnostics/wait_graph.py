@@ -13,6 +13,7 @@ from aiodaft._protocol.deadlock import CallAt, Reason, Waiting
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.actors.hosted_actor import Cell
 from aiodaft._runtime.actors.inbound_call import IncomingCall
+from aiodaft._runtime.calls.call import CallState
 from aiodaft._runtime.diagnostics.await_chains import (
     Frames,
     Wait,
@@ -22,7 +23,6 @@ from aiodaft._runtime.diagnostics.await_chains import (
     wait_of_thread,
 )
 from aiodaft._runtime.graphs.segment_call import RowCall
-from aiodaft._runtime.objects.ref_kinds import CallState
 
 if TYPE_CHECKING:
     from aiodaft._runtime.graphs.participant import Part, Run

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aiodaft._runtime.actors.responders import is_plain
+from aiodaft._runtime.objects.received import Arrived
 from aiodaft._runtime.objects.ref_state import state_of
-from aiodaft._runtime.objects.stored import Arrived
-from aiodaft._runtime.serialization.encoder import Names, encode
+from aiodaft._runtime.serialization.encoder import Names, encode, is_plain
 from aiodaft._runtime.serialization.tensors import Places
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.calls.outgoing import Target
+    from aiodaft._runtime.calls.call import Target
     from aiodaft._runtime.objects.store import Store
     from aiodaft._runtime.peer import Peer
     from aiodaft.methods import MethodSpec

@@ -13,7 +13,7 @@ from aiodaft._runtime.graphs.captured_call import Arguments, Sealed
 from aiodaft.exceptions import DaftError
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.calls.outgoing import Target
+    from aiodaft._runtime.calls.call import Target
     from aiodaft._runtime.connections.connection import Link
     from aiodaft._runtime.connections.route import Neighbour
     from aiodaft._runtime.peer import Peer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiodaft._runtime.objects.received import Delivery
-from aiodaft._runtime.objects.stored import Arrived, Kept
+from aiodaft._runtime.objects.received import Arrived, Delivery
+from aiodaft._runtime.objects.stored import Kept
 from aiodaft._runtime.serialization.errors import add_note, decode_failure, encode_error
 from aiodaft.exceptions import DaftError
 from aiodaft_transport import TransportError

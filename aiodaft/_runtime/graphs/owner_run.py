@@ -6,18 +6,18 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._runtime.actors.responders import all_plain, is_plain
+from aiodaft._runtime.calls.call import CallState
 from aiodaft._runtime.graphs.graph_value import Flowing, Item, Value
-from aiodaft._runtime.objects.ref_kinds import CallState
+from aiodaft._runtime.objects.received import Arrived
 from aiodaft._runtime.objects.ref_state import RefState, state_of
-from aiodaft._runtime.objects.stored import Arrived, Kept
-from aiodaft._runtime.serialization.encoder import Names
+from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.serialization.encoder import Names, all_plain, is_plain
 from aiodaft._runtime.serialization.errors import copy_error, decode_failure
 from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft.exceptions import CallCancelled, DaftError
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.calls.outgoing import Target
+    from aiodaft._runtime.calls.call import Target
     from aiodaft._runtime.graphs.deployment import Layout
     from aiodaft._runtime.graphs.owner import OwnGraph
     from aiodaft._runtime.objects.store import Store

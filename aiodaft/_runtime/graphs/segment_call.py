@@ -10,9 +10,10 @@ from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.mailbox import Rules
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._protocol.plan import Segment, Step
+from aiodaft._runtime.actors.hosted_actor import capture
 from aiodaft._runtime.actors.inbound_call import IncomingCall
-from aiodaft._runtime.actors.responders import capture, is_plain
 from aiodaft._runtime.graphs.graph_value import Flowing, NotAtHand, Value
+from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error
 from aiodaft.exceptions import ActorDied
 from aiodaft.methods import MethodSpec, Options

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
+from aiodaft._runtime.calls.call import CallState
 from aiodaft._runtime.node.launcher import Ending
-from aiodaft._runtime.objects.ref_kinds import CallState
 from aiodaft._runtime.platform.linux import is_stopped
 from aiodaft.exceptions import ActorDied, OutcomeUnknown, PeerLost
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.calls.replies import State
+    from aiodaft._runtime.calls.call import State
     from aiodaft._runtime.connections.connection import Link
     from aiodaft._runtime.node.worker_table import Worker
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 from aiodaft._protocol.fanout import Fanout
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import JOIN, LEAVE, Message
+from aiodaft._runtime.objects.received import Arrived
 from aiodaft._runtime.objects.store import Key
-from aiodaft._runtime.objects.stored import Arrived, Kept
+from aiodaft._runtime.objects.stored import Kept
 from aiodaft.exceptions import DaftError
 from aiodaft_transport import TransportError
 

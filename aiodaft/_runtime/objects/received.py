@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from aiodaft.ref import Ref
 from aiodaft_transport import Grant
 
 if TYPE_CHECKING:
     from aiodaft._runtime.connections.route import Neighbour
     from aiodaft._runtime.peer import Peer
+
 
 # Name of a transport, and what it granted.
 Blob: TypeAlias = tuple[str, Grant]
@@ -50,3 +53,22 @@ class Delivery:
     def __del__(self) -> None:
         if self._granted:
             self._peer.call_soon(partial(Delivery.decline, self))
+
+
+class Arrived:  # noqa: B903 - on the path of every call: a dataclass costs more
+    """A value as it came: not decoded yet."""
+
+    __slots__ = ("blobs", "inline", "origin", "payload", "refs")
+
+    def __init__(self, payload: bytes, inline: bytes | None, blobs: list[Any], refs: list[Ref[Any]]) -> None:
+        self.payload = payload
+        self.inline = inline
+        # Views of host memory, and tensors of bytes on accelerators.
+        self.blobs = blobs
+        self.refs = refs
+        # Where the value was made in this very process: gives the objects its buffers came from.
+        self.origin: Callable[[int], Any] = _no_origin
+
+
+def _no_origin(index: int) -> Any:
+    return None

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self, cast
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.ownership import Tenure
 from aiodaft._runtime.objects.into_tensor import Landing
-from aiodaft._runtime.objects.stored import Arrived, Kept
+from aiodaft._runtime.objects.received import Arrived
+from aiodaft._runtime.objects.stored import Kept
 from aiodaft._runtime.platform.tasks import wait_shielded
 from aiodaft._runtime.platform.wakeup import Wakeup
 from aiodaft._runtime.serialization.decoder import is_heavy

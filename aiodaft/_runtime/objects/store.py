@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INLINE_LIMIT
-from aiodaft._runtime.objects.stored import Arrived, Kept
+from aiodaft._runtime.objects.received import Arrived
+from aiodaft._runtime.objects.stored import Kept
 from aiodaft._runtime.platform.threads import SYNC_COPY, Offload
 from aiodaft._runtime.serialization.decoder import decode, is_heavy
 from aiodaft._runtime.serialization.encoded import Source

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import INLINE_LIMIT
+from aiodaft._runtime.objects.received import Arrived
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.serialization.encoded import Encoded, Source
 from aiodaft.exceptions import ResourceExhausted
@@ -19,21 +20,6 @@ if TYPE_CHECKING:
     from aiodaft._runtime.connections.route import Neighbour
     from aiodaft._runtime.objects.devices import Devices
     from aiodaft_transport.cuda.device import DeviceBlock
-
-
-class Arrived:  # noqa: B903 - on the path of every call: a dataclass costs more
-    """A value as it came: not decoded yet."""
-
-    __slots__ = ("blobs", "inline", "origin", "payload", "refs")
-
-    def __init__(self, payload: bytes, inline: bytes | None, blobs: list[Any], refs: list[Ref[Any]]) -> None:
-        self.payload = payload
-        self.inline = inline
-        # Views of host memory, and tensors of bytes on accelerators.
-        self.blobs = blobs
-        self.refs = refs
-        # Where the value was made in this very process: gives the objects its buffers came from.
-        self.origin: Callable[[int], Any] = _no_origin
 
 
 class Kept:
@@ -279,7 +265,3 @@ class Kept:
             callback()
         else:
             waiting[0].on_unread(lambda: self.when_unread(callback))
-
-
-def _no_origin(index: int) -> Any:
-    return None

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import CANCEL
+from aiodaft._runtime.objects.received import Arrived
 from aiodaft._runtime.objects.ref_state import RefState, release_inputs
-from aiodaft._runtime.objects.stored import Arrived
 from aiodaft._runtime.platform.tasks import current_task, shield_from_anyio
 from aiodaft.exceptions import DaftError, RuntimeClosed
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import BROKEN, MOVED, PULL, VALUE, Message
 from aiodaft._runtime.objects.broadcast import Fetching, Relays
-from aiodaft._runtime.objects.received import Blob, Delivery
+from aiodaft._runtime.objects.received import Arrived, Blob, Delivery
 from aiodaft._runtime.objects.ref_state import THERE, RefState
-from aiodaft._runtime.objects.stored import Arrived, Kept
+from aiodaft._runtime.objects.stored import Kept
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.serialization.errors import add_note, copy_error, decode_error, encode_error
 from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost, RemoteProtocolError

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiodaft._protocol.codec import pack, pack_exts
-from aiodaft._protocol.messages import INLINE_LIMIT
+from aiodaft._protocol.messages import INLINE_LIMIT, PLAIN_TEXT_LIMIT
 from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
 from aiodaft._runtime.serialization.encoded import Encoded, Source, blob_table, lay_out
 from aiodaft._runtime.serialization.pickling import PicklerHooks, TooLong, breathe, pickle_into
@@ -22,36 +22,82 @@ from aiodaft._runtime.serialization.tensors import Places, TensorTable, is_dense
 from aiodaft.exceptions import SerializationError
 from aiodaft.ref import Ref, parts_of
 
+if TYPE_CHECKING:
+    pass
+
+
 # Extension codes; 1 is the codec's own for big integers.
 TUPLE: Final = 2
+
+
 SET: Final = 3
+
+
 FROZENSET: Final = 4
+
+
 BYTEARRAY: Final = 5
+
+
 BUFFER: Final = 6
+
+
 TENSOR: Final = 7
+
+
 SLOT: Final = 8
+
+
 REF: Final = 9
+
+
 PICKLE: Final = 10
+
+
 DATACLASS: Final = 11
+
+
 NAMEDTUPLE: Final = 12
+
+
 CHUNKS: Final = 13
+
 
 # First byte of a payload: what follows.
 PLAIN: Final = 0  # the skeleton
+
+
 TABLE: Final = 1  # [offsets, specs of tensors, skeleton]
+
+
 FAR: Final = 2  # [offsets, specs of tensors], and the skeleton is the last buffer
+
+
 HEAVY: Final = 4  # decoding takes long: not on a loop
 
+
 FLAT: Final = frozenset({type(None), bool, int, float, str})
+
+
 # Bytes beside which a buffer of its own pays.
 _BUFFER_LIMIT: Final = 16 << 10
+
+
 # Copying more than this is not for a loop.
 _LONG_COPY: Final = 1 << 20
+
+
 # Refs that a message has room for.
 _MAX_REFS: Final = 1 << 16
+
+
 # Elements that one step may encode; about 2 ms.
 _BUDGET: Final = 50_000
+
+
 CHUNK: Final = 10_000
+
+
 # Containers with more objects than this are pickled as a whole: one pickle costs less than many.
 _PICKLED_TOGETHER: Final = 16
 
@@ -344,3 +390,21 @@ def encode(
     path, reason = find_path(names.parts, attempt)
     refused = f"{path} of {names.whole} cannot travel{to}: {reason or failed}{advice_on(failed)}"
     raise SerializationError(refused) from cause_of(failed)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value travels in a frame as it is."""
+    kind = type(value)
+    if kind is int:
+        return bool(-(1 << 63) <= value < 1 << 64)
+    if kind is str or kind is bytes:
+        return len(value) <= PLAIN_TEXT_LIMIT
+    return kind in FLAT
+
+
+def all_plain(values: tuple[Any, ...]) -> bool:
+    """Whether arguments travel in a frame as they are."""
+    for value in values:  # noqa: SIM110 - on the path of every call: all() with a generator costs twice as much
+        if not is_plain(value):
+            return False
+    return True

@@ -19,7 +19,7 @@ from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.ref import Ref, Refs, parts_of
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.calls.outgoing import Target
+    from aiodaft._runtime.calls.call import Target
     from aiodaft._runtime.serialization.encoder import Encoder
 
 # Out-of-band buffers below this size cost more than they save.

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._protocol.ids import AGENT, ActorId, PeerId, epoch_of
 from aiodaft._protocol.messages import WANT_REPLY
-from aiodaft._runtime.agent import host_spec
-from aiodaft._runtime.calls.outgoing import Request, Target
-from aiodaft._runtime.objects.ref_kinds import CallState
+from aiodaft._runtime.agent import Agent
+from aiodaft._runtime.calls.call import CallState, Request, Target
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError
+from aiodaft.methods import MethodSpec, Options, specs_of
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Said to whom it concerns when an actor is stopped.
 WHY_STOPPED: Final = "stopped by its owner"
+
+
 # Seconds in which a process that lives answers, however short the grace times are.
 _ANSWER_TIME: Final = 1.0
 
@@ -122,3 +124,9 @@ async def _is_over(ref: Ref[None], deadline: float) -> bool:
         async with asyncio.timeout_at(deadline):
             await ref.ready()
     return ref.done()
+
+
+def host_spec(cls: type) -> MethodSpec:
+    """The method that makes an actor, named in errors by the actor's class."""
+    spec = specs_of(Agent)["host"]
+    return MethodSpec(cls.__name__, spec.name, spec.fn, Options(spec.rules), hidden=4)

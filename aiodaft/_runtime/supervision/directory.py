@@ -16,7 +16,7 @@ from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown
 from aiodaft.methods import method
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.calls.outgoing import Target
+    from aiodaft._runtime.calls.call import Target
     from aiodaft._runtime.peer import Peer
     from aiodaft._runtime.supervision.child_spec import Recipe
     from aiodaft._runtime.supervision.supervisor import Family

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from aiodaft._protocol.ids import incarnation
 from aiodaft._protocol.supervision import Again, GiveUp, Gone, Kind, Siblings
+from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import Followed, Whereabouts
-from aiodaft._runtime.calls.outgoing import Target
 from aiodaft._runtime.platform.error_log import printable
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.supervision.child_spec import stop_actor

@@ -5,7 +5,7 @@ whether the call in question ran: True, False (it did not: safe to retry) or Non
 
 DaftError
 ├── SerializationError       a value cannot travel; names the path to it
-├── ImpossibleOrder          the steps of a graph would wait for each other in a circle
+├── CyclicGraph          the steps of a graph would wait for each other in a circle
 ├── ResourceExhausted        the system refuses a descriptor or memory for a value; names the limit
 ├── Closed                   you closed it
 │   ├── RuntimeClosed        the runtime, or the scope that owned the actor
@@ -42,10 +42,10 @@ __all__ = [
     "CallCancelled",
     "ChannelClosed",
     "Closed",
+    "CyclicGraph",
     "DaftError",
     "DeadlineExceeded",
     "DeadlockDetected",
-    "ImpossibleOrder",
     "InsufficientResources",
     "LocalProtocolError",
     "NameNotFound",
@@ -105,7 +105,7 @@ class SerializationError(DaftError, TypeError):
     executed = False
 
 
-class ImpossibleOrder(DaftError, ValueError):
+class CyclicGraph(DaftError, ValueError):
     """The steps of a graph would wait for each other in a circle; the message says which, and their source lines."""
 
     executed = False

@@ -18,7 +18,7 @@ from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._protocol.plan import Dataflow, Step
 from aiodaft._runtime.calls.call import Request, Target
 from aiodaft._runtime.graphs.captured_call import Arguments
-from aiodaft._runtime.graphs.owner import OwnGraph
+from aiodaft._runtime.graphs.owner import GraphOwner
 from aiodaft._runtime.objects.ref_kinds import PutState
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.context import current_peer
@@ -101,7 +101,7 @@ class Graph(Generic[P, Out]):
     cancels those that run.
     """
 
-    def __init__(self, peer: Peer, core: OwnGraph, output: Any, numbers: dict[Any, int]) -> None:
+    def __init__(self, peer: Peer, core: GraphOwner, output: Any, numbers: dict[Any, int]) -> None:
         self._peer = peer
         self._core = core
         self._output = output
@@ -224,7 +224,7 @@ def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -
     Raises:
         TypeError: `fn` looks at a value (which does not exist yet), or does not return what its calls gave.
         SerializationError: A constant cannot travel.
-        ImpossibleOrder: Steps would wait for each other in a circle.
+        CyclicGraph: Steps would wait for each other in a circle.
     """
     peer = current_peer()
     _check_loop(peer, "a graph is captured")
@@ -249,7 +249,7 @@ def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -
     if not outputs or min(numbers) < len(inputs):
         raise TypeError(f"{getattr(fn, '__qualname__', fn)} must return the refs of calls it made, not {output!r:.80}")
     flow = Dataflow(len(inputs), tuple(recorder.steps), tuple(numbers))
-    return Graph(peer, OwnGraph(peer, flow, recorder.specs, max_in_flight), output, recorder.numbers)
+    return Graph(peer, GraphOwner(peer, flow, recorder.specs, max_in_flight), output, recorder.numbers)
 
 
 def _count_inputs(fn: Callable[..., Any]) -> int:

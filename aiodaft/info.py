@@ -11,8 +11,8 @@ from aiodaft.exceptions import DaftError
 
 if TYPE_CHECKING:
     from aiodaft._runtime.calls.call import Target
-    from aiodaft._runtime.node.worker_table import Process
-    from aiodaft._runtime.supervision.directory import Life
+    from aiodaft._runtime.node.worker_table import WorkerProcess
+    from aiodaft._runtime.supervision.directory import Child
     from aiodaft.ref import Ref
 
 __all__ = ["ActorInfo", "look_at"]
@@ -70,13 +70,13 @@ class ActorInfo:
     last_error: BaseException | None = None
 
 
-async def look_at(target: Target, cls: type, names: tuple[str, ...], node: str, life: Life | None) -> ActorInfo:
+async def look_at(target: Target, cls: type, names: tuple[str, ...], node: str, life: Child | None) -> ActorInfo:
     """What its process says, or else what the node knows: of one that does not answer within a second, that is all.
 
     Its `life` is what is known of its restarts, if it is supervised.
     """
     node_agent = target.peer.node_agent()
-    before: Process | None = await node_agent.process_of(target.remote)
+    before: WorkerProcess | None = await node_agent.process_of(target.remote)
     report = None if before is None else await _report(target)
     process = await node_agent.process_of(target.remote)
     restarts: dict[str, Any] = {}

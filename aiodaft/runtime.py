@@ -18,17 +18,17 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, cast
 
 from aiodaft._protocol.ids import COORDINATOR, NODE, SUPERVISOR, ActorId, PeerId
-from aiodaft._protocol.ledger import Ledger
+from aiodaft._protocol.ledger import Resources
 from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.naming import check_name as check_actor_name
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.connections.connection import Link
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.diagnostics.attach import answer
 from aiodaft._runtime.node.all_stacks import stack_of_all
 from aiodaft._runtime.node.coordinator import Coordinator
-from aiodaft._runtime.node.launcher import Nursery
-from aiodaft._runtime.node.node_agent import Node
+from aiodaft._runtime.node.launcher import WorkerLauncher
+from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.pid_namespace import prefix_of
 from aiodaft._runtime.peer import Peer, PeerOptions
 from aiodaft._runtime.platform.context import remove_process_peer, set_process_peer
@@ -37,7 +37,7 @@ from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.gpu_claims import GpuClaims, gpu_names, id_named
 from aiodaft._runtime.platform.tasks import shield_from_anyio
 from aiodaft._runtime.serialization.errors import give_frames, take_frames
-from aiodaft._runtime.supervision.directory import Supervisor
+from aiodaft._runtime.supervision.directory import Directory
 from aiodaft.actor import Actor, Handle, class_of
 from aiodaft.exceptions import DaftError, OutcomeUnknown, ProtocolError, RuntimeClosed
 from aiodaft.ref import Ref
@@ -138,7 +138,7 @@ class Runtime(Scope):
         machine = self._env.gpus()
         self._gpu_names = gpu_names(machine, gpus)
         self._claims = GpuClaims([] if share_gpus else [id_named(name, machine) for name in self._gpu_names])
-        self._ledger: Ledger[ActorId] = Ledger(
+        self._ledger: Resources[ActorId] = Resources(
             cpus=len(os.sched_getaffinity(0)) if cpus is None else cpus,
             gpus=len(self._gpu_names) if gpus is None else gpus,
             custom=resources,
@@ -146,7 +146,7 @@ class Runtime(Scope):
         )
         self._labels: Counter[str] = Counter()
         self._peer: Peer | None = None
-        self._nursery: Nursery | None = None
+        self._launcher: WorkerLauncher | None = None
         self._ended: str | None = None
         # This is a forked child of the process that has it.
         self.stayed_behind = False
@@ -191,51 +191,51 @@ class Runtime(Scope):
             max_pending=self._max_pending,
         )
         peer = self._peer = Peer(options, Key(self._env.token(32)), self._env)
-        self._nursery = Nursery(loop, fork=self._fork, preload=self._preload, prefix=self._isolation)
+        self._launcher = WorkerLauncher(loop, fork=self._fork, preload=self._preload, prefix=self._isolation)
         names = self._gpu_names
-        agent = Node(peer, self._nursery, self._ledger, names, uvloop=self._uvloop, patience=self._patience)
+        agent = NodeAgent(peer, self._launcher, self._ledger, names, uvloop=self._uvloop, patience=self._patience)
         agent.on_died = self._actor_died
         agent.on_unheld = self.fail
         agent.on_ended = self._process_ended
-        peer.add_cell(NODE, "node agent", agent)
-        peer.add_cell(COORDINATOR, "coordinator", Coordinator())
+        peer.add_actor(NODE, "node agent", agent)
+        peer.add_actor(COORDINATOR, "coordinator", Coordinator())
         peer.on_unheld = self.fail
 
-        async def explain(link: Link, reason: Exception) -> DaftError:
-            ending = await agent.explain(link.remote, peer.graphs.in_flight(link))
+        async def explain(connection: Connection, reason: Exception) -> DaftError:
+            ending = await agent.explain(connection.remote, peer.graphs.in_flight(connection))
             # Who talks nonsense is cut off, and ends: why is what the callers have to hear.
             return reason if isinstance(reason, ProtocolError) else ending
 
         peer.explain = explain
-        self._nursery.on_rung = self._answer_door
+        self._launcher.on_rung = self._answer_door
         self.node = peer.node_agent()
         self.coordinator = cast("Coordinator", peer.handle(peer_id, COORDINATOR, "coordinator", Coordinator))
-        self.supervisor = Supervisor(peer)
+        self.supervisor = Directory(peer)
         self.supervisor.on_over = lambda number: self.coordinator.release.tell(peer_id, number)
-        peer.add_cell(SUPERVISOR, "supervisor", self.supervisor)
+        peer.add_actor(SUPERVISOR, "supervisor", self.supervisor)
         peer.on_forked = self._stay_behind
         set_process_peer(peer)
         self._left_open = weakref.finalize(self, _warn_left_open)
 
-    def _end(self, why: str) -> tuple[Peer, Nursery] | None:
+    def _end(self, why: str) -> tuple[Peer, WorkerLauncher] | None:
         """It is not open any more; what there is to be closed, unless that was done."""
         if self._ended is not None:
             return None
         self._ended = why
-        if self._peer is None or self._nursery is None:
+        if self._peer is None or self._launcher is None:
             return None
         self._left_open.detach()
         remove_process_peer(self._peer)
-        return self._peer, self._nursery
+        return self._peer, self._launcher
 
     async def _shut(self) -> None:
         parts = self._end("the runtime is closed")
         if parts is not None:
-            peer, nursery = parts
+            peer, launcher = parts
             try:
                 await peer.aclose("the runtime is closed")
             finally:
-                await nursery.aclose()
+                await launcher.aclose()
                 self._claims.close()
 
     def abandon(self) -> None:
@@ -243,17 +243,17 @@ class Runtime(Scope):
         why = "the event loop it was opened on is gone"
         parts = self._end(why)
         if parts is not None:
-            peer, nursery = parts
+            peer, launcher = parts
             peer.abandon(why)
-            nursery.abandon()
+            launcher.abandon()
             self._claims.close()
 
     def _stay_behind(self) -> None:
         parts = self._end("it stayed behind in the process that this one was forked from")
         if parts is not None:
             self.stayed_behind = True
-            _, nursery = parts
-            nursery.stay_behind()
+            _, launcher = parts
+            launcher.stay_behind()
             self._claims.close()
 
     @property
@@ -423,7 +423,7 @@ class Runtime(Scope):
     def __repr__(self) -> str:
         state = "closed" if self._ended else "not open" if self._peer is None else "open"
         name = "" if self._peer is None else f"{self._peer.id} "
-        return f"<Runtime {name}{state}, {len(self._belongings)} actors>"
+        return f"<Runtime {name}{state}, {len(self._scope_actors)} actors>"
 
 
 def _warn_left_open() -> None:

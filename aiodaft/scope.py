@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.unhandled import Unhandled
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.calls.following import Followed, Pinned
+from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import logger, see_through, shield_from_anyio
-from aiodaft._runtime.scope_actors import Belongings
-from aiodaft._runtime.supervision.child_spec import Recipe
+from aiodaft._runtime.scope_actors import ScopeActors
+from aiodaft._runtime.supervision.child_spec import ChildSpec
 from aiodaft.actor import Actor, Handle, class_of, target_of
 from aiodaft.exceptions import CallCancelled, OutcomeUnknown, RuntimeClosed
 from aiodaft.group import Group
@@ -44,7 +44,7 @@ class Scope(Spawner):
     def __init__(self, runtime: Runtime, parent: Scope | None = None, restart: Restart | None = None) -> None:
         self._runtime = runtime
         self._parent = parent
-        self._belongings = Belongings(runtime, self, restart)
+        self._scope_actors = ScopeActors(runtime, self, restart)
         self._children: list[Scope] = []
         self._unhandled = Unhandled()
         self._held: dict[RefState, None] = {}
@@ -106,7 +106,7 @@ class Scope(Spawner):
                 except asyncio.CancelledError as cancelled:
                     if interrupted is None:
                         self._runtime.peer.tasks.create_task(
-                            self._belongings.kill_all(), name="kill the actors of a scope"
+                            self._scope_actors.kill_all(), name="kill the actors of a scope"
                         )
                     interrupted = cancelled
         if not closing.cancelled():
@@ -120,7 +120,7 @@ class Scope(Spawner):
         for child in reversed(self._children):
             child._closing = True
             await child._close_all(graceful=graceful)
-        await self._belongings.stop_all(graceful=graceful)
+        await self._scope_actors.stop_all(graceful=graceful)
 
     def _unseen(self) -> list[RefState]:
         """The refs that still hold an error which no code has seen; asked once, at the end."""
@@ -192,7 +192,7 @@ class Scope(Spawner):
         return child
 
     def _owner_of(self, remote: PeerId, actor: ActorId) -> Scope | None:
-        if (remote, actor) in self._belongings:
+        if (remote, actor) in self._scope_actors:
             return self
         found = (child._owner_of(remote, actor) for child in self._children)
         return next((scope for scope in found if scope is not None), None)
@@ -216,8 +216,8 @@ class Scope(Spawner):
         if constraints.node not in (None, runtime.node_name):
             raise ValueError(f"{what}: there is no node {constraints.node!r}; this runtime has {runtime.node_name!r}")
         beside = None if constraints.beside is None else self._target(constraints.beside)
-        recipe = Recipe(cls, label or runtime.new_label(cls), args, kwargs, constraints.max_queue_with(cls))
-        return await self._belongings.make(recipe, constraints, beside)
+        recipe = ChildSpec(cls, label or runtime.new_label(cls), args, kwargs, constraints.max_queue_with(cls))
+        return await self._scope_actors.make(recipe, constraints, beside)
 
     async def spawn_group(
         self, n: int, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
@@ -260,7 +260,7 @@ class Scope(Spawner):
         Cancellation: raised when the process has ended.
         """
         target = self._target(actor)
-        await see_through(self._runtime.start_task(self._belongings.kill(target), f"kill {target.label}"))
+        await see_through(self._runtime.start_task(self._scope_actors.kill(target), f"kill {target.label}"))
 
     async def stop_group(self, group: Group[Any]) -> None:
         """Stop every member of a group, the last rank first.
@@ -276,10 +276,10 @@ class Scope(Spawner):
         def kill() -> None:
             # A runtime that was closed meanwhile has ended them all.
             for target in targets if not self._runtime.is_closed else ():
-                self._runtime.peer.tasks.create_task(self._belongings.kill(target), name=f"kill {target.label}")
+                self._runtime.peer.tasks.create_task(self._scope_actors.kill(target), name=f"kill {target.label}")
 
         what = ", ".join(target.label for target in targets)
-        await see_through(self._runtime.start_task(self._belongings.stop(targets), f"stop {what}"), kill)
+        await see_through(self._runtime.start_task(self._scope_actors.stop(targets), f"stop {what}"), kill)
 
     # Looking.
 
@@ -297,7 +297,7 @@ class Scope(Spawner):
             ActorDied: The actor is gone for good.
         """
         handle, target = handle_of(actor), self._target(actor)
-        if not isinstance(target, Followed):
+        if not isinstance(target, FollowingTarget):
             return actor
         address = await self._runtime.supervisor.address(target.number)
         if address is target_of(handle):
@@ -310,7 +310,7 @@ class Scope(Spawner):
         target = cast("Target", target_of(handle_of(actor)))
         if target.peer is not self._runtime.peer:
             raise ValueError(f"{target.label} belongs to another runtime, that of {target.peer.runtime_name}")
-        return target.life if isinstance(target, Pinned) else target
+        return target.life if isinstance(target, PinnedTarget) else target
 
 
 def handle_of(actor: object) -> object:

@@ -172,7 +172,7 @@ async def shared_runtime(request: pytest.FixtureRequest) -> AsyncIterator[aiodaf
 async def module_rt(shared_runtime: aiodaft.Runtime, nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
     """The module's runtime, without actors at the beginning and at the end."""
     yield shared_runtime
-    for target in shared_runtime._belongings:
+    for target in shared_runtime._scope_actors:
         await shared_runtime.stop(Handle(target, Echo))
 
 

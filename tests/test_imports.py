@@ -125,7 +125,7 @@ def test_the_package_offers_what_it_says_and_nothing_else() -> None:
     assert set(said) - {"exceptions"} == set(objects)
     promised = """
         Actor ActorDied ActorInfo BorrowError CallCancelled Channel ChannelClosed DaftError DeadlineExceeded Graph Group
-        ImpossibleOrder InsufficientResources NameNotFound NameTaken Overloaded OwnerDied PeerLost Placement Ref Refs
+        CyclicGraph InsufficientResources NameNotFound NameTaken Overloaded OwnerDied PeerLost Placement Ref Refs
         RemoteError Runtime RuntimeClosed Scope SerializationError Service SpawnFailed Spawned Stream borrow
         cancel_on_disconnect compile deadline empty exceptions lazy method run start stop
     """

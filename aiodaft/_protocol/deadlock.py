@@ -83,8 +83,8 @@ class Deadlock:
         names = [f"{one.method} of {one.actor}" for one in self.waiting]
         steps = [f"{name} ({one.line})" if one.line else name for name, one in zip(names, self.waiting, strict=True)]
         reasons = [one.reason.value for one in self.waiting]
-        links = [f"{reason} {step}" for reason, step in zip(reasons, [*steps[1:], names[0]], strict=True)]
-        return f"{steps[0]} {', which '.join(links)}"
+        connections = [f"{reason} {step}" for reason, step in zip(reasons, [*steps[1:], names[0]], strict=True)]
+        return f"{steps[0]} {', which '.join(connections)}"
 
 
 class Phase(Enum):

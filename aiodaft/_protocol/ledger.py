@@ -41,7 +41,7 @@ class Claims(Protocol):
         ...
 
 
-class Ledger(Generic[HolderT]):
+class Resources(Generic[HolderT]):
     """Resources of one node. A GPU is claimed while somebody has at least a part of it."""
 
     def __init__(

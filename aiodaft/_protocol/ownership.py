@@ -10,7 +10,7 @@ from __future__ import annotations
 from .ids import PeerId
 
 
-class Tenure:
+class Holders:
     """The holders of one ref in its owner process."""
 
     # Defaults live in the class: most refs are made, awaited and gone without ever changing them.

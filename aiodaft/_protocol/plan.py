@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Generic, TypeVar
 
-from aiodaft.exceptions import ImpossibleOrder
+from aiodaft.exceptions import CyclicGraph
 
 from .ids import ActorId, PeerId
 from .mailbox import Rules
@@ -119,14 +119,14 @@ class Dataflow(Generic[DataT]):
         """The steps of an actor, in the order in which they start.
 
         Raises:
-            ImpossibleOrder: An order that was given does not name each of them once.
+            CyclicGraph: An order that was given does not name each of them once.
         """
         made = [index for index, step in enumerate(self.steps) if step.actor == actor]
         order = self.orders.get(actor)
         if order is None:
             return made
         if sorted(order) != made:
-            raise ImpossibleOrder(f"the order of an actor's steps names {list(order)}, and its steps are {made}")
+            raise CyclicGraph(f"the order of an actor's steps names {list(order)}, and its steps are {made}")
         return order
 
     def label_of(self, value: int) -> str:
@@ -148,7 +148,7 @@ def make_plan(flow: Dataflow[DataT]) -> dict[PeerId, SubPlan[DataT]]:
     """What each process does of a dataflow.
 
     Raises:
-        ImpossibleOrder: Steps would wait for each other in a circle.
+        CyclicGraph: Steps would wait for each other in a circle.
     """
     actors = _unique(step.actor for step in flow.steps)
     orders = {actor: flow.order_of(actor) for actor in actors}
@@ -253,7 +253,7 @@ def _sorted(flow: Dataflow[DataT], orders: Mapping[ActorKey, Sequence[int]]) -> 
     return done if flow.orders else sorted(done)
 
 
-def _circle(flow: Dataflow[DataT], before: Sequence[set[int]], stuck: set[int]) -> ImpossibleOrder:
+def _circle(flow: Dataflow[DataT], before: Sequence[set[int]], stuck: set[int]) -> CyclicGraph:
     """Walk back from a stuck step, always to one that is stuck too, until one comes again."""
     path = [min(stuck)]
     while True:
@@ -266,7 +266,7 @@ def _circle(flow: Dataflow[DataT], before: Sequence[set[int]], stuck: set[int]) 
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  ... and {len(circle) - _SHOWN} more"]
     text = "\n".join(lines)
-    return ImpossibleOrder(f"these steps wait for each other in a circle, each for the next:\n{text}")
+    return CyclicGraph(f"these steps wait for each other in a circle, each for the next:\n{text}")
 
 
 def _unique(items: Iterable[KeyT]) -> list[KeyT]:

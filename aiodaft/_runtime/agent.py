@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiodaft._protocol.deadlock import CallAt, Waiting
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, incarnation
 from aiodaft._protocol.mailbox import BoundedMailbox
-from aiodaft._runtime.actors.hosted_actor import Cell
+from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.actors.inbound_call import current_call
 from aiodaft._runtime.diagnostics.process_stack import stack_here
 from aiodaft._runtime.graphs.captured_call import Sealed
@@ -46,45 +46,45 @@ class Agent(Actor):
         epoch = call.attempt
         specs = specs_of(cls) if issubclass(cls, Actor) else {}
         find_spec = specs.get if issubclass(cls, Actor) else PlainMethods(cls).find
-        cell = Cell(self._peer, incarnation(ActorId(actor), epoch), label, find_spec)
+        hosted = HostedActor(self._peer, incarnation(ActorId(actor), epoch), label, find_spec)
         if max_queue is not None or any(spec.rules.max_queue is not None for spec in specs.values()):
-            cell.mailbox = cell.bounds = BoundedMailbox(max_queue)
+            hosted.mailbox = hosted.bounds = BoundedMailbox(max_queue)
         try:
-            cell.instance = await cell.thread.run(lambda: cls(*args, **kwargs))
-            await cell.enter_instance()
+            hosted.instance = await hosted.thread.run(lambda: cls(*args, **kwargs))
+            await hosted.enter_instance()
             if epoch and issubclass(cls, Actor):
-                await _tell_restarted(cell, cls, epoch)
+                await _tell_restarted(hosted, cls, epoch)
         except BaseException as error:
-            cell.thread.close()
+            hosted.thread.close()
             add_note(error, f"raised while {label} was made (pid {self._peer.pid}, {self._peer.node})")
             raise
-        self._peer.cells[cell.id] = cell
+        self._peer.actors[hosted.id] = hosted
 
     @method
     async def stop(self, actor: int, reason: str, grace: float) -> None:
-        """Stop an actor: see `Cell.stop`. Nothing if it is gone."""
-        cell = self._peer.cells.get(ActorId(actor))
-        if cell is not None:
+        """Stop an actor: see `HostedActor.stop`. Nothing if it is gone."""
+        hosted = self._peer.actors.get(ActorId(actor))
+        if hosted is not None:
             try:
-                await cell.stop(reason, grace)
+                await hosted.stop(reason, grace)
             finally:
-                self._peer.hosted.remove(cell)
+                self._peer.inbound.remove(hosted)
 
     @method
     async def report(self, actor: int) -> dict[str, Any]:
         """How an actor is doing."""
-        cell = self._peer.cells.get(ActorId(actor))
-        if cell is None:
+        hosted = self._peer.actors.get(ActorId(actor))
+        if hosted is None:
             raise ActorDied("the actor was stopped", executed=False)
-        calls = cell.running()
+        calls = hosted.running()
         begun = [call.label for call in calls if call.begun]
         return {
             "running": tuple(begun[:_SHOWN]),
             "running_besides": len(begun[_SHOWN:]),
             # Calls of def methods wait for the actor's thread.
-            "queued": cell.mailbox.queued + len(calls) - len(begun),
-            "done": cell.done,
-            "abandoned": len(cell.abandoned),
+            "queued": hosted.mailbox.queued + len(calls) - len(begun),
+            "done": hosted.done,
+            "abandoned": len(hosted.abandoned),
             "stored_bytes": self._peer.store.stored_bytes(),
         }
 
@@ -160,15 +160,15 @@ class Agent(Actor):
             await unread.wait()
 
 
-async def _tell_restarted(cell: Cell, cls: type, epoch: int) -> None:
+async def _tell_restarted(hosted: HostedActor, cls: type, epoch: int) -> None:
     """Have a new incarnation get back what it needs of the state of the one before."""
     hook: Any = getattr(cls, "on_restart", None)
     if hook is None:
         return
     if inspect.iscoroutinefunction(hook):
-        await hook(cell.instance, epoch)
+        await hook(hosted.instance, epoch)
     else:
-        await cell.thread.run(lambda: hook(cell.instance, epoch))
+        await hosted.thread.run(lambda: hook(hosted.instance, epoch))
 
 
 def _caller() -> PeerId:

@@ -32,7 +32,7 @@ from aiodaft._protocol.ids import CHANNELS, CallId, PeerId
 from aiodaft._protocol.messages import WANT_NOTHING
 from aiodaft._runtime.actors.inbound_call import current_call
 from aiodaft._runtime.calls.call import Request, Target, TellState
-from aiodaft._runtime.objects.received import Arrived
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import HERE, RefState, state_of
 from aiodaft._runtime.platform.context import current_deadline
 from aiodaft._runtime.serialization.encoder import is_plain
@@ -43,7 +43,7 @@ from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.connections.connection import Connection
     from aiodaft._runtime.objects.store import Store
     from aiodaft._runtime.peer import Peer
 
@@ -76,7 +76,7 @@ class Letter:
     __slots__ = ("_arrived",)
 
     def __init__(self, payload: bytes, inline: bytes | None, refs: list[Ref[Any]]) -> None:
-        self._arrived = Arrived(payload, inline, [], refs)
+        self._arrived = ReceivedValue(payload, inline, [], refs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         arrived = self._arrived
@@ -138,8 +138,8 @@ class Token(RefState):
             return
         (holder,) = self.borrowers
         # A call under way has the channel as an argument: what its callee holds of it is the same handle.
-        link = self.peer.links.get(holder)
-        calls = [] if link is None else link.session.calls.values()
+        connection = self.peer.connections.get(holder)
+        calls = [] if connection is None else connection.session.calls.values()
         if sum((call.inputs or []).count(self) for call in calls) == self.uses:
             self._channels.tell_alone(self.number, holder)
 
@@ -158,9 +158,9 @@ class NoteState(TellState):
         self._undelivered()
 
 
-def how_ended(link: Link) -> Leaving:
+def how_ended(connection: Connection) -> Leaving:
     """What the end of a connection says of the process at its other end."""
-    return Leaving.ENDED if link.dismissed else Leaving.DIED
+    return Leaving.ENDED if connection.dismissed else Leaving.DIED
 
 
 class Channels(Actor):
@@ -221,8 +221,8 @@ class Channels(Actor):
 
     def register(self, channel_id: ChannelId) -> None:
         """There is an endpoint; its maker knows, unless that is gone."""
-        end, link = self.ends.get(channel_id), self.peer.links.get(channel_id[0])
-        if end is not None and link is not None and link.lost is not None:
+        end, connection = self.ends.get(channel_id), self.peer.connections.get(channel_id[0])
+        if end is not None and connection is not None and connection.lost is not None:
             self.run(channel_id, [Tell(end.keeper, Message(Kind.HELD, 0, self.peer.id))])
 
     def holder_came(self, number: CallId, peer: PeerId) -> None:
@@ -303,9 +303,9 @@ class Channels(Actor):
         peer, to, (kind, ticket, body) = self.peer, command.to, command.message
         if peer.closed is not None:
             return []
-        link = peer.link_to(to)
-        if link.lost is not None:
-            return self._lost(channel_id, to, how_ended(link))
+        connection = peer.connection_to(to)
+        if connection.lost is not None:
+            return self._lost(channel_id, to, how_ended(connection))
         target = Target(peer, to, CHANNELS, f"channels of {to}", None)
         arguments = (*channel_id, int(kind), ticket, body)
         state = NoteState(self._note.label, body, partial(self._undelivered, channel_id, to))
@@ -428,7 +428,7 @@ class Endpoint:
             return ChannelClosed(closed, executed=False)
         if process is None:
             return ChannelClosed("the channel is gone: its maker has ended, and no process held it any more")
-        error = await self._peer.why_lost(self._peer.way_to(process), "cannot be reached from here")
+        error = await self._peer.why_lost(self._peer.route_to(process), "cannot be reached from here")
         if settled.outcome is Outcome.ORPHANED:
             add_note(error, f"nothing will come through {self}: of the processes that sent, none is left")
         else:

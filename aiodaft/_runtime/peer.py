@@ -1,4 +1,4 @@
-"""One process of a runtime: its links, its actors, its values. Controller and workers are the same thing."""
+"""One process of a runtime: its connections, its actors, its values. Controller and workers are the same thing."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, ActorId, CallId, PeerId
 from aiodaft._protocol.session import Session
 from aiodaft._protocol.siblings import FailedAwaits
-from aiodaft._runtime.actors.hosted_actor import Cell
-from aiodaft._runtime.actors.inbound import Hosted
-from aiodaft._runtime.actors.inbound_call import IncomingCall
-from aiodaft._runtime.actors.responders import LocalCaller
+from aiodaft._runtime.actors.hosted_actor import HostedActor
+from aiodaft._runtime.actors.inbound import Inbound
+from aiodaft._runtime.actors.inbound_call import InboundCall
+from aiodaft._runtime.actors.responders import LocalResponder
 from aiodaft._runtime.agent import Agent
-from aiodaft._runtime.calls.call import CallSink, State, Target
+from aiodaft._runtime.calls.call import CallSink, PendingCall, Target
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.channels import Channels, how_ended
-from aiodaft._runtime.connections.connection import Link
-from aiodaft._runtime.connections.ring_poller import Waiter
-from aiodaft._runtime.connections.ring_upgrade import Upgrades
-from aiodaft._runtime.connections.route import Loopback, Neighbour
+from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.ring_poller import RingPoller
+from aiodaft._runtime.connections.ring_upgrade import RingUpgrades
+from aiodaft._runtime.connections.route import Loopback, Route
 from aiodaft._runtime.connections.traffic import Traffic, total
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
 from aiodaft._runtime.graphs.registry import Graphs
@@ -48,7 +48,7 @@ from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.platform.linux import visible_pid
 from aiodaft._runtime.platform.tasks import TaskOwner, current_task
-from aiodaft._runtime.platform.threads import Offload
+from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.actor import Handle
 from aiodaft.exceptions import (
@@ -63,12 +63,12 @@ from aiodaft.methods import specs_of
 from aiodaft_transport import Key, Transport, TransportError, open_transport
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.node.node_agent import Node
-    from aiodaft._runtime.objects.ref_state import ErrorSink
+    from aiodaft._runtime.node.node_agent import NodeAgent
+    from aiodaft._runtime.objects.ref_state import UnhandledErrors
     from aiodaft.ref import Ref
 
 
-# Lost links that are kept to say why.
+# Lost connections that are kept to say why.
 _REMEMBERED: Final = 1024
 
 
@@ -113,17 +113,17 @@ class Peer:
         self.pid = visible_pid()
         self.loop = asyncio.get_running_loop()
         self.tasks = TaskOwner(f"aiodaft {options.id}")
-        self.offload = Offload(self.loop, f"aiodaft {options.id} copies")
+        self.helper_thread = HelperThread(self.loop, f"aiodaft {options.id} copies")
         # What transports run there.
-        self.in_thread = self.offload.run
-        self.links: dict[PeerId, Link] = {}
+        self.in_thread = self.helper_thread.run
+        self.connections: dict[PeerId, Connection] = {}
         # Processes that do not answer, as far as the node is here to know.
         self.suspects: set[PeerId] = set()
-        self.waiter = Waiter(self.loop)
+        self.waiter = RingPoller(self.loop)
         self.starter = Starter(self.loop)
-        self.upgrades = Upgrades(self)
-        self.cells: dict[ActorId, Cell] = {}
-        self.store = Store(self, self.offload, self._open_transport, options.transport, direct=options.direct)
+        self.upgrades = RingUpgrades(self)
+        self.actors: dict[ActorId, HostedActor] = {}
+        self.store = Store(self, self.helper_thread, self._open_transport, options.transport, direct=options.direct)
         self.refs = RefTable(self)
         self.transfer = Transfer(self)
         self.replies = Replies(self)
@@ -131,8 +131,8 @@ class Peer:
         self.sender = Outgoing(self)
         self.outgoing: CallSink = self.sender
         self.followers = Followers(self)
-        self.hosted = Hosted(self)
-        self.local_caller = LocalCaller(self)
+        self.inbound = Inbound(self)
+        self.local_caller = LocalResponder(self)
         self.loopback = Loopback(self)
         self.deadlocks = Deadlocks(self)
         self.graphs = Graphs(self)
@@ -141,20 +141,20 @@ class Peer:
         self.on_exit: Callable[[BaseException], object] = _ignore_exit
         # Told, in a forked child, that it stayed behind.
         self.on_forked: Callable[[], object] = lambda: None
-        self.explain: Callable[[Link, Exception], Awaitable[DaftError]] = _explain_plainly
+        self.explain: Callable[[Connection, Exception], Awaitable[DaftError]] = _explain_plainly
         self.current_maker = partial(current_task, self.loop)
         self.failed_awaits: FailedAwaits[weakref.ref[Any]] = FailedAwaits()
         self.key = key
         self.numbers = cast("Iterator[CallId]", itertools.count(1))
         self.next_number = self.numbers.__next__
         self._thread = threading.get_ident()
-        self._lost: deque[Link] = deque()
+        self._lost: deque[Connection] = deque()
         self._past_traffic = Traffic()
         self._dropped: deque[RefState] = deque()
         self.handlers = Dispatch(self).handlers()
         self.channels = Channels(self)
-        self.add_cell(AGENT, "agent", Agent(self))
-        self.add_cell(CHANNELS, "channels", self.channels)
+        self.add_actor(AGENT, "agent", Agent(self))
+        self.add_actor(CHANNELS, "channels", self.channels)
 
     @property
     def runtime_name(self) -> str:
@@ -163,14 +163,14 @@ class Peer:
 
     # Actors.
 
-    def add_cell(self, actor: ActorId, name: str, instance: Any) -> Cell:
+    def add_actor(self, actor: ActorId, name: str, instance: Any) -> HostedActor:
         """Host an actor that exists already."""
-        cell = Cell(self, actor, name, specs_of(type(instance)).get)
-        cell.instance = instance
-        self.cells[actor] = cell
-        return cell
+        hosted = HostedActor(self, actor, name, specs_of(type(instance)).get)
+        hosted.instance = instance
+        self.actors[actor] = hosted
+        return hosted
 
-    def handle(self, remote: PeerId, actor: ActorId, label: str, cls: type, sink: ErrorSink | None = None) -> Any:
+    def handle(self, remote: PeerId, actor: ActorId, label: str, cls: type, sink: UnhandledErrors | None = None) -> Any:
         """A handle of an actor, wherever it is."""
         return Handle(Target(self, remote, actor, label, sink), cls)
 
@@ -178,132 +178,134 @@ class Peer:
         """The agent of a process."""
         return cast("Agent", self.handle(remote, AGENT, f"agent of {remote}", Agent))
 
-    def node_agent(self) -> Node:
+    def node_agent(self) -> NodeAgent:
         """The agent of this process's machine."""
-        from aiodaft._runtime.node.node_agent import Node  # noqa: PLC0415 - the node agent is itself hosted by a peer
+        from aiodaft._runtime.node.node_agent import NodeAgent  # noqa: PLC0415 - the node agent is itself hosted by a peer
 
-        return cast("Node", self.handle(self.options.home, NODE, "node agent", Node))
+        return cast("NodeAgent", self.handle(self.options.home, NODE, "node agent", NodeAgent))
 
     # Links.
 
-    def link_to(self, remote: PeerId) -> Link:
-        """The link to a process: an existing one, or one that the node is asked for. It may be lost already."""
-        link = self.links.get(remote)
-        if link is None:
-            link = self.new_link(remote)
-            self.tasks.create_task(self._ask_introduction(link), name=f"be introduced to {remote}")
-        return link
+    def connection_to(self, remote: PeerId) -> Connection:
+        """The connection to a process: an existing one, or one that the node is asked for. It may be lost already."""
+        connection = self.connections.get(remote)
+        if connection is None:
+            connection = self.new_connection(remote)
+            self.tasks.create_task(self._ask_introduction(connection), name=f"be introduced to {remote}")
+        return connection
 
-    def way_to(self, remote: PeerId) -> Neighbour:
+    def route_to(self, remote: PeerId) -> Route:
         """The way to a process, or to this one."""
-        return self.loopback if remote == self.id else self.link_to(remote)
+        return self.loopback if remote == self.id else self.connection_to(remote)
 
-    def new_link(self, remote: PeerId) -> Link:
-        """A link without a socket yet."""
-        session: Session[State] = Session(self.id, self.pid, remote=remote, max_pending=self.options.max_pending)
-        link = self.links[remote] = Link(self, session, remote, self.loop)
-        return link
+    def new_connection(self, remote: PeerId) -> Connection:
+        """A connection without a socket yet."""
+        session: Session[PendingCall] = Session(self.id, self.pid, remote=remote, max_pending=self.options.max_pending)
+        connection = self.connections[remote] = Connection(self, session, remote, self.loop)
+        return connection
 
-    def attach(self, remote: PeerId, connection: socket.socket) -> Link:
-        """Use a connected socket for the link to a process."""
-        link = self.links.get(remote)
-        if link is None:
-            link = self.new_link(remote)
-        if link.lost is not None:
-            connection.close()
+    def attach(self, remote: PeerId, sock: socket.socket) -> Connection:
+        """Use a connected socket for the connection to a process."""
+        connection = self.connections.get(remote)
+        if connection is None:
+            connection = self.new_connection(remote)
+        if connection.lost is not None:
+            sock.close()
         else:
-            link.attach(connection)
-        return link
+            connection.attach(sock)
+        return connection
 
-    async def _ask_introduction(self, link: Link) -> None:
+    async def _ask_introduction(self, connection: Connection) -> None:
         try:
-            await self.node_agent().introduce(link.remote)
-        except Exception as error:  # noqa: BLE001 - without the node's help there is no link
-            link.close(error)
+            await self.node_agent().introduce(connection.remote)
+        except Exception as error:  # noqa: BLE001 - without the node's help there is no connection
+            connection.close(error)
 
     def traffic(self) -> Traffic:
         """What this process sent and received in all."""
-        return total([self._past_traffic, *(link.traffic for link in self.links.values())])
+        return total([self._past_traffic, *(connection.traffic for connection in self.connections.values())])
 
-    def link_lost(self, link: Link, reason: Exception) -> None:
-        """A link ended: everything that went over it fails, with the best explanation there is."""
-        self._lost.append(link)
+    def connection_lost(self, connection: Connection, reason: Exception) -> None:
+        """A connection ended: everything that went over it fails, with the best explanation there is."""
+        self._lost.append(connection)
         while len(self._lost) > _REMEMBERED:
             forgotten = self._lost.popleft()
             self._past_traffic = total([self._past_traffic, forgotten.traffic])
-            del self.links[forgotten.remote]
-        self.hosted.link_lost(link)
-        self.graphs.owner_lost(link.remote)
-        self.store.peer_lost(link.remote)
-        self.store.process_lost(link.remote)
-        self.channels.peer_lost(link.remote, how_ended(link))
-        self.refs.peer_lost(link.remote)
-        self.transfer.relays.link_lost(link.remote)
+            del self.connections[forgotten.remote]
+        self.inbound.connection_lost(connection)
+        self.graphs.owner_lost(connection.remote)
+        self.store.peer_lost(connection.remote)
+        self.store.process_lost(connection.remote)
+        self.channels.peer_lost(connection.remote, how_ended(connection))
+        self.refs.peer_lost(connection.remote)
+        self.transfer.relays.connection_lost(connection.remote)
         if self.closed is None:
-            link.explanation = self.tasks.start(self._explain_loss(link, reason), name=f"explain {link.remote}")
+            connection.explanation = self.tasks.start(
+                self._explain_loss(connection, reason), name=f"explain {connection.remote}"
+            )
         else:
-            self._fail_all(link, RuntimeClosed(self.closed))
+            self._fail_all(connection, RuntimeClosed(self.closed))
 
-    def dropped(self, link: Link, message: m.Message) -> None:
+    def dropped(self, connection: Connection, message: m.Message) -> None:
         """A call will not be sent."""
         if message[0] == m.SEND:
-            self.transfer.revoke(link, message[7])
+            self.transfer.revoke(connection, message[7])
 
-    async def _explain_loss(self, link: Link, reason: Exception) -> DaftError:
+    async def _explain_loss(self, connection: Connection, reason: Exception) -> DaftError:
         try:
             known = isinstance(reason, DaftError) and not isinstance(reason, PeerLost | ProtocolError)
-            error = cast("DaftError", reason) if known else await self.explain(link, reason)
+            error = cast("DaftError", reason) if known else await self.explain(connection, reason)
         except Exception as problem:  # noqa: BLE001 - an explanation that fails must not keep calls waiting
-            error = PeerLost(f"the connection to {link.remote} ended: {reason}")
+            error = PeerLost(f"the connection to {connection.remote} ended: {reason}")
             error.__cause__ = problem
-        self._fail_all(link, error)
+        self._fail_all(connection, error)
         return error
 
-    def _fail_all(self, link: Link, error: DaftError) -> None:
-        self.replies.link_lost(link, error)
-        self.transfer.link_lost(link, error)
-        self.graphs.link_lost(link.remote, error)
+    def _fail_all(self, connection: Connection, error: DaftError) -> None:
+        self.replies.connection_lost(connection, error)
+        self.transfer.connection_lost(connection, error)
+        self.graphs.connection_lost(connection.remote, error)
 
-    async def explanation(self, link: Link) -> DaftError:
-        """Why a lost link was lost."""
-        if link.explanation is None:
-            return PeerLost(f"the connection to {link.remote} ended: {link.lost}")
-        return await asyncio.shield(link.explanation)
+    async def explanation(self, connection: Connection) -> DaftError:
+        """Why a lost connection was lost."""
+        if connection.explanation is None:
+            return PeerLost(f"the connection to {connection.remote} ended: {connection.lost}")
+        return await asyncio.shield(connection.explanation)
 
-    async def why_lost(self, way: Neighbour, otherwise: str) -> DaftError:
+    async def why_lost(self, route: Route, otherwise: str) -> DaftError:
         """Why something of another process did not work: how that ended, once it is known, or that it lives."""
-        # The control link alone says whether a process lives; others may have noticed its end before.
+        # The control connection alone says whether a process lives; others may have noticed its end before.
         with suppress(DaftError):
-            await self.agent_of(way.remote).answer()
-        if way.lost is not None:
-            return copy_error(await self.explanation(cast("Link", way)))
-        return PeerLost(f"{way.remote} lives, and {otherwise}")
+            await self.agent_of(route.remote).answer()
+        if route.lost is not None:
+            return copy_error(await self.explanation(cast("Connection", route)))
+        return PeerLost(f"{route.remote} lives, and {otherwise}")
 
     # What the parts need of each other.
 
-    def running_call(self, owner: PeerId, number: CallId) -> IncomingCall | None:
+    def running_call(self, owner: PeerId, number: CallId) -> InboundCall | None:
         """A call of `owner` that is queued or runs here."""
         if owner == self.id:
             return self.local_caller.calls.get(number)
-        link = self.links.get(owner)
-        return None if link is None else link.incoming.get(number)
+        connection = self.connections.get(owner)
+        return None if connection is None else connection.incoming.get(number)
 
-    def incoming_calls(self) -> list[IncomingCall]:
+    def incoming_calls(self) -> list[InboundCall]:
         """Every call that is queued or runs here."""
-        remote = [call for link in self.links.values() for call in link.incoming.values()]
-        answered = [call for cell in self.cells.values() for call in cell.abandoned if call.over]
+        remote = [call for connection in self.connections.values() for call in connection.incoming.values()]
+        answered = [call for hosted in self.actors.values() for call in hosted.abandoned if call.over]
         return [*remote, *self.local_caller.calls.values(), *self.graphs.calls(), *answered]
 
     def cancel_local(self, number: CallId) -> None:
         """Cancel a call that this process made to itself."""
         call = self.local_caller.calls.get(number)
         if call is not None:
-            call.cell.cancel(call)
+            call.hosted.cancel(call)
 
     def give_credit(self, stream: StreamState, count: int) -> None:
         """Let a producer go on."""
-        if stream.link is not None:
-            stream.link.send((m.CREDIT, stream.number, count))
+        if stream.connection is not None:
+            stream.connection.send((m.CREDIT, stream.number, count))
         else:
             call = self.local_caller.calls.get(stream.number)
             if call is not None:
@@ -368,21 +370,21 @@ class Peer:
         return open_transport(name, self, self.key, local=self.id)
 
     def leave(self, reason: str) -> None:
-        """Close this process's ends of its links, and use the loop no more: it has ended, or is that of the parent."""
+        """Close this process's ends of its connections without the loop, which has ended or belongs to the parent."""
         self.closed = reason
         self.waiter.abandon()
-        for link in self.links.values():
-            link.abandon()
+        for connection in self.connections.values():
+            connection.abandon()
 
     def stay_behind(self) -> None:
-        """In a forked child: the parent goes on with links and actors, and with what they send."""
+        """In a forked child: the parent goes on with connections and actors, and with what they send."""
         self.leave("the runtime stayed behind in the process that this one was forked from")
         self.on_forked()
 
     def abandon(self, reason: str) -> None:
         """Let go of everything where the loop does not run any more."""
         self.leave(reason)
-        self.offload.abandon()
+        self.helper_thread.abandon()
         self.store.close()
 
     def check_open(self, what: str) -> None:
@@ -391,33 +393,33 @@ class Peer:
             raise RuntimeClosed(f"{what}: {self.closed}")
 
     async def aclose(self, reason: str) -> None:
-        """End every link, task and thread, and free every value. Idempotent."""
+        """End every connection, task and thread, and free every value. Idempotent."""
         if self.closed is not None:
             return
         self.closed = reason
         self.graphs.abandon(RuntimeClosed(reason))
         self.sender.close(reason)
         self.channels.close()
-        for link in list(self.links.values()):
-            link.send((m.BYE, reason))
-            link.close(RuntimeClosed(reason))
-        for cell in list(self.cells.values()):
-            await cell.stop(reason, 0)
+        for connection in list(self.connections.values()):
+            connection.send((m.BYE, reason))
+            connection.close(RuntimeClosed(reason))
+        for hosted in list(self.actors.values()):
+            await hosted.stop(reason, 0)
         self.starter.close()
         await self.tasks.aclose()
         # The helper thread may be copying into memory that the store unmaps.
-        await self.offload.aclose()
+        await self.helper_thread.aclose()
         self.store.close()
-        self.links.clear()
-        self.cells.clear()
+        self.connections.clear()
+        self.actors.clear()
 
 
 def _ignore_exit(error: BaseException) -> None:
     raise LocalProtocolError(f"a system actor raised {type(error).__name__}")
 
 
-async def _explain_plainly(link: Link, reason: Exception) -> DaftError:  # noqa: RUF029 - others have to ask
-    return PeerLost(f"the connection to {link.remote} ended: {reason}")
+async def _explain_plainly(connection: Connection, reason: Exception) -> DaftError:  # noqa: RUF029 - others have to ask
+    return PeerLost(f"the connection to {connection.remote} ended: {reason}")
 
 
 class Dispatch:
@@ -426,15 +428,15 @@ class Dispatch:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
 
-    def handlers(self) -> list[Callable[[Link, m.Message], object]]:
+    def handlers(self) -> list[Callable[[Connection, m.Message], object]]:
         """What handles each kind, by its number."""
         peer = self._peer
-        table: dict[int, Callable[[Link, m.Message], object]] = {
-            m.CALL: peer.hosted.call_came,
-            m.SEND: peer.hosted.send_came,
-            m.CANCEL: peer.hosted.cancel_came,
-            m.CREDIT: peer.hosted.credit_came,
-            m.ADOPTED: peer.hosted.adopted_came,
+        table: dict[int, Callable[[Connection, m.Message], object]] = {
+            m.CALL: peer.inbound.call_came,
+            m.SEND: peer.inbound.send_came,
+            m.CANCEL: peer.inbound.cancel_came,
+            m.CREDIT: peer.inbound.credit_came,
+            m.ADOPTED: peer.inbound.adopted_came,
             m.REPLY: peer.replies.replied,
             m.RESULT: peer.replies.answered,
             m.STORED: peer.replies.answered,
@@ -456,41 +458,41 @@ class Dispatch:
         }
         return [table.get(kind, self._unexpected) for kind in range(m.KINDS)]
 
-    def _introduction_came(self, link: Link, message: m.Message) -> None:
+    def _introduction_came(self, connection: Connection, message: m.Message) -> None:
         remote = PeerId(message[1])
         try:
-            (fd,) = link.take_fds(1)
+            (fd,) = connection.take_fds(1)
         except OSError as error:
             # Only what is sent to that process fails.
-            (self._peer.links.get(remote) or self._peer.new_link(remote)).close(
+            (self._peer.connections.get(remote) or self._peer.new_connection(remote)).close(
                 exhausted(error, f"there is no connection to {remote}")
             )
             return
-        connection = socket.socket(fileno=fd)
-        if link.remote != self._peer.options.home:
-            connection.close()
-            raise RemoteProtocolError(f"{link.remote} introduces peers, which only the node may")
-        self._peer.attach(remote, connection)
+        sock = socket.socket(fileno=fd)
+        if connection.remote != self._peer.options.home:
+            sock.close()
+            raise RemoteProtocolError(f"{connection.remote} introduces peers, which only the node may")
+        self._peer.attach(remote, sock)
 
-    def _note_came(self, link: Link, message: m.Message) -> None:
+    def _note_came(self, connection: Connection, message: m.Message) -> None:
         _, name, note, count = message
         fds: list[int] = []
         if count:
             # What is missing costs what the note is about, which the transport says.
             with suppress(OSError):
-                fds = link.take_fds(count)
+                fds = connection.take_fds(count)
         try:
-            self._peer.store.transport_named(name).note_received(link, note, fds)
+            self._peer.store.transport_named(name).note_received(connection, note, fds)
         except TransportError as error:
-            raise RemoteProtocolError(f"{link.remote} sent a wrong note: {error}") from error
+            raise RemoteProtocolError(f"{connection.remote} sent a wrong note: {error}") from error
 
-    def _release_came(self, link: Link, message: m.Message) -> None:
+    def _release_came(self, connection: Connection, message: m.Message) -> None:
         for number in message[1]:
-            self._peer.store.drop((link.remote, number))
+            self._peer.store.drop((connection.remote, number))
 
-    def _bye_came(self, link: Link, message: m.Message) -> None:
-        link.dismissed = True
-        link.close(PeerLost(message[1]))
+    def _bye_came(self, connection: Connection, message: m.Message) -> None:
+        connection.dismissed = True
+        connection.close(PeerLost(message[1]))
 
-    def _unexpected(self, link: Link, message: m.Message) -> None:
-        raise RemoteProtocolError(f"{link.remote} sent an unexpected message of kind {message[0]}")
+    def _unexpected(self, connection: Connection, message: m.Message) -> None:
+        raise RemoteProtocolError(f"{connection.remote} sent an unexpected message of kind {message[0]}")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.calls.following import Pinned, Whereabouts
-from aiodaft._runtime.node.environment import Surroundings
+from aiodaft._runtime.calls.following import Location, PinnedTarget
+from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.worker_table import Conditions
 from aiodaft._runtime.platform.tasks import shield_from_anyio
-from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, Recipe, stop_actor, stop_in_turn
-from aiodaft._runtime.supervision.directory import Life
-from aiodaft._runtime.supervision.supervisor import Family
+from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, ChildSpec, stop_actor, stop_in_turn
+from aiodaft._runtime.supervision.directory import Child
+from aiodaft._runtime.supervision.supervisor import Supervisor
 from aiodaft.actor import Handle
 from aiodaft.exceptions import CallCancelled, SerializationError, SpawnFailed
 from aiodaft.supervision import Kind, Restart
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiodaft.scope import Scope
 
 
-class Belongings:
+class ScopeActors:
     """What one scope owns."""
 
     def __init__(self, runtime: Runtime, scope: Scope, restart: Restart | None) -> None:
@@ -36,7 +36,7 @@ class Belongings:
         self._scope = scope
         self._restart = restart
         # Those that the scope's policy watches.
-        self._family: Family | None = None
+        self._family: Supervisor | None = None
         self._owned: dict[tuple[PeerId, ActorId], Target] = {}
         # Actors that are being made, by the call that makes them.
         self._making: dict[Ref[Any], Target] = {}
@@ -53,7 +53,7 @@ class Belongings:
 
     # Making.
 
-    async def make(self, recipe: Recipe, constraints: Constraints, beside: Target | None) -> Handle:
+    async def make(self, recipe: ChildSpec, constraints: Constraints, beside: Target | None) -> Handle:
         """Make an actor, and take it back if that does not work out.
 
         Cancellation: an actor that is being made is taken back.
@@ -68,9 +68,9 @@ class Belongings:
             self._owned[target.identity] = target
             return Handle(target, cls)
         family, kind = watched
-        whereabouts = Whereabouts(place.peer, place.actor)
+        whereabouts = Location(place.peer, place.actor)
         followed = runtime.peer.followers.get(runtime.peer.id, whereabouts, label, self._scope)
-        life = runtime.supervisor.begin(Life(followed, recipe, family, beside))
+        life = runtime.supervisor.begin(Child(followed, recipe, family, beside))
         try:
             await self._host(followed, recipe, again=True)
         except BaseException:
@@ -78,9 +78,9 @@ class Belongings:
             raise
         self._owned[followed.identity] = followed
         family.join(life, kind)
-        return Handle(followed if family.policy.follow else Pinned(followed, whereabouts), cls)
+        return Handle(followed if family.policy.follow else PinnedTarget(followed, whereabouts), cls)
 
-    def _supervision(self, cls: type, constraints: Constraints) -> tuple[Family, Kind] | None:
+    def _supervision(self, cls: type, constraints: Constraints) -> tuple[Supervisor, Kind] | None:
         """Who watches an actor, and of what kind it is; None if nobody does."""
         own = constraints.restart
         if self._restart is not None and not isinstance(own, Restart):
@@ -91,13 +91,15 @@ class Belongings:
             policy = replace(policy or Restart(), kind=own)
         return None if policy is None else (self._new_family(policy), policy.kind)
 
-    def _new_family(self, policy: Restart) -> Family:
-        return Family(self._runtime.supervisor, policy, self._runtime.stop_grace, self._scope.fail)
+    def _new_family(self, policy: Restart) -> Supervisor:
+        return Supervisor(self._runtime.supervisor, policy, self._runtime.stop_grace, self._scope.fail)
 
-    async def _find_place(self, recipe: Recipe, constraints: Constraints, host: PeerId | None, *, keep: bool) -> Place:
+    async def _find_place(
+        self, recipe: ChildSpec, constraints: Constraints, host: PeerId | None, *, keep: bool
+    ) -> Place:
         runtime, cls = self._runtime, recipe.cls
-        surroundings = Surroundings.here() if host is None else None
-        conditions = Conditions(constraints.patience_with(cls), surroundings)
+        worker_environment = WorkerEnvironment.here() if host is None else None
+        conditions = Conditions(constraints.patience_with(cls), worker_environment)
         placing: Ref[Place] = runtime.node.place(recipe.label, constraints.demand(cls), host, conditions, keep)
         try:
             return await placing
@@ -109,7 +111,7 @@ class Belongings:
                     await self._undo(Target(runtime.peer, place.peer, place.actor, recipe.label, self._scope))
             raise
 
-    async def _host(self, target: Target, recipe: Recipe, *, again: bool = False) -> None:
+    async def _host(self, target: Target, recipe: ChildSpec, *, again: bool = False) -> None:
         """Have the actor's process make it."""
         what = f"{recipe.cls.__name__} cannot be spawned"
         try:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from aiodaft._runtime.connections.ring_poller import Waiter
+from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.connections.shm_ring import RingPair, offer_rings, take_rings
 
 from .results import timed
@@ -31,7 +31,7 @@ _MESSAGE: Final = b"ping"
 class _Server:
     """Sends back what comes; what ends with a full stop is the last."""
 
-    def __init__(self, ring: RingPair, waiter: Waiter) -> None:
+    def __init__(self, ring: RingPair, waiter: RingPoller) -> None:
         self._ring = ring
         self._waiter = waiter
         self.over = asyncio.Event()
@@ -49,7 +49,7 @@ class _Server:
 
 async def serve(memory: int, ours: int, theirs: int) -> None:
     """Be the other side."""
-    ring, waiter = take_rings(memory, ours, theirs), Waiter(asyncio.get_running_loop())
+    ring, waiter = take_rings(memory, ours, theirs), RingPoller(asyncio.get_running_loop())
     os.close(memory)
     server = _Server(ring, waiter)
     waiter.add(ring, server)
@@ -63,7 +63,7 @@ class PingPong:
         self.pid = pid
         self._ring = ring
         self._loop = asyncio.get_running_loop()
-        self.waiter = Waiter(self._loop)
+        self.waiter = RingPoller(self._loop)
         self._answer: asyncio.Future[bytes] = self._loop.create_future()
         self.waiter.add(ring, self)
 

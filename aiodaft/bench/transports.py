@@ -52,7 +52,7 @@ class _Host:
         task.add_done_callback(self._tasks.discard)
 
 
-class Link:
+class Connection:
     """A control link over a socket that keeps the borders of messages."""
 
     def __init__(self, name: str, peer: str, connection: socket.socket) -> None:
@@ -101,7 +101,7 @@ class Link:
 
 async def serve(name: str, connection: socket.socket) -> None:
     """The other process: grant a block, or be the other end of a floor, as it is asked."""
-    link = Link(name, "near", connection)
+    link = Connection(name, "near", connection)
     blocks: dict[int, Any] = {}
 
     def asked(content: list[Any]) -> None:
@@ -133,12 +133,12 @@ def _send_bare(port: int, size: int, count: int) -> None:
 
 
 @asynccontextmanager
-async def open_far(name: str) -> AsyncGenerator[Link, None]:
+async def open_far(name: str) -> AsyncGenerator[Connection, None]:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = [sys.executable, "-c", _FAR, name, str(theirs.fileno())]
         process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
-    link = Link(name, "far", mine)
+    link = Connection(name, "far", mine)
     link.pid = process.pid
     try:
         yield link
@@ -168,7 +168,7 @@ async def run(turns: int) -> list[Result]:
     return results
 
 
-async def _against_ucxx(link: Link, turns: int) -> Result:
+async def _against_ucxx(link: Connection, turns: int) -> Result:
     """The same as users of ucxx would do it; if there is none here, the name of the row says so."""
     size, repeats = 64 * _MIB, 5
     name = "ucx, 64 MiB, against ucxx"
@@ -187,7 +187,7 @@ async def _against_ucxx(link: Link, turns: int) -> Result:
     return Result(name, size / mine / 1e9, "GB/s", size / theirs / 1e9, "ucxx endpoints", 1 / ratio)
 
 
-async def _second_consumer(link: Link, turns: int) -> Result:
+async def _second_consumer(link: Connection, turns: int) -> Result:
     """What the first one read already: mapped again, and a byte of each page read."""
     size = 64 * _MIB
 
@@ -215,7 +215,7 @@ async def _second_consumer(link: Link, turns: int) -> Result:
     )
 
 
-async def _measure(link: Link, name: str, size: int, turns: int) -> Result:
+async def _measure(link: Connection, name: str, size: int, turns: int) -> Result:
     repeats = max(1, min(50, 32 * _MIB // size))
     await link.ask("prepare", size)
 
@@ -246,7 +246,7 @@ async def _measure(link: Link, name: str, size: int, turns: int) -> Result:
     return Result(what, size / mine / 1e9, "GB/s", size / theirs / 1e9, _FLOORS[name], 1 / ratio, budget)
 
 
-async def _floor_of(link: Link, name: str, size: int, repeats: int) -> Sample:
+async def _floor_of(link: Connection, name: str, size: int, repeats: int) -> Sample:
     if name == "shm":
         return Copy(size).seconds
     if name == "tcp":
@@ -255,7 +255,7 @@ async def _floor_of(link: Link, name: str, size: int, repeats: int) -> Sample:
     return _bare_gets(link, tuple(grant), repeats)
 
 
-async def _bare_sockets(link: Link, size: int, repeats: int) -> float:
+async def _bare_sockets(link: Connection, size: int, repeats: int) -> float:
     """Ask for the bytes with one byte, and receive them into the same buffer again and again."""
     target = _buffer(size)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -285,7 +285,7 @@ def _configure(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, option, 4 * _MIB)
 
 
-def _bare_gets(link: Link, grant: Grant, repeats: int) -> Sample:
+def _bare_gets(link: Connection, grant: Grant, repeats: int) -> Sample:
     """One GET after the other over the same connection, into the same registered memory, spinning meanwhile."""
     from aiodaft_transport.ucx.transport import UcxTransport  # noqa: PLC0415 - loads libucp's binding
 

@@ -76,7 +76,9 @@ async def _try_cuda() -> str:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
         return f"does not work: {type(error).__name__}: {error}"
     if not same or not direct:
-        return f"does not work: {'the value went by way of host memory' if same else 'what came back is not the same'}"
+        return (
+            f"does not work: {'the value went by route of host memory' if same else 'what came back is not the same'}"
+        )
     return f"works, for CUDA tensors: 1 MiB there and back in {seconds * 1e3:.1f} ms"
 
 

@@ -271,15 +271,15 @@ async def test_a_runtime_inside_an_actor_is_its_own(rt: aiodaft.Runtime) -> None
 
 async def test_spawns_under_way_fail_with_the_fork_server(rt: aiodaft.Runtime) -> None:
     await rt.stop(await rt.spawn(Echo))
-    assert rt._nursery is not None
-    assert rt._nursery.pid is not None
+    assert rt._launcher is not None
+    assert rt._launcher.pid is not None
     before = await rt.resources()
     spawning = [asyncio.get_running_loop().create_task(rt.on(gpus=1).spawn(Probe)._begin()) for _ in range(4)]
     # The orders are out, and nothing has come back.
-    os.kill(rt._nursery.pid, signal.SIGSTOP)
-    while len(rt._nursery._children) < 4:
+    os.kill(rt._launcher.pid, signal.SIGSTOP)
+    while len(rt._launcher._children) < 4:
         await asyncio.sleep(0)
-    os.kill(rt._nursery.pid, signal.SIGKILL)
+    os.kill(rt._launcher.pid, signal.SIGKILL)
     async with asyncio.timeout(10):
         outcomes = await asyncio.gather(*spawning, return_exceptions=True)
     assert all(isinstance(outcome, aiodaft.SpawnFailed) for outcome in outcomes), outcomes

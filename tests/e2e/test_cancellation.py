@@ -74,8 +74,8 @@ async def test_every_way_of_cancelling_reaches_the_remote_call(rt: aiodaft.Runti
                 await sleeper.history()
                 raise ZeroDivisionError
 
-    ways = {"task": cancelled_task, "wait_for": wait_for, "gather": gather, "anyio": with_anyio, "group": group}
-    await ways[how]()
+    routes = {"task": cancelled_task, "wait_for": wait_for, "gather": gather, "anyio": with_anyio, "group": group}
+    await routes[how]()
     history = await sleeper.history()
     assert history.count("sleep cleaned up") == history.count("sleep began") > 0
 
@@ -336,6 +336,6 @@ async def test_cancelling_races_with_the_result_and_there_is_one_outcome(rt: aio
         del task
     assert "cancelled" in outcomes
     assert await echo.echo("still in order") == "still in order"
-    assert not rt.peer.links[next(iter(rt.peer.links))].session.calls
+    assert not rt.peer.connections[next(iter(rt.peer.connections))].session.calls
     while (await rt.info(echo)).stored_bytes:
         pass

@@ -245,7 +245,7 @@ async def test_the_wait_is_over_when_the_call_is(
     # Results that came too late go with the refs of them.
     while (await module_rt.info(it.subject)).stored_bytes:
         pass
-    assert not any(link.session.calls for link in module_rt.peer.links.values())
+    assert not any(connection.session.calls for connection in module_rt.peer.connections.values())
 
 
 async def test_what_a_cancelled_call_gives_all_the_same_is_dropped(

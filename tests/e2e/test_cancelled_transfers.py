@@ -16,7 +16,7 @@ from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import FLOW
 from aiodaft._runtime.objects.received import Delivery
 from aiodaft._runtime.objects.ref_state import state_of
-from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.ref import Borrowed
 from aiodaft_transport import GrantError
@@ -88,7 +88,7 @@ async def test_a_value_that_is_freed_in_the_moment_in_which_it_is_there(module_r
 async def test_grants_in_a_message_that_is_never_sent(module_rt: aiodaft.Runtime, case: str) -> None:
     peer, packer = module_rt.peer, await module_rt.spawn(Packer)
     first = packer.take_at_last(bytes(MEDIUM))
-    session = peer.links[state_of(first).producer].session
+    session = peer.connections[state_of(first).producer].session
     window, session._window_bytes, session._max_pending = session._window_bytes, 1, 2
     second = packer.take_at_last(bytes(MEDIUM))
     assert (session.waiting, in_use(peer)) == (1, 2)
@@ -148,7 +148,7 @@ async def test_a_value_for_a_graph_that_is_no_more(module_rt: aiodaft.Runtime) -
 # The rule behind all of these: what is dropped goes back.
 
 
-async def kept_here(module_rt: aiodaft.Runtime) -> Kept:
+async def kept_here(module_rt: aiodaft.Runtime) -> StoredValue:
     ref = module_rt.put(bytes(MEDIUM))
     await ref.ready()
     kept = state_of(ref).kept

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from actors import Box, Log
-from deadlocked import Waiter
+from deadlocked import RingPoller
 
 import aiodaft
 from aiodaft._runtime.diagnostics.await_chains import Wait, wait_of_task
@@ -39,7 +39,7 @@ def story(error: aiodaft.DeadlockDetected) -> list[tuple[str, str]]:
 
 
 async def test_every_kind_of_cycle_is_found_and_names_its_calls(module_rt: aiodaft.Runtime) -> None:
-    made = iter(await asyncio.gather(*(module_rt.spawn(Waiter) for _ in range(20))))
+    made = iter(await asyncio.gather(*(module_rt.spawn(RingPoller) for _ in range(20))))
     names: dict[Any, str] = {}
 
     async def waiters(count: int) -> list[Any]:
@@ -67,7 +67,7 @@ async def test_every_kind_of_cycle_is_found_and_names_its_calls(module_rt: aioda
     await a.remember_loop()
     expected[a.on_thread(a)] = [(a, "on_thread"), (a, "nothing")]
     a, b = await waiters(2)
-    helper = await module_rt.on(with_=a).spawn(Waiter)
+    helper = await module_rt.on(with_=a).spawn(RingPoller)
     names[helper] = (await module_rt.info(helper)).name
     expected[a.consume_before_making(helper, b)] = [(b, "free"), (helper, "ask_late"), (b, "free")]
 
@@ -79,7 +79,7 @@ async def test_every_kind_of_cycle_is_found_and_names_its_calls(module_rt: aioda
 
 
 async def test_cycles_through_graphs_are_found_too(module_rt: aiodaft.Runtime) -> None:
-    made = [await module_rt.spawn(Waiter) for _ in range(8)]
+    made = [await module_rt.spawn(RingPoller) for _ in range(8)]
     names = {actor: (await module_rt.info(actor)).name for actor in made}
     a, b, c, d, e, f, g, h = made
     for waiter in (c, d):
@@ -106,7 +106,7 @@ async def test_cycles_through_graphs_are_found_too(module_rt: aiodaft.Runtime) -
 
 
 async def test_who_gets_the_error_may_go_on_and_so_may_the_others(module_rt: aiodaft.Runtime) -> None:
-    a = await module_rt.spawn(Waiter)
+    a = await module_rt.spawn(RingPoller)
     first, behind = a.catching(a), a.catching()
     assert await first == "went on"
     assert await behind == "done"
@@ -117,11 +117,11 @@ async def test_who_gets_the_error_may_go_on_and_so_may_the_others(module_rt: aio
 
 
 async def test_a_call_that_may_still_get_a_place_is_left_alone(module_rt: aiodaft.Runtime) -> None:
-    a = await module_rt.spawn(Waiter)
+    a = await module_rt.spawn(RingPoller)
     holder = a.two_at_a_time(wait=True)
     back = a.two_at_a_time(a)
     # Their process looks at both while it finds this one.
-    neighbour = await module_rt.on(with_=a).spawn(Waiter)
+    neighbour = await module_rt.on(with_=a).spawn(RingPoller)
     assert await neighbour.catching(neighbour) == "went on"
     assert not back.done()
     await a.open_gate()
@@ -130,7 +130,7 @@ async def test_a_call_that_may_still_get_a_place_is_left_alone(module_rt: aiodaf
 
 
 async def test_refs_of_each_other_in_running_calls(module_rt: aiodaft.Runtime) -> None:
-    a, b = await module_rt.spawn(Waiter), await module_rt.spawn(Waiter)
+    a, b = await module_rt.spawn(RingPoller), await module_rt.spawn(RingPoller)
     ones, others = a.when_told(), b.when_told()
     await a.keep(Box(others))
     await b.keep(Box(ones))

@@ -72,9 +72,9 @@ async def test_c36_the_kernel_that_kills_for_want_of_memory_is_named_and_others_
 
 async def kill_one_of_four(rt: aiodaft.Runtime, group: Path) -> None:
     other = await rt.spawn(Echo)
-    assert rt._nursery is not None
+    assert rt._launcher is not None
     # What is forked from here on belongs to it.
-    move(rt._nursery.pid, group)
+    move(rt._launcher.pid, group)
     victims = [await rt.spawn(Failing) for _ in range(3)]
     waiting = victims[0].wait()
     os.kill((await rt.info(victims[0])).pid, signal.SIGKILL)
@@ -183,9 +183,9 @@ async def test_c42_killing_the_fork_server_ends_actors_and_says_so(
     echo = await rt.spawn(Sleeper)
     ref = echo.sleep(60)
     await echo.history()
-    assert rt._nursery is not None
-    assert rt._nursery.pid is not None
-    os.kill(rt._nursery.pid, signal.SIGKILL)
+    assert rt._launcher is not None
+    assert rt._launcher.pid is not None
+    os.kill(rt._launcher.pid, signal.SIGKILL)
     with pytest.raises(aiodaft.ActorDied):
         await ref
     with pytest.raises(aiodaft.SpawnFailed, match="fork server is gone"):
@@ -198,16 +198,16 @@ async def test_a_death_is_seen_while_the_fork_server_is_stopped(
     # Nothing is settled by waiting for long.
     monkeypatch.setattr(node, "_REPORT_TIMEOUT", 3600)
     killed, exiting = await rt.spawn(Failing), await rt.spawn(Failing)
-    assert rt._nursery is not None
-    assert rt._nursery.pid is not None
-    os.kill(rt._nursery.pid, signal.SIGSTOP)
+    assert rt._launcher is not None
+    assert rt._launcher.pid is not None
+    os.kill(rt._launcher.pid, signal.SIGSTOP)
     with pytest.raises(aiodaft.ActorDied, match="was killed by SIGKILL") as caught:
         await killed.kill_itself()
     assert (caught.value.signal, caught.value.exit_code) == ("SIGKILL", None)
     with pytest.raises(aiodaft.ActorDied, match="ended with exit code 0") as caught:
         await exiting.exit(0)
     assert (caught.value.signal, caught.value.exit_code) == (None, 0)
-    os.kill(rt._nursery.pid, signal.SIGCONT)
+    os.kill(rt._launcher.pid, signal.SIGCONT)
     assert await (await rt.spawn(Failing)).count() == 0
 
 

@@ -121,12 +121,12 @@ async def test_an_error_that_no_code_sees_cancels_no_cell(options: dict[str, Any
     rt = await in_a_task(aiodaft.start(preload=(), **options))
     failing = await rt.spawn(Failing)
 
-    async def cell() -> None:
+    async def hosted() -> None:
         failing.raise_value_error("no code sees this")
         await ear.hears("ValueError: no code sees this")
 
     with listening() as ear:
-        await in_a_task(cell())
+        await in_a_task(hosted())
     assert await failing.use("next cell") == "next cell"
     with pytest.raises(ExceptionGroup) if options else nullcontext() as caught:
         await aiodaft.stop()
@@ -138,7 +138,7 @@ async def test_an_error_that_no_code_sees_cancels_no_cell(options: dict[str, Any
 def test_a_loop_that_was_closed_under_a_started_runtime_does_not_prevent_the_next() -> None:
     pids: list[int] = []
 
-    async def cell() -> None:
+    async def hosted() -> None:
         rt = await aiodaft.start(preload=())
         echo = await rt.spawn(Echo)
         pids.append((await rt.info(echo)).pid)
@@ -147,10 +147,10 @@ def test_a_loop_that_was_closed_under_a_started_runtime_does_not_prevent_the_nex
             assert await graph(1) == 1
 
     async def last() -> None:
-        await cell()
+        await hosted()
         await aiodaft.stop()
 
-    asyncio.run(cell())
+    asyncio.run(hosted())
     asyncio.run(last())
     assert len(pids) == 2
     assert not any(map(is_alive, pids))

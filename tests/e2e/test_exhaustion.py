@@ -111,12 +111,12 @@ async def test_a_graph_does_without_rings_where_an_actor_has_no_descriptors(rt: 
         assert await graph(torch.ones(10)) == 10
         with pytest.raises(aiodaft.ResourceExhausted, match=rf"cannot be received: {NO_DESCRIPTORS}"):
             await graph(torch.ones(LARGE))
-    link = rt.peer.link_to(rt._target(actor).remote)
-    assert link.ring is None
+    connection = rt.peer.connection_to(rt._target(actor).remote)
+    assert connection.ring is None
     assert await actor.release() == "released"
     async with aiodaft.compile(actor.total) as graph:
         assert await graph(torch.ones(LARGE)) == LARGE
-    assert link.ring is not None
+    assert connection.ring is not None
 
 
 async def test_every_run_of_a_graph_fails_whose_actors_cannot_be_connected_with_each_other(rt: aiodaft.Runtime) -> None:
@@ -124,11 +124,11 @@ async def test_every_run_of_a_graph_fails_whose_actors_cannot_be_connected_with_
     async with aiodaft.compile(second.total) as graph:
         assert await graph(torch.ones(10)) == 10
     await second.hoard()
-    link = rt.peer.link_to(rt._target(second).remote)
+    connection = rt.peer.connection_to(rt._target(second).remote)
     async with aiodaft.compile(lambda count: second.total(first.ones(count))) as graph:
         for _ in range(3):
             # A process that sleeps is told of a run in such a way that the process before it wakes it.
-            while not link.is_asleep:
+            while not connection.is_asleep:
                 await asyncio.sleep(0)
             with pytest.raises(aiodaft.ResourceExhausted, match=rf"no connection to worker-\w+: {NO_DESCRIPTORS}"):
                 await graph(10)
@@ -172,8 +172,8 @@ async def test_a_value_beyond_the_limit_on_files_fails_and_says_so(rt: aiodaft.R
 
 async def test_an_actor_never_ends_with_code_0_because_its_connection_broke(rt: aiodaft.Runtime) -> None:
     actor = await rt.on(restart="temporary").spawn(Hoarder)
-    link = rt.peer.link_to(rt._target(actor).remote)
-    link.send_note("shm", b"nonsense")
+    connection = rt.peer.connection_to(rt._target(actor).remote)
+    connection.send_note("shm", b"nonsense")
     with pytest.raises(aiodaft.ActorDied) as caught:
         await actor.release()
     assert caught.value.exit_code == 1

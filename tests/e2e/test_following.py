@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from actors import Echo
 from leaks import is_alive
-from supervised import AT_ONCE, Caller, Mortal
+from supervised import AT_ONCE, Mortal, Responder
 
 import aiodaft
 from aiodaft import Restart
 from aiodaft._protocol.ids import ActorId
-from aiodaft._runtime.calls.following import NOWHERE, Followed, Whereabouts
+from aiodaft._runtime.calls.following import NOWHERE, FollowingTarget, Location
 from aiodaft._runtime.platform.context import current_peer
 from aiodaft.actor import Handle, target_of
 
@@ -34,7 +34,7 @@ async def kill(actor: Mortal) -> None:
         await actor.die()
 
 
-async def kill_before(caller: Caller, actor: Mortal, gated: Gated) -> None:
+async def kill_before(caller: Responder, actor: Mortal, gated: Gated) -> None:
     """Returns when the death is known here and in the process of another caller: its call under way fails of it."""
     under_way = caller.ask("wait")
     while not gated.count("waiting"):
@@ -64,8 +64,8 @@ class Gated:
 async def test_handles_follow_wherever_they_are(module_rt: aiodaft.Runtime) -> None:
     actor = await module_rt.on(restart=POLICY).spawn(Mortal)
     # One handle came with the constructor, which will run again; one by a call; one is used late.
-    told = await module_rt.on(restart=POLICY).spawn(Caller, actor)
-    keeps, late = await module_rt.spawn(Caller), await module_rt.spawn(Caller, actor)
+    told = await module_rt.on(restart=POLICY).spawn(Responder, actor)
+    keeps, late = await module_rt.spawn(Responder), await module_rt.spawn(Responder, actor)
     await keeps.keep(actor)
     await module_rt.name(actor, "mortal")
     for epoch in (1, 2):
@@ -92,7 +92,7 @@ async def test_handles_follow_wherever_they_are(module_rt: aiodaft.Runtime) -> N
 async def test_handles_that_do_not_follow_refuse_until_they_are_renewed(module_rt: aiodaft.Runtime) -> None:
     async with module_rt.scope() as scope:
         old = await scope.on(restart=PINNED).spawn(Mortal)
-        caller = await module_rt.spawn(Caller, old)
+        caller = await module_rt.spawn(Responder, old)
         await module_rt.name(old, "pinned")
         assert (await old.add(1), await caller.ask("add", 1)) == (1, 2)
         await kill(old)
@@ -108,7 +108,7 @@ async def test_handles_that_do_not_follow_refuse_until_they_are_renewed(module_r
                 await ask()
             assert caught.value.executed is (ask is from_another)
         # Also where nobody ever talked to that incarnation.
-        late = await module_rt.spawn(Caller, old)
+        late = await module_rt.spawn(Responder, old)
         with pytest.raises(aiodaft.StaleHandle, match="this handle leads to its epoch 0"):
             await late.ask("get")
         new = await scope.rebind(old)
@@ -133,7 +133,7 @@ async def test_calls_made_in_between_wait_in_order_with_the_arguments_they_were_
 ) -> None:
     gated = Gated(tmp_path)
     actor = await gated.spawn(module_rt, [0])
-    caller = await module_rt.spawn(Caller, actor)
+    caller = await module_rt.spawn(Responder, actor)
     await kill_before(caller, actor, gated)
     change = [1]
     first = actor.add(change)
@@ -155,7 +155,7 @@ async def test_waiting_is_bounded_by_deadlines_cancellation_and_numbers(tmp_path
     gated = Gated(tmp_path)
     async with aiodaft.Runtime(preload=(), max_pending=3, stop_grace=1) as rt:
         actor = await gated.spawn(rt)
-        caller = await rt.spawn(Caller, actor)
+        caller = await rt.spawn(Responder, actor)
         await kill_before(caller, actor, gated)
         with pytest.raises(aiodaft.DeadlineExceeded):
             async with aiodaft.deadline(0.01):
@@ -199,7 +199,7 @@ async def gated_error(actor: Mortal, refs: list[aiodaft.Ref[Any]]) -> None:
 async def test_what_was_under_way_is_not_made_again(module_rt: aiodaft.Runtime, tmp_path: Path) -> None:
     gated = Gated(tmp_path)
     actor = await gated.spawn(module_rt)
-    caller = await module_rt.spawn(Caller, actor)
+    caller = await module_rt.spawn(Responder, actor)
     refs = [actor.wait(), caller.ask("wait")]
     while gated.count("waiting") < 2:
         await asyncio.sleep(0)
@@ -218,7 +218,7 @@ async def test_idempotent_calls_are_made_again_as_often_as_they_say(
 ) -> None:
     notes = tmp_path / "notes"
     actor = await module_rt.on(restart=POLICY).spawn(Mortal, 0, str(notes))
-    caller = await module_rt.spawn(Caller, actor)
+    caller = await module_rt.spawn(Responder, actor)
 
     def survive(*args: Any) -> aiodaft.Ref[Any]:
         return actor.survive(*args) if where == "here" else caller.ask("survive", *args)
@@ -254,7 +254,7 @@ async def test_what_the_method_raises_is_no_reason_to_try_again(module_rt: aioda
 
 async def test_refs_of_calls_made_again_can_be_passed_on(module_rt: aiodaft.Runtime) -> None:
     actor, echo = await module_rt.on(restart=POLICY).spawn(Mortal), await module_rt.spawn(Echo)
-    caller = await module_rt.spawn(Caller, actor)
+    caller = await module_rt.spawn(Responder, actor)
     for value in (b"small", bytes(2_000_000)):
         ref = actor.survive(1, value)
         # The consumer asks before anybody knows in which process the value will be made.
@@ -292,7 +292,7 @@ async def test_a_call_made_again_can_be_cancelled_and_ends_with_the_actor(
 
 async def test_what_befalls_an_argument_says_nothing_of_the_actor(module_rt: aiodaft.Runtime) -> None:
     actor, other = await module_rt.on(restart=POLICY).spawn(Mortal), await module_rt.spawn(Mortal)
-    caller = await module_rt.spawn(Caller, actor)
+    caller = await module_rt.spawn(Responder, actor)
     call = actor.add(other.die())
     with pytest.raises(aiodaft.ActorDied, match="needed by|SIGKILL") as caught:
         await call
@@ -318,7 +318,7 @@ async def test_a_deadline_bounds_all_attempts(module_rt: aiodaft.Runtime, tmp_pa
 async def test_an_incarnation_in_the_same_process_takes_nothing_addressed_to_the_one_before(
     module_rt: aiodaft.Runtime,
 ) -> None:
-    host, caller = await module_rt.spawn(Echo), await module_rt.spawn(Caller)
+    host, caller = await module_rt.spawn(Echo), await module_rt.spawn(Responder)
     async with module_rt.scope(restart=Restart(strategy="one_for_all", backoff=AT_ONCE)) as scope:
         guest = await scope.on(with_=host).spawn(Mortal)
         sibling = await scope.spawn(Mortal)
@@ -343,14 +343,14 @@ async def test_what_is_old_news_changes_nothing(module_rt: aiodaft.Runtime) -> N
     life.move(before)
     assert await actor.get() == 0
     assert current_peer().followers.get(life.owner, before, life.label) is life
-    assert isinstance(life, Followed)
+    assert isinstance(life, FollowingTarget)
 
 
 async def test_those_who_wait_for_an_actor_do_not_change_what_others_hear_of_its_end(
     module_rt: aiodaft.Runtime,
 ) -> None:
     peer = module_rt.peer
-    life = Followed(peer, Whereabouts(NOWHERE, ActorId(1 << 30)), peer.id, "a ghost", None)
+    life = FollowingTarget(peer, Location(NOWHERE, ActorId(1 << 30)), peer.id, "a ghost", None)
     waiting = Handle(life, Mortal).get()
     error = aiodaft.ActorDied("calls that were under way get copies of this")
     life.end(error)

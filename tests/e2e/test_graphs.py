@@ -12,7 +12,7 @@ from graph_actors import Box, Node
 import aiodaft
 from aiodaft import Ref, Refs
 from aiodaft._protocol.messages import RUN
-from aiodaft._runtime.connections.connection import Link
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft.actor import target_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -113,21 +113,21 @@ async def test_who_begins_is_told_first_unless_others_sleep_and_are_not_woken(
 ) -> None:
     first, second = await spawn(module_rt, 2)
     told: list[tuple[str, str]] = []
-    loud, quiet = Link.send_in_turn, Link.send_quietly
+    loud, quiet = Connection.send_in_turn, Connection.send_quietly
 
     def note(name: str, send: Any) -> Any:
-        def noted(link: Link, message: Any) -> None:
+        def noted(connection: Connection, message: Any) -> None:
             if message[0] == RUN:
-                told.append((link.remote, name))
-            send(link, message)
+                told.append((connection.remote, name))
+            send(connection, message)
 
         return noted
 
     async with aiodaft.compile(lambda x: second.same(first.same(x))) as graph:
         expected = await graph(5)
-        monkeypatch.setattr(Link, "is_asleep", asleep)
-        monkeypatch.setattr(Link, "send_in_turn", note("loud", loud))
-        monkeypatch.setattr(Link, "send_quietly", note("quiet", quiet))
+        monkeypatch.setattr(Connection, "is_asleep", asleep)
+        monkeypatch.setattr(Connection, "send_in_turn", note("loud", loud))
+        monkeypatch.setattr(Connection, "send_quietly", note("quiet", quiet))
         assert await graph(5) == expected
     begins, follows = [target_of(actor).remote for actor in (first, second)]
     assert told == ([(follows, "quiet"), (begins, "loud")] if asleep else [(begins, "loud"), (follows, "loud")])

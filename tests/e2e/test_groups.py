@@ -379,10 +379,10 @@ async def test_a_group_whose_making_is_cancelled_leaves_no_member(rt: aiodaft.Ru
         await rt.group(3, FirstIsQuick, str(tmp_path))
 
     making = asyncio.get_running_loop().create_task(make())
-    while not len(rt._belongings):
+    while not len(rt._scope_actors):
         await asyncio.sleep(0)
     making.cancel()
     await asyncio.wait([making])
     assert making.cancelled()
     assert await rt.node.processes() == ()
-    assert not len(rt._belongings)
+    assert not len(rt._scope_actors)

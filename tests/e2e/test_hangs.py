@@ -17,7 +17,7 @@ from supervised import AT_ONCE
 
 import aiodaft
 from aiodaft import Patience, Restart, info
-from aiodaft._runtime.node import launcher as nursery
+from aiodaft._runtime.node import launcher as launcher
 from aiodaft._runtime.node import node_agent as node
 
 # What is tested uses timers of the loop and nothing else of it.
@@ -184,18 +184,18 @@ async def test_a_controller_that_is_blocked_accuses_nobody(
 
 async def test_one_that_is_given_up_goes_also_if_the_fork_server_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "_REPORT_TIMEOUT", 0.1)
-    monkeypatch.setattr(nursery, "_KILL_PATIENCE", 0.1)
+    monkeypatch.setattr(launcher, "_KILL_PATIENCE", 0.1)
     async with aiodaft.Runtime(preload=(), patience=Patience(None, 0.5)) as rt:
         stuck = await rt.spawn(Stuck)
         pid = (await rt.info(stuck)).pid
-        assert rt._nursery is not None
-        assert rt._nursery.pid is not None
-        os.kill(rt._nursery.pid, signal.SIGSTOP)
+        assert rt._launcher is not None
+        assert rt._launcher.pid is not None
+        os.kill(rt._launcher.pid, signal.SIGSTOP)
         with pytest.raises(aiodaft.PeerLost):
             await stuck.stop_itself()
         while is_alive(pid):
             pass
-        os.kill(rt._nursery.pid, signal.SIGCONT)
+        os.kill(rt._launcher.pid, signal.SIGCONT)
         assert await (await rt.spawn(Echo)).echo("goes on") == "goes on"
 
 

@@ -116,10 +116,10 @@ async def test_naming_an_actor_that_is_gone_is_refused(rt: aiodaft.Runtime) -> N
 async def test_the_coordinator_takes_no_part_in_calls(rt: aiodaft.Runtime) -> None:
     echo, relay = await rt.spawn(Echo), await rt.spawn(Relay)
     assert await relay.call_other(echo, 0) == 0
-    cell = next(cell for cell in rt.peer.cells.values() if cell.name == "coordinator")
-    before = cell.done
+    hosted = next(hosted for hosted in rt.peer.actors.values() if hosted.name == "coordinator")
+    before = hosted.done
     await asyncio.gather(*(relay.call_other(echo, index) for index in range(1000)))
-    assert cell.done == before
+    assert hosted.done == before
 
 
 async def test_info_names_the_first_of_very_many_calls(rt: aiodaft.Runtime) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from overloaded import Bounded, OnThread, Plain
-from supervised import Caller
+from supervised import Responder
 
 import aiodaft
 
@@ -36,7 +36,7 @@ async def refused(call: Any, method: str, max_queue: int) -> None:
 
 async def test_a_method_refuses_calls_beyond_its_bound_whoever_makes_them(rt: aiodaft.Runtime) -> None:
     actor = await rt.spawn(Bounded)
-    caller = await rt.spawn(Caller, actor)
+    caller = await rt.spawn(Responder, actor)
     refs = [actor.hold(index) for index in range(4)]
     await refused(actor.hold(9), "Bounded.hold", 3)
     with pytest.raises(aiodaft.Overloaded, match=r"Bounded.hold of Bounded-\d+ .* is refused"):

@@ -24,7 +24,7 @@ from transport_probes import no_more_files
 import aiodaft
 from aiodaft import Restart
 from aiodaft._runtime.node import forkserver_watch as server_watch
-from aiodaft._runtime.node import launcher as nursery
+from aiodaft._runtime.node import launcher as launcher
 from aiodaft._runtime.node.postmortem import condition
 from aiodaft._runtime.platform import linux as processes
 from aiodaft._runtime.supervision import child_spec as making
@@ -62,17 +62,17 @@ async def test_spawns_that_are_cancelled_at_any_moment_leave_nothing(rt: aiodaft
 async def spawn_more_than_there_is_room_for(rt: aiodaft.Runtime, count: int) -> tuple[int, list[asyncio.Task[Echo]]]:
     """Stop the fork server and have it start more than its socket can hold: its pid, and who waits."""
     await rt.stop(await rt.spawn(Echo))
-    nursery = rt._nursery
-    assert nursery is not None
-    assert nursery.pid is not None
-    assert nursery._socket is not None
-    os.kill(nursery.pid, signal.SIGSTOP)
-    nursery._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    launcher = rt._launcher
+    assert launcher is not None
+    assert launcher.pid is not None
+    assert launcher._socket is not None
+    os.kill(launcher.pid, signal.SIGSTOP)
+    launcher._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     loop = asyncio.get_running_loop()
     spawning = [loop.create_task(waited_for(rt.spawn(Echo))) for _ in range(count)]
-    while not nursery._sending.locked():
+    while not launcher._sending.locked():
         await asyncio.sleep(0)
-    return nursery.pid, spawning
+    return launcher.pid, spawning
 
 
 async def test_more_spawns_than_the_fork_server_has_room_for(rt: aiodaft.Runtime) -> None:
@@ -104,9 +104,9 @@ async def test_spawns_that_are_cancelled_leave_nobody_also_if_the_fork_server_he
 async def test_a_runtime_whose_fork_server_died_before_it_said_anything_can_be_closed() -> None:
     async with aiodaft.Runtime() as rt:
         spawning = asyncio.get_running_loop().create_task(waited_for(rt.spawn(Echo)))
-        while rt._nursery is None or rt._nursery.pid is None:
+        while rt._launcher is None or rt._launcher.pid is None:
             await asyncio.sleep(0)
-        os.kill(rt._nursery.pid, signal.SIGKILL)
+        os.kill(rt._launcher.pid, signal.SIGKILL)
         with pytest.raises(aiodaft.SpawnFailed):
             await spawning
 
@@ -145,14 +145,14 @@ async def test_a_runtime_that_ends_during_a_large_copy_ends_well() -> None:
 
 
 async def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nursery, "_PATIENCE", 0.2)
-    monkeypatch.setattr(nursery, "_KILL_PATIENCE", 0.2)
+    monkeypatch.setattr(launcher, "_PATIENCE", 0.2)
+    monkeypatch.setattr(launcher, "_KILL_PATIENCE", 0.2)
     async with asyncio.timeout(15):
         async with aiodaft.Runtime(preload=(), cancel_grace=0.1, stop_grace=0.1) as rt:
             pid = (await rt.info(await rt.spawn(Echo))).pid
-            assert rt._nursery is not None
-            assert rt._nursery.pid is not None
-            os.kill(rt._nursery.pid, signal.SIGSTOP)
+            assert rt._launcher is not None
+            assert rt._launcher.pid is not None
+            os.kill(rt._launcher.pid, signal.SIGSTOP)
     await gone(pid)
 
 
@@ -160,8 +160,8 @@ async def test_a_stopped_fork_server_is_reported_and_then_fails_what_waits_for_i
     rt: aiodaft.Runtime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, loop = await rt.spawn(Echo), asyncio.get_running_loop()
-    assert rt._nursery is not None
-    fork_server = rt._nursery.pid
+    assert rt._launcher is not None
+    fork_server = rt._launcher.pid
     assert fork_server is not None
     with pytest.raises(ExceptionGroup) as limit, monkeypatch.context() as patch:
         async with rt.scope(restart=Restart(intensity=2, backoff=AT_ONCE)) as scope:
@@ -186,7 +186,7 @@ async def test_a_stopped_fork_server_is_reported_and_then_fails_what_waits_for_i
         assert isinstance(error, aiodaft.SpawnFailed)
         assert error.executed is False
         assert advice in str(error)
-    told = [record.levelname for record in caplog.records if record.module in {"server_watch", "nursery"}]
+    told = [record.levelname for record in caplog.records if record.module in {"forkserver_watch", "launcher"}]
     assert told == ["WARNING", "ERROR"]
     # What needs no fork server goes on, and so does everything once it is continued.
     assert await other.echo("goes on") == "goes on"
@@ -228,16 +228,16 @@ async def test_what_actors_had_started_ends_with_the_runtime_though_the_fork_ser
         f"take(lock); open({str(reached)!r}, 'w').close(); take(lock)"
     )
     # It is killed only where nothing else helps.
-    monkeypatch.setattr(nursery, "_PATIENCE", 0.1 if how == "deaf" else 3600)
+    monkeypatch.setattr(launcher, "_PATIENCE", 0.1 if how == "deaf" else 3600)
     async with aiodaft.Runtime(preload=(), stop_grace=0.1, cancel_grace=0.1) as rt:
         parent = await rt.spawn(Parent)
         pids = [await parent.pid(), *await parent.fork_a_family(), await parent.start_a_daemon()]
-        assert rt._nursery is not None
-        assert rt._nursery.pid is not None
+        assert rt._launcher is not None
+        assert rt._launcher.pid is not None
         if how == "stopped":
-            os.kill(rt._nursery.pid, signal.SIGSTOP)
+            os.kill(rt._launcher.pid, signal.SIGSTOP)
         else:
-            rt._nursery._preload = ("deaf" if how == "deaf" else "endless",)
+            rt._launcher._preload = ("deaf" if how == "deaf" else "endless",)
             spawning = asyncio.get_running_loop().create_task(waited_for(rt.spawn(Echo)))
             while not reached.exists():
                 await asyncio.sleep(0)

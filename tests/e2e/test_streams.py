@@ -12,7 +12,7 @@ from actors import Box, Echo, Streamer
 from failing import Failing
 
 import aiodaft
-from aiodaft._runtime.objects.received import Arrived
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.streams import CREDIT_WINDOW, StreamState
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.serialization.encoder import Names
@@ -261,10 +261,10 @@ class Arriving:
         for index in range(count):
             self.state.on_item(peer.tasks.start_ahead(self._bring(peer, index), name="bring"))
 
-    async def _bring(self, peer: Peer, index: int) -> Arrived:
+    async def _bring(self, peer: Peer, index: int) -> ReceivedValue:
         await self.gate.wait()
         kept = peer.store.keep(index, Names("an item"))
-        return Arrived(kept.payload, None, [], [])
+        return ReceivedValue(kept.payload, None, [], [])
 
     async def consumers(self, count: int) -> list[asyncio.Task[int]]:
         tasks = [asyncio.get_running_loop().create_task(self.state.next_item()) for _ in range(count)]

@@ -106,12 +106,12 @@ async def test_a_ref_is_awaited_on_the_loop_of_its_runtime_only(module_rt: aioda
         async for _ in Refs([ref]):
             pass
 
-    ways: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+    routes: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
         "value": ref.value, "ready": ref.ready, "released": ref.released, "into": lambda: ref.into(None),
         "completed": completed,
     }  # fmt: skip
     with pytest.raises(RuntimeError, match="awaited on another event loop"):
-        in_thread(lambda: asyncio.run(ways[what]()))
+        in_thread(lambda: asyncio.run(routes[what]()))
     await log.open_gate()
     assert await ref == "value"
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from actors import Echo, Relay
 from failing import Failing
-from forgetful import Caller, Gated
+from forgetful import Gated, Responder
 from log_ear import Ear, listening
 
 import aiodaft
@@ -223,11 +223,11 @@ WAYS = [one_after_the_other, the_later_one_first, in_a_loop, gathered_before, of
 @shared_loop
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_sibling_that_is_not_awaited_any_more_counts_as_seen(
-    log_only: aiodaft.Runtime, ear: Ear, way: Any
+    log_only: aiodaft.Runtime, ear: Ear, route: Any
 ) -> None:
     x, y = await log_only.spawn(Failing), await log_only.spawn(Failing)
     with suppress(ValueError):
-        await way(x, y)
+        await route(x, y)
     # Its answer came before this one; its ref may be part of a circle.
     await y.count()
     gc.collect()
@@ -332,7 +332,7 @@ async def test_an_error_that_was_there_before_the_other_call_was_made_is_reporte
 @shared_loop
 async def test_calls_of_two_methods_are_no_siblings(log_only: aiodaft.Runtime, ear: Ear) -> None:
     gated = await log_only.spawn(Gated)
-    caller = await log_only.spawn(Caller, gated)
+    caller = await log_only.spawn(Responder, gated)
     await caller.hold()
     await caller.catch()
     await caller.drop()

@@ -117,14 +117,14 @@ class Refuses:
 )
 async def test_what_cannot_travel_is_named_before_anything_is_sent(rt: aiodaft.Runtime, make: Any, path: str) -> None:
     echo = await rt.spawn(Echo)
-    link = list(rt.peer.links.values())[-1]
-    sent = link.traffic.messages_sent
+    connection = list(rt.peer.connections.values())[-1]
+    sent = connection.traffic.messages_sent
     with pytest.raises(aiodaft.SerializationError, match=rf"^{path} cannot travel") as caught:
         echo.echo(make(threading.Lock()))
     assert caught.value.executed is False
     with pytest.raises(aiodaft.SerializationError, match="value of Echo.echo cannot travel"):
         echo.echo(value=threading.Lock())
-    assert link.traffic.messages_sent == sent
+    assert connection.traffic.messages_sent == sent
     assert await echo.echo("fine") == "fine"
 
 

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodaft._protocol.ledger import Demand, Ledger
+from aiodaft._protocol.ledger import Demand, Resources
 from aiodaft.exceptions import InsufficientResources
 
 _SLACK = 1e-6
 
 
-def ledger(*, cpus: float = 8, gpus: int = 2, **custom: float) -> Ledger[str]:
-    return Ledger(cpus=cpus, gpus=gpus, custom=custom)
+def ledger(*, cpus: float = 8, gpus: int = 2, **custom: float) -> Resources[str]:
+    return Resources(cpus=cpus, gpus=gpus, custom=custom)
 
 
-def take(node: Ledger[str], who: str, **needs: Any) -> tuple[int, ...]:
+def take(node: Resources[str], who: str, **needs: Any) -> tuple[int, ...]:
     return node.take(who, who.capitalize(), Demand(**needs))
 
 
@@ -233,7 +233,7 @@ class OtherHas:
 
 def test_gpus_that_others_have_are_passed_over_and_named_if_none_is_left() -> None:
     claims = OtherHas(0, 2)
-    ledger: Ledger[str] = Ledger(cpus=1, gpus=4, claims=claims)
+    ledger: Resources[str] = Resources(cpus=1, gpus=4, claims=claims)
     assert ledger.take("a", "A", Demand(gpus=1)) == (1,)
     with pytest.raises(
         InsufficientResources, match=r"B needs gpus=2.*; GPU 0 is in use by user 0, .*; GPU 2 is in use"
@@ -246,7 +246,7 @@ def test_gpus_that_others_have_are_passed_over_and_named_if_none_is_left() -> No
 
 def test_a_gpu_is_claimed_while_somebody_has_a_part_of_it() -> None:
     claims = OtherHas()
-    ledger: Ledger[str] = Ledger(cpus=1, gpus=2, claims=claims)
+    ledger: Resources[str] = Resources(cpus=1, gpus=2, claims=claims)
     assert ledger.take("a", "A", Demand(gpus=0.5)) == ledger.take("b", "B", Demand(gpus=0.5)) == (0,)
     ledger.give_back("a")
     assert claims.mine == {0}

@@ -8,20 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.ownership import Tenure
+from aiodaft._protocol.ownership import Holders
 
 A, B = PeerId("a"), PeerId("b")
 
 
-def settled() -> Tenure:
+def settled() -> Holders:
     """The holders of a value that is there."""
-    tenure = Tenure()
+    tenure = Holders()
     tenure.settled = True
     return tenure
 
 
 def test_a_value_that_nobody_ever_held_is_free_once_it_is_there() -> None:
-    tenure = Tenure()
+    tenure = Holders()
     assert not tenure.free
     tenure.settled = True
     assert tenure.free
@@ -41,7 +41,7 @@ def test_every_kind_of_holder_keeps_it() -> None:
 
 
 def test_a_value_that_everybody_dropped_is_free_when_it_comes() -> None:
-    tenure = Tenure()
+    tenure = Holders()
     tenure.borrow(A)
     tenure.give_back(A)
     assert not tenure.held

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.mailbox import Rules
 from aiodaft._protocol.plan import ActorKey, Dataflow, Step, SubPlan, make_plan
-from aiodaft.exceptions import ImpossibleOrder
+from aiodaft.exceptions import CyclicGraph
 
 LOOP, THREAD, BOUNDED = Rules("go"), Rules("work", on_thread=True), Rules("few", concurrency=1)
 
@@ -139,14 +139,14 @@ def test_orders_that_wait_for_each_other_are_refused_with_the_circle_and_its_lin
     )
     assert set(make_plan(Dataflow(0, steps, (1, 4)))) == {a[0], b[0]}
     stuck = Dataflow(0, steps, (1, 4), {a: [3, 0, 4], b: [1, 2]})
-    with pytest.raises(ImpossibleOrder, match="circle") as caught:
+    with pytest.raises(CyclicGraph, match="circle") as caught:
         make_plan(stuck)
     assert sorted(re.findall(r"pipe\.py:\d+", str(caught.value))) == [f"pipe.py:{line}" for line in (10, 11, 12, 13)]
 
 
 def test_an_order_of_other_steps_is_refused() -> None:
     a = actor(1)
-    with pytest.raises(ImpossibleOrder, match=r"names \[0, 0\]"):
+    with pytest.raises(CyclicGraph, match=r"names \[0, 0\]"):
         make_plan(Dataflow(0, (step(a), step(a)), (1,), {a: [0, 0]}))
 
 

@@ -11,7 +11,7 @@ import pytest
 from actors import Echo
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
-from aiodaft._runtime.calls.call import CallState, State, Target, TellState
+from aiodaft._runtime.calls.call import CallState, PendingCall, Target, TellState
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft.methods import specs_of
 
@@ -41,7 +41,7 @@ def tell(peer: Any) -> TellState:
     return TellState("Log.note")
 
 
-def argument_of(user: State, peer: Any) -> CallState:
+def argument_of(user: PendingCall, peer: Any) -> CallState:
     """A call whose ref only `user` has."""
     argument = call(peer)
     argument.add_use()
@@ -53,7 +53,7 @@ def argument_of(user: State, peer: Any) -> CallState:
 @pytest.mark.parametrize("make", [call, stream, tell])
 @pytest.mark.parametrize("argument_first", [True, False])
 async def test_a_call_that_fails_of_its_argument_is_where_that_is_told(
-    make: Callable[[Any], State], argument_first: bool
+    make: Callable[[Any], PendingCall], argument_first: bool
 ) -> None:
     peer = Recorder()
     user = make(peer)
@@ -66,7 +66,9 @@ async def test_a_call_that_fails_of_its_argument_is_where_that_is_told(
 
 
 @pytest.mark.parametrize("make", [call, stream, tell])
-async def test_an_argument_that_fails_after_its_call_went_well_is_told_by_itself(make: Callable[[Any], State]) -> None:
+async def test_an_argument_that_fails_after_its_call_went_well_is_told_by_itself(
+    make: Callable[[Any], PendingCall],
+) -> None:
     peer = Recorder()
     user = make(peer)
     argument = argument_of(user, peer)

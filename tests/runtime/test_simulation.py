@@ -29,7 +29,7 @@ from aiodaft._protocol.channel_end import End
 from aiodaft._protocol.mailbox import Mailbox
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.channels import Channels
-from aiodaft._runtime.connections.connection import Link
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft.exceptions import DaftError
 
@@ -121,14 +121,14 @@ def start_at_once(mailbox: Mailbox[Any], entry: Any) -> bool:
 arrive = Mailbox.arrive
 
 
-def forget_calls(replies: Replies, link: Link, error: DaftError) -> None:
-    link.session.calls.clear()
+def forget_calls(replies: Replies, connection: Connection, error: DaftError) -> None:
+    connection.session.calls.clear()
 
 
-def say_it_did_not_run(replies: Replies, link: Link, error: DaftError) -> None:
-    for number, state in list(link.session.calls.items()):
-        if not link.session.withdraw(number):
-            link.session.settle(number)
+def say_it_did_not_run(replies: Replies, connection: Connection, error: DaftError) -> None:
+    for number, state in list(connection.session.calls.items()):
+        if not connection.session.withdraw(number):
+            connection.session.settle(number)
         state.on_lost(type(error)(*error.args, executed=False))
 
 
@@ -137,8 +137,8 @@ def say_it_did_not_run(replies: Replies, link: Link, error: DaftError) -> None:
     [
         (Mailbox, "startable", start_again, "ran 2 times"),
         (Mailbox, "arrive", start_at_once, "which was made later"),
-        (Replies, "link_lost", forget_calls, "somebody waits"),
-        (Replies, "link_lost", say_it_did_not_run, "does not say whether it ran"),
+        (Replies, "connection_lost", forget_calls, "somebody waits"),
+        (Replies, "connection_lost", say_it_did_not_run, "does not say whether it ran"),
         (RefTable, "take_back", lambda table, number, peer: None, "own refs"),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 
 from aiodaft import BorrowError
 from aiodaft._runtime.objects.store import Store
-from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft_transport.memory.host_pool import Arena, ArenaBlock
 
@@ -40,14 +40,14 @@ class Interrupted:
         return self._arena.allocate(nbytes)
 
 
-def packed(kept: Kept, arena: Arena, happening: Callable[[], object] = lambda: None) -> Kept:
+def packed(kept: StoredValue, arena: Arena, happening: Callable[[], object] = lambda: None) -> StoredValue:
     transport: Any = Interrupted(arena, happening)
     kept.pack(transport)
     return kept
 
 
 def test_what_is_packed_is_what_was_given(arena: Arena) -> None:
-    kept = packed(Kept(encode(torch.full((LARGE,), 7, dtype=torch.uint8), names=Names("x"))), arena)
+    kept = packed(StoredValue(encode(torch.full((LARGE,), 7, dtype=torch.uint8), names=Names("x"))), arena)
     assert kept.ready
     assert kept.block is not None
     assert bytes(kept.block.view) == bytes([7]) * LARGE
@@ -57,7 +57,7 @@ def test_what_is_packed_is_what_was_given(arena: Arena) -> None:
 
 def test_a_write_before_it_is_packed_is_found_out(arena: Arena) -> None:
     tensor = torch.zeros(LARGE)
-    kept = Kept(encode(tensor, names=Names("x")))
+    kept = StoredValue(encode(tensor, names=Names("x")))
     tensor.add_(1.0)
     with pytest.raises(BorrowError, match=r"x.clone\(\)"):
         packed(kept, arena)
@@ -66,7 +66,7 @@ def test_a_write_before_it_is_packed_is_found_out(arena: Arena) -> None:
 
 def test_a_write_while_it_is_packed_is_found_out_and_costs_no_memory(arena: Arena) -> None:
     tensor = torch.zeros(LARGE)
-    kept = Kept(encode(tensor, names=Names("x")))
+    kept = StoredValue(encode(tensor, names=Names("x")))
     with pytest.raises(BorrowError, match=r"x.clone\(\)"):
         packed(kept, arena, lambda: tensor.add_(1.0))
     assert not kept.ready
@@ -75,7 +75,7 @@ def test_a_write_while_it_is_packed_is_found_out_and_costs_no_memory(arena: Aren
 
 
 def test_a_value_that_is_given_up_while_it_is_packed_costs_no_memory(arena: Arena) -> None:
-    kept = Kept(encode(torch.zeros(LARGE), names=Names("x")))
+    kept = StoredValue(encode(torch.zeros(LARGE), names=Names("x")))
     packed(kept, arena, kept.release)
     assert arena.live_blocks() == 0
 

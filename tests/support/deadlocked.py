@@ -10,7 +10,7 @@ import aiodaft
 from aiodaft import Actor, method
 
 
-class Waiter(Actor):
+class RingPoller(Actor):
     """Calls others in the middle of its own calls."""
 
     def __init__(self) -> None:

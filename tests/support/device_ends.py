@@ -19,7 +19,7 @@ from ends import LocalHost
 from far_end import SocketLink, digest, pattern
 from host_devices import Gate, HostDriver, LandingPlace
 
-from aiodaft._runtime.platform.threads import Offload
+from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft_transport import Block, Grant, TransportError
 from aiodaft_transport.conformance import LoopbackControl
 from aiodaft_transport.cuda.device import DeviceBlock, Landing, Span
@@ -34,14 +34,14 @@ class ThreadedHost(LocalHost):
 
     def __init__(self) -> None:
         super().__init__()
-        self._offload = Offload(asyncio.get_running_loop(), "device tests")
+        self._helper_thread = HelperThread(asyncio.get_running_loop(), "device tests")
 
     def in_thread(self, job: Callable[[], T], /) -> Awaitable[T]:
-        return self._offload.run(job)
+        return self._helper_thread.run(job)
 
     async def aclose(self) -> None:
         await super().aclose()
-        await self._offload.aclose()
+        await self._helper_thread.aclose()
 
 
 class DeviceEnd:
@@ -188,19 +188,19 @@ class CheckedPair:
 class FarDevices:
     """What a test sees of an end in a process of its own."""
 
-    def __init__(self, near: DeviceEnd, process: subprocess.Popen[bytes], link: SocketLink) -> None:
+    def __init__(self, near: DeviceEnd, process: subprocess.Popen[bytes], connection: SocketLink) -> None:
         self.near = near
         self.process = process
-        self.link = link
+        self.connection = connection
         self._asked: dict[int, asyncio.Future[Any]] = {}
-        link.on_note = lambda note, fds: near.transport.note_received(link, note, fds)
-        link.on_reply = self._answered
+        connection.on_note = lambda note, fds: near.transport.note_received(connection, note, fds)
+        connection.on_reply = self._answered
 
     async def ask(self, method: str, *args: Any) -> Any:
         """Have a method of `_Served` run there."""
         number = len(self._asked)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        self.link.send_message(b"Q", number, method, list(args))
+        self.connection.send_message(b"Q", number, method, list(args))
         return await answer
 
     def _answered(self, number: int, ok: bool, value: Any) -> None:
@@ -211,7 +211,7 @@ class FarDevices:
         """SIGKILL it, and wait until the link says so."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
-        await self.link.lost.wait()
+        await self.connection.lost.wait()
         self.near.transport.peer_lost("far")
 
 
@@ -226,7 +226,7 @@ async def open_far_devices(*devices: int) -> AsyncGenerator[FarDevices, None]:
     try:
         yield far
     finally:
-        far.link.close()
+        far.connection.close()
         process.wait()
         near.transport.peer_lost("far")
         await near.aclose()
@@ -239,27 +239,27 @@ def _started(fd: int, *devices: str) -> subprocess.Popen[bytes]:
 class _Served:
     """What the other process does when it is asked."""
 
-    def __init__(self, end: DeviceEnd, link: SocketLink) -> None:
+    def __init__(self, end: DeviceEnd, connection: SocketLink) -> None:
         self._end = end
-        self._link = link
+        self._connection = connection
         self._blocks: dict[str, DeviceBlock] = {}
         self._gates: list[Gate] = []
         self._fetching: list[asyncio.Task[Any]] = []
 
     async def produce(self, name: str, nbytes: int, seed: int) -> Grant:
         block = self._blocks[name] = await self._end.filled(nbytes, seed)
-        return self._end.transport.grant(block, self._link)
+        return self._end.transport.grant(block, self._connection)
 
     async def release(self, name: str) -> None:
         self._blocks.pop(name).release()
 
     async def fetch(self, grant: list[Any]) -> str:
-        return digest(await self._end.transport.fetch(tuple(grant), self._link))
+        return digest(await self._end.transport.fetch(tuple(grant), self._connection))
 
     async def begin(self, grant: list[Any]) -> None:
         """Be in the middle of a fetch."""
         self._gates.append(self._end.driver.hold(self._end.land.stream))
-        coro = self._end.transport.fetch(tuple(grant), self._link)
+        coro = self._end.transport.fetch(tuple(grant), self._connection)
         self._fetching.append(asyncio.get_running_loop().create_task(coro))
         while not self._end.driver.mapped:
             await asyncio.sleep(0)
@@ -274,18 +274,18 @@ class _Served:
 
 async def _serve(fd: int, devices: list[int]) -> None:
     end = DeviceEnd("far", *devices)
-    link = SocketLink(socket.socket(fileno=fd), "near")
-    served = _Served(end, link)
+    connection = SocketLink(socket.socket(fileno=fd), "near")
+    served = _Served(end, connection)
 
     async def answer(number: int, method: str, args: list[Any]) -> None:
         try:
-            link.send_message(b"A", number, True, await getattr(served, method)(*args))
+            connection.send_message(b"A", number, True, await getattr(served, method)(*args))
         except TransportError as error:
-            link.send_message(b"A", number, True, f"{type(error).__name__}: {error}")
+            connection.send_message(b"A", number, True, f"{type(error).__name__}: {error}")
 
-    link.on_note = lambda note, fds: end.transport.note_received(link, note, fds)
-    link.on_request = lambda *request: end.host.create_task(answer(*request), name=request[1])
-    await link.lost.wait()
+    connection.on_note = lambda note, fds: end.transport.note_received(connection, note, fds)
+    connection.on_request = lambda *request: end.host.create_task(answer(*request), name=request[1])
+    await connection.lost.wait()
     os._exit(0)
 
 

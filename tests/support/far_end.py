@@ -54,11 +54,11 @@ class FarError(Exception):
 class SocketLink:
     """A control link over a socket that keeps the borders of messages."""
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
-        self._socket = connection
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        self._socket = sock
         self._peer = peer
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(connection.fileno(), self._readable)
+        self._loop.add_reader(sock.fileno(), self._readable)
         self.on_note: Callable[[bytes, list[int]], None] = lambda note, fds: None
         self.on_request: Callable[[int, str, list[Any]], None] = lambda number, method, args: None
         self.on_reply: Callable[[int, bool, Any], None] = lambda number, ok, value: None
@@ -113,7 +113,7 @@ class FarEnd:
     """What a test sees of the other process."""
 
     process: subprocess.Popen[bytes]
-    link: SocketLink
+    connection: SocketLink
     # The test's own end.
     transport: Transport
     host: LocalHost
@@ -128,7 +128,7 @@ class FarEnd:
         """Have a method of `Served` run there."""
         self._last += 1
         answer = self._asked[self._last] = asyncio.get_running_loop().create_future()
-        self.link.send_message(_REQUEST, self._last, method, list(args))
+        self.connection.send_message(_REQUEST, self._last, method, list(args))
         return await answer
 
     def answered(self, number: int, ok: bool, value: Any) -> None:
@@ -140,27 +140,27 @@ class FarEnd:
 
     async def fetch(self, grant: Grant) -> memoryview:
         """Get here what was granted there."""
-        return await self.transport.fetch(grant, self.link)
+        return await self.transport.fetch(grant, self.connection)
 
     def give(self, nbytes: int, seed: int) -> tuple[Any, Grant]:
         """A block of this process that is granted to the other."""
         block = self.transport.allocate(nbytes)
         block.view[:] = pattern(nbytes, seed)
-        return block, self.transport.grant(block, self.link)
+        return block, self.transport.grant(block, self.connection)
 
     async def kill(self) -> None:
         """SIGKILL it, and wait until the link says so."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
-        await self.link.lost.wait()
-        self.transport.peer_lost(self.link.peer)
+        await self.connection.lost.wait()
+        self.transport.peer_lost(self.connection.peer)
 
     async def settle(self) -> None:
         """Wait until both have handled every note that was under way."""
         gc.collect()
         for _ in range(3):
             await asyncio.sleep(0)
-            if not self.link.lost.is_set():
+            if not self.connection.lost.is_set():
                 await self.ask("settle")
 
 
@@ -174,14 +174,14 @@ async def open_far_end(
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with far:
         process = _started(far.fileno(), name, peer, str(far.fileno()), str(int(same_key)))
-    link = SocketLink(near, peer)
-    end = FarEnd(process, link, own, host)
-    link.on_note = lambda note, fds: own.note_received(link, note, fds)
-    link.on_reply = end.answered
+    connection = SocketLink(near, peer)
+    end = FarEnd(process, connection, own, host)
+    connection.on_note = lambda note, fds: own.note_received(connection, note, fds)
+    connection.on_reply = end.answered
     try:
         yield end
     finally:
-        link.close()
+        connection.close()
         process.wait()
         own.peer_lost(peer)
         if transport is None:
@@ -198,9 +198,9 @@ def _started(fd: int, *args: str) -> subprocess.Popen[bytes]:
 class Served:
     """What the other process does when it is asked."""
 
-    def __init__(self, transport: Transport, link: SocketLink) -> None:
+    def __init__(self, transport: Transport, connection: SocketLink) -> None:
         self._transport = transport
-        self._link = link
+        self._connection = connection
         self._blocks: dict[str, Any] = {}
         self._views: dict[str, memoryview] = {}
 
@@ -212,7 +212,7 @@ class Served:
     async def produce(self, name: str, nbytes: int, seed: int) -> Grant:
         block = self._blocks[name] = self._transport.allocate(nbytes)
         block.view[:] = pattern(nbytes, seed)
-        return self._transport.grant(block, self._link)
+        return self._transport.grant(block, self._connection)
 
     async def fill(self, name: str, nbytes: int) -> Grant:
         """Touches every page, takes no memory beside the block, and numbers each MiB."""
@@ -220,10 +220,10 @@ class Served:
         ctypes.memset(block.address, 1, nbytes)
         for start in range(0, nbytes, 1 << 20):
             block.view[start : start + 8] = (start >> 20).to_bytes(8, "little")
-        return self._transport.grant(block, self._link)
+        return self._transport.grant(block, self._connection)
 
     async def grant_again(self, name: str) -> Grant:
-        return self._transport.grant(self._blocks[name], self._link)
+        return self._transport.grant(self._blocks[name], self._connection)
 
     async def release(self, name: str) -> None:
         self._blocks.pop(name).release()
@@ -232,7 +232,7 @@ class Served:
         return digest(self._blocks[name].view)
 
     async def fetch(self, name: str, grant: list[Any]) -> str:
-        self._views[name] = await self._transport.fetch(tuple(grant), self._link)
+        self._views[name] = await self._transport.fetch(tuple(grant), self._connection)
         return digest(self._views[name])
 
     async def write(self, name: str, start: int, nbytes: int, value: int) -> str:
@@ -266,18 +266,18 @@ async def serve(name: str, local: str, fd: int, key: Key) -> None:
     """Do what is asked until the link ends."""
     host = LocalHost()
     transport = open_transport(name, host, key, local=local)
-    link = SocketLink(socket.socket(fileno=fd), "near")
-    served = Served(transport, link)
+    connection = SocketLink(socket.socket(fileno=fd), "near")
+    served = Served(transport, connection)
 
     async def answer(number: int, method: str, args: list[Any]) -> None:
         try:
-            link.send_message(_REPLY, number, True, await getattr(served, method)(*args))
+            connection.send_message(_REPLY, number, True, await getattr(served, method)(*args))
         except (TransportError, KeyError) as error:
-            link.send_message(_REPLY, number, False, f"{type(error).__name__}: {error}")
+            connection.send_message(_REPLY, number, False, f"{type(error).__name__}: {error}")
 
-    link.on_note = lambda note, fds: transport.note_received(link, note, fds)
-    link.on_request = lambda *request: host.create_task(answer(*request), name=request[1])
-    await link.lost.wait()
+    connection.on_note = lambda note, fds: transport.note_received(connection, note, fds)
+    connection.on_request = lambda *request: host.create_task(answer(*request), name=request[1])
+    await connection.lost.wait()
     # Nothing is closed: what a process leaves behind must not depend on its last breath.
     os._exit(0)
 

@@ -29,7 +29,7 @@ class Gated(Actor):
         self.gate.set()
 
 
-class Caller(Actor):
+class Responder(Actor):
     """Makes calls that fail, in methods of its own."""
 
     def __init__(self, gated: Gated) -> None:

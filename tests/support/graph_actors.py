@@ -13,8 +13,8 @@ from typing import Any
 import aiodaft
 from aiodaft import Actor, Ref, method
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.graphs.participant import Part, Run
-from aiodaft._runtime.graphs.segment_call import RowCall
+from aiodaft._runtime.graphs.participant import Participant, ParticipantRun
+from aiodaft._runtime.graphs.segment_call import SegmentCall
 from aiodaft._runtime.platform.context import current_peer
 from aiodaft.exceptions import RemoteProtocolError
 
@@ -98,7 +98,7 @@ class Node(Actor):
     @method
     async def graph_objects(self) -> int:
         """What this process has of graphs, whether anybody knows it or not."""
-        return sum(isinstance(found, Part | Run | RowCall) for found in gc.get_objects())
+        return sum(isinstance(found, Participant | ParticipantRun | SegmentCall) for found in gc.get_objects())
 
     @method
     async def keep(self, ref: Box) -> Any:
@@ -127,7 +127,7 @@ class Node(Actor):
     @method(ordered=False)
     async def break_with(self, process: PeerId) -> None:
         """Ends the connection to the process of another actor."""
-        current_peer().link_to(process).close(RemoteProtocolError("it broke"))
+        current_peer().connection_to(process).close(RemoteProtocolError("it broke"))
 
     @method
     async def die(self, value: Any) -> Any:

@@ -23,18 +23,18 @@ class Helper:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._gate = threading.Event()
-        self._held = peer.offload._begin(self._gate.wait)
+        self._held = peer.helper_thread._begin(self._gate.wait)
 
     @property
     def waiting(self) -> int:
         """Jobs that wait for it, once it has taken up the one that holds it."""
-        return self._peer.offload._jobs.qsize()
+        return self._peer.helper_thread._jobs.qsize()
 
     async def let_go(self) -> None:
         """Returns once all that waited is done."""
         self._gate.set()
         await self._held
-        await self._peer.offload.run(lambda: None)
+        await self._peer.helper_thread.run(lambda: None)
 
 
 def in_use(peer: Peer) -> int:

@@ -45,7 +45,9 @@ class Probe(Actor):
         os.environ[name] = value
 
     @method
-    async def surroundings(self, names: tuple[str, ...]) -> tuple[dict[str, str | None], str, list[str], list[str]]:
+    async def worker_environment(
+        self, names: tuple[str, ...]
+    ) -> tuple[dict[str, str | None], str, list[str], list[str]]:
         """Some variables of the environment, the working directory, sys.path and sys.argv."""
         return {name: os.environ.get(name) for name in names}, os.getcwd(), sys.path, sys.argv
 
@@ -96,9 +98,11 @@ class Probe(Actor):
     async def spoil_link(self, data: bytes, to: str) -> None:
         """Writes bytes that are no message into the link home, or into the one to another actor's process."""
         peer = current_peer()
-        link = peer.links[peer.options.home if to == "home" else next(p for p in peer.links if p != peer.options.home)]
-        assert link._socket is not None
-        link._socket.send(data)
+        connection = peer.connections[
+            peer.options.home if to == "home" else next(p for p in peer.connections if p != peer.options.home)
+        ]
+        assert connection._socket is not None
+        connection._socket.send(data)
         await asyncio.Event().wait()
 
     @method

@@ -209,7 +209,7 @@ class Network:
         if owner is not None:
             owner.on_death.append(lambda: self.close_fds([fd]))
 
-    def links(self) -> list[End]:
+    def connections(self) -> list[End]:
         """One end of each connection that is open."""
         self.ends = [end for end in self.ends if not (end.closed or end.other.closed or end.broken)]
         return self.ends

@@ -80,9 +80,9 @@ class Program:
             self.world.kill(self.rng.choice(self.world.workers))
 
     def _cut(self) -> None:
-        links = self.world.net.links()
-        if links:
-            self.world.cut(self.rng.choice(links))
+        connections = self.world.net.connections()
+        if connections:
+            self.world.cut(self.rng.choice(connections))
 
     def _pause(self) -> None:
         process = self.rng.choice([*self.world.workers, self.world.controller])
@@ -211,13 +211,13 @@ class Program:
 
 def tables(peer: Peer) -> dict[str, Any]:
     """Everything that a process remembers of calls and values that are not over."""
-    links = [link for link in peer.links.values() if link.lost is None]
+    connections = [connection for connection in peer.connections.values() if connection.lost is None]
     transports = peer.store._transports.values()
     return {
-        "calls": [call for link in links for call in link.session.calls.values()],
+        "calls": [call for connection in connections for call in connection.session.calls.values()],
         "incoming": peer.incoming_calls(),
         "local": peer.local_caller.states,
-        "pins": [caller.pins for caller in peer.hosted._callers.values() if caller.pins],
+        "pins": [caller.pins for caller in peer.inbound._callers.values() if caller.pins],
         "values": list(peer.store.entries),
         "own refs": list(peer.refs._own),
         "borrowed refs": list(peer.refs._borrowed),
@@ -225,8 +225,8 @@ def tables(peer: Peer) -> dict[str, Any]:
         "fetching": list(peer.transfer.relays._fetching),
         "blocks": sum(transport.arena.live_blocks() for transport in transports),
         "channels": [*peer.channels.keepers, *peer.channels.ends],
-        "running": [cell.name for cell in peer.cells.values() if cell.active or cell.abandoned],
-        "queued": [cell.name for cell in peer.cells.values() if cell.mailbox.queued],
+        "running": [hosted.name for hosted in peer.actors.values() if hosted.active or hosted.abandoned],
+        "queued": [hosted.name for hosted in peer.actors.values() if hosted.mailbox.queued],
     }
 
 

@@ -19,9 +19,9 @@ from sim_net import End, Network, SimSocket, Weather
 
 import aiodaft
 from aiodaft._protocol.ids import NODE
-from aiodaft._runtime.node.environment import Surroundings
-from aiodaft._runtime.node.heartbeat import Pulse, PulseWatch
-from aiodaft._runtime.node.launcher import Child, Ending
+from aiodaft._runtime.node.environment import WorkerEnvironment
+from aiodaft._runtime.node.heartbeat import Heartbeat, HeartbeatWatch
+from aiodaft._runtime.node.launcher import ChildProcess, Ending
 from aiodaft._runtime.node.worker_main import Worker, WorkerSettings
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform import context as current
@@ -100,11 +100,11 @@ class SimWorker(Worker):
     """A worker that ends without ending the test."""
 
     process: Process
-    nursery: SimNursery
+    launcher: SimNursery
 
     def _exit_requested(self, error: BaseException) -> None:
         code = error.code if isinstance(error, SystemExit) else 130
-        self.nursery.ended(self.process, int(code or 0), None)
+        self.launcher.ended(self.process, int(code or 0), None)
 
 
 class Output:
@@ -147,7 +147,7 @@ class PulseLine:
         self._open = False
 
 
-class SimPulse(Pulse):
+class SimPulse(Heartbeat):
     """The worker's end, without a thread."""
 
     def start(self) -> None:
@@ -155,13 +155,13 @@ class SimPulse(Pulse):
         line.answer = lambda: self._answer(self._peer.env.monotonic())
 
 
-class SimChild(Child):
+class SimChild(ChildProcess):
     """One worker, as the node sees it."""
 
     def __init__(self, number: int, process: Process, loop: SimLoop) -> None:
         output: Any = Output()
         line: Any = PulseLine(loop, process)
-        super().__init__(number, output, PulseWatch(line, loop), loop)
+        super().__init__(number, output, HeartbeatWatch(line, loop), loop)
         self.line = line
         self.process = process
         self.pid = _NO_PID + number
@@ -182,7 +182,7 @@ class SimNursery:
         self.on_rung: Callable[[int], object] = lambda pid: None
 
     async def spawn(
-        self, settings: bytes, surroundings: Surroundings, environment: dict[str, str], name: str
+        self, settings: bytes, worker_environment: WorkerEnvironment, environment: dict[str, str], name: str
     ) -> tuple[SimChild, SimSocket]:
         await asyncio.sleep(self._loop.rng.random() * 0.001)
         self._last_number += 1
@@ -196,7 +196,7 @@ class SimNursery:
         if not child.process.alive:
             return
         worker = SimWorker(WorkerSettings.unpacked(settings), connection, child.line)  # type: ignore[arg-type]  # it does what links need
-        worker.process, worker.nursery = child.process, self
+        worker.process, worker.launcher = child.process, self
 
         async def live() -> None:
             status = await worker.run()
@@ -286,8 +286,8 @@ class World:
 
     def kill(self, process: Process) -> None:
         """SIGKILL, from outside."""
-        nursery = self.peers[0][0].cells[NODE].instance._nursery
-        nursery.ended(process, None, "SIGKILL")
+        launcher = self.peers[0][0].actors[NODE].instance._launcher
+        launcher.ended(process, None, "SIGKILL")
 
     def pause(self, process: Process, seconds: float) -> None:
         """SIGSTOP, and SIGCONT some time later."""
@@ -319,22 +319,22 @@ class World:
                 world.peers.append((self, world.loop.current))
 
         replaced = {
-            "aiodaft.runtime.Nursery": SimNursery,
+            "aiodaft.runtime.WorkerLauncher": SimNursery,
             "aiodaft.runtime.Peer": SimPeer,
             "aiodaft._runtime.node.worker_main.Peer": SimPeer,
             "aiodaft._runtime.node.worker_main.Env": self.env,
-            "aiodaft._runtime.node.worker_main.Pulse": SimPulse,
+            "aiodaft._runtime.node.worker_main.Heartbeat": SimPulse,
             "aiodaft._runtime.node.worker_main.offer_dump": lambda: None,
             "aiodaft._runtime.node.heartbeat.is_stopped": self.is_stopped,
             "aiodaft._runtime.node.postmortem.is_stopped": self.is_stopped,
             "aiodaft._runtime.actors.hosted_actor.ActorThread": SimThread,
-            "aiodaft._runtime.peer.Offload": SimOffload,
+            "aiodaft._runtime.peer.HelperThread": SimOffload,
             # Errors tell of these, and differ in length with the folder, the machine and how modules were loaded.
             "aiodaft._runtime.peer.visible_pid": lambda: _NO_PID,
             "aiodaft.runtime.os.uname": lambda: SimpleNamespace(nodename="here"),
             "aiodaft._runtime.serialization.errors.text_of": lambda error: "",
             "aiodaft._runtime.serialization.pickling._reduce_traceback": lambda frames: (_no_frames, ()),
-            "aiodaft._runtime.dispatch.socket": self.net,
+            "aiodaft._runtime.peer.socket": self.net,
             "aiodaft._runtime.connections.connection.socket": self.net,
             "aiodaft._runtime.connections.connection.os": self.net,
             "aiodaft._runtime.connections.fd_passing.os": self.net,

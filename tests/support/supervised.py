@@ -126,7 +126,7 @@ class ThreadedHeir(Mortal):
         self.value = f"epoch {epoch} on a thread"
 
 
-class Caller(Actor):
+class Responder(Actor):
     """Holds handles of others."""
 
     def __init__(self, other: Any = None) -> None:

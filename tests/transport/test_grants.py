@@ -17,12 +17,12 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Link:
+class Connection:
     peer: str
 
 
 SEGMENTS = {7: Segment(4096)}
-LINK: Any = Link("producer")
+LINK: Any = Connection("producer")
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 1), (0, 4096), (4095, 1), (64, 128)])

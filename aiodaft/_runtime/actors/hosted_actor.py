@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId
 from aiodaft._protocol.mailbox import BoundedMailbox, Mailbox
-from aiodaft._runtime.actors.inbound_call import IncomingCall, current_call
-from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.actors.inbound_call import InboundCall, current_call
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_deadline
 from aiodaft._runtime.platform.threads import ActorThread
 from aiodaft._runtime.serialization.encoder import Names, is_plain
@@ -32,7 +32,7 @@ logger = logging.getLogger("aiodaft")
 _TICK: Final = 1e-3
 
 
-class Cell:
+class HostedActor:
     """One actor: its instance, its mailbox and its thread."""
 
     def __init__(self, peer: Peer, actor: ActorId, name: str, find_spec: Callable[[str], MethodSpec | None]) -> None:
@@ -43,15 +43,15 @@ class Cell:
         # The context manager that was entered for the instance.
         self._manager: Any = None
         self.find_spec = find_spec
-        self.mailbox: Mailbox[IncomingCall] = Mailbox()
+        self.mailbox: Mailbox[InboundCall] = Mailbox()
         # The same, if not all calls are taken.
-        self.bounds: BoundedMailbox[IncomingCall] | None = None
+        self.bounds: BoundedMailbox[InboundCall] | None = None
         self.thread = ActorThread(name, peer.loop)
         # Calls that have started and not ended; and how many have ended.
         self.active = 0
         self.done = 0
         # Calls that run on although their callers have given them up.
-        self.abandoned: set[IncomingCall] = set()
+        self.abandoned: set[InboundCall] = set()
         self.stopping: str | None = None
         self._idle: asyncio.Event | None = None
         self._starting = False
@@ -68,15 +68,15 @@ class Cell:
 
     # Starting.
 
-    def admits(self, call: IncomingCall) -> bool:
+    def admits(self, call: InboundCall) -> bool:
         """Whether a call may wait here; one that may not is refused."""
         why = None if self.bounds is None else self.bounds.admit(call)
         if why is not None:
             error = Overloaded(f"{call.label} of {self.where} is refused: {why}")
-            call.caller_link.fail(call, error, executed=False)
+            call.caller_connection.fail(call, error, executed=False)
         return why is None
 
-    def deliver(self, call: IncomingCall) -> None:
+    def deliver(self, call: InboundCall) -> None:
         """A call arrived; it may still wait for its arguments."""
         if self.stopping is not None:
             self._refuse(call)
@@ -108,7 +108,7 @@ class Cell:
         finally:
             self._starting = False
 
-    def _start(self, call: IncomingCall, *, at_once: bool) -> None:
+    def _start(self, call: InboundCall, *, at_once: bool) -> None:
         call.started = True
         self.active += 1
         if call.rules.on_thread:
@@ -123,7 +123,7 @@ class Cell:
 
     # Running.
 
-    def enter(self, call: IncomingCall) -> None:
+    def enter(self, call: InboundCall) -> None:
         """In the call's own context: it has begun, and nested calls inherit from it."""
         call.since = self.peer.env.monotonic()
         call.begun = True
@@ -134,13 +134,13 @@ class Cell:
         if current_deadline.get() != call.deadline:
             current_deadline.set(call.deadline)
 
-    def last_begun(self, call: IncomingCall) -> None:
+    def last_begun(self, call: InboundCall) -> None:
         """In its task or thread: the last call of a row begins, so that those after the row may start."""
         call.last_begun = True
         if self.mailbox.watching:
             self.peer.call_soon(self.look_again)
 
-    def _run_on_thread(self, call: IncomingCall) -> None:
+    def _run_on_thread(self, call: InboundCall) -> None:
         """On the actor's thread: run a `def` method and encode its result, so that nothing changes it in between."""
         if not call.take():
             call.begun = True
@@ -149,7 +149,7 @@ class Cell:
         # The thread has no context of its own to leave behind.
         copy_context().run(self._execute, call)
 
-    def _execute(self, call: IncomingCall) -> None:
+    def _execute(self, call: InboundCall) -> None:
         self.enter(call)
         executed = False
         finish: Callable[[], object]
@@ -166,19 +166,19 @@ class Cell:
         # The error's frames lead here: they must not lead back to the error.
         del finish
 
-    def _finish(self, call: IncomingCall, finish: Callable[[], object]) -> None:
+    def _finish(self, call: InboundCall, finish: Callable[[], object]) -> None:
         """On the loop: answer a call that ran on the thread."""
         finish()
         self.end(call)
 
-    def _prepare_answer(self, call: IncomingCall, result: Any) -> Callable[[], object]:
-        caller = call.caller_link
+    def _prepare_answer(self, call: InboundCall, result: Any) -> Callable[[], object]:
+        caller = call.caller_connection
         if is_plain(result) or caller.id == self.peer.id:
             return partial(caller.answer, call, result)
         kept = self.peer.store.keep_patiently(result, call.label, call.spec.transport)
         return partial(caller.answer_kept, call, kept)
 
-    def decode_arguments(self, call: IncomingCall) -> None:
+    def decode_arguments(self, call: InboundCall) -> None:
         """Make the arguments from what came. On the loop they are light: heavy ones were decoded when they came."""
         arrived, slots = call.arrived, call.slots
         assert arrived is not None
@@ -188,7 +188,7 @@ class Cell:
         args, call.kwargs = store.decode_now(arrived, values, arrived.refs, patient=patient)
         call.args = tuple(args)
 
-    async def capture(self, kept: Kept) -> None:
+    async def capture(self, kept: StoredValue) -> None:
         """Copy a large result while nothing of this actor runs that could change it.
 
         With other calls of the actor under way, only a copy on the loop itself is safe from them.
@@ -205,7 +205,7 @@ class Cell:
 
     # Ending.
 
-    def cancel(self, call: IncomingCall) -> None:
+    def cancel(self, call: InboundCall) -> None:
         """The caller does not want the call any more. If it runs on the thread, it fails at once."""
         what = f"{call.label} of {self.name} was cancelled"
         self.give_up(call, CallCancelled(f"{what} before it started", executed=False))
@@ -213,14 +213,14 @@ class Cell:
             error = CallCancelled(
                 f"{what}; it runs on, because a thread cannot be interrupted, and its result is dropped"
             )
-            call.caller_link.fail(call, error, executed=None)
+            call.caller_connection.fail(call, error, executed=None)
 
-    def give_up(self, call: IncomingCall, why: DaftError) -> None:
+    def give_up(self, call: InboundCall, why: DaftError) -> None:
         """End a call, if that was not asked for before; one that has not begun fails at once, with this error."""
         if not (call.over or call.given_up) and not self._interrupt(call):
-            call.caller_link.fail(call, why, executed=False)
+            call.caller_connection.fail(call, why, executed=False)
 
-    def _expire(self, call: IncomingCall) -> None:
+    def _expire(self, call: InboundCall) -> None:
         """Its time is over: it fails when its cleanup has run, or gets no more time."""
         if call.over:
             return
@@ -231,17 +231,15 @@ class Cell:
         else:
             self.fail_late(call, executed=None if begun else False)
 
-    def fail_late(
-        self, call: IncomingCall, error: BaseException | None = None, *, executed: bool | None = None
-    ) -> None:
+    def fail_late(self, call: InboundCall, error: BaseException | None = None, *, executed: bool | None = None) -> None:
         """Its time was over before it was; perhaps it raised something then."""
         late = DeadlineExceeded(f"the deadline of {call.label} of {self.name} passed")
         if error is not None and not isinstance(error, asyncio.CancelledError | DeadlineExceeded):
             # Not the error itself, which may be unable to travel.
             add_note(late, f"when it was cancelled for that, it raised {type(error).__name__}")
-        call.caller_link.fail(call, late, executed=executed)
+        call.caller_connection.fail(call, late, executed=executed)
 
-    def _interrupt(self, call: IncomingCall) -> bool:
+    def _interrupt(self, call: InboundCall) -> bool:
         """Stop a call; False if it has not begun, and never will."""
         if call.begun or not call.take():
             if call.task is not None:
@@ -264,11 +262,11 @@ class Cell:
             self.look_again()
         return False
 
-    def _end_unbegun(self, call: IncomingCall) -> None:
+    def _end_unbegun(self, call: InboundCall) -> None:
         call.begun = True
         self.end(call)
 
-    def failed(self, call: IncomingCall, error: BaseException, ran: bool) -> None:
+    def failed(self, call: InboundCall, error: BaseException, ran: bool) -> None:
         """It raised something."""
         if self.is_late(call, error):
             self.fail_late(call, error)
@@ -277,21 +275,21 @@ class Cell:
         executed = None if isinstance(error, asyncio.CancelledError) else ran
         # What the runtime's own actors raise needs no directions.
         where = f"raised by {call.label} in {self.where}" if self.id >= FIRST_USER_ACTOR else None
-        call.caller_link.fail(call, as_call_error(error, where), executed=executed)
+        call.caller_connection.fail(call, as_call_error(error, where), executed=executed)
 
-    def is_late(self, call: IncomingCall, error: BaseException) -> bool:
+    def is_late(self, call: InboundCall, error: BaseException) -> bool:
         """Whether it ended because its time is over. Calls that it made have no more time, and may notice first."""
         if call.late or call.deadline is None:
             return call.late
         return isinstance(error, DeadlineExceeded) and self.peer.loop.time() + _TICK >= call.deadline
 
-    def _refuse(self, call: IncomingCall) -> None:
+    def _refuse(self, call: InboundCall) -> None:
         executed = None if call.begun else False
         error = ActorDied(f"{self.name} was stopped: {self.stopping}", executed=executed)
         error.actor = self.name
-        call.caller_link.fail(call, error, executed=executed)
+        call.caller_connection.fail(call, error, executed=executed)
 
-    def end(self, call: IncomingCall) -> None:
+    def end(self, call: InboundCall) -> None:
         """It is over, and was answered if somebody waited for that."""
         self.active -= 1
         self.done += 1
@@ -312,9 +310,9 @@ class Cell:
         if self._idle is not None and not self.active:
             self._idle.set()
 
-    def running(self) -> list[IncomingCall]:
+    def running(self) -> list[InboundCall]:
         """Calls that have started and not ended."""
-        return [call for call in self.peer.incoming_calls() if call.cell is self and call.started]
+        return [call for call in self.peer.incoming_calls() if call.hosted is self and call.started]
 
     async def stop(self, reason: str, grace: float) -> None:
         """Take no more calls, let those under way end within the grace time, cancel the rest, leave the instance."""
@@ -372,12 +370,12 @@ class Cell:
             self._idle = None
 
 
-async def capture(cell: Cell, result: Any, label: str, what: str, via: str | None) -> Kept:
+async def capture(hosted: HostedActor, result: Any, label: str, what: str, via: str | None) -> StoredValue:
     """Encode what a method gave; copied, unless it is lent, before anything of the actor can change it."""
-    store = cell.peer.store
+    store = hosted.peer.store
     lender = result if isinstance(result, Borrowed) else None
     value = result if lender is None else lender.value
     kept = await store.keep_anywhere(value, Names(label, ((what, value),)), via=via, lender=lender)
     if not (kept.lent or store.pack_now(kept)):
-        await cell.capture(kept)
+        await hosted.capture(kept)
     return kept

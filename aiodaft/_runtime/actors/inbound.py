@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._protocol.messages import ERROR, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
-from aiodaft._runtime.actors.inbound_call import IncomingCall
-from aiodaft._runtime.actors.responders import RemoteCaller
-from aiodaft._runtime.objects.received import Arrived, Delivery
+from aiodaft._runtime.actors.inbound_call import InboundCall
+from aiodaft._runtime.actors.responders import RemoteResponder
+from aiodaft._runtime.objects.received import Delivery, ReceivedValue
 from aiodaft._runtime.objects.streams import CREDIT_WINDOW
 from aiodaft._runtime.platform.context import deadline_of
 from aiodaft._runtime.serialization.decoder import is_heavy
@@ -18,53 +18,53 @@ from aiodaft._runtime.serialization.errors import add_note, encode_error, passed
 from aiodaft.exceptions import ActorDied, RemoteProtocolError, StaleHandle
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.actors.hosted_actor import Cell
-    from aiodaft._runtime.connections.connection import Link
-    from aiodaft._runtime.connections.route import Neighbour
+    from aiodaft._runtime.actors.hosted_actor import HostedActor
+    from aiodaft._runtime.connections.connection import Connection
+    from aiodaft._runtime.connections.route import Route
     from aiodaft._runtime.peer import Peer
 
 # Stopped actors whose names are remembered.
 _REMEMBERED: Final = 1024
 
 
-class Hosted:
+class Inbound:
     """The incoming side of one process."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self._callers: dict[PeerId, RemoteCaller] = {}
+        self._callers: dict[PeerId, RemoteResponder] = {}
         # The latest actors that were stopped here, with their names.
         self._stopped: dict[ActorId, str] = {}
 
-    def remove(self, cell: Cell) -> None:
+    def remove(self, hosted: HostedActor) -> None:
         """An actor is not hosted any more; calls that still come for it are refused in its name."""
-        self._peer.cells.pop(cell.id, None)
-        self._stopped[cell.id] = cell.name
+        self._peer.actors.pop(hosted.id, None)
+        self._stopped[hosted.id] = hosted.name
         while len(self._stopped) > _REMEMBERED:
             del self._stopped[next(iter(self._stopped))]
 
-    def caller(self, link: Link) -> RemoteCaller:
-        """The caller at the other end of a link."""
-        caller = self._callers.get(link.remote)
+    def caller(self, connection: Connection) -> RemoteResponder:
+        """The caller at the other end of a connection."""
+        caller = self._callers.get(connection.remote)
         if caller is None:
-            caller = self._callers[link.remote] = RemoteCaller(self._peer, link)
+            caller = self._callers[connection.remote] = RemoteResponder(self._peer, connection)
         return caller
 
-    def call_came(self, link: Link, message: Message) -> None:
+    def call_came(self, connection: Connection, message: Message) -> None:
         """CALL came."""
         _, number, actor, name, args = message
-        call = self._accept(link, number, actor, name, WANT_REPLY, args)
+        call = self._accept(connection, number, actor, name, WANT_REPLY, args)
         if call is not None:
-            call.cell.deliver(call)
+            call.hosted.deliver(call)
 
-    def send_came(self, link: Link, message: Message) -> None:
+    def send_came(self, connection: Connection, message: Message) -> None:
         """SEND came."""
         _, number, actor, name, mode, left, payload, blobs, refs, slots, attempt = message
         if mode not in (WANT_REPLY, WANT_STREAM, WANT_NOTHING):
-            raise RemoteProtocolError(f"{link.remote} makes a call of unknown mode {mode}")
-        call = self._accept(link, number, actor, name, mode, ())
+            raise RemoteProtocolError(f"{connection.remote} makes a call of unknown mode {mode}")
+        call = self._accept(connection, number, actor, name, mode, ())
         if call is None:
-            self._peer.transfer.decline(link, blobs)
+            self._peer.transfer.decline(connection, blobs)
             return
         call.attempt = attempt
         if left is not None:
@@ -73,83 +73,85 @@ class Hosted:
             call.credit = CREDIT_WINDOW
         if refs or slots or isinstance(blobs, tuple) or is_heavy(payload):
             call.ready = False
-            call.cell.deliver(call)
+            call.hosted.deliver(call)
             # Arguments are fetched from now on, while the actor works on earlier calls.
-            args = Delivery(self._peer, link, payload, blobs, refs)
+            args = Delivery(self._peer, connection, payload, blobs, refs)
             call.bringing = self._peer.tasks.create_task(self._bring(call, args, slots), name=f"bring {call.label}")
         else:
-            call.arrived = Arrived(payload, blobs, [], [])
-            call.cell.deliver(call)
+            call.arrived = ReceivedValue(payload, blobs, [], [])
+            call.hosted.deliver(call)
 
-    def cancel_came(self, link: Link, message: Message) -> None:
+    def cancel_came(self, connection: Connection, message: Message) -> None:
         """CANCEL came; the call may be over by now."""
-        call = link.incoming.get(message[1])
+        call = connection.incoming.get(message[1])
         if call is not None:
-            call.cell.cancel(call)
+            call.hosted.cancel(call)
 
-    def credit_came(self, link: Link, message: Message) -> None:
+    def credit_came(self, connection: Connection, message: Message) -> None:
         """CREDIT came; the stream may be over by now."""
-        call = link.incoming.get(message[1])
+        call = connection.incoming.get(message[1])
         if call is not None:
             call.add_credit(message[2])
 
-    def adopted_came(self, link: Link, message: Message) -> None:
+    def adopted_came(self, connection: Connection, message: Message) -> None:
         """ADOPTED came."""
-        self.caller(link).adopted(message[1])
+        self.caller(connection).adopted(message[1])
 
-    def link_lost(self, link: Link) -> None:
+    def connection_lost(self, connection: Connection) -> None:
         """A caller is gone: nobody wants its calls any more."""
-        self._callers.pop(link.remote, None)
-        for call in list(link.incoming.values()):
-            call.cell.cancel(call)
+        self._callers.pop(connection.remote, None)
+        for call in list(connection.incoming.values()):
+            call.hosted.cancel(call)
             call.over = True
-        link.incoming.clear()
+        connection.incoming.clear()
 
-    def deliver_local(self, cell: Cell, call: IncomingCall) -> None:
+    def deliver_local(self, hosted: HostedActor, call: InboundCall) -> None:
         """A call from this process to one of its own actors."""
-        if cell.bounds is not None and not cell.admits(call):
+        if hosted.bounds is not None and not hosted.admits(call):
             return
         if call.wants_stream:
             call.credit = CREDIT_WINDOW
         if _contains_ref((call.args, call.kwargs)):
             call.ready = False
-            cell.deliver(call)
+            hosted.deliver(call)
             call.bringing = self._peer.tasks.create_task(
                 self._resolve_local(call), name=f"resolve the arguments of {call.label}"
             )
         else:
-            cell.deliver(call)
+            hosted.deliver(call)
 
     def _accept(
-        self, link: Link, number: CallId, actor: ActorId, name: str, mode: int, args: tuple[Any, ...]
-    ) -> IncomingCall | None:
-        cell = self._peer.cells.get(actor)
-        spec = None if cell is None else cell.find_spec(name)
-        if cell is None or spec is None:
-            self._turn_away(link, number, actor, name)
+        self, connection: Connection, number: CallId, actor: ActorId, name: str, mode: int, args: tuple[Any, ...]
+    ) -> InboundCall | None:
+        hosted = self._peer.actors.get(actor)
+        spec = None if hosted is None else hosted.find_spec(name)
+        if hosted is None or spec is None:
+            self._turn_away(connection, number, actor, name)
             return None
-        caller = self._callers.get(link.remote) or self.caller(link)
-        call = IncomingCall(caller, link.remote, number, cell, spec, mode, args)
-        if link.incoming.setdefault(number, call) is not call:
-            raise RemoteProtocolError(f"{link.remote} uses the number of call {number} twice")
-        return call if cell.bounds is None or cell.admits(call) else None
+        caller = self._callers.get(connection.remote) or self.caller(connection)
+        call = InboundCall(caller, connection.remote, number, hosted, spec, mode, args)
+        if connection.incoming.setdefault(number, call) is not call:
+            raise RemoteProtocolError(f"{connection.remote} uses the number of call {number} twice")
+        return call if hosted.bounds is None or hosted.admits(call) else None
 
-    def _turn_away(self, link: Link, number: CallId, actor: ActorId, name: str) -> None:
+    def _turn_away(self, connection: Connection, number: CallId, actor: ActorId, name: str) -> None:
         error: Exception
-        cell = self._peer.cells.get(actor)
-        if cell is not None:
-            error = AttributeError(f"{cell.name} has no remote method {name!r:.80}")
-        elif any(number_of(other) == number_of(actor) for other in self._peer.cells):
+        hosted = self._peer.actors.get(actor)
+        if hosted is not None:
+            error = AttributeError(f"{hosted.name} has no remote method {name!r:.80}")
+        elif any(number_of(other) == number_of(actor) for other in self._peer.actors):
             error = StaleHandle("the actor was restarted: the handle leads to an earlier incarnation of it")
         else:
             name = self._stopped.get(actor, "")
             error = ActorDied(f"{name or 'the actor'} was stopped", executed=False)
             error.actor = name
-        link.send((ERROR, number, encode_error(error), False))
+        connection.send((ERROR, number, encode_error(error), False))
 
-    async def _bring(self, call: IncomingCall, args: Delivery, slots: tuple[Any, ...]) -> None:
+    async def _bring(self, call: InboundCall, args: Delivery, slots: tuple[Any, ...]) -> None:
         """Bring in the buffers and the awaited refs of a call, all at once."""
-        values = [self._peer.tasks.start(self._slot(args.link, call, slot), name="pull an argument") for slot in slots]
+        values = [
+            self._peer.tasks.start(self._slot(args.connection, call, slot), name="pull an argument") for slot in slots
+        ]
         try:
             call.arrived = await self._peer.transfer.receive(args)
             call.slots = [await value for value in values]
@@ -166,7 +168,7 @@ class Hosted:
         else:
             self._brought(call)
 
-    async def _decode_heavy(self, call: IncomingCall) -> None:
+    async def _decode_heavy(self, call: InboundCall) -> None:
         """What takes long to decode is decoded by the helper thread; light arguments are when the call starts."""
         arrived, slots = call.arrived, call.slots
         assert arrived is not None
@@ -176,42 +178,40 @@ class Hosted:
             call.args = tuple(args)
             call.arrived, call.slots = None, ()
 
-    async def _slot(self, link: Neighbour, call: IncomingCall, slot: tuple[Any, ...]) -> Arrived:
+    async def _slot(self, connection: Route, call: InboundCall, slot: tuple[Any, ...]) -> ReceivedValue:
         if isinstance(slot[0], bytes):
             payload, inline, refs = slot
-            return await self._peer.transfer.receive(Delivery(self._peer, link, payload, inline, refs))
+            return await self._peer.transfer.receive(Delivery(self._peer, connection, payload, inline, refs))
         owner, number, producer, label = slot
         try:
             return await self._peer.transfer.pull(owner, number, producer)
         except Exception as error:
-            add_note(
-                error,
-                f"needed by {call.label} of {call.cell.name}, which did not run: its argument is the result of {label}",
-            )
+            consumer = f"{call.label} of {call.hosted.name}"
+            add_note(error, f"needed by {consumer}, which did not run: its argument is the result of {label}")
             raise
 
-    async def _resolve_local(self, call: IncomingCall) -> None:
+    async def _resolve_local(self, call: InboundCall) -> None:
         try:
             call.args, call.kwargs = await resolved((call.args, call.kwargs))
         except Exception as error:  # noqa: BLE001 - whatever it is, the call fails of it
-            add_note(error, f"needed by {call.label} of {call.cell.name}, which did not run")
+            add_note(error, f"needed by {call.label} of {call.hosted.name}, which did not run")
             self._not_ready(call, error)
         else:
             self._brought(call)
 
-    def _brought(self, call: IncomingCall) -> None:
+    def _brought(self, call: InboundCall) -> None:
         call.bringing = None
         call.ready = True
-        call.cell.look_again()
+        call.hosted.look_again()
 
-    def _not_ready(self, call: IncomingCall, error: BaseException) -> None:
+    def _not_ready(self, call: InboundCall, error: BaseException) -> None:
         """Its arguments will never be there."""
         call.bringing = None
         if call.over:
             return
         call.withdrawn = True
-        call.caller_link.fail(call, passed_on(error, executed=False), executed=False)
-        call.cell.look_again()
+        call.caller_connection.fail(call, passed_on(error, executed=False), executed=False)
+        call.hosted.look_again()
 
 
 def _contains_ref(arguments: Any) -> bool:

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import WANT_STREAM
-from aiodaft._runtime.objects.received import Arrived
-from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.objects.received import ReceivedValue
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import is_plain
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.actors.hosted_actor import Cell
+    from aiodaft._runtime.actors.hosted_actor import HostedActor
     from aiodaft._runtime.objects.transfer import Place
     from aiodaft.methods import MethodSpec
 
 _NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 
-current_call: ContextVar[IncomingCall | None] = ContextVar("aiodaft_current_call", default=None)
+current_call: ContextVar[InboundCall | None] = ContextVar("aiodaft_current_call", default=None)
 
 
-class Caller(Protocol):
+class Responder(Protocol):
     """Who made a call, and how to answer."""
 
     @property
@@ -32,35 +32,35 @@ class Caller(Protocol):
         """The caller's process."""
         ...
 
-    def answer(self, call: IncomingCall, result: Any) -> None:
+    def answer(self, call: InboundCall, result: Any) -> None:
         """Give a result that needs no encoding worth mentioning."""
         ...
 
-    async def answer_encoded(self, call: IncomingCall, result: Any) -> None:
+    async def answer_encoded(self, call: InboundCall, result: Any) -> None:
         """Give any result. Returns once the actor may change what it returned."""
         ...
 
-    def answer_kept(self, call: IncomingCall, kept: Kept) -> None:
+    def answer_kept(self, call: InboundCall, kept: StoredValue) -> None:
         """Give a result that is encoded and packed."""
         ...
 
-    def fail(self, call: IncomingCall, error: BaseException, *, executed: bool | None) -> None:
+    def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         """Say that there is no result."""
         ...
 
-    async def item(self, call: IncomingCall, value: Any) -> None:
+    async def item(self, call: InboundCall, value: Any) -> None:
         """Give the next item of a stream."""
         ...
 
 
-class IncomingCall:
+class InboundCall:
     """A call from its arrival to its answer."""
 
     # Defaults live in the class: most calls set only what they need.
     kwargs: Mapping[str, Any] = _NO_KWARGS
     # Arguments that are not decoded yet, and the values of the refs among them.
-    arrived: Arrived | None = None
-    slots: Sequence[Arrived] = ()
+    arrived: ReceivedValue | None = None
+    slots: Sequence[ReceivedValue] = ()
     # When it is too late, on the loop's clock; it was under way when that had come.
     deadline: float | None = None
     timer: asyncio.TimerHandle | None = None
@@ -95,18 +95,18 @@ class IncomingCall:
 
     def __init__(
         self,
-        caller: Caller,
+        caller: Responder,
         caller_id: PeerId,
         number: CallId,
-        cell: Cell,
+        hosted: HostedActor,
         spec: MethodSpec,
         mode: int,
         args: tuple[Any, ...],
     ) -> None:
-        self.caller_link = caller
+        self.caller_connection = caller
         self.caller = caller_id
         self.number = number
-        self.cell = cell
+        self.hosted = hosted
         self.spec = spec
         self.rules = spec.rules
         self.mode = mode
@@ -116,34 +116,34 @@ class IncomingCall:
 
     async def work(self) -> None:
         """On the loop: run it, and answer."""
-        cell = self.cell
-        cell.enter(self)
+        hosted = self.hosted
+        hosted.enter(self)
         executed = False
         try:
             if self.arrived is not None:
-                cell.decode_arguments(self)
+                hosted.decode_arguments(self)
             executed = True
-            made = self.spec.fn(cell.instance, *self.args, **self.kwargs)
+            made = self.spec.fn(hosted.instance, *self.args, **self.kwargs)
             result: Any = await (self._give_items(made) if self.spec.is_stream else made)
             if self.late:
                 # It did not obey, but its time was over.
-                cell.fail_late(self)
+                hosted.fail_late(self)
             elif is_plain(result):
-                self.caller_link.answer(self, result)
+                self.caller_connection.answer(self, result)
             else:
-                await self.caller_link.answer_encoded(self, result)
+                await self.caller_connection.answer_encoded(self, result)
         except (SystemExit, KeyboardInterrupt) as error:
-            cell.peer.exit_requested(error)
+            hosted.peer.exit_requested(error)
         except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
-            cell.failed(self, error, executed)
+            hosted.failed(self, error, executed)
         finally:
-            cell.end(self)
+            hosted.end(self)
 
     async def _give_items(self, items: AsyncGenerator[Any, None]) -> None:
         try:
             await self.wait_credit()
             async for item in items:
-                await self.caller_link.item(self, item)
+                await self.caller_connection.item(self, item)
                 await self.wait_credit()
         finally:
             # Leaving the loop does not end an async generator, and garbage collection would do it too late.

@@ -1,4 +1,4 @@
-"""Calls that wait in this process before they are handed to a link. Each may be cancelled, and its time may run out."""
+"""Calls that wait before they are handed to a connection. Each may be cancelled or pass its deadline there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.session import Session
-from aiodaft._runtime.calls.call import State, TellState
-from aiodaft._runtime.connections.connection import Link
+from aiodaft._runtime.calls.call import PendingCall, TellState
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.serialization.errors import unsent
 from aiodaft.exceptions import DeadlineExceeded
 
@@ -25,10 +25,10 @@ class Backlog:
         """Make a backlog; errors name `towards` as the place that its calls wait for."""
         self._peer = peer
         self._waiting: dict[CallId, tuple[Request, asyncio.TimerHandle | None]] = {}
-        # Never connected: it bounds the calls, and lets them be withdrawn as those in the window of a link are.
+        # Never connected: it bounds the calls, and lets them be withdrawn as those in the window of a connection are.
         limit = peer.options.max_pending
-        session: Session[State] = Session(peer.id, peer.pid, remote=PeerId(towards), max_pending=limit)
-        self._link = Link(peer, session, peer.id, peer.loop)
+        session: Session[PendingCall] = Session(peer.id, peer.pid, remote=PeerId(towards), max_pending=limit)
+        self._connection = Connection(peer, session, peer.id, peer.loop)
 
     def admit(self, request: Request) -> bool:
         """Let a call wait, with its arguments as they are now; False if it failed, because an argument has.
@@ -38,16 +38,16 @@ class Backlog:
             Overloaded: Too many calls are waiting.
         """
         number, state, deadline = request.number, request.state, request.deadline
-        self._link.session.submit(number, state, None, admitted=request.had_turn)
+        self._connection.session.submit(number, state, None, admitted=request.had_turn)
         waits = False
         try:
             waits = self._peer.sender.prepare(request)
         finally:
             if not waits:
-                self._link.withdraw(number)
+                self._connection.withdraw(number)
         if waits:
             if not isinstance(state, TellState):
-                state.link = self._link
+                state.connection = self._connection
             timer = None if deadline is None else self._peer.loop.call_at(deadline, self._expire, request)
             self._waiting[number] = (request, timer)
         return waits
@@ -55,7 +55,7 @@ class Backlog:
     def take(self, request: Request) -> bool:
         """Take a call out; False if it was cancelled meanwhile, or its time is over."""
         self.forget(request.number)
-        return self._link.withdraw(request.number)
+        return self._connection.withdraw(request.number)
 
     def take_all(self) -> Iterator[Request]:
         """Take out all calls, in order."""

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Calls that this process makes: their targets, requests and states."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from aiodaft._protocol.messages import (
     WANT_REPLY,
     WANT_STREAM,
 )
-from aiodaft._runtime.calls.outgoing import home_of
-from aiodaft._runtime.objects.received import Arrived
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import ABSENT, FAILED, HERE, THERE, RefState, Status, release_inputs
-from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.platform.error_log import log_error, printable
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.serialization.errors import copy_error
+from aiodaft._runtime.serialization.pickling import home
 from aiodaft.exceptions import (
     ActorDied,
     CallCancelled,
@@ -32,8 +32,8 @@ from aiodaft.exceptions import (
 from aiodaft.ref import Ref, Stream
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Link
-    from aiodaft._runtime.objects.ref_state import ErrorSink
+    from aiodaft._runtime.connections.connection import Connection
+    from aiodaft._runtime.objects.ref_state import UnhandledErrors
     from aiodaft._runtime.peer import Peer
     from aiodaft.methods import MethodSpec
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 class CallState(RefState):
     """The result of a call that this process made."""
 
-    # The link that the call went over; none if the actor is in this process.
-    link: Link | None = None
+    # The connection that the call went over; none if the actor is in this process.
+    connection: Connection | None = None
     handles = 1
     _cancelling = False
     # Ends the waiting for a call that was cancelled.
@@ -64,10 +64,10 @@ class CallState(RefState):
 
     @property
     def producer(self) -> PeerId:
-        return self.peer.id if self.link is None else self.link.remote
+        return self.peer.id if self.connection is None else self.connection.remote
 
     @property
-    def sink(self) -> ErrorSink | None:
+    def sink(self) -> UnhandledErrors | None:
         return self.target.sink
 
     def on_plain(self, value: Any) -> None:
@@ -84,7 +84,7 @@ class CallState(RefState):
         if self._waiters is not None:
             self._wake_waiters()
 
-    def on_result(self, arrived: Arrived) -> None:
+    def on_result(self, arrived: ReceivedValue) -> None:
         """The answer is an encoded value."""
         if not self.settled:
             self.arrived = arrived
@@ -120,18 +120,18 @@ class CallState(RefState):
         self.on_error(error)
 
     def _release_remote(self) -> None:
-        if self.link is not None:
-            self.link.send((RELEASE, (self.number,)))
+        if self.connection is not None:
+            self.connection.send((RELEASE, (self.number,)))
 
     def _cancel(self, why: str) -> bool:
         """The call settles when the callee says so, or when the grace time is over."""
         if self._cancelling:
             return True
         self.expect_cancellation()
-        if self.link is None and self.target.remote == self.peer.id:
+        if self.connection is None and self.target.remote == self.peer.id:
             self.peer.cancel_local(self.number)
-        elif self.link is None or self.link.withdraw(self.number):
-            # Without a link, the callee was gone already, or another thread has not handed the call over yet.
+        elif self.connection is None or self.connection.withdraw(self.number):
+            # Without a connection, the callee was gone already, or another thread has not handed the call over yet.
             self.on_error(
                 CallCancelled(
                     f"{self.label} of {self.target.label} was cancelled before it was sent: {why}", executed=False
@@ -139,7 +139,7 @@ class CallState(RefState):
             )
             return True
         else:
-            self.link.send((CANCEL, self.number))
+            self.connection.send((CANCEL, self.number))
         self._give_up_later(why)
         return True
 
@@ -161,7 +161,7 @@ class Target:
 
     __slots__ = ("actor", "label", "peer", "remote", "sink", "stopped")
 
-    def __init__(self, peer: Peer, remote: PeerId, actor: ActorId, label: str, sink: ErrorSink | None) -> None:
+    def __init__(self, peer: Peer, remote: PeerId, actor: ActorId, label: str, sink: UnhandledErrors | None) -> None:
         self.peer = peer
         self.remote = remote
         self.actor = actor
@@ -229,9 +229,9 @@ class Target:
             return Health.LOST
         peer, remote = self.peer, self.remote
         if remote == peer.id:
-            return Health.ALIVE if self.actor in peer.cells else Health.LOST
-        link = peer.links.get(remote)
-        if link is not None and link.lost is not None:
+            return Health.ALIVE if self.actor in peer.actors else Health.LOST
+        connection = peer.connections.get(remote)
+        if connection is not None and connection.lost is not None:
             return Health.LOST
         return Health.SUSPECT if remote in peer.suspects else Health.ALIVE
 
@@ -240,19 +240,21 @@ class Target:
         if error.executed is False and error.actor == self.label:
             self.stopped = True
 
-    def missed(self, request: Request, link: Link | None) -> None:
-        """The actor is not where a call was to go: its process is gone, or (no link) is this one and has no such actor.
+    def missed(self, request: Request, connection: Connection | None) -> None:
+        """The actor is not where a call was to go.
+
+        Its process is gone, or (without a connection) is this one and has no such actor.
 
         Raises:
             Overloaded: Too many calls are waiting.
         """
-        if link is None:
+        if connection is None:
             request.state.on_error(ActorDied(f"{self.label} was stopped", executed=False))
         else:
-            self.peer.tasks.create_task(self._explain(request, link), name="explain a lost actor")
+            self.peer.tasks.create_task(self._explain(request, connection), name="explain a lost actor")
 
-    async def _explain(self, request: Request, link: Link) -> None:
-        error = copy_error(await self.peer.explanation(link))
+    async def _explain(self, request: Request, connection: Connection) -> None:
+        error = copy_error(await self.peer.explanation(connection))
         request.state.on_error(error.with_executed(False))
 
 
@@ -270,7 +272,7 @@ class Request:
     # Where the caller's work on accelerators goes, if the arguments could not be encoded at once.
     streams: Sequence[Any] | None = None
     # The encoded arguments, until they are sent.
-    kept: Kept | None = None
+    kept: StoredValue | None = None
     # The call may have to be made again: they are kept after that, and whoever says so releases them.
     again = False
     # How often it was made before.
@@ -286,7 +288,7 @@ class Request:
         kwargs: dict[str, Any],
         number: CallId,
         mode: int,
-        state: State,
+        state: PendingCall,
     ) -> None:
         self.target = target
         self.spec = spec
@@ -335,7 +337,7 @@ class TellState:
     def on_plain(self, value: Any) -> None:
         release_inputs(self, failed=False)
 
-    def on_result(self, arrived: Arrived) -> None:
+    def on_result(self, arrived: ReceivedValue) -> None:
         release_inputs(self, failed=False)
 
     def on_stored(self) -> None:
@@ -353,4 +355,19 @@ class TellState:
 
 
 # What waits for an answer.
-State: TypeAlias = CallState | StreamState | TellState
+PendingCall: TypeAlias = CallState | StreamState | TellState
+
+
+def home_of(runtime: PeerId, label: str) -> Peer:
+    """The peer of the handle that is being unpickled.
+
+    Raises:
+        ValueError: The handle was pickled in another runtime.
+    """
+    peer: Peer = home()
+    if peer.options.home != runtime:
+        raise ValueError(
+            f"the handle of {label} belongs to another runtime, that of {runtime}, and this is that of "
+            f"{peer.runtime_name}: handles lead nowhere outside of their runtime"
+        )
+    return peer

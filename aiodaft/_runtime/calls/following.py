@@ -16,8 +16,7 @@ from aiodaft._protocol.ids import SUPERVISOR, ActorId, CallId, PeerId, epoch_of,
 from aiodaft._protocol.liveness import Health
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._runtime.calls.backlog import Backlog
-from aiodaft._runtime.calls.call import CallState, Request, Target
-from aiodaft._runtime.calls.outgoing import home_of
+from aiodaft._runtime.calls.call import CallState, Request, Target, home_of
 from aiodaft._runtime.objects.ref_state import Status
 from aiodaft._runtime.serialization.errors import copy_error, unsent
 from aiodaft.actor import Handle
@@ -33,16 +32,16 @@ from aiodaft.exceptions import (
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.calls.call import State
-    from aiodaft._runtime.connections.connection import Link
-    from aiodaft._runtime.objects.ref_state import ErrorSink
+    from aiodaft._runtime.calls.call import PendingCall
+    from aiodaft._runtime.connections.connection import Connection
+    from aiodaft._runtime.objects.ref_state import UnhandledErrors
     from aiodaft._runtime.peer import Peer
-    from aiodaft._runtime.supervision.directory import Supervisor
+    from aiodaft._runtime.supervision.directory import Directory
     from aiodaft.methods import MethodSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class Location:
     """Where a supervised actor is.
 
     Attributes:
@@ -59,7 +58,7 @@ class Whereabouts:
 NOWHERE = PeerId("")
 
 
-class Followed(Target):
+class FollowingTarget(Target):
     """A supervised actor as this process reaches it: one object for all handles, so that they follow together.
 
     While the actor is down its address is this very process, where nobody has its number.
@@ -67,9 +66,9 @@ class Followed(Target):
 
     __slots__ = ("__weakref__", "_backlog", "_finding", "ended", "owner")
 
-    def __init__(self, peer: Peer, place: Whereabouts, owner: PeerId, label: str, sink: ErrorSink | None) -> None:
+    def __init__(self, peer: Peer, place: Location, owner: PeerId, label: str, sink: UnhandledErrors | None) -> None:
         # A handle may have travelled for long: without a connection to that process it is worth asking.
-        super().__init__(peer, place.peer if place.peer in peer.links else peer.id, place.actor, label, sink)
+        super().__init__(peer, place.peer if place.peer in peer.connections else peer.id, place.actor, label, sink)
         self.owner = owner
         self.ended: DaftError | None = None
         self._backlog = Backlog(peer, label)
@@ -91,17 +90,17 @@ class Followed(Target):
         return epoch_of(self.actor)
 
     @property
-    def place(self) -> Whereabouts:
+    def place(self) -> Location:
         """Where it is, as far as this process knows."""
-        down = self.remote == self.peer.id and self.actor not in self.peer.cells
-        return Whereabouts(NOWHERE if down else self.remote, self.actor)
+        down = self.remote == self.peer.id and self.actor not in self.peer.actors
+        return Location(NOWHERE if down else self.remote, self.actor)
 
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
         """Call a method and return a ref of its result at once."""
         if kwargs or not spec.low <= len(args) <= spec.high:
             spec.check(args, kwargs)
         number = self.peer.next_number()
-        state = FollowedCall(self, spec, number)
+        state = FollowingCall(self, spec, number)
         request = state.request = Request(self, spec, args, kwargs, number, WANT_REPLY, state)
         request.again = spec.retries > 0
         self.peer.outgoing.submit(request)
@@ -127,7 +126,7 @@ class Followed(Target):
 
     # Waiting for the next incarnation.
 
-    def missed(self, request: Request, link: Link | None) -> None:
+    def missed(self, request: Request, connection: Connection | None) -> None:
         """It is down, or somewhere else: the call waits.
 
         Raises:
@@ -138,18 +137,18 @@ class Followed(Target):
             request.state.on_error(unsent(self.ended))
             return
         # Its state frees the arguments; those of streams and tells are freed when they are sent.
-        request.again = request.again or isinstance(request.state, FollowedCall)
+        request.again = request.again or isinstance(request.state, FollowingCall)
         if self._backlog.admit(request):
-            self._start_finding(link)
+            self._start_finding(connection)
 
     def _look(self) -> None:
-        link = self.peer.links.get(self.remote)
-        if self.ended is None and self.peer.closed is None and (link is None or link.lost is not None):
-            self._start_finding(link)
+        connection = self.peer.connections.get(self.remote)
+        if self.ended is None and self.peer.closed is None and (connection is None or connection.lost is not None):
+            self._start_finding(connection)
 
-    def _start_finding(self, link: Link | None) -> None:
+    def _start_finding(self, connection: Connection | None) -> None:
         if self._finding is None:
-            self._finding = self.peer.tasks.create_task(self._find(link), name=f"find {self.label}")
+            self._finding = self.peer.tasks.create_task(self._find(connection), name=f"find {self.label}")
 
     def forget(self, number: CallId) -> None:
         """A call does not wait any more."""
@@ -170,11 +169,11 @@ class Followed(Target):
         if self.ended is not None:
             raise unsent(self.ended)
 
-    async def _find(self, link: Link | None) -> None:
+    async def _find(self, connection: Connection | None) -> None:
         """Ask where it is, which is answered when it is somewhere."""
         try:
             # Its process is gone if the supervisor is to know more; two processes may also have fallen out.
-            lost = None if link is None else await self.peer.explanation(link)
+            lost = None if connection is None else await self.peer.explanation(connection)
             found = await self.supervisor().whereabouts(self.number, wait=True)
         except asyncio.CancelledError:
             self._backlog.fail(RuntimeClosed(self.peer.closed or "the runtime is closed"))
@@ -186,20 +185,20 @@ class Followed(Target):
         self._finding = None
         if found.ended is not None:
             self.end(found.ended)
-        elif lost is not None and link is not None and found.peer == link.remote:
+        elif lost is not None and connection is not None and found.peer == connection.remote:
             self._backlog.fail(lost)
         else:
             self.move(found)
 
-    def supervisor(self) -> Supervisor:
+    def supervisor(self) -> Directory:
         """Who knows where it is."""
-        from aiodaft._runtime.supervision.directory import Supervisor  # noqa: PLC0415 - it is itself made of what callers see
+        from aiodaft._runtime.supervision.directory import Directory  # noqa: PLC0415 - it is itself made of what callers see
 
-        return cast("Supervisor", self.peer.handle(self.owner, SUPERVISOR, "supervisor", Supervisor))
+        return cast("Directory", self.peer.handle(self.owner, SUPERVISOR, "supervisor", Directory))
 
     # Being told.
 
-    def move(self, place: Whereabouts) -> None:
+    def move(self, place: Location) -> None:
         """It is there now; news that are older than what is known are ignored."""
         if self.ended is None and epoch_of(place.actor) >= self.epoch:
             self.remote, self.actor = place.peer, place.actor
@@ -218,7 +217,7 @@ class Followed(Target):
             self._backlog.fail(error)
 
 
-class FollowedCall(CallState):
+class FollowingCall(CallState):
     """The result of a call of a supervised actor: the call may wait for an incarnation, and be made again."""
 
     # What to make again; until it is settled, because it knows this state.
@@ -235,7 +234,7 @@ class FollowedCall(CallState):
         super().on_error(error)
 
     def _made_again(self, error: BaseException) -> bool:
-        request, target = self.request, cast("Followed", self.target)
+        request, target = self.request, cast("FollowingTarget", self.target)
         if not isinstance(error, NotDelivered | ActorDied | PeerLost) or error.executed:
             return False
         if isinstance(error, Overloaded):
@@ -243,7 +242,7 @@ class FollowedCall(CallState):
             return False
         turned_away = error.executed is False and isinstance(error, StaleHandle | ActorDied)
         told = target.owner == self.peer.id
-        if turned_away and not told and self.link is not None and self.link.remote == target.remote:
+        if turned_away and not told and self.connection is not None and self.connection.remote == target.remote:
             # Perhaps its process lives, and has no such actor: the next call asks where that is. (Perhaps an argument
             # is lost.) The owner's own process is told of every move, and must not forget where the actor is.
             target.leave()
@@ -265,17 +264,17 @@ class FollowedCall(CallState):
     def _let_go(self) -> None:
         request, self.request = self.request, None
         if request is not None:
-            cast("Followed", self.target).forget(request.number)
+            cast("FollowingTarget", self.target).forget(request.number)
             if request.again and request.kept is not None:
                 request.kept.release()
 
 
-class Pinned(Target):
+class PinnedTarget(Target):
     """One incarnation of a supervised actor: when that is gone, calls are refused."""
 
     __slots__ = ("life",)
 
-    def __init__(self, life: Followed, place: Whereabouts) -> None:
+    def __init__(self, life: FollowingTarget, place: Location) -> None:
         super().__init__(life.peer, place.peer, place.actor, life.label, life.sink)
         self.life = life
 
@@ -286,7 +285,7 @@ class Pinned(Target):
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
-        place = Whereabouts(self.remote, self.actor)
+        place = Location(self.remote, self.actor)
         return _rebuild, (self.peer.options.home, self.life.owner, place, self.label, cls, False)
 
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
@@ -297,17 +296,17 @@ class Pinned(Target):
         self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
         return Ref(state)
 
-    def missed(self, request: Request, link: Link | None) -> None:
+    def missed(self, request: Request, connection: Connection | None) -> None:
         """The incarnation is gone."""
-        self.refuse(request.state, link)
+        self.refuse(request.state, connection)
 
-    def refuse(self, state: State, link: Link | None) -> None:
+    def refuse(self, state: PendingCall, connection: Connection | None) -> None:
         """Fail a call that was not sent, and say why."""
-        self.peer.tasks.create_task(self._refuse(state, link), name=f"refuse a call of {self.label}")
+        self.peer.tasks.create_task(self._refuse(state, connection), name=f"refuse a call of {self.label}")
 
-    async def _refuse(self, state: State, link: Link | None) -> None:
+    async def _refuse(self, state: PendingCall, connection: Connection | None) -> None:
         try:
-            lost = None if link is None else await self.peer.explanation(link)
+            lost = None if connection is None else await self.peer.explanation(connection)
             found = await self.life.supervisor().whereabouts(number_of(self.actor), wait=False)
         except Exception as problem:  # noqa: BLE001 - the caller gets it
             state.on_error(unsent(problem))
@@ -323,7 +322,7 @@ class PinnedCall(CallState):
     def on_lost(self, error: DaftError) -> None:
         """The connection ended: what was not sent over it is refused as everything later is."""
         if error.executed is False and not self.settled:
-            cast("Pinned", self.target).refuse(self, self.link)
+            cast("PinnedTarget", self.target).refuse(self, self.connection)
         else:
             super().on_lost(error)
 
@@ -333,20 +332,22 @@ class Followers:
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self._known: weakref.WeakValueDictionary[tuple[PeerId, ActorId], Followed] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[tuple[PeerId, ActorId], FollowingTarget] = (
+            weakref.WeakValueDictionary()
+        )
 
-    def get(self, owner: PeerId, place: Whereabouts, label: str, sink: ErrorSink | None = None) -> Followed:
+    def get(self, owner: PeerId, place: Location, label: str, sink: UnhandledErrors | None = None) -> FollowingTarget:
         """The actor with this owner and number."""
         key = (owner, number_of(place.actor))
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = Followed(self._peer, place, owner, label, sink)
+            known = self._known[key] = FollowingTarget(self._peer, place, owner, label, sink)
         elif epoch_of(place.actor) > known.epoch:
             known.leave()
         return known
 
 
-def _rebuild(runtime: PeerId, owner: PeerId, place: Whereabouts, label: str, cls: type, follow: bool) -> Any:
+def _rebuild(runtime: PeerId, owner: PeerId, place: Location, label: str, cls: type, follow: bool) -> Any:
     peer = home_of(runtime, label)
     life = peer.followers.get(owner, place, label)
-    return Handle(life if follow else Pinned(life, place), cls)
+    return Handle(life if follow else PinnedTarget(life, place), cls)

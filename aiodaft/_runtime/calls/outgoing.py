@@ -7,38 +7,23 @@ from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
+from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft._protocol.messages import CALL, SEND, WANT_REPLY, Message
 from aiodaft._protocol.order import Entry, Order
-from aiodaft._runtime.actors.inbound_call import IncomingCall, current_call
+from aiodaft._runtime.actors.inbound_call import InboundCall, current_call
 from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import CallState, Request, TellState
 from aiodaft._runtime.objects.ref_state import state_of
-from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_deadline, time_left
 from aiodaft._runtime.serialization.encoder import Names, all_plain
 from aiodaft._runtime.serialization.errors import add_note, passed_on
-from aiodaft._runtime.serialization.pickling import TooLong, home
+from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft.exceptions import BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.connections.connection import Connection
     from aiodaft._runtime.peer import Peer
-
-
-def home_of(runtime: PeerId, label: str) -> Peer:
-    """The peer of the handle that is being unpickled.
-
-    Raises:
-        ValueError: The handle was pickled in another runtime.
-    """
-    peer: Peer = home()
-    if peer.options.home != runtime:
-        raise ValueError(
-            f"the handle of {label} belongs to another runtime, that of {runtime}, and this is that of "
-            f"{peer.runtime_name}: handles lead nowhere outside of their runtime"
-        )
-    return peer
 
 
 class Submitted(Entry, Protocol):
@@ -87,21 +72,21 @@ class Outgoing:
             if target.remote == peer.id:
                 self._submit_local(request)
                 return
-            link = peer.link_to(target.remote)
-            if link.lost is not None:
-                target.missed(request, link)
+            connection = peer.connection_to(target.remote)
+            if connection.lost is not None:
+                target.missed(request, connection)
                 return
             if not isinstance(state, TellState):
-                state.link = link
+                state.connection = connection
             plain = request.mode == WANT_REPLY and not request.kwargs and deadline is None and not request.attempt
             if plain and all_plain(args):
                 message = (CALL, request.number, target.actor, request.spec.name, args)
                 if target.actor < FIRST_USER_ACTOR:
-                    link.submit_own(request.number, state, message)
+                    connection.submit_own(request.number, state, message)
                 else:
-                    link.submit(request.number, state, message, 0, request.had_turn)
+                    connection.submit(request.number, state, message, 0, request.had_turn)
             else:
-                self._submit_encoded(link, request)
+                self._submit_encoded(connection, request)
         except Overloaded as error:
             raise Overloaded(f"{request.spec.label} of {target.label} is refused: {error}") from None
 
@@ -161,9 +146,9 @@ class Outgoing:
 
     # The slower ways.
 
-    def _submit_encoded(self, link: Link, request: Request) -> None:
+    def _submit_encoded(self, connection: Connection, request: Request) -> None:
         number, state, kept, store = request.number, request.state, request.kept, self._peer.store
-        submit = link.submit_own if request.target.actor < FIRST_USER_ACTOR else link.submit
+        submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
         admitted = request.had_turn
         if kept is None:
             try:
@@ -171,14 +156,14 @@ class Outgoing:
             except TooLong:
                 self._note_streams(request)
                 submit(number, state, None, 0, admitted)
-                coro = self._encode_then_send(link, request)
+                coro = self._encode_then_send(connection, request)
                 self._peer.tasks.create_task(coro, name=f"encode the arguments of {request.spec.label}")
                 return
             if not self._use_inputs(kept, request):
                 return
             request.kept = kept
         try:
-            message = self._message(link, request, kept) if store.pack_now(kept) and kept.ready else None
+            message = self._message(connection, request, kept) if store.pack_now(kept) and kept.ready else None
         except (BorrowError, ResourceExhausted) as error:
             _fail_unpacked(request, kept, error)
             return
@@ -186,50 +171,50 @@ class Outgoing:
             submit(number, state, message, kept.encoded.size, admitted)
         else:
             submit(number, state, None, 0, admitted)
-            self._peer.tasks.create_task(self._pack_then_send(link, request, kept), name="copy arguments")
+            self._peer.tasks.create_task(self._pack_then_send(connection, request, kept), name="copy arguments")
 
     def _note_streams(self, request: Request) -> None:
         if request.streams is None:
             request.streams = self._peer.store.current_streams()
 
-    async def _encode_then_send(self, link: Link, request: Request) -> None:
+    async def _encode_then_send(self, connection: Connection, request: Request) -> None:
         try:
             kept = await self._peer.store.keep_anywhere(*_value_of(request), resolve=True, streams=request.streams)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
-            self._fail_unsent(link, request, error)
+            self._fail_unsent(connection, request, error)
             return
         # The connection may have ended meanwhile, and the call been made again over another one.
         if request.kept is None and self._use_inputs(kept, request):
             request.kept = kept
-            await self._pack_then_send(link, request, kept)
+            await self._pack_then_send(connection, request, kept)
         else:
-            link.withdraw(request.number)
+            connection.withdraw(request.number)
 
-    async def _pack_then_send(self, link: Link, request: Request, kept: Kept) -> None:
+    async def _pack_then_send(self, connection: Connection, request: Request, kept: StoredValue) -> None:
         try:
             await self._peer.store.make_ready(kept)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
-            self._fail_unsent(link, request, error)
+            self._fail_unsent(connection, request, error)
             return
-        if link.lost is not None or not link.session.is_waiting(request.number):
+        if connection.lost is not None or not connection.session.is_waiting(request.number):
             _let_go(request, kept)
             return
         try:
-            message = self._message(link, request, kept)
+            message = self._message(connection, request, kept)
         except Exception as error:  # noqa: BLE001 - a lent buffer was written to, or there is no descriptor left
             _let_go(request, kept)
-            self._fail_unsent(link, request, error)
+            self._fail_unsent(connection, request, error)
         else:
-            link.provide(request.number, message, kept.encoded.size)
+            connection.provide(request.number, message, kept.encoded.size)
 
-    def _fail_unsent(self, link: Link, request: Request, error: Exception) -> None:
+    def _fail_unsent(self, connection: Connection, request: Request, error: Exception) -> None:
         # If it is not there any more, it was cancelled.
-        if link.withdraw(request.number):
+        if connection.withdraw(request.number):
             request.state.on_error(error.with_executed(False) if isinstance(error, ResourceExhausted) else error)
 
-    def _message(self, link: Link, request: Request, kept: Kept) -> Message:
+    def _message(self, connection: Connection, request: Request, kept: StoredValue) -> Message:
         peer, deadline = self._peer, request.deadline
-        blobs = kept.blobs_for(link)
+        blobs = kept.blobs_for(connection)
         # The grant keeps the block until the callee is done with it.
         _let_go(request, kept)
         left = time_left(deadline, peer.loop.time)
@@ -238,7 +223,7 @@ class Outgoing:
         head = (SEND, request.number, request.target.actor, request.spec.name, request.mode)
         return (*head, left, kept.payload, blobs, refs, slots, request.attempt)
 
-    def _use_inputs(self, kept: Kept, request: Request) -> bool:
+    def _use_inputs(self, kept: StoredValue, request: Request) -> bool:
         """Hold the refs among the arguments while the call is under way; False if one has failed already."""
         refs = [*kept.encoded.slots, *kept.refs]
         if not refs or request.state.inputs is not None:
@@ -261,21 +246,21 @@ class Outgoing:
     def _submit_local(self, request: Request) -> None:
         """Call an actor of this process: the objects themselves are passed."""
         peer, target = self._peer, request.target
-        cell = peer.cells.get(target.actor)
-        if cell is None:
+        hosted = peer.actors.get(target.actor)
+        if hosted is None:
             target.missed(request, None)
             return
         if not isinstance(request.state, TellState):
             # It may have waited elsewhere.
-            request.state.link = None
+            request.state.connection = None
         caller = peer.local_caller
-        call = IncomingCall(caller, peer.id, request.number, cell, request.spec, request.mode, request.args)
+        call = InboundCall(caller, peer.id, request.number, hosted, request.spec, request.mode, request.args)
         call.deadline = request.deadline
         call.attempt = request.attempt
         call.kwargs = request.kwargs
         caller.states[request.number] = request.state
         caller.calls[request.number] = call
-        peer.hosted.deliver_local(cell, call)
+        peer.inbound.deliver_local(hosted, call)
 
     def _submit_elsewhere(self, running: asyncio.AbstractEventLoop | None, request: Request) -> None:
         if running is not None:
@@ -308,13 +293,13 @@ def _value_of(request: Request) -> tuple[Any, Names]:
     return [list(request.args), request.kwargs], Names(spec.label, (*parts, *request.kwargs.items()), to)
 
 
-def _fail_unpacked(request: Request, kept: Kept, error: DaftError) -> None:
+def _fail_unpacked(request: Request, kept: StoredValue, error: DaftError) -> None:
     """The arguments were encoded, and cannot be packed or granted."""
     _let_go(request, kept)
     request.state.on_error(error.with_executed(False))
 
 
-def _let_go(request: Request, kept: Kept) -> None:
+def _let_go(request: Request, kept: StoredValue) -> None:
     """The arguments were sent, or never will be."""
     if not request.again:
         kept.release()

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import ADOPTED, ERROR, RESULT, STORED, Message
-from aiodaft._runtime.calls.call import CallState, State
-from aiodaft._runtime.objects.received import Arrived, Delivery
+from aiodaft._runtime.calls.call import CallState, PendingCall
+from aiodaft._runtime.objects.received import Delivery, ReceivedValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.serialization.errors import copy_error, decode_failure
 from aiodaft.exceptions import DaftError, RemoteProtocolError
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.connections.connection import Connection
     from aiodaft._runtime.peer import Peer
 
 
@@ -23,26 +23,26 @@ class Replies:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
 
-    def replied(self, link: Link, message: Message) -> None:
+    def replied(self, connection: Connection, message: Message) -> None:
         """REPLY came."""
         _, number, value = message
-        state = link.session.settle(number)
+        state = connection.session.settle(number)
         if state is None:
-            raise _unasked(link, number)
+            raise _unasked(connection, number)
         state.on_plain(value)
 
-    def answered(self, link: Link, message: Message) -> None:
+    def answered(self, connection: Connection, message: Message) -> None:
         """RESULT, STORED or ERROR came."""
-        state = link.session.settle(message[1])
+        state = connection.session.settle(message[1])
         if state is None:
-            raise _unasked(link, message[1])
+            raise _unasked(connection, message[1])
         kind = message[0]
         if kind == RESULT:
             _, _, payload, blobs, refs = message
             if refs:
-                self._peer.tasks.create_task(self._adopt_result(link, state, message), name="adopt refs")
+                self._peer.tasks.create_task(self._adopt_result(connection, state, message), name="adopt refs")
             else:
-                state.on_result(Arrived(payload, blobs, [], []))
+                state.on_result(ReceivedValue(payload, blobs, [], []))
         elif kind == STORED:
             if isinstance(state, CallState):
                 state.stored_bytes = message[2]
@@ -50,44 +50,48 @@ class Replies:
         elif kind == ERROR:
             state.on_error(decode_failure(message[2], message[3]))
 
-    def item_came(self, link: Link, message: Message) -> None:
+    def item_came(self, connection: Connection, message: Message) -> None:
         """ITEM came."""
         _, number, payload, blobs, refs = message
-        state = link.session.calls.get(number)
+        state = connection.session.calls.get(number)
         if not isinstance(state, StreamState):
-            raise RemoteProtocolError(f"{link.remote} sends an item of call {number}, which is no stream under way")
+            raise RemoteProtocolError(
+                f"{connection.remote} sends an item of call {number}, which is no stream under way"
+            )
         if refs or isinstance(blobs, tuple):
             # It keeps its place in the stream while its parts are fetched.
-            item = Delivery(self._peer, link, payload, blobs, refs)
-            state.on_item(self._peer.tasks.start_ahead(self._bring_item(link, number, item), name="bring an item"))
+            item = Delivery(self._peer, connection, payload, blobs, refs)
+            state.on_item(
+                self._peer.tasks.start_ahead(self._bring_item(connection, number, item), name="bring an item")
+            )
         else:
-            state.on_item(Arrived(payload, blobs, [], []))
+            state.on_item(ReceivedValue(payload, blobs, [], []))
 
-    async def _adopt_result(self, link: Link, state: State, message: Message) -> None:
+    async def _adopt_result(self, connection: Connection, state: PendingCall, message: Message) -> None:
         _, number, payload, blobs, refs = message
-        adopted = await self._peer.refs.adopt(refs, link)
-        link.send((ADOPTED, number))
-        state.on_result(Arrived(payload, blobs, [], adopted))
+        adopted = await self._peer.refs.adopt(refs, connection)
+        connection.send((ADOPTED, number))
+        state.on_result(ReceivedValue(payload, blobs, [], adopted))
 
-    async def _bring_item(self, link: Link, number: CallId, item: Delivery) -> Arrived:
+    async def _bring_item(self, connection: Connection, number: CallId, item: Delivery) -> ReceivedValue:
         try:
             return await self._peer.transfer.receive(item)
         finally:
             # Also if it cannot be had: then nobody needs the refs in it.
             if item.refs:
-                link.send((ADOPTED, number))
+                connection.send((ADOPTED, number))
 
-    def link_lost(self, link: Link, error: DaftError) -> None:
-        """No call over this link will be answered any more."""
-        calls = list(link.session.calls.items())
+    def connection_lost(self, connection: Connection, error: DaftError) -> None:
+        """No call over this connection will be answered any more."""
+        calls = list(connection.session.calls.items())
         # The last first: the room that one leaves would else send the next.
-        unsent = {number for number, _ in reversed(calls) if link.withdraw(number)}
+        unsent = {number for number, _ in reversed(calls) if connection.withdraw(number)}
         for number, state in calls:
             if number not in unsent:
-                link.session.settle(number)
-            executed = False if number in unsent or not link.connected else None
+                connection.session.settle(number)
+            executed = False if number in unsent or not connection.connected else None
             state.on_lost(copy_error(error).with_executed(executed))
 
 
-def _unasked(link: Link, number: CallId) -> RemoteProtocolError:
-    return RemoteProtocolError(f"{link.remote} answers call {number}, which is not under way")
+def _unasked(connection: Connection, number: CallId) -> RemoteProtocolError:
+    return RemoteProtocolError(f"{connection.remote} answers call {number}, which is not under way")

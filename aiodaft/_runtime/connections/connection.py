@@ -1,4 +1,4 @@
-"""A control link: one session over one socket. Coalesces writes per turn of the loop, and carries descriptors.
+"""A control connection: one session over one socket. Coalesces writes per turn of the loop, and carries descriptors.
 
 Links that are used by graphs go over to rings in shared memory, once and for good: RING_USED is then the last message
 of each direction that comes over the socket. What remains of the socket carries descriptors, each with one byte that
@@ -18,16 +18,16 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INTRODUCE, NOTE, Message
 from aiodaft._protocol.session import STALL, Session
 from aiodaft._runtime.connections.fd_passing import SPACE, Descriptors, dup_all
-from aiodaft._runtime.connections.ring_poller import Waiter
-from aiodaft._runtime.connections.send_queue import Outbox
+from aiodaft._runtime.connections.ring_poller import RingPoller
+from aiodaft._runtime.connections.send_queue import SendQueue
 from aiodaft._runtime.connections.shm_ring import RingPair
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.actors.inbound_call import IncomingCall
-    from aiodaft._runtime.calls.call import State
+    from aiodaft._runtime.actors.inbound_call import InboundCall
+    from aiodaft._runtime.calls.call import PendingCall
 
 
 # One read handles at most this much, so that a flood of calls does not hold the loop for long.
@@ -38,23 +38,23 @@ _READ_SIZE: Final = 16 << 10
 _BATCH: Final = 64
 
 
-class Link:
+class Connection:
     """The connection to one peer. Messages sent before it has a socket go out when it gets one."""
 
     def __init__(
-        self, owner: LinkOwner, session: Session[State], remote: PeerId, loop: asyncio.AbstractEventLoop
+        self, owner: ConnectionOwner, session: Session[PendingCall], remote: PeerId, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.session = session
         # Id of the process at the other end.
         self.remote = remote
         # Calls of the peer that are not answered yet.
-        self.incoming: dict[CallId, IncomingCall] = {}
+        self.incoming: dict[CallId, InboundCall] = {}
         self.lost: Exception | None = None
         # Without that, nothing was ever sent.
         self.connected = False
         # Set when it is lost: becomes the error that its calls fail with.
         self.explanation: asyncio.Task[DaftError] | None = None
-        # The peer has said that it ends the link.
+        # The peer has said that it ends the connection.
         self.dismissed = False
         self.traffic = Traffic()
         self._owner = owner
@@ -64,7 +64,7 @@ class Link:
         self._buffer = bytearray(_READ_SIZE)
         self._descriptors = Descriptors()
         self._waiter = waiter = owner.waiter
-        self._outbox = Outbox(loop, self.traffic, waiter.look, self._broken)
+        self._send_queue = SendQueue(loop, self.traffic, waiter.look, self._broken)
         # Rings that the peer may take, and what is sent when it has.
         self._offered: tuple[RingPair, int] | None = None
         # Where what the peer sends comes from, if not from the socket.
@@ -83,14 +83,14 @@ class Link:
         """The same, as transports call it."""
         return self.remote
 
-    def attach(self, connection: socket.socket) -> None:
+    def attach(self, sock: socket.socket) -> None:
         """Begin to talk over a connected socket."""
-        connection.setblocking(False)
-        self._socket = connection
+        sock.setblocking(False)
+        self._socket = sock
         self.connected = True
-        self._outbox.attach(connection)
+        self._send_queue.attach(sock)
         if self.lost is None:
-            self._loop.add_reader(connection.fileno(), self._readable)
+            self._loop.add_reader(sock.fileno(), self._readable)
             self._write()
 
     def send(self, message: Message) -> None:
@@ -107,26 +107,26 @@ class Link:
 
     def send_quietly(self, message: Message) -> None:
         """Send a message in turn that the peer has no use for before something else wakes it: saves that wake-up."""
-        if self._outbox.ring is not None:
-            # What was said before may be awaited. This may end the link.
+        if self._send_queue.ring is not None:
+            # What was said before may be awaited. This may end the connection.
             self._write()
-        if self._outbox.ring is None or self.session.waiting:
+        if self._send_queue.ring is None or self.session.waiting:
             self.send_in_turn(message)
             return
         self._pack(message)
         self.traffic.messages_sent += 1
-        self._outbox.write(self._take(), wake=False)
+        self._send_queue.write(self._take(), wake=False)
 
     @property
     def is_asleep(self) -> bool:
         """Whether the peer would have to be woken for what comes through a ring."""
-        ring = self._outbox.ring
+        ring = self._send_queue.ring
         return ring is not None and ring.writer.reader_sleeps
 
     def wake(self) -> None:
         """Let the peer notice what was sent quietly."""
-        if self._outbox.ring is not None:
-            self._outbox.ring.writer.wake_reader()
+        if self._send_queue.ring is not None:
+            self._send_queue.ring.writer.wake_reader()
 
     def _sent_one(self) -> None:
         self.traffic.messages_sent += 1
@@ -176,7 +176,7 @@ class Link:
         self.traffic.messages_sent += 1
         self._pack(message)
         self._take_packed(tuple(fds))
-        self._outbox.flush()
+        self._send_queue.flush()
 
     def take_fds(self, count: int) -> list[int]:
         """The descriptors that came along with the message that is being handled.
@@ -196,7 +196,7 @@ class Link:
             raise RemoteProtocolError(f"{self.remote} announced descriptors that did not come: {error}") from None
 
     def submit(
-        self, call_id: CallId, call: State, message: Message | None, cost: int = 0, admitted: bool = False
+        self, call_id: CallId, call: PendingCall, message: Message | None, cost: int = 0, admitted: bool = False
     ) -> None:
         """Send a call within the window; see `Session.submit`."""
         try:
@@ -211,7 +211,7 @@ class Link:
         self._sent_one()
 
     def submit_own(
-        self, call_id: CallId, call: State, message: Message | None, _cost: int = 0, _admitted: bool = True
+        self, call_id: CallId, call: PendingCall, message: Message | None, _cost: int = 0, _admitted: bool = True
     ) -> None:
         """Send a call of the runtime itself; see `Session.submit_own`."""
         self.session.submit_own(call_id, call, message)
@@ -250,23 +250,23 @@ class Link:
             ring.close()
 
     def close(self, reason: Exception) -> None:
-        """End the link. Idempotent. The owner hears of it."""
+        """End the connection. Idempotent. The owner hears of it."""
         if self.lost is None:
             self._write()
         if self.lost is not None:
             return
         self.lost = reason
-        connection, self._socket = self._socket, None
-        if connection is not None:
-            self._loop.remove_reader(connection.fileno())
-            self._loop.remove_writer(connection.fileno())
-            connection.close()
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            self._loop.remove_reader(sock.fileno())
+            self._loop.remove_writer(sock.fileno())
+            sock.close()
         self.drop_offer()
         self._drop_rings()
         self._descriptors.close()
-        # Lost links are remembered for a while.
+        # Lost connections are remembered for a while.
         self._buffer = bytearray()
-        self._owner.link_lost(self, reason)
+        self._owner.connection_lost(self, reason)
 
     def _uncork(self) -> None:
         self._corked = False
@@ -274,19 +274,19 @@ class Link:
 
     def _take_packed(self, fds: tuple[int, ...] = ()) -> None:
         if self._packed:
-            self._outbox.add(self._take(), fds)
+            self._send_queue.add(self._take(), fds)
 
     def _write(self) -> None:
         if self._packed and self._socket is not None:
             self._collected = 0
-            self._outbox.write(self._take())
+            self._send_queue.write(self._take())
 
     # Rings.
 
     @property
     def ring(self) -> RingPair | None:
         """What takes what is sent, if not the socket."""
-        return self._outbox.ring
+        return self._send_queue.ring
 
     def offer_rings(self, ring: RingPair, mark: int) -> None:
         """Keep rings that the peer may take, and the descriptor that is sent when both use them."""
@@ -325,7 +325,7 @@ class Link:
             ring.close()
             return
         self._take_packed()
-        self._outbox.ring = ring
+        self._send_queue.ring = ring
 
     def read_rings(self, ring: RingPair) -> None:
         """From here on, what the peer sends comes through a ring."""
@@ -340,7 +340,7 @@ class Link:
 
     def ring_writable(self) -> None:
         """There may be room in the ring again."""
-        self._outbox.flush()
+        self._send_queue.flush()
 
     def _drop_rings(self) -> None:
         ring = self._take_ring()
@@ -349,8 +349,8 @@ class Link:
             ring.close()
 
     def _take_ring(self) -> RingPair | None:
-        ring, self._ring = self._outbox.ring or self._ring, None
-        self._outbox.close()
+        ring, self._ring = self._send_queue.ring or self._ring, None
+        self._send_queue.close()
         return ring
 
     # Receiving.
@@ -389,10 +389,10 @@ class Link:
         if code:
             self._broken(OSError(code, os.strerror(code)))
 
-    def _look_for_end(self, connection: socket.socket) -> None:
+    def _look_for_end(self, sock: socket.socket) -> None:
         """Beside rings: a descriptor whose message has not been read yet, or the end."""
         try:
-            ended = not connection.recv(1, socket.MSG_PEEK)
+            ended = not sock.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return
         except OSError as error:
@@ -413,12 +413,12 @@ class Link:
                 for message in messages:
                     handlers[message[0]](self, message)
                 # What is said to the last goes at once, where that costs little.
-                self._prompt = self._outbox.ring is not None
+                self._prompt = self._send_queue.ring is not None
                 handlers[last[0]](self, last)
         except ProtocolError as error:
             self.close(error)
         except Exception as error:  # noqa: BLE001 - see below
-            # Well formed outside, and nonsense inside; or a bug of ours. Calls over this link must not wait for ever.
+            # The frame is valid and its content is not, or this is a bug of ours. Calls of this connection must fail.
             log_error(f"a message from {self.remote} cannot be handled", error)
             wrong = RemoteProtocolError(f"{self.remote} sent what cannot be handled: {type(error).__name__}: {error}")
             wrong.__cause__ = error
@@ -431,16 +431,16 @@ class Link:
 
     def _broken(self, error: OSError) -> None:
         # Nothing more can be written; what the peer sent before it ended is still read first.
-        self._outbox.drop()
+        self._send_queue.drop()
         if self._socket is not None and self._drain_input():
             lost = PeerLost(f"the connection to {self.remote} broke: {error}")
-            # Lost links are remembered: not so the frames of whoever wrote, nor what was being handled there.
+            # Lost connections are remembered: not so the frames of whoever wrote, nor what was being handled there.
             lost.__cause__ = error.with_traceback(None)
             error.__context__ = None
             self.close(lost)
 
     def _drain_input(self) -> bool:
-        """Handle what the peer sent before it went; True unless that closed the link already."""
+        """Handle what the peer sent before it went; True unless that closed the connection already."""
         while self._ring is not None and self._ring.reader.filled:
             self.ring_readable()
         if self._ring is None:
@@ -456,31 +456,31 @@ class Link:
         return self._socket is not None
 
 
-def introduce(first: Link, second: Link) -> None:
-    """Connect the processes at the ends of two links with each other."""
+def introduce(first: Connection, second: Connection) -> None:
+    """Connect the processes at the ends of two connections with each other."""
     ends = socket.socketpair()
-    for link, other, end in ((first, second, ends[0]), (second, first, ends[1])):
+    for connection, other, end in ((first, second, ends[0]), (second, first, ends[1])):
         with end:
-            link.send_fds((INTRODUCE, other.remote), (end.fileno(),))
+            connection.send_fds((INTRODUCE, other.remote), (end.fileno(),))
 
 
-class LinkOwner(Protocol):
-    """What a link needs of its process."""
+class ConnectionOwner(Protocol):
+    """What a connection needs of its process."""
 
     @property
-    def handlers(self) -> Sequence[Callable[[Link, Message], object]]:
+    def handlers(self) -> Sequence[Callable[[Connection, Message], object]]:
         """What handles each kind of message."""
         ...
 
     @property
-    def waiter(self) -> Waiter:
+    def waiter(self) -> RingPoller:
         """What looks at the rings."""
         ...
 
-    def link_lost(self, link: Link, reason: Exception) -> None:
-        """The link ended; called once."""
+    def connection_lost(self, connection: Connection, reason: Exception) -> None:
+        """The connection ended; called once."""
         ...
 
-    def dropped(self, link: Link, message: Message) -> None:
+    def dropped(self, connection: Connection, message: Message) -> None:
         """A call will not be sent."""
         ...

@@ -36,7 +36,7 @@ _now = time.perf_counter
 
 
 class RingUser(Protocol):
-    """A link, as the waiter sees it."""
+    """A connection, as the waiter sees it."""
 
     def ring_readable(self) -> None:
         """There is something to read."""
@@ -47,7 +47,7 @@ class RingUser(Protocol):
         ...
 
 
-class Waiter:
+class RingPoller:
     """Waits for every ring of one process."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

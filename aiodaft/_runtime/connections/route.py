@@ -1,4 +1,4 @@
-"""Where values and news come from and go to: another process, or this one; and what the link to one needs of this."""
+"""A route to a process: a connection, or loopback."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from aiodaft._runtime.peer import Peer
 
 
-class Neighbour(Control, Protocol):
-    """Where a value comes from: another process over a link, or this one."""
+class Route(Control, Protocol):
+    """Where a value comes from: another process over a connection, or this one."""
 
     @property
     def remote(self) -> PeerId:
@@ -56,7 +56,7 @@ class Neighbour(Control, Protocol):
 
 
 class Loopback:
-    """A process's link to itself, for transports: what is sent is there at once."""
+    """A process's connection to itself, for transports: what is sent is there at once."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer

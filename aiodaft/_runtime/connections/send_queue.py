@@ -1,4 +1,4 @@
-"""What a control link has to send: at once where that is possible, and in order; over a socket, or through a ring."""
+"""What a control connection still has to send, in order: written at once where possible, to a socket or a ring."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from aiodaft._runtime.connections.shm_ring import RingPair
 from aiodaft._runtime.connections.traffic import Traffic
 
 
-class Outbox:
-    """The sending half of a link."""
+class SendQueue:
+    """The sending half of a connection."""
 
     def __init__(
         self,

@@ -210,7 +210,9 @@ def _at_stream(frames: Frames) -> Found:
     if stream.opening:
         # For another task to take an item that is there.
         raise _UnknownError
-    return [CallAt(stream.peer.id if stream.link is None else stream.link.remote, stream.peer.id, stream.number)]
+    return [
+        CallAt(stream.peer.id if stream.connection is None else stream.connection.remote, stream.peer.id, stream.number)
+    ]
 
 
 def _at_task_group(frames: Frames) -> Found:
@@ -285,8 +287,8 @@ def _enclosed(callback: Any, name: str, variable: str) -> object:
     code = getattr(callback, "__code__", None)
     if code is None or code.co_name != name or not code.co_filename.startswith(_PYTHONS):
         return None
-    cells = dict(zip(code.co_freevars, callback.__closure__ or (), strict=True))
+    actors = dict(zip(code.co_freevars, callback.__closure__ or (), strict=True))
     try:
-        return cells[variable].cell_contents
+        return actors[variable].cell_contents
     except (KeyError, ValueError):
         return None

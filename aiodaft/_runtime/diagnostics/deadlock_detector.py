@@ -1,8 +1,8 @@
 """Finds deadlocks, and ends them with an error in one of their calls.
 
 Nobody looks while calls go on. A call that is held up makes its process look at the actor some time later; what has
-been in the way since then is the root of a search. Whatever of it leads to other processes is searched by the home
-process, which has links to them all, so that there is one search for each deadlock and no links are made for it.
+been in the way since then is the root of a search. What leads to other processes is searched by the home process:
+it has connections to all of them, so there is one search per deadlock, and no connection is made for it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError, DeadlockDetected, WaitingCall
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.actors.hosted_actor import Cell
-    from aiodaft._runtime.actors.inbound_call import IncomingCall
+    from aiodaft._runtime.actors.hosted_actor import HostedActor
+    from aiodaft._runtime.actors.inbound_call import InboundCall
     from aiodaft._runtime.peer import Peer
 
 # Seconds between two looks at what is held up.
@@ -33,17 +33,17 @@ class Deadlocks:
     def __init__(self, peer: Peer) -> None:
         self.waits = Waits(peer)
         self._peer = peer
-        self._cells: set[Cell] = set()
+        self._actors: set[HostedActor] = set()
         # What was in the way when we last looked.
-        self._seen: set[IncomingCall] = set()
+        self._seen: set[InboundCall] = set()
         self._looking = False
         # Of the home process: where the next search begins.
         self._roots: set[CallAt] = set()
         self._searching = False
 
-    def suspect(self, cell: Cell) -> None:
+    def suspect(self, hosted: HostedActor) -> None:
         """A call of an actor has to wait."""
-        self._cells.add(cell)
+        self._actors.add(hosted)
         if not self._looking:
             self._looking = True
             self._look_later()
@@ -53,13 +53,13 @@ class Deadlocks:
         self._peer.loop.call_later(_PATIENCE, self._look, context=Context())
 
     def _look(self) -> None:
-        self._cells = {cell for cell in self._cells if cell.stopping is None and cell.holds_some_up}
-        self._looking = bool(self._cells) and self._peer.closed is None
+        self._actors = {hosted for hosted in self._actors if hosted.stopping is None and hosted.holds_some_up}
+        self._looking = bool(self._actors) and self._peer.closed is None
         if not self._looking:
             self._seen.clear()
             return
         self._look_later()
-        seen = {call for cell in self._cells for call in self.waits.in_the_way(cell)}
+        seen = {call for hosted in self._actors for call in self.waits.in_the_way(hosted)}
         lasting, self._seen = seen & self._seen, seen
         # Most wait for nothing that is not in this process, and are alive: that costs no message.
         roots = [root for root in map(self.waits.place, lasting) if self._may_be_stuck(root)]
@@ -126,7 +126,7 @@ class Deadlocks:
         error = DeadlockDetected(f"a deadlock: {story}", executed=None if call.begun else False)
         error.cycle = cycle
         if not call.begun:
-            call.cell.give_up(call, error)
+            call.hosted.give_up(call, error)
             return
         # The last one is what no other of them waits for.
         self.waits.wait_of(call).futures[-1].set_exception(error)

@@ -17,33 +17,33 @@ from aiodaft.ref import Ref
 from aiodaft.stack import CallStack, Frame, ProcessStack, TaskStack, ThreadStack
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.actors.inbound_call import IncomingCall
+    from aiodaft._runtime.actors.inbound_call import InboundCall
     from aiodaft._runtime.peer import Peer
 
 
 def stack_here(peer: Peer) -> ProcessStack:
     """What this process is in the middle of. To be called on its loop."""
-    calls = [call for call in peer.incoming_calls() if call.cell.id >= FIRST_USER_ACTOR]
+    calls = [call for call in peer.incoming_calls() if call.hosted.id >= FIRST_USER_ACTOR]
     calls.sort(key=lambda call: not call.begun)
     of_calls = {call.task for call in calls}
     tasks = [task for task in asyncio.all_tasks(peer.loop) if task not in of_calls]
     return ProcessStack(
         id=peer.id,
         pid=peer.pid,
-        actors=tuple(cell.name for cell in peer.cells.values() if cell.id >= FIRST_USER_ACTOR),
+        actors=tuple(hosted.name for hosted in peer.actors.values() if hosted.id >= FIRST_USER_ACTOR),
         calls=tuple(_call(peer, call) for call in calls),
         threads=tuple(_threads()),
         tasks=tuple(_task(peer, task) for task in sorted(tasks, key=asyncio.Task.get_name) if _is_users(task)),
     )
 
 
-def _call(peer: Peer, call: IncomingCall) -> CallStack:
+def _call(peer: Peer, call: InboundCall) -> CallStack:
     waits = peer.deadlocks.waits
     state = "running" if call.begun else "needs arguments" if call.bringing is not None else "queued"
     seconds = peer.env.monotonic() - call.since if call.begun else None
     frames = frames_on_thread(call) if call.task is None or call.rules.on_thread else frames_of(call.task.get_coro())
     waits_for = tuple(waits.name_of(at) for at in waits.calls_before(call))
-    return CallStack(call.cell.name, call.label, call.caller, state, seconds, waits_for, _frames(frames))
+    return CallStack(call.hosted.name, call.label, call.caller, state, seconds, waits_for, _frames(frames))
 
 
 def _task(peer: Peer, task: asyncio.Task[object]) -> TaskStack:

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 from aiodaft._protocol.deadlock import CallAt, Reason, Waiting
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._runtime.actors.hosted_actor import Cell
-from aiodaft._runtime.actors.inbound_call import IncomingCall
+from aiodaft._runtime.actors.hosted_actor import HostedActor
+from aiodaft._runtime.actors.inbound_call import InboundCall
 from aiodaft._runtime.calls.call import CallState
 from aiodaft._runtime.diagnostics.await_chains import (
     Frames,
@@ -22,10 +22,10 @@ from aiodaft._runtime.diagnostics.await_chains import (
     wait_of_task,
     wait_of_thread,
 )
-from aiodaft._runtime.graphs.segment_call import RowCall
+from aiodaft._runtime.graphs.segment_call import SegmentCall
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.graphs.participant import Part, Run
+    from aiodaft._runtime.graphs.participant import Participant, ParticipantRun
     from aiodaft._runtime.graphs.registry import Graphs
     from aiodaft._runtime.peer import Peer
 
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 _RUNNER: Final = asyncio.Runner.run.__code__
 
 
-_WORK: Final = frozenset({IncomingCall.work.__code__, RowCall.work.__code__})
+_WORK: Final = frozenset({InboundCall.work.__code__, SegmentCall.work.__code__})
 
 
-def on_thread(cell: Cell) -> tuple[IncomingCall | None, Frames]:
+def on_thread(hosted: HostedActor) -> tuple[InboundCall | None, Frames]:
     """The call that an actor's thread is busy with, and the frames from its first line on."""
-    frames = thread_stack(cell.thread.ident)
+    frames = thread_stack(hosted.thread.ident)
     for index, frame in enumerate(frames):
-        if frame.f_code is Cell._execute.__code__:
-            call: IncomingCall = frame.f_locals["call"]
+        if frame.f_code is HostedActor._execute.__code__:
+            call: InboundCall = frame.f_locals["call"]
             return call, frames[index + 1 :]
     return None, []
 
 
-def on_loop(ident: int) -> tuple[IncomingCall | None, str]:
+def on_loop(ident: int) -> tuple[InboundCall | None, str]:
     """What the thread of a loop is busy with, looked at from another thread: a call, and the line of the user's code.
 
     No line if it runs no code of the user. No call if that is a task or a callback that a method has left behind.
@@ -59,9 +59,9 @@ def on_loop(ident: int) -> tuple[IncomingCall | None, str]:
     return call, users_line(inside)
 
 
-def frames_on_thread(call: IncomingCall) -> Frames:
+def frames_on_thread(call: InboundCall) -> Frames:
     """Where the actor's thread is in a call; nothing if it is not busy with this one."""
-    busy_with, frames = on_thread(call.cell)
+    busy_with, frames = on_thread(call.hosted)
     return frames if busy_with is call else []
 
 
@@ -73,12 +73,12 @@ class Waits:
         self._stamps: WeakKeyDictionary[asyncio.Future[Any], int] = WeakKeyDictionary()
         self._numbers = itertools.count(1)
 
-    def place(self, call: IncomingCall) -> CallAt:
+    def place(self, call: InboundCall) -> CallAt:
         """What other processes call a call of this one."""
-        number = row_number(call) if isinstance(call, RowCall) else call.number
+        number = row_number(call) if isinstance(call, SegmentCall) else call.number
         return CallAt(self._peer.id, call.caller, number)
 
-    def find(self, at: CallAt) -> IncomingCall | None:
+    def find(self, at: CallAt) -> InboundCall | None:
         """A call of this process that is queued or runs."""
         return self._peer.running_call(at.owner, at.number) or find_row(self._peer.graphs, at)
 
@@ -91,7 +91,7 @@ class Waits:
             return self._look_at_queued(call)
         return self._awaiting(call, Reason.AWAITS, self.wait_of(call))
 
-    def wait_of(self, call: IncomingCall) -> Wait:
+    def wait_of(self, call: InboundCall) -> Wait:
         """What a call waits for that has begun, or brings in its arguments."""
         if call.rules.on_thread and call.begun:
             return wait_of_thread(frames_on_thread(call))
@@ -100,7 +100,7 @@ class Waits:
             return wait_of_task(task)
         return Wait(known=False)
 
-    def calls_before(self, call: IncomingCall) -> list[CallAt]:
+    def calls_before(self, call: InboundCall) -> list[CallAt]:
         """The calls that a call waits for, as far as that can be seen."""
         return self.wait_of(call).calls if call.begun or call.bringing is not None else self._ahead_of(call)
 
@@ -108,49 +108,51 @@ class Waits:
         """What to call a call that this process waits for."""
         running = self.find(at) if at.host == self._peer.id else None
         if running is not None:
-            return f"{running.label} of {running.cell.name}"
-        link = self._peer.links.get(at.host)
-        state = link.session.calls.get(at.number) if link is not None and at.owner == self._peer.id else None
+            return f"{running.label} of {running.hosted.name}"
+        connection = self._peer.connections.get(at.host)
+        state = (
+            connection.session.calls.get(at.number) if connection is not None and at.owner == self._peer.id else None
+        )
         if isinstance(state, CallState):
             return f"{state.label} of {state.target.label}"
         return f"{'a call' if state is None else state.label} in {at.host}"
 
-    def in_the_way(self, cell: Cell) -> list[IncomingCall]:
+    def in_the_way(self, hosted: HostedActor) -> list[InboundCall]:
         """The calls of an actor for which its other calls wait."""
-        found = cell.mailbox.in_the_way(functools.cache(cell.running)) if cell.mailbox.holds_some else []
-        if cell.thread.backlog:
-            occupant, _ = on_thread(cell)
+        found = hosted.mailbox.in_the_way(functools.cache(hosted.running)) if hosted.mailbox.holds_some else []
+        if hosted.thread.backlog:
+            occupant, _ = on_thread(hosted)
             found += [] if occupant is None else [occupant]
         return found
 
-    def _look_at_queued(self, call: IncomingCall) -> Waiting | None:
+    def _look_at_queued(self, call: InboundCall) -> Waiting | None:
         if call.bringing is not None:
             return self._awaiting(call, Reason.NEEDS, self.wait_of(call))
-        if isinstance(call, RowCall) and not call.ready:
+        if isinstance(call, SegmentCall) and not call.ready:
             needs = needed_by(call)
             return self._waiting(call, Reason.NEEDS, needs) if needs else None
         ahead = self._ahead_of(call)
         return self._waiting(call, Reason.QUEUED, ahead) if ahead else None
 
-    def _ahead_of(self, call: IncomingCall) -> list[CallAt]:
-        if isinstance(call, RowCall) and not call.ready:
+    def _ahead_of(self, call: InboundCall) -> list[CallAt]:
+        if isinstance(call, SegmentCall) and not call.ready:
             return needed_by(call)
         if not call.started:
-            return [self.place(other) for other in call.cell.mailbox.ahead_of(call, call.cell.running)]
-        occupant = on_thread(call.cell)[0] if call.rules.on_thread else None
+            return [self.place(other) for other in call.hosted.mailbox.ahead_of(call, call.hosted.running)]
+        occupant = on_thread(call.hosted)[0] if call.rules.on_thread else None
         return [] if occupant is None else [self.place(occupant)]
 
-    def _awaiting(self, call: IncomingCall, reason: Reason, wait: Wait) -> Waiting | None:
+    def _awaiting(self, call: InboundCall, reason: Reason, wait: Wait) -> Waiting | None:
         if not (wait.known and wait.calls):
             return None
         stamp = tuple(self._stamp(future) for future in wait.futures)
         return self._waiting(call, reason, wait.calls, wait.line if reason is Reason.AWAITS else "", stamp)
 
     def _waiting(
-        self, call: IncomingCall, reason: Reason, on: list[CallAt], line: str = "", stamp: tuple[int, ...] = ()
+        self, call: InboundCall, reason: Reason, on: list[CallAt], line: str = "", stamp: tuple[int, ...] = ()
     ) -> Waiting:
         calls = tuple(sorted(set(on)))
-        return Waiting(call.cell.name, call.label, line, call.begun, reason, tuple(sorted(stamp)), calls)
+        return Waiting(call.hosted.name, call.label, line, call.begun, reason, tuple(sorted(stamp)), calls)
 
     def _stamp(self, future: asyncio.Future[Any]) -> int:
         if future not in self._stamps:
@@ -170,12 +172,12 @@ def _number(graph: int, run: int, value: int) -> CallId:
     return CallId(-1 - ((graph << _RUN_BITS | run) << _VALUE_BITS | value))
 
 
-def row_number(call: RowCall) -> CallId:
+def row_number(call: SegmentCall) -> CallId:
     """The number of a row, among the calls of the graph's owner."""
     return _number(call.run.part.number, call.run.number, call.row.jobs[0].index)
 
 
-def find_row(graphs: Graphs, at: CallAt) -> RowCall | None:
+def find_row(graphs: Graphs, at: CallAt) -> SegmentCall | None:
     """The row that has this number; or one that makes a result which has it."""
     for run, value in _values_at(graphs, at):
         for call in run.calls:
@@ -184,7 +186,7 @@ def find_row(graphs: Graphs, at: CallAt) -> RowCall | None:
     return None
 
 
-def _values_at(graphs: Graphs, at: CallAt) -> Iterator[tuple[Run, int]]:
+def _values_at(graphs: Graphs, at: CallAt) -> Iterator[tuple[ParticipantRun, int]]:
     for part in graphs.parts_of(at.owner):
         for run in part.runs.values():
             if at.number in run.numbers:
@@ -195,7 +197,7 @@ def _values_at(graphs: Graphs, at: CallAt) -> Iterator[tuple[Run, int]]:
                 )
 
 
-def needed_by(call: RowCall) -> list[CallAt]:
+def needed_by(call: SegmentCall) -> list[CallAt]:
     """The rows that make what a row still has to wait for; nothing if it waits for anything else."""
     run, part = call.run, call.run.part
     segment = part.plan.segments[part.rows.index(call.row)]
@@ -205,6 +207,6 @@ def needed_by(call: RowCall) -> list[CallAt]:
     return [CallAt(_maker(part, value), part.owner, _number(part.number, run.number, value)) for value in missing]
 
 
-def _maker(part: Part, value: int) -> PeerId:
+def _maker(part: Participant, value: int) -> PeerId:
     received = (process for process, values in part.plan.receives.items() if value in values)
     return next(received, part.plan.process)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aiodaft._runtime.objects.received import Arrived
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.serialization.encoder import Names, encode, is_plain
 from aiodaft._runtime.serialization.tensors import Places
@@ -77,7 +77,7 @@ class Arguments:
         if self.flat is not None:
             return [values[part] if is_slot else part for is_slot, part in self.flat], {}
         blobs = [] if self.blob is None else [memoryview(bytearray(self.blob))]
-        arrived = Arrived(self.payload, None, blobs, self.refs)
+        arrived = ReceivedValue(self.payload, None, blobs, self.refs)
         args, kwargs = store.decode_now(arrived, values, self.refs, patient=patient)
         return args, kwargs
 

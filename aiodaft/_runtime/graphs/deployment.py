@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.plan import ActorKey, Dataflow, SubPlan, make_plan
-from aiodaft._runtime.calls.following import Followed
+from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.graphs.captured_call import Arguments, Sealed
 from aiodaft.exceptions import DaftError
 
 if TYPE_CHECKING:
     from aiodaft._runtime.calls.call import Target
-    from aiodaft._runtime.connections.connection import Link
-    from aiodaft._runtime.connections.route import Neighbour
+    from aiodaft._runtime.connections.connection import Connection
+    from aiodaft._runtime.connections.route import Route
     from aiodaft._runtime.peer import Peer
     from aiodaft.methods import MethodSpec
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Specs: TypeAlias = "list[tuple[Target, MethodSpec]]"
 
 
-class Route:
+class ValueRoute:
     """What one process is told of each run.
 
     Attributes:
@@ -34,13 +34,13 @@ class Route:
         results: Those that it makes, as positions among the numbers of a run; none stands for all, in their order.
     """
 
-    __slots__ = ("inputs", "plan", "process", "results", "way")
+    __slots__ = ("inputs", "plan", "process", "results", "route")
 
     def __init__(
-        self, process: PeerId, way: Neighbour, plan: SubPlan[Arguments], inputs: int, results: list[int]
+        self, process: PeerId, route: Route, plan: SubPlan[Arguments], inputs: int, results: list[int]
     ) -> None:
         self.process = process
-        self.way = way
+        self.route = route
         self.plan = plan
         self.inputs = _none_if_all(plan.inputs, inputs)
         self.results = _none_if_all(tuple(map(results.index, plan.outputs)), len(results))
@@ -50,7 +50,7 @@ def _none_if_all(positions: tuple[int, ...], count: int) -> tuple[int, ...] | No
     return None if positions == tuple(range(count)) else positions
 
 
-class Layout:
+class Deployment:
     """What the processes know of a graph. A new one is made when an actor is somewhere else, or replaced.
 
     Attributes:
@@ -67,7 +67,7 @@ class Layout:
         """Cut the dataflow up.
 
         Raises:
-            ImpossibleOrder: Its steps would wait for each other in a circle.
+            CyclicGraph: Its steps would wait for each other in a circle.
         """
         self._peer = peer
         self.number = peer.next_number()
@@ -76,16 +76,16 @@ class Layout:
         })
         self.plans = make_plan(self.flow)
         self.reports = {value: process for process, plan in self.plans.items() for value in plan.reports}
-        self.ways = {process: peer.way_to(process) for process in self.plans}
+        self.routes = {process: peer.route_to(process) for process in self.plans}
         self.some_follow = any(plan.follows for plan in self.plans.values())
-        # The values that somebody gets: which calls make them, and over which links they come (none if made here).
-        self.results: dict[int, tuple[Target, MethodSpec, Link | None]] = {}
+        # The outputs: the calls that make them, and the connection that each comes over (None if made here).
+        self.results: dict[int, tuple[Target, MethodSpec, Connection | None]] = {}
         for value in flow.outputs:
-            way = self.ways[self.reports[value]]
-            link = None if way is peer.loopback else cast("Link", way)
-            self.results[value] = (*specs[value - flow.inputs], link)
-        self.routes = [
-            Route(process, self.ways[process], plan, flow.inputs, [*self.results])
+            route = self.routes[self.reports[value]]
+            connection = None if route is peer.loopback else cast("Connection", route)
+            self.results[value] = (*specs[value - flow.inputs], connection)
+        self.value_routes = [
+            ValueRoute(process, self.routes[process], plan, flow.inputs, [*self.results])
             for process, plan in sorted(self.plans.items(), key=lambda entry: entry[1].follows)
         ]
         # Its last run is over.
@@ -94,7 +94,7 @@ class Layout:
         # Two processes have lost each other, and may both live.
         self._some_cut_off = False
         self._places = [(target, _place(target)) for target in dict.fromkeys(target for target, _ in specs)]
-        self._followed = [target for target, _ in self._places if isinstance(target, Followed)]
+        self._followed = [target for target, _ in self._places if isinstance(target, FollowingTarget)]
 
     @property
     def is_stale(self) -> bool:
@@ -108,8 +108,8 @@ class Layout:
         """Whether some sleep, and each is woken by the values that it waits for: the dead wake nobody."""
         if self._some_cut_off:
             return False
-        ways = self.ways.values()
-        return any(way.is_asleep for way in ways) and all(way.lost is None for way in ways)
+        routes = self.routes.values()
+        return any(route.is_asleep for route in routes) and all(route.lost is None for route in routes)
 
     def cut_off(self) -> None:
         """A process gets no values from another one any more: all notice now what they were told, and will be told."""
@@ -118,8 +118,8 @@ class Layout:
 
     def wake(self) -> None:
         """Let all processes notice what they were told quietly."""
-        for way in self.ways.values():
-            way.wake()
+        for route in self.routes.values():
+            route.wake()
 
     async def find_actors(self) -> None:
         """Wait until all actors are somewhere.
@@ -166,14 +166,14 @@ class Layout:
             raise failed
 
     async def _install_one(self, process: PeerId, plan: SubPlan[Arguments]) -> None:
-        self._peer.upgrades.want(self.ways[process])
+        self._peer.upgrades.want(self.routes[process])
         await self._peer.agent_of(process).install(self.number, Sealed(plan))
 
     def uninstall(self) -> None:
         """It has no more runs: the processes may forget it."""
         for process in self.plans:
-            link = self._peer.links.get(process)
-            if link is None or link.lost is None:
+            connection = self._peer.connections.get(process)
+            if connection is None or connection.lost is None:
                 self._peer.tasks.create_task(self._uninstall_one(process), name=f"forget a graph in {process}")
 
     async def _uninstall_one(self, process: PeerId) -> None:

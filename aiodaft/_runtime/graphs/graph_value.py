@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiodaft._runtime.objects.received import Arrived, Delivery
-from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.objects.received import Delivery, ReceivedValue
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.errors import add_note, decode_failure, encode_error
 from aiodaft.exceptions import DaftError
 from aiodaft_transport import TransportError
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.route import Neighbour
+    from aiodaft._runtime.connections.route import Route
     from aiodaft._runtime.objects.store import Store
     from aiodaft._runtime.peer import Peer
 
@@ -25,7 +25,7 @@ class NotAtHand(Exception):
     """A value has to be fetched before it can be used, though it was made in this very process."""
 
 
-class Value:
+class GraphValue:
     """An input, or the result of a step, in one run; one that needs encoding, or a failure.
 
     What travels in a frame as it is stands for itself.
@@ -34,8 +34,8 @@ class Value:
     __slots__ = ("_arrived", "_slots", "_uses", "executed", "failure", "kept", "source")
 
     def __init__(self) -> None:
-        self._arrived: Arrived | None = None
-        self._slots: list[Arrived] = []
+        self._arrived: ReceivedValue | None = None
+        self._slots: list[ReceivedValue] = []
         self._uses = 0
         # Encoded: whoever needs it gets an exception of its own.
         self.failure: bytes | None = None
@@ -43,10 +43,10 @@ class Value:
         # What failed, where that was no step of the graph.
         self.source: str | None = None
         # Where it was made.
-        self.kept: Kept | None = None
+        self.kept: StoredValue | None = None
 
     @classmethod
-    def of_error(cls, error: BaseException, *, executed: bool | None) -> Value:
+    def of_error(cls, error: BaseException, *, executed: bool | None) -> GraphValue:
         """There is none."""
         value = cls()
         value.failure = encode_error(error)
@@ -54,7 +54,7 @@ class Value:
         return value
 
     @classmethod
-    def of_kept(cls, kept: Kept) -> Value:
+    def of_kept(cls, kept: StoredValue) -> GraphValue:
         """A result that is encoded and packed."""
         value = cls()
         value.kept = kept
@@ -104,7 +104,7 @@ class Value:
 
     # Travelling.
 
-    def item(self, index: int, peer: Peer, neighbour: Neighbour) -> Item:
+    def item(self, index: int, peer: Peer, neighbour: Route) -> Item:
         """What is said of it to another process.
 
         Raises:
@@ -119,41 +119,41 @@ class Value:
         return (index, kept.payload, kept.blobs_for(neighbour), refs, slots)
 
 
-Flowing: TypeAlias = Value | Plain
+Flowing: TypeAlias = GraphValue | Plain
 
 
 def is_failure(value: Flowing) -> bool:
     """Whether there is no value."""
-    return type(value) is Value and value.failure is not None
+    return type(value) is GraphValue and value.failure is not None
 
 
-def item_of(value: Flowing, index: int, peer: Peer, neighbour: Neighbour, *, executed: bool) -> Item:
+def item_of(value: Flowing, index: int, peer: Peer, neighbour: Route, *, executed: bool) -> Item:
     """What is said of a value to another process; `executed` is for the case that this fails."""
-    if type(value) is not Value:
+    if type(value) is not GraphValue:
         return (index, value)
     try:
         return value.item(index, peer, neighbour)
     except (DaftError, TransportError) as error:
-        return Value.of_error(error, executed=executed).item(index, peer, neighbour)
+        return GraphValue.of_error(error, executed=executed).item(index, peer, neighbour)
 
 
-def value_of(item: Item) -> Value | None:
+def value_of(item: Item) -> GraphValue | None:
     """The value that an item of more than two parts brings with it; None if it has to be fetched."""
-    value = Value()
+    value = GraphValue()
     if len(item) == 3:
         _, value.failure, value.executed = item
         return value
     _, payload, blobs, refs, slots = item
     if refs or slots or isinstance(blobs, tuple):
         return None
-    value._arrived = Arrived(payload, blobs, [], [])
+    value._arrived = ReceivedValue(payload, blobs, [], [])
     return value
 
 
-async def fetch(peer: Peer, neighbour: Neighbour, item: Item) -> Value:
+async def fetch(peer: Peer, neighbour: Route, item: Item) -> GraphValue:
     """Get the value that an item tells of; a failure, if that fails."""
     _, payload, blobs, refs, slots = item
-    value = Value()
+    value = GraphValue()
     label: str | None = None
     try:
         value._arrived = await peer.transfer.receive(Delivery(peer, neighbour, payload, blobs, refs))
@@ -164,19 +164,19 @@ async def fetch(peer: Peer, neighbour: Neighbour, item: Item) -> Value:
                 owner, number, producer, label = slot
                 value._slots.append(await peer.transfer.pull(owner, number, producer))
     except Exception as error:  # noqa: BLE001 - whatever it is, the steps that need the value fail of it
-        value = Value.of_error(error, executed=False)
+        value = GraphValue.of_error(error, executed=False)
         value.source = label
     return value
 
 
-def _objects(kept: Kept) -> Arrived | None:
+def _objects(kept: StoredValue) -> ReceivedValue | None:
     """A value made in this very process, without its memory: if it is small, or its objects are still the same."""
     blobs = kept.blobs()
     if not blobs:
-        return Arrived(kept.payload, kept.inline, [], kept.refs)
+        return ReceivedValue(kept.payload, kept.inline, [], kept.refs)
     objects = [kept.origin(index) for index in range(len(kept.origins))]
     if any(found is None for found in objects):
         return None
-    arrived = Arrived(kept.payload, None, [memoryview(b"")] * len(blobs), kept.refs)
+    arrived = ReceivedValue(kept.payload, None, [memoryview(b"")] * len(blobs), kept.refs)
     arrived.origin = objects.__getitem__
     return arrived

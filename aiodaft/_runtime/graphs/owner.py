@@ -13,44 +13,44 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import RUN, SKIP
 from aiodaft._protocol.plan import Dataflow
 from aiodaft._runtime.graphs.captured_call import Arguments
-from aiodaft._runtime.graphs.deployment import Layout, Specs
-from aiodaft._runtime.graphs.graph_value import Item, Value, item_of
-from aiodaft._runtime.graphs.owner_run import OwnRun, ResultState, input_names
+from aiodaft._runtime.graphs.deployment import Deployment, Specs
+from aiodaft._runtime.graphs.graph_value import GraphValue, Item, item_of
+from aiodaft._runtime.graphs.owner_run import OwnerRun, ResultState, input_names
 from aiodaft._runtime.platform.context import current_deadline, time_left
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Link
-    from aiodaft._runtime.connections.route import Neighbour
+    from aiodaft._runtime.connections.connection import Connection
+    from aiodaft._runtime.connections.route import Route
     from aiodaft._runtime.peer import Peer
 
 # Supervised actors may die once more while the processes are told.
 _ATTEMPTS: Final = 10
 
 
-class OwnGraph:
+class GraphOwner:
     """A graph and its runs."""
 
     def __init__(self, peer: Peer, flow: Dataflow[Arguments], specs: Specs, max_in_flight: int) -> None:
         """Cut the dataflow up and begin to tell the actors' processes.
 
         Raises:
-            ImpossibleOrder: Its steps would wait for each other in a circle.
+            CyclicGraph: Its steps would wait for each other in a circle.
         """
         self.inputs = flow.inputs
         self.specs = specs
         self._lanes = self._find_lanes()
-        self._layout = Layout(peer, flow, specs)
+        self._layout = Deployment(peer, flow, specs)
         self._max_in_flight = max_in_flight
         self._peer = peer
         # Sent or not; those that are not wait, and the first of these until it is ready.
-        self._runs: dict[int, OwnRun] = {}
-        self._waiting: deque[OwnRun] = deque()
+        self._runs: dict[int, OwnerRun] = {}
+        self._waiting: deque[OwnerRun] = deque()
         self._last_run = 0
         # The next one, made while the processes work, so that nobody waits for it.
-        self._next: OwnRun | None = None
+        self._next: OwnerRun | None = None
         self._idle: asyncio.Future[None] | None = None
         self._closed = False
         # The layout is known to all, or it is known why it cannot be.
@@ -88,14 +88,14 @@ class OwnGraph:
         self._ready = True
         self._pump()
 
-    def _change(self, old: Layout) -> None:
+    def _change(self, old: Deployment) -> None:
         """Make a new layout; the old one goes with the last of its runs."""
-        self._layout = Layout(self._peer, old.flow, self.specs)
+        self._layout = Deployment(self._peer, old.flow, self.specs)
         self._peer.graphs.own[self._layout.number] = self
         if self._is_idle(old):
             self._forget(old)
 
-    def _is_idle(self, layout: Layout) -> bool:
+    def _is_idle(self, layout: Deployment) -> bool:
         """Whether it has no runs under way."""
         return all(run.layout is not layout for run in self._runs.values())
 
@@ -159,21 +159,21 @@ class OwnGraph:
             # The processes work while the refs are made.
             self._send(run)
         refs: dict[int, Ref[Any]] = {}
-        for (value, (target, spec, link)), result in zip(layout.results.items(), run.numbers, strict=True):
+        for (value, (target, spec, connection)), result in zip(layout.results.items(), run.numbers, strict=True):
             state = run.states[value] = ResultState(run, target, spec, result)
             refs[value] = Ref(state)
             if at_once:
-                state.link = link
+                state.connection = connection
         if at_once:
             self._next = self._make_run()
         else:
             self._queue(run, long)
         return refs
 
-    def _make_run(self) -> OwnRun:
-        return OwnRun(self, tuple(itertools.islice(self._peer.numbers, len(self._layout.results))))
+    def _make_run(self) -> OwnerRun:
+        return OwnerRun(self, tuple(itertools.islice(self._peer.numbers, len(self._layout.results))))
 
-    def _queue(self, run: OwnRun, long: list[tuple[int, Any]]) -> None:
+    def _queue(self, run: OwnerRun, long: list[tuple[int, Any]]) -> None:
         """Let a run wait for its turn, and for those of its inputs that take long."""
         self._waiting.append(run)
         self._peer.sender.order.enter(run)
@@ -184,16 +184,16 @@ class OwnGraph:
         else:
             self._pump()
 
-    async def _pack(self, run: OwnRun, long: list[tuple[int, Any]], streams: Sequence[Any]) -> None:
+    async def _pack(self, run: OwnerRun, long: list[tuple[int, Any]], streams: Sequence[Any]) -> None:
         store = self._peer.store
         try:
             for index, arg in long:
                 value = run.inputs[index]
-                kept = value.kept if type(value) is Value else None
+                kept = value.kept if type(value) is GraphValue else None
                 if kept is None:
                     kept = await store.keep_anywhere(arg, input_names(index, arg), resolve=True, streams=streams)
                     run.take(kept)
-                    run.inputs[index] = Value.of_kept(kept)
+                    run.inputs[index] = GraphValue.of_kept(kept)
                 await store.make_ready(kept)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the run
             if not run.sent:
@@ -220,7 +220,7 @@ class OwnGraph:
             return False
         return True
 
-    def turn_came(self, run: OwnRun) -> None:
+    def turn_came(self, run: OwnerRun) -> None:
         """Nothing that was submitted before a run waits any more, and it may begin."""
         self._waiting.popleft()
         if self._broken is not None:
@@ -230,41 +230,47 @@ class OwnGraph:
         else:
             self._send(run)
 
-    def _send(self, run: OwnRun) -> None:
+    def _send(self, run: OwnerRun) -> None:
         peer, inputs = self._peer, run.inputs
         run.sent = True
         run.layout = layout = self._layout
         for value, state in run.states.items():
-            _, _, state.link = layout.results[value]
+            _, _, state.connection = layout.results[value]
         run.missing = layout.reports.copy()
         left = time_left(run.deadline, peer.loop.time)
         oldest = next(iter(self._runs))
         # Whoever may have to say that the time is over has to know when.
         quiet = layout.some_follow and left is None and layout.may_be_quiet
         # Who sleeps and waits for others is told first, and not woken: they do it. Else who begins is told first.
-        for route in reversed(layout.routes) if quiet else layout.routes:
-            way = route.way
-            chosen = enumerate(inputs) if route.inputs is None else [(index, inputs[index]) for index in route.inputs]
+        for value_route in reversed(layout.value_routes) if quiet else layout.value_routes:
+            route = value_route.route
+            chosen = (
+                enumerate(inputs)
+                if value_route.inputs is None
+                else [(index, inputs[index]) for index in value_route.inputs]
+            )
             if run.plain:
                 items = tuple(chosen)
             else:
-                items = tuple([item_of(value, index, peer, way, executed=False) for index, value in chosen])
-            numbers = run.numbers if route.results is None else tuple(map(run.numbers.__getitem__, route.results))
-            send = way.send_quietly if quiet and route.plan.follows else way.send_in_turn
+                items = tuple([item_of(value, index, peer, route, executed=False) for index, value in chosen])
+            numbers = (
+                run.numbers if value_route.results is None else tuple(map(run.numbers.__getitem__, value_route.results))
+            )
+            send = route.send_quietly if quiet and value_route.plan.follows else route.send_in_turn
             send((RUN, layout.number, run.number, oldest, left, numbers, items))
-            if way.lost is not None:
-                peer.tasks.create_task(self._explain_loss(run, route.process), name="explain a lost actor")
+            if route.lost is not None:
+                peer.tasks.create_task(self._explain_loss(run, value_route.process), name="explain a lost actor")
         run.drop_inputs()
 
-    async def _explain_loss(self, run: OwnRun, process: PeerId) -> None:
+    async def _explain_loss(self, run: OwnerRun, process: PeerId) -> None:
         assert run.layout is not None
-        error = await self._peer.explanation(cast("Link", run.layout.ways[process]))
+        error = await self._peer.explanation(cast("Connection", run.layout.routes[process]))
         # It was gone before the run was sent.
         self._lost_run(run, process, copy_error(error).with_executed(False))
 
     # Reports.
 
-    def reported(self, number: int, items: tuple[Item, ...], neighbour: Neighbour) -> None:
+    def reported(self, number: int, items: tuple[Item, ...], neighbour: Route) -> None:
         """Results came, or the news that steps are over."""
         run = self._runs.get(number)
         if run is None:
@@ -286,7 +292,7 @@ class OwnGraph:
         if not missing:
             self._end(run)
 
-    async def _adopt(self, run: OwnRun, item: Item, neighbour: Neighbour) -> None:
+    async def _adopt(self, run: OwnerRun, item: Item, neighbour: Route) -> None:
         refs = await self._peer.refs.adopt(item[3], neighbour)
         if item[0] in run.missing:
             del run.missing[item[0]]
@@ -294,12 +300,12 @@ class OwnGraph:
             if not run.missing:
                 self._end(run)
 
-    def _end(self, run: OwnRun) -> None:
+    def _end(self, run: OwnerRun) -> None:
         self._over(run)
         if self._waiting or self._closed:
             self._pump()
 
-    def _over(self, run: OwnRun) -> None:
+    def _over(self, run: OwnerRun) -> None:
         if self._runs.pop(run.number, None) is not None:
             run.over()
             layout = run.layout
@@ -309,7 +315,7 @@ class OwnGraph:
 
     # Ending.
 
-    def withdraw(self, run: OwnRun) -> None:
+    def withdraw(self, run: OwnerRun) -> None:
         """Take back a run that was not sent."""
         if not run.sent:
             self._waiting.remove(run)
@@ -318,11 +324,11 @@ class OwnGraph:
         self._end(run)
         self._peer.sender.look_again(run.lanes)
 
-    def skip(self, run: OwnRun) -> None:
+    def skip(self, run: OwnerRun) -> None:
         """Tell everybody that nobody wants a run's results."""
         assert run.layout is not None
-        for way in run.layout.ways.values():
-            way.send_in_turn((SKIP, run.layout.number, run.number))
+        for route in run.layout.routes.values():
+            route.send_in_turn((SKIP, run.layout.number, run.number))
 
     def in_flight_with(self, remote: PeerId) -> int:
         """Runs under way that a process takes part in."""
@@ -344,7 +350,7 @@ class OwnGraph:
             if layout is not None and layout.number == number:
                 layout.cut_off()
 
-    def _lost_run(self, run: OwnRun, remote: PeerId, error: DaftError) -> None:
+    def _lost_run(self, run: OwnerRun, remote: PeerId, error: DaftError) -> None:
         for index in [index for index in run.missing if run.missing[index] == remote]:
             del run.missing[index]
             state = run.states.get(index)
@@ -412,7 +418,7 @@ class OwnGraph:
         self._next = None
         self._forget(self._layout)
 
-    def _forget(self, layout: Layout) -> None:
+    def _forget(self, layout: Deployment) -> None:
         known = self._peer.graphs.own.pop(layout.number, None)
         if known is not None and self._peer.closed is None:
             layout.uninstall()

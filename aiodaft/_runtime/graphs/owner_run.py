@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.calls.call import CallState
-from aiodaft._runtime.graphs.graph_value import Flowing, Item, Value
-from aiodaft._runtime.objects.received import Arrived
+from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, Item
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefState, state_of
-from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import Names, all_plain, is_plain
 from aiodaft._runtime.serialization.errors import copy_error, decode_failure
 from aiodaft._runtime.serialization.pickling import TooLong
@@ -18,8 +18,8 @@ from aiodaft.exceptions import CallCancelled, DaftError
 
 if TYPE_CHECKING:
     from aiodaft._runtime.calls.call import Target
-    from aiodaft._runtime.graphs.deployment import Layout
-    from aiodaft._runtime.graphs.owner import OwnGraph
+    from aiodaft._runtime.graphs.deployment import Deployment
+    from aiodaft._runtime.graphs.owner import GraphOwner
     from aiodaft._runtime.objects.store import Store
     from aiodaft.methods import MethodSpec
     from aiodaft.ref import Ref
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class ResultState(CallState):
     """A result of a run, as the process that owns the graph knows it."""
 
-    def __init__(self, run: OwnRun, target: Target, spec: MethodSpec, number: CallId) -> None:
+    def __init__(self, run: OwnerRun, target: Target, spec: MethodSpec, number: CallId) -> None:
         super().__init__(target, spec, number)
         self._run = run
 
@@ -49,12 +49,12 @@ class ResultState(CallState):
         return self._cancelling
 
     def _release_remote(self) -> None:
-        if self.link is None:
+        if self.connection is None:
             self.peer.store.drop((self.peer.id, self.number))
         super()._release_remote()
 
 
-class OwnRun:
+class OwnerRun:
     """One run, from its start to the last report."""
 
     # Defaults live in the class: most runs set only what they need.
@@ -62,7 +62,7 @@ class OwnRun:
     # When its time is over, on the loop's clock.
     deadline: float | None = None
     # Once it is sent: where it runs.
-    layout: Layout | None = None
+    layout: Deployment | None = None
     # The actors that it calls, and the graph: its runs stand in one lane.
     lanes: Sequence[Hashable] = ()
     # Refs inside the inputs.
@@ -73,7 +73,7 @@ class OwnRun:
     sent = False
     cancelled = False
 
-    def __init__(self, graph: OwnGraph, numbers: tuple[CallId, ...]) -> None:
+    def __init__(self, graph: GraphOwner, numbers: tuple[CallId, ...]) -> None:
         self.graph = graph
         # The numbers of its results, in the order of its layout, and what is known of them.
         self.numbers = numbers
@@ -106,16 +106,16 @@ class OwnRun:
             try:
                 kept = store.keep(arg, input_names(index, arg), resolve=True)
             except TooLong:
-                self.inputs.append(Value())
+                self.inputs.append(GraphValue())
                 long.append((index, arg))
                 continue
             self.take(kept)
-            self.inputs.append(Value.of_kept(kept))
+            self.inputs.append(GraphValue.of_kept(kept))
             if not (store.pack_now(kept) and kept.ready):
                 long.append((index, arg))
         return long
 
-    def take(self, kept: Kept) -> None:
+    def take(self, kept: StoredValue) -> None:
         """Hold the refs inside an input while the run is under way."""
         used = [state_of(ref) for ref in (*kept.encoded.slots, *kept.refs)]
         for state in used:
@@ -152,7 +152,7 @@ class OwnRun:
         elif size == 3:
             state.on_error(decode_failure(item[1], item[2]))
         else:
-            state.on_result(Arrived(item[1], item[2], [], refs))
+            state.on_result(ReceivedValue(item[1], item[2], [], refs))
 
     def _nobody(self, index: int) -> ResultState:
         """A step whose result nobody holds: its error is for whoever looks after such errors."""
@@ -173,7 +173,7 @@ class OwnRun:
     def drop_inputs(self) -> None:
         """They were sent, or will not be."""
         for value in self.inputs:
-            if type(value) is Value and value.kept is not None:
+            if type(value) is GraphValue and value.kept is not None:
                 value.kept.release()
         self.inputs = []
 

@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import FLOW, REPORT
 from aiodaft._protocol.plan import SubPlan
-from aiodaft._runtime.actors.inbound_call import IncomingCall
+from aiodaft._runtime.actors.inbound_call import InboundCall
 from aiodaft._runtime.graphs.captured_call import Arguments
-from aiodaft._runtime.graphs.graph_value import Flowing, Item, Value, fetch, is_failure, item_of, value_of
-from aiodaft._runtime.graphs.segment_call import Job, Row, RowCall
-from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, Item, fetch, is_failure, item_of, value_of
+from aiodaft._runtime.graphs.segment_call import Job, SegmentCall, SegmentRun
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import deadline_of
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import DaftError
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Link
-    from aiodaft._runtime.connections.route import Neighbour
+    from aiodaft._runtime.connections.connection import Connection
+    from aiodaft._runtime.connections.route import Route
     from aiodaft._runtime.peer import Peer
 
 Plan: TypeAlias = SubPlan[Arguments]
 
 
-class Part:
+class Participant:
     """What this process does of one graph."""
 
     def __init__(self, peer: Peer, owner: PeerId, number: int, plan: Plan) -> None:
@@ -39,7 +39,7 @@ class Part:
         self.owner = owner
         self.number = number
         self.plan = plan
-        self.runs: dict[int, Run] = {}
+        self.runs: dict[int, ParticipantRun] = {}
         # Which segments wait for a value.
         self.waiting: dict[int, list[int]] = {}
         for index, segment in enumerate(plan.segments):
@@ -50,47 +50,49 @@ class Part:
         self.missing_then = [len(set(segment.needs).difference(plan.inputs)) for segment in plan.segments]
         self.foreign = len(plan.inputs) + sum(map(len, plan.receives.values()))
         others = {owner, *plan.receives, *itertools.chain.from_iterable(plan.sends.values())}
-        self.ways = {remote: peer.way_to(remote) for remote in others}
-        self.way = self.ways[owner]
-        self.rows = [Row(self, segment) for segment in plan.segments]
+        self.routes = {remote: peer.route_to(remote) for remote in others}
+        self.route = self.routes[owner]
+        self.rows = [SegmentRun(self, segment) for segment in plan.segments]
         # The next run is made when one is over: that way nobody waits for it.
-        self._next: Run | None = Run(self)
+        self._next: ParticipantRun | None = ParticipantRun(self)
         # Called when the last run is over, once no more begin.
         self._over: Callable[[], object] | None = None
         # Refs inside results, by run: they are held until their receivers must have registered them.
         self.pins: dict[int, list[Any]] = {}
         # Values of refs from outside the graph, by step and place.
-        self.outside: dict[tuple[int, int], Value] = {}
+        self.outside: dict[tuple[int, int], GraphValue] = {}
 
     def unpin(self, oldest: int) -> None:
         """All runs before that one are over."""
         for number in [number for number in self.pins if number < oldest]:
             del self.pins[number]
 
-    def run(self, number: int) -> Run:
+    def run(self, number: int) -> ParticipantRun:
         """A run; its values may come before its beginning does."""
         run = self.runs.get(number)
         if run is None:
-            run, self._next = self._next or Run(self), None
+            run, self._next = self._next or ParticipantRun(self), None
             run.number = number
             self.runs[number] = run
             for remote in self.plan.receives:
-                way = self.ways[remote]
-                if way.lost is not None:
-                    self.peer.tasks.create_task(self._explain_loss(run, cast("Link", way)), name="explain a lost actor")
+                route = self.routes[remote]
+                if route.lost is not None:
+                    self.peer.tasks.create_task(
+                        self._explain_loss(run, cast("Connection", route)), name="explain a lost actor"
+                    )
         return run
 
-    async def _explain_loss(self, run: Run, link: Link) -> None:
-        run.lost(link.remote, await self.peer.explanation(link))
+    async def _explain_loss(self, run: ParticipantRun, connection: Connection) -> None:
+        run.lost(connection.remote, await self.peer.explanation(connection))
 
-    def forget(self, run: Run) -> None:
+    def forget(self, run: ParticipantRun) -> None:
         """A run is over."""
         if self.runs.pop(run.number, None) is None:
             return
         if self._over is not None:
             self._end()
         elif self._next is None:
-            self._next = Run(self)
+            self._next = ParticipantRun(self)
 
     def finish(self, over: Callable[[], object]) -> None:
         """No more runs begin: call that once those under way are over."""
@@ -114,21 +116,21 @@ class Part:
         self.runs.clear()
 
 
-class Run:
+class ParticipantRun:
     """One run of a graph, in one process."""
 
     # Defaults live in the class, for what the beginning brings, or only some need.
-    calls: Sequence[RowCall] = ()
+    calls: Sequence[SegmentCall] = ()
     number = 0
     # The owner's numbers of the results.
     numbers: tuple[int, ...] = ()
     # What steps of this process may still look into.
-    _held: list[Kept] | None = None
+    _held: list[StoredValue] | None = None
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Participant) -> None:
         self.part = part
         # What it will call.
-        self._rows: Sequence[RowCall] = [RowCall(self, row) for row in part.rows]
+        self._rows: Sequence[SegmentCall] = [SegmentCall(self, row) for row in part.rows]
         self.values: dict[int, Flowing] = {}
         # Of each segment, how many values it waits for.
         self.missing = part.missing.copy()
@@ -141,7 +143,7 @@ class Run:
         # They know it.
         self._rows = ()
 
-    def begin(self, left: int | None, numbers: tuple[int, ...], items: tuple[Item, ...], neighbour: Neighbour) -> None:
+    def begin(self, left: int | None, numbers: tuple[int, ...], items: tuple[Item, ...], neighbour: Route) -> None:
         """The owner starts it."""
         part = self.part
         self.numbers = numbers
@@ -165,7 +167,7 @@ class Run:
         for call in calls:
             call.deliver()
 
-    def came(self, items: tuple[Item, ...], neighbour: Neighbour) -> None:
+    def came(self, items: tuple[Item, ...], neighbour: Route) -> None:
         """Values came from another process."""
         for item in items:
             if len(item) == 2:
@@ -177,20 +179,20 @@ class Run:
             else:
                 self._put_foreign(item[0], value)
 
-    async def _fetch(self, item: Item, neighbour: Neighbour) -> None:
+    async def _fetch(self, item: Item, neighbour: Route) -> None:
         self._put_foreign(item[0], await fetch(self.part.peer, neighbour, item))
 
     def _put_foreign(self, index: int, value: Flowing, *, at_once: bool = True) -> None:
         if index not in self.values:
             self._to_come -= 1
-            if type(value) is Value:
+            if type(value) is GraphValue:
                 value.for_uses(self.part.plan.uses[index])
             self.put(index, value, at_once=at_once)
             if not self._open:
                 self._forget_if_over()
 
     def put(self, index: int, value: Flowing, *, at_once: bool = True) -> None:
-        """A value is there: what waited for it may start (see `Cell.look_again`)."""
+        """A value is there: what waited for it may start (see `HostedActor.look_again`)."""
         self.values[index] = value
         for segment in self.part.waiting.get(index, ()):
             self.missing[segment] -= 1
@@ -198,11 +200,11 @@ class Run:
                 call = self.calls[segment]
                 call.ready = True
                 if not call.over:
-                    call.cell.look_again(at_once=at_once)
+                    call.hosted.look_again(at_once=at_once)
 
     def give(self, job: Job, value: Flowing) -> None:
         """A step of this process is over: tell everybody who needs to know, once they can have its result."""
-        if type(value) is not Value or value.kept is None:
+        if type(value) is not GraphValue or value.kept is None:
             self._tell(job, value, None)
         elif value.kept.ready and not self._outlives(job, value.kept):
             self._tell(job, value, value.kept)
@@ -210,11 +212,11 @@ class Run:
             self._open += 1
             self.part.peer.tasks.create_task(self._give_later(job, value, value.kept), name="give a value of a graph")
 
-    def _outlives(self, job: Job, kept: Kept) -> bool:
+    def _outlives(self, job: Job, kept: StoredValue) -> bool:
         """Whether steps here may still look into it when its owner, who gets it, has freed it."""
         return job.place is not None and job.used and not kept.is_inline
 
-    async def _give_later(self, job: Job, value: Value, kept: Kept | None) -> None:
+    async def _give_later(self, job: Job, value: GraphValue, kept: StoredValue | None) -> None:
         peer = self.part.peer
         assert kept is not None
         try:
@@ -224,33 +226,33 @@ class Run:
                 await peer.store.make_ready(kept)
         except Exception as error:  # noqa: BLE001 - whatever it is, the steps that need the value fail of it
             kept.release()
-            value, kept = Value.of_error(error, executed=True), None
+            value, kept = GraphValue.of_error(error, executed=True), None
         self._tell(job, value, kept)
         self._one_over()
 
-    def _tell(self, job: Job, value: Flowing, kept: Kept | None) -> None:
+    def _tell(self, job: Job, value: Flowing, kept: StoredValue | None) -> None:
         part, index = self.part, job.index
         if kept is not None and kept.refs:
             part.pins.setdefault(self.number, []).extend(kept.refs)
         if job.waited:
             self.put(index, value)
-        for way in job.flows:
-            item = item_of(value, index, part.peer, way, executed=True)
-            way.send((FLOW, part.owner, part.number, self.number, (item,)))
-        if job.reported and part.way.lost is None:
+        for route in job.flows:
+            item = item_of(value, index, part.peer, route, executed=True)
+            route.send((FLOW, part.owner, part.number, self.number, (item,)))
+        if job.reported and part.route.lost is None:
             if kept is not None and job.place is not None and not (kept.ready and kept.is_inline):
                 part.peer.store.entries[part.owner, CallId(self.numbers[job.place])] = kept
                 kept, item = None, (index,)
             elif job.place is not None or is_failure(value):
-                item = item_of(value, index, part.peer, part.way, executed=True)
+                item = item_of(value, index, part.peer, part.route, executed=True)
             else:
                 # The owner only has to know that the step is over.
                 item = (index,)
-            part.way.send((REPORT, part.number, self.number, (item,)))
+            part.route.send((REPORT, part.number, self.number, (item,)))
         if kept is not None:
             self._let_go(job, kept)
 
-    def _let_go(self, job: Job, kept: Kept) -> None:
+    def _let_go(self, job: Job, kept: StoredValue) -> None:
         # The grants keep the block until the others are done with it.
         if job.used:
             self._held = [*(self._held or ()), kept]
@@ -260,14 +262,14 @@ class Run:
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone: what it has not given will not come."""
         for index in self.part.plan.receives.get(remote, ()):
-            value = Value.of_error(copy_error(error), executed=error.executed)
+            value = GraphValue.of_error(copy_error(error), executed=error.executed)
             self._put_foreign(index, value, at_once=False)
 
     def skip(self) -> None:
         """Nobody wants its results: what has not begun will not, what runs is cancelled."""
         for call in self.calls:
             if not call.over:
-                call.cell.cancel(call)
+                call.hosted.cancel(call)
 
     def _forget_if_over(self) -> None:
         if not (self._open or self._to_come):
@@ -283,18 +285,18 @@ class Run:
         """The graph's owner."""
         return self.part.owner
 
-    def answer(self, call: IncomingCall, result: Any) -> None:
+    def answer(self, call: InboundCall, result: Any) -> None:
         """A row is over."""
-        assert isinstance(call, RowCall)
+        assert isinstance(call, SegmentCall)
         if call.rules.on_thread:
             call.flush()
         if not call.over:
             call.over = True
             self._one_over()
 
-    def fail(self, call: IncomingCall, error: BaseException, *, executed: bool | None) -> None:
+    def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         """A row will not go on."""
-        assert isinstance(call, RowCall)
+        assert isinstance(call, SegmentCall)
         if not call.over:
             call.flush()
             call.give_up(error, executed=executed)
@@ -304,13 +306,13 @@ class Run:
         self._open -= 1
         self._forget_if_over()
 
-    async def answer_encoded(self, call: IncomingCall, result: Any) -> None:
+    async def answer_encoded(self, call: InboundCall, result: Any) -> None:
         raise AssertionError("rows give their results themselves")
 
-    def answer_kept(self, call: IncomingCall, kept: Kept) -> None:
+    def answer_kept(self, call: InboundCall, kept: StoredValue) -> None:
         raise AssertionError("rows give their results themselves")
 
-    async def item(self, call: IncomingCall, value: Any) -> None:
+    async def item(self, call: InboundCall, value: Any) -> None:
         raise AssertionError("rows are no streams")
 
 

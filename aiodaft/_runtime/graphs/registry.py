@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Final
 from aiodaft._protocol.codec import pack, pack_exts
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import FLOW, REPORT, RUN, SKIP, Message
-from aiodaft._runtime.graphs.graph_value import Value, fetch
-from aiodaft._runtime.graphs.participant import Part, Plan
-from aiodaft._runtime.graphs.segment_call import RowCall
+from aiodaft._runtime.graphs.graph_value import GraphValue, fetch
+from aiodaft._runtime.graphs.participant import Participant, Plan
+from aiodaft._runtime.graphs.segment_call import SegmentCall
 from aiodaft._runtime.serialization.encoder import PLAIN, SLOT
 from aiodaft.exceptions import DaftError
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Link
-    from aiodaft._runtime.connections.route import Neighbour
-    from aiodaft._runtime.graphs.owner import OwnGraph
+    from aiodaft._runtime.connections.connection import Connection
+    from aiodaft._runtime.connections.route import Route
+    from aiodaft._runtime.graphs.owner import GraphOwner
     from aiodaft._runtime.peer import Peer
 
 # A value that is the value of a ref.
@@ -30,9 +30,9 @@ class Graphs:
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self._parts: dict[tuple[PeerId, int], Part] = {}
-        self.own: dict[int, OwnGraph] = {}
-        self.handlers: dict[int, Callable[[Neighbour, Message], object]] = {
+        self._parts: dict[tuple[PeerId, int], Participant] = {}
+        self.own: dict[int, GraphOwner] = {}
+        self.handlers: dict[int, Callable[[Route, Message], object]] = {
             RUN: self.run_came,
             FLOW: self.flow_came,
             REPORT: self.report_came,
@@ -47,26 +47,26 @@ class Graphs:
         Raises:
             AttributeError: An actor of the plan has no such method.
         """
-        part = Part(self._peer, owner, number, plan)
-        for way in part.ways.values():
-            self._peer.upgrades.want(way)
+        part = Participant(self._peer, owner, number, plan)
+        for route in part.routes.values():
+            self._peer.upgrades.want(route)
         for position, step in enumerate(plan.steps):
             for place, ref in enumerate(step.data.outside):
                 part.outside[position, place] = await self._constant(ref)
         self._parts[owner, number] = part
-        if any(part.ways[remote].lost is not None for remote in plan.receives):
+        if any(part.routes[remote].lost is not None for remote in plan.receives):
             self._say_cut_off(part)
 
-    async def _constant(self, ref: Any) -> Value:
+    async def _constant(self, ref: Any) -> GraphValue:
         peer = self._peer
         descriptor = peer.refs.describe(ref)
         return await fetch(peer, peer.loopback, (0, _FIRST_SLOT, None, (), (descriptor,)))
 
-    def _say_cut_off(self, part: Part) -> None:
+    def _say_cut_off(self, part: Participant) -> None:
         """A process that sends values to this one, and thereby wakes it, does so no more. It may live."""
         self._peer.tasks.create_task(self._tell_cut_off(part), name="tell the owner of a graph")
 
-    async def _tell_cut_off(self, part: Part) -> None:
+    async def _tell_cut_off(self, part: Participant) -> None:
         # The parts of an owner that is gone end with it.
         with suppress(DaftError):
             await self._peer.agent_of(part.owner).cut_off(part.number)
@@ -83,15 +83,15 @@ class Graphs:
         if part is not None:
             part.finish(lambda: self._parts.pop((owner, number), None))
 
-    def run_came(self, link: Neighbour, message: Message) -> None:
+    def run_came(self, connection: Route, message: Message) -> None:
         """RUN came."""
         _, graph, run, oldest, left, numbers, items = message
-        part = self._parts[link.remote, graph]
+        part = self._parts[connection.remote, graph]
         if part.pins:
             part.unpin(oldest)
-        part.run(run).begin(left, numbers, items, link)
+        part.run(run).begin(left, numbers, items, connection)
 
-    def flow_came(self, link: Neighbour, message: Message) -> None:
+    def flow_came(self, connection: Route, message: Message) -> None:
         """FLOW came; nobody may want it any more."""
         _, owner, graph, run, items = message
         part = self._parts.get((owner, graph))
@@ -99,44 +99,44 @@ class Graphs:
             if run not in part.runs:
                 # It may have been sent before this, and woken nobody.
                 self._peer.waiter.look()
-            part.run(run).came(items, link)
+            part.run(run).came(items, connection)
             return
         for _, _, blobs, *_ in (item for item in items if len(item) == 5):
-            self._peer.transfer.decline(link, blobs)
+            self._peer.transfer.decline(connection, blobs)
 
-    def skip_came(self, link: Neighbour, message: Message) -> None:
+    def skip_came(self, connection: Route, message: Message) -> None:
         """SKIP came; the run may be over."""
         _, graph, number = message
-        part = self._parts.get((link.remote, graph))
+        part = self._parts.get((connection.remote, graph))
         run = None if part is None else part.runs.get(number)
         if run is not None:
             run.skip()
 
-    def report_came(self, link: Neighbour, message: Message) -> None:
+    def report_came(self, connection: Route, message: Message) -> None:
         """REPORT came."""
         _, graph, run, items = message
         own = self.own.get(graph)
         if own is not None:
-            own.reported(run, items, link)
+            own.reported(run, items, connection)
 
     def abandon(self, error: DaftError) -> None:
         """The runtime is closed: runs that wait here do not begin."""
         for own in list(self.own.values()):
             own.abandon(error)
 
-    def parts_of(self, owner: PeerId) -> list[Part]:
+    def parts_of(self, owner: PeerId) -> list[Participant]:
         """What this process does of a process's graphs."""
         return [part for (process, _), part in self._parts.items() if process == owner]
 
-    def calls(self) -> Iterator[RowCall]:
+    def calls(self) -> Iterator[SegmentCall]:
         """Every call of a graph that is queued or runs here."""
         for part in self._parts.values():
             for run in part.runs.values():
                 yield from (call for call in run.calls if not call.over)
 
-    def in_flight(self, link: Link) -> int:
+    def in_flight(self, connection: Connection) -> int:
         """Calls and runs under way that wait for a process: their errors tell of its end."""
-        remote, session = link.remote, link.session
+        remote, session = connection.remote, connection.session
         calls = len(session.calls) - session.waiting
         own = sum(graph.in_flight_with(remote) for graph in self.own.values())
         return calls + own + sum(len(part.runs) for part in self._parts.values() if remote in part.plan.receives)
@@ -149,7 +149,7 @@ class Graphs:
                 run.skip()
             part.close()
 
-    def link_lost(self, remote: PeerId, error: DaftError) -> None:
+    def connection_lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone, and this is why: its values will not come."""
         # There may be runs that wait for them, and have not been noticed yet.
         self._peer.waiter.look()

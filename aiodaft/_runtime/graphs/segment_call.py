@@ -11,17 +11,17 @@ from aiodaft._protocol.mailbox import Rules
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._protocol.plan import Segment, Step
 from aiodaft._runtime.actors.hosted_actor import capture
-from aiodaft._runtime.actors.inbound_call import IncomingCall
-from aiodaft._runtime.graphs.graph_value import Flowing, NotAtHand, Value
+from aiodaft._runtime.actors.inbound_call import InboundCall
+from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, NotAtHand
 from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error
 from aiodaft.exceptions import ActorDied
 from aiodaft.methods import MethodSpec, Options
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.actors.hosted_actor import Cell
+    from aiodaft._runtime.actors.hosted_actor import HostedActor
     from aiodaft._runtime.graphs.captured_call import Arguments
-    from aiodaft._runtime.graphs.participant import Part, Run
+    from aiodaft._runtime.graphs.participant import Participant, ParticipantRun
     from aiodaft._runtime.objects.store import Store
 
 _NO_KWARGS: Final[dict[str, Any]] = {}
@@ -38,7 +38,7 @@ class InputFailed(Exception):
 class Job:
     """What all runs know of a step."""
 
-    def __init__(self, part: Part, position: int, method: MethodSpec) -> None:
+    def __init__(self, part: Participant, position: int, method: MethodSpec) -> None:
         plan = part.plan
         step = plan.steps[position]
         self.position = position
@@ -53,7 +53,7 @@ class Job:
         self.transport = method.transport
         # Who gets its result: rows of this process; others; the owner, who has given it a number if it is an output.
         self.waited = index in part.waiting
-        self.flows = tuple([part.ways[remote] for remote in plan.sends[index]])
+        self.flows = tuple([part.routes[remote] for remote in plan.sends[index]])
         self.reported = index in plan.reports
         self.place = plan.outputs.index(index) if index in plan.outputs else None
         # Steps of this process use it.
@@ -62,36 +62,36 @@ class Job:
         self.leaves = self.waited or self.reported or bool(self.flows)
 
 
-class Row:
+class SegmentRun:
     """What all runs know of a row."""
 
-    def __init__(self, part: Part, segment: Segment) -> None:
+    def __init__(self, part: Participant, segment: Segment) -> None:
         steps = [part.plan.steps[position] for position in segment.steps]
         _, actor = steps[0].actor
         rules = steps[0].rules
-        cell = part.peer.cells.get(actor)
+        hosted = part.peer.actors.get(actor)
         # Without it, no run of this row gets as far as to need it.
-        self.is_gone = cell is None
-        self.cell = cast("Cell", cell)
+        self.is_gone = hosted is None
+        self.hosted = cast("HostedActor", hosted)
         self.jobs = [
             Job(part, position, self._method(step)) for position, step in zip(segment.steps, steps, strict=True)
         ]
         # Where it matters that the last one begins.
         self.last = self.jobs[-1] if len(steps) > 1 else None
         self.rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, row=len(steps) > 1)
-        self.spec = MethodSpec(steps[0].label, rules.name, RowCall.run_on_thread, Options(self.rules))
+        self.spec = MethodSpec(steps[0].label, rules.name, SegmentCall.run_on_thread, Options(self.rules))
 
     def _method(self, step: Step[Arguments]) -> MethodSpec:
         if self.is_gone:
             # Every run will say so.
             return MethodSpec(step.label, step.data.method, _missing, Options(step.rules))
-        spec = self.cell.find_spec(step.data.method)
+        spec = self.hosted.find_spec(step.data.method)
         if spec is None:
-            raise AttributeError(f"{self.cell.name} has no remote method {step.data.method!r:.80} ({step.line})")
+            raise AttributeError(f"{self.hosted.name} has no remote method {step.data.method!r:.80} ({step.line})")
         return spec
 
 
-class RowCall(IncomingCall):
+class SegmentCall(InboundCall):
     """A row in one run, from its run's beginning to its end."""
 
     # Nobody asks for these: its results go where the plan says.
@@ -101,11 +101,11 @@ class RowCall(IncomingCall):
     _given = 0
     _batch: deque[Flowing] | None = None
 
-    def __init__(self, run: Run, row: Row) -> None:
-        self.run = self.caller_link = run
+    def __init__(self, run: ParticipantRun, row: SegmentRun) -> None:
+        self.run = self.caller_connection = run
         self.row = row
         self.caller = run.part.owner
-        self.cell = row.cell
+        self.hosted = row.hosted
         self.spec = row.spec
         self.rules = row.rules
         if row.rules.on_thread:
@@ -126,23 +126,23 @@ class RowCall(IncomingCall):
         if self.rules.on_thread:
             # Only now: it knows itself.
             self.args = (self,)
-        self.cell.deliver(self)
+        self.hosted.deliver(self)
 
     # Running.
 
     async def work(self) -> None:
         """On the loop: do the steps. No error of theirs leaves this."""
-        cell, run, row = self.cell, self.run, self.row
+        hosted, run, row = self.hosted, self.run, self.row
         value: Flowing
-        cell.enter(self)
+        hosted.enter(self)
         try:
             for job in row.jobs:
                 if self._given and self.given_up:
                     # The step before this one ignored its cancellation.
-                    cell.failed(self, asyncio.CancelledError(), ran=False)
+                    hosted.failed(self, asyncio.CancelledError(), ran=False)
                     return
                 if job is row.last:
-                    cell.last_begun(self)
+                    hosted.last_begun(self)
                 executed = False
                 try:
                     try:
@@ -151,38 +151,38 @@ class RowCall(IncomingCall):
                         await self._fetch_own(job)
                         args, kwargs = self._arguments(job, patient=False)
                     executed = True
-                    result = await job.fn(cell.instance, *args, **kwargs)
+                    result = await job.fn(hosted.instance, *args, **kwargs)
                     if self.late:
-                        cell.fail_late(self)
+                        hosted.fail_late(self)
                         return
                     if is_plain(result):
                         value = result
                     else:
-                        kept = await capture(cell, result, job.label, "result", job.transport)
-                        await cell.peer.store.pack(kept)
-                        value = Value.of_kept(kept)
+                        kept = await capture(hosted, result, job.label, "result", job.transport)
+                        await hosted.peer.store.pack(kept)
+                        value = GraphValue.of_kept(kept)
                 except (SystemExit, KeyboardInterrupt):
                     raise
                 except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
-                    if cell.is_late(self, error) or (self.given_up and isinstance(error, asyncio.CancelledError)):
+                    if hosted.is_late(self, error) or (self.given_up and isinstance(error, asyncio.CancelledError)):
                         # Its actor knows why, and that goes for all that is left.
-                        cell.failed(self, error, executed)
+                        hosted.failed(self, error, executed)
                         return
                     value = self._failure(job, error, executed)
                 run.values[job.index] = value
                 self._give(value)
             run.answer(self, None)
         except (SystemExit, KeyboardInterrupt) as error:
-            cell.peer.exit_requested(error)
+            hosted.peer.exit_requested(error)
         finally:
-            cell.end(self)
+            hosted.end(self)
 
     @staticmethod
-    def run_on_thread(instance: Any, call: RowCall) -> None:
+    def run_on_thread(instance: Any, call: SegmentCall) -> None:
         """Do the steps on the actor's thread, as a method of the actor; no error of theirs leaves this."""
         # It would keep itself alive.
         call.args = ()
-        store, batch = call.cell.peer.store, call._batch
+        store, batch = call.hosted.peer.store, call._batch
         assert batch is not None
         row = call.row
         value: Flowing
@@ -191,13 +191,13 @@ class RowCall(IncomingCall):
                 # The steps that are left have failed already.
                 return
             if job is row.last:
-                call.cell.last_begun(call)
+                call.hosted.last_begun(call)
             executed = False
             try:
                 try:
                     args, kwargs = call._arguments(job, patient=True)
                 except NotAtHand:
-                    peer = call.cell.peer
+                    peer = call.hosted.peer
                     asyncio.run_coroutine_threadsafe(call._fetch_own(job), peer.loop).result()
                     args, kwargs = call._arguments(job, patient=True)
                 executed = True
@@ -207,7 +207,7 @@ class RowCall(IncomingCall):
                 else:
                     kept = store.keep_patiently(result, job.label, job.transport)
                     store.pack_here(kept)
-                    value = Value.of_kept(kept)
+                    value = GraphValue.of_kept(kept)
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
@@ -215,49 +215,49 @@ class RowCall(IncomingCall):
             call.run.values[job.index] = value
             batch.append(value)
             if job.leaves and job is not row.jobs[-1]:
-                call.cell.thread.to_loop(call.flush)
+                call.hosted.thread.to_loop(call.flush)
 
     async def _fetch_own(self, job: Job) -> None:
         """Fetch what a step needs and was made in this process."""
         for slot in job.slots:
             value = self.run.values.get(slot)
-            if type(value) is Value and value.kept is not None:
-                await value.fetch_own(self.cell.peer)
+            if type(value) is GraphValue and value.kept is not None:
+                await value.fetch_own(self.hosted.peer)
 
     def _arguments(self, job: Job, *, patient: bool) -> tuple[Any, Any]:
-        store, values = self.cell.peer.store, self.run.values
+        store, values = self.hosted.peer.store, self.run.values
         taken: list[Any]
         if job.data.outside:
             outside = self.run.part.outside
             taken = [outside[job.position, -slot - 1] if slot < 0 else values[slot] for slot in job.slots]
         else:
             taken = [*map(values.__getitem__, job.slots)]
-        if Value in map(type, taken):
+        if GraphValue in map(type, taken):
             taken = self._decode(job, taken, store, patient=patient)
         return (taken, _NO_KWARGS) if job.bare else job.data.make(store, taken, patient=patient)
 
     def _decode(self, job: Job, values: list[Flowing], store: Store, *, patient: bool) -> list[Any]:
-        encoded: list[Value] = []
+        encoded: list[GraphValue] = []
         for slot, value in zip(job.slots, values, strict=True):
-            if type(value) is Value:
+            if type(value) is GraphValue:
                 if value.failure is not None:
                     source = self.run.part.plan.labels.get(slot, "a ref from outside the graph")
                     raise InputFailed(value.error_for(self._named(job), source))
                 encoded.append(value)
-        taken = [value.take(store, patient=patient) if type(value) is Value else value for value in values]
+        taken = [value.take(store, patient=patient) if type(value) is GraphValue else value for value in values]
         for value in encoded:
             value.used()
         return taken
 
     def _named(self, job: Job) -> str:
-        return f"{job.label} of {self.cell.name}"
+        return f"{job.label} of {self.hosted.name}"
 
-    def _failure(self, job: Job, error: BaseException, executed: bool) -> Value:
+    def _failure(self, job: Job, error: BaseException, executed: bool) -> GraphValue:
         if isinstance(error, InputFailed):
-            return Value.of_error(error.error, executed=False)
-        caught = as_call_error(error, f"raised by {job.label} in {self.cell.where}")
+            return GraphValue.of_error(error.error, executed=False)
+        caught = as_call_error(error, f"raised by {job.label} in {self.hosted.where}")
         add_note(caught, f"a step of a graph, captured at {job.line}")
-        return Value.of_error(caught, executed=executed)
+        return GraphValue.of_error(caught, executed=executed)
 
     # Its results, on the loop.
 
@@ -269,7 +269,7 @@ class RowCall(IncomingCall):
     def _give(self, value: Flowing) -> None:
         if self.over:
             # It was given up, and everybody has been told.
-            if type(value) is Value and value.kept is not None:
+            if type(value) is GraphValue and value.kept is not None:
                 value.kept.release()
             return
         job = self.row.jobs[self._given]
@@ -278,12 +278,12 @@ class RowCall(IncomingCall):
 
     def give_up(self, error: BaseException, *, executed: bool | None) -> None:
         """There will be no more results."""
-        value = Value.of_error(error, executed=executed)
+        value = GraphValue.of_error(error, executed=executed)
         for number in range(self._given, len(self.row.jobs)):
             job = self.row.jobs[number]
             if number > self._given:
                 before = self.row.jobs[number - 1]
-                value = Value.of_error(value.error_for(self._named(job), self._named(before)), executed=False)
+                value = GraphValue.of_error(value.error_for(self._named(job), self._named(before)), executed=False)
             self.run.give(job, value)
         self.over = True
         self.args = ()

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""The stacks of all processes of a runtime."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from aiodaft.exceptions import DaftError
 from aiodaft.stack import ProcessStack, RuntimeStack
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.node.node_agent import Node
-    from aiodaft._runtime.node.worker_table import Process
+    from aiodaft._runtime.node.node_agent import NodeAgent
+    from aiodaft._runtime.node.worker_table import WorkerProcess
     from aiodaft._runtime.peer import Peer
 
 
-async def stack_of_all(peer: Peer, node: Node, patience: float) -> RuntimeStack:
+async def stack_of_all(peer: Peer, node: NodeAgent, patience: float) -> RuntimeStack:
     """Ask every process of this node, and of those that do not answer in time ask the kernel."""
     processes = await node.processes()
     others = await asyncio.gather(*(_stack_of(peer, node, process, patience) for process in processes))
     return RuntimeStack((stack_here(peer), *(found for found in others if found is not None)))
 
 
-async def _stack_of(peer: Peer, node: Node, process: Process, patience: float) -> ProcessStack | None:
+async def _stack_of(peer: Peer, node: NodeAgent, process: WorkerProcess, patience: float) -> ProcessStack | None:
     asked_at = peer.env.monotonic()
     asked = peer.agent_of(process.id).stack()
     if not await is_answered(asked, patience):

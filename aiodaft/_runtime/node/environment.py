@@ -11,7 +11,7 @@ from aiodaft.exceptions import SpawnFailed
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class WorkerEnvironment:
     """How they were in the controller when it spawned an actor."""
 
     environment: dict[str, str]
@@ -20,7 +20,7 @@ class Surroundings:
     argv: list[str]
 
     @classmethod
-    def here(cls) -> Surroundings:
+    def here(cls) -> WorkerEnvironment:
         """How they are in this process now.
 
         Raises:

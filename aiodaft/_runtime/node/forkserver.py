@@ -1,4 +1,4 @@
-"""The process that workers are forked from, and their nursery.
+"""The process that workers are forked from, and their launcher.
 
 Started once per runtime, by exec. It has one thread and never touches a loop, a GPU or a socket of anybody else, so
 forking it is safe; it imports what all actors need, so a worker starts in milliseconds and shares that memory
@@ -254,13 +254,13 @@ def _exec_worker(environment: dict[str, str], settings: bytes, fds: list[int]) -
     reading, writing = os.pipe()
     with open(writing, "wb") as pipe:
         pipe.write(settings)
-    link, out, err, pulse = fds
+    connection, out, err, heartbeat = fds
     try:
         process = subprocess.Popen(
             # It runs like a forked one.
-            fresh_python("aiodaft._runtime.node.worker_main", link, reading, pulse),
+            fresh_python("aiodaft._runtime.node.worker_main", connection, reading, heartbeat),
             env={**os.environ, **environment},
-            pass_fds=(link, reading, pulse),
+            pass_fds=(connection, reading, heartbeat),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

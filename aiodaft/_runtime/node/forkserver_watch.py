@@ -14,7 +14,7 @@ from aiodaft._runtime.platform.tasks import logger
 _PERIOD: Final = 1.0
 
 
-class ServerWatch:
+class ForkServerWatch:
     """Watches one fork server from an order on, until it has answered.
 
     Args:

@@ -21,7 +21,7 @@ from aiodaft._runtime.diagnostics.wait_graph import on_loop
 from aiodaft._runtime.platform.linux import is_stopped
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.actors.inbound_call import IncomingCall
+    from aiodaft._runtime.actors.inbound_call import InboundCall
     from aiodaft._runtime.peer import Peer
 
 _QUESTION: Final = b"?"
@@ -52,7 +52,7 @@ class Vitals:
     last_method_for: float = 0.0
 
 
-class Pulse:
+class Heartbeat:
     """The worker's end."""
 
     def __init__(self, connection: socket.socket, peer: Peer) -> None:
@@ -70,7 +70,7 @@ class Pulse:
 
     def start(self) -> None:
         """Answer from now on, until the process ends."""
-        threading.Thread(target=self._answer_all, name="aiodaft pulse", daemon=True).start()
+        threading.Thread(target=self._answer_all, name="aiodaft heartbeat", daemon=True).start()
 
     def _answer_all(self) -> None:
         with suppress(OSError):
@@ -99,10 +99,10 @@ class Pulse:
         call, line = on_loop(self._loop_thread)
         if call is None:
             return "", line[:_MAX_LINE]
-        if call.cell.id < FIRST_USER_ACTOR:
+        if call.hosted.id < FIRST_USER_ACTOR:
             # An actor is made here: imports may take long.
             return "", ""
-        return f"{call.label} of {call.cell.name}"[:_MAX_NAME], line[:_MAX_LINE]
+        return f"{call.label} of {call.hosted.name}"[:_MAX_NAME], line[:_MAX_LINE]
 
     def _turned(self) -> None:
         if self._asked is not None:
@@ -110,7 +110,7 @@ class Pulse:
             self._asked = None
 
 
-class PulseWatch:
+class HeartbeatWatch:
     """The node's end."""
 
     def __init__(self, connection: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
@@ -180,7 +180,7 @@ class PulseWatch:
         stopped = self._liveness.is_silent and is_stopped(self._pid)
         order = self._liveness.handle_timer(self._loop.time(), stopped=stopped)
         if order is Order.ASK:
-            # Of a process that is gone, its link tells.
+            # Of a process that is gone, its connection tells.
             with suppress(OSError):
                 self._connection.send(_QUESTION)
         elif order is not None:
@@ -217,5 +217,5 @@ class PulseWatch:
             self.on_order(order)
 
 
-def _runs(call: IncomingCall) -> bool:
-    return call.begun and call.cell.id >= FIRST_USER_ACTOR
+def _runs(call: InboundCall) -> bool:
+    return call.begun and call.hosted.id >= FIRST_USER_ACTOR

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from aiodaft._protocol.codec import pack, unpack
 from aiodaft._runtime.node import forkserver as order
-from aiodaft._runtime.node.environment import Surroundings
-from aiodaft._runtime.node.forkserver_watch import ServerWatch
-from aiodaft._runtime.node.heartbeat import PulseWatch
+from aiodaft._runtime.node.environment import WorkerEnvironment
+from aiodaft._runtime.node.forkserver_watch import ForkServerWatch
+from aiodaft._runtime.node.heartbeat import HeartbeatWatch
 from aiodaft._runtime.node.worker_logs import LogPump, WorkerOutput
 from aiodaft._runtime.platform.exhaustion import refusal
 from aiodaft._runtime.platform.linux import UNKNOWN, family, fresh_python, kill, kill_family, status_of
@@ -44,13 +44,15 @@ class Ending:
     signal: str | None
 
 
-class Child:
+class ChildProcess:
     """One worker process."""
 
-    def __init__(self, number: int, output: WorkerOutput, pulse: PulseWatch, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, number: int, output: WorkerOutput, heartbeat: HeartbeatWatch, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.number = number
         self.output = output
-        self.pulse = pulse
+        self.heartbeat = heartbeat
         # Once it has started.
         self.pid = 0
         self.started: asyncio.Future[int] = loop.create_future()
@@ -58,14 +60,14 @@ class Child:
 
     def fail(self, error: SpawnFailed) -> None:
         """It did not start."""
-        self.pulse.close()
+        self.heartbeat.close()
         if not self.started.done():
             self.started.set_exception(error)
             # Perhaps nobody waits any more.
             self.started.exception()
 
 
-class Nursery:
+class WorkerLauncher:
     """Workers of this node."""
 
     def __init__(
@@ -84,19 +86,19 @@ class Nursery:
         self._logs = LogPump()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._tasks = TaskOwner("aiodaft nursery")
+        self._tasks = TaskOwner("aiodaft launcher")
         self._starting: asyncio.Task[None] | None = None
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, ChildProcess] = {}
         self._last_number = 0
         self._lost: str | None = None
-        self._watch = ServerWatch(loop, self._server_pid, self._worker_pids, self._give_up)
+        self._watch = ForkServerWatch(loop, self._server_pid, self._worker_pids, self._give_up)
         # The fork server has carried out an order, and so is not still busy with its first imports.
         self._heard = False
         self._sending = asyncio.Lock()
         # What the fork server was started with.
         self._environment: dict[str, str] = {}
         self._writable = asyncio.Event()
-        self.on_ended: Callable[[Child, Ending], object] = lambda child, ending: None
+        self.on_ended: Callable[[ChildProcess, Ending], object] = lambda child, ending: None
         # Told that somebody rings at the door, and the fork server's pid as they see it.
         self.on_rung: Callable[[int], object] = lambda pid: None
 
@@ -106,13 +108,13 @@ class Nursery:
         return None if self._process is None else self._process.pid
 
     async def spawn(
-        self, settings: bytes, surroundings: Surroundings, environment: dict[str, str], name: str
-    ) -> tuple[Child, socket.socket]:
+        self, settings: bytes, worker_environment: WorkerEnvironment, environment: dict[str, str], name: str
+    ) -> tuple[ChildProcess, socket.socket]:
         """Start a worker.
 
         Args:
             settings: What it is told.
-            surroundings: What it has in common with the controller.
+            worker_environment: What it has in common with the controller.
             environment: What it alone has in its environment.
             name: What it is called in logs.
 
@@ -132,8 +134,8 @@ class Nursery:
             child, ours, theirs = self._open_child(name, opened)
             self._children[child.number] = child
             self._watch.expect()
-            changes = surroundings.changes(self._environment)
-            common = [surroundings.directory, surroundings.path, changes]
+            changes = worker_environment.changes(self._environment)
+            common = [worker_environment.directory, worker_environment.path, changes]
             message = pack([order.SPAWN, child.number, *common, self._modules(), environment, settings])
             try:
                 await self._send(message, theirs)
@@ -141,14 +143,14 @@ class Nursery:
                 self._children.pop(child.number, None)
                 if not self._is_awaited():
                     self._watch.close()
-                child.pulse.close()
+                child.heartbeat.close()
                 ours.close()
                 if isinstance(error, OSError):
                     raise SpawnFailed(f"the fork server is gone: {error}") from error
                 raise
         return child, ours
 
-    def _open_child(self, name: str, opened: ExitStack) -> tuple[Child, socket.socket, list[int]]:
+    def _open_child(self, name: str, opened: ExitStack) -> tuple[ChildProcess, socket.socket, list[int]]:
         """A worker that is yet to start, this side of the socket to it, and what it gets, which `opened` closes."""
         try:
             output, *ends = self._logs.open()
@@ -165,20 +167,20 @@ class Nursery:
         except OSError as error:
             raise SpawnFailed(refusal(error, f"{name} cannot be started")) from error
         output.name = name
-        child = Child(self._last_number, output, PulseWatch(watched, self._loop), self._loop)
+        child = ChildProcess(self._last_number, output, HeartbeatWatch(watched, self._loop), self._loop)
         return child, ours, [theirs.fileno(), *ends, answering.fileno()]
 
     def __contains__(self, number: int) -> bool:
         return number in self._children
 
-    def kill(self, child: Child, number: int = signal.SIGKILL) -> None:
+    def kill(self, child: ChildProcess, number: int = signal.SIGKILL) -> None:
         """Send a signal to a worker; nothing if it has ended."""
         if self._socket is not None and not child.ended.done():
             # The fork server is the parent: only it can be sure that the pid is still the worker's.
             with suppress(OSError):
                 self._socket.send(pack([order.KILL, child.number, int(number)]))
 
-    async def end(self, child: Child) -> None:
+    async def end(self, child: ChildProcess) -> None:
         """Kill a worker and wait until it has ended, also if the fork server is stopped, or busy importing."""
         self.kill(child)
         # One that has not said anything yet has started nobody.
@@ -189,7 +191,7 @@ class Nursery:
                     os.kill(child.pid, signal.SIGKILL)
             self._forget(child, Ending(child.pid, None, "SIGKILL"))
 
-    async def wait_end(self, child: Child, seconds: float) -> bool:
+    async def wait_end(self, child: ChildProcess, seconds: float) -> bool:
         """Wait until a worker has ended, but no longer than that; False if it has not.
 
         If the fork server does not tell, because it is stopped or busy, the kernel does.
@@ -207,7 +209,7 @@ class Nursery:
         self._forget(child, Ending(child.pid, *status))
         return True
 
-    def _forget(self, child: Child, ending: Ending) -> None:
+    def _forget(self, child: ChildProcess, ending: Ending) -> None:
         """A worker has ended, whatever the fork server may still say of it."""
         self._children.pop(child.number, None)
         self._ended(child, ending)
@@ -223,7 +225,7 @@ class Nursery:
             self._hasten(process)
             await self._wait_end(process)
         for child in self._children.values():
-            child.pulse.close()
+            child.heartbeat.close()
             child.ended.cancel()
             child.started.cancel()
         self._logs.close()
@@ -269,7 +271,7 @@ class Nursery:
             self._socket.close()
             self._socket = None
         for child in self._children.values():
-            child.pulse.close()
+            child.heartbeat.close()
 
     def stay_behind(self) -> None:
         """In a forked child: the parent goes on with the fork server."""
@@ -386,7 +388,7 @@ class Nursery:
             self._news(child, kind, rest)
         self._watch.heard(more=self._is_awaited())
 
-    def _news(self, child: Child, kind: int, rest: list[Any]) -> None:
+    def _news(self, child: ChildProcess, kind: int, rest: list[Any]) -> None:
         if kind == order.SPAWNED:
             child.pid = rest[0]
             if not child.started.done():
@@ -424,8 +426,8 @@ class Nursery:
                 child.fail(SpawnFailed(problem))
         self._writable.set()
 
-    def _ended(self, child: Child, ending: Ending) -> None:
-        child.pulse.close()
+    def _ended(self, child: ChildProcess, ending: Ending) -> None:
+        child.heartbeat.close()
         if not child.ended.done():
             child.ended.set_result(ending)
         self.on_ended(child, ending)

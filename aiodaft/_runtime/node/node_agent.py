@@ -10,17 +10,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, number_of
-from aiodaft._protocol.ledger import Demand, Ledger
+from aiodaft._protocol.ledger import Demand, Resources
 from aiodaft._protocol.liveness import Order, Patience
 from aiodaft._protocol.messages import BYE
 from aiodaft._runtime.actors.inbound_call import current_call
 from aiodaft._runtime.connections.connection import introduce
 from aiodaft._runtime.diagnostics.native_dump import take_dump
-from aiodaft._runtime.node.environment import Surroundings
-from aiodaft._runtime.node.launcher import Child, Ending, Nursery
+from aiodaft._runtime.node.environment import WorkerEnvironment
+from aiodaft._runtime.node.launcher import ChildProcess, Ending, WorkerLauncher
 from aiodaft._runtime.node.postmortem import OomKills, activity, died, given_up, silence
 from aiodaft._runtime.node.worker_main import WorkerSettings
-from aiodaft._runtime.node.worker_table import Conditions, Place, Process, Worker
+from aiodaft._runtime.node.worker_table import Conditions, Place, Worker, WorkerProcess
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.serialization.errors import decode_error
@@ -41,21 +41,21 @@ _THREADS: Final = "OMP_NUM_THREADS"
 _REMEMBERED: Final = 1024
 
 
-class Node(Actor):
+class NodeAgent(Actor):
     """One machine."""
 
     def __init__(
         self,
         peer: Peer,
-        nursery: Nursery,
-        ledger: Ledger[ActorId],
+        launcher: WorkerLauncher,
+        ledger: Resources[ActorId],
         gpu_names: Sequence[str],
         *,
         uvloop: bool,
         patience: Patience,
     ) -> None:
         self._peer = peer
-        self._nursery = nursery
+        self._launcher = launcher
         # What actors have, by their numbers: a restart changes nothing.
         self._ledger = ledger
         # What CUDA calls the ledger's GPUs, whatever becomes of the environment.
@@ -76,7 +76,7 @@ class Node(Actor):
         self.on_unheld: Callable[[BaseException, str], object] = lambda error, what: None
         # Told of every process that ended, how, and whether that was wanted.
         self.on_ended: Callable[[PeerId, OutcomeUnknown, bool], object] = lambda peer, error, wanted: None
-        nursery.on_ended = self._child_ended
+        launcher.on_ended = self._child_ended
 
     @method
     async def place(
@@ -125,13 +125,13 @@ class Node(Actor):
 
     async def _move_in(self, label: str, actor: ActorId, beside: str | None, conditions: Conditions) -> Place:
         if beside is None:
-            assert conditions.surroundings is not None
-            worker = await self._start_worker(label, number_of(actor), conditions.surroundings)
-            worker.child.pulse.begin(conditions.patience or self._patience, worker.pid)
+            assert conditions.worker_environment is not None
+            worker = await self._start_worker(label, number_of(actor), conditions.worker_environment)
+            worker.child.heartbeat.begin(conditions.patience or self._patience, worker.pid)
         else:
             worker = self._host(label, PeerId(beside))
             if conditions.patience is not None:
-                worker.child.pulse.widen(conditions.patience)
+                worker.child.heartbeat.widen(conditions.patience)
         worker.add(actor, label)
         return Place(worker.id, actor, worker.gpus)
 
@@ -141,7 +141,7 @@ class Node(Actor):
             raise ActorDied(f"{label} was to live with an actor that is gone", executed=False)
         return worker
 
-    async def _start_worker(self, label: str, number: ActorId, surroundings: Surroundings) -> Worker:
+    async def _start_worker(self, label: str, number: ActorId, worker_environment: WorkerEnvironment) -> Worker:
         cpus, gpus = self._ledger.share_of(number)
         options = self._peer.options
         worker_id = self._peer.env.new_peer_id("worker")
@@ -156,33 +156,33 @@ class Node(Actor):
             key=self._peer.key.secret(),
             uvloop=self._uvloop,
             log_level=logging.getLogger().level,
-            argv=surroundings.argv,
+            argv=worker_environment.argv,
         )
-        environment = self._own_environment(cpus, gpus, surroundings)
-        child, connection = await self._nursery.spawn(settings.packed(), surroundings, environment, label)
+        environment = self._own_environment(cpus, gpus, worker_environment)
+        child, sock = await self._launcher.spawn(settings.packed(), worker_environment, environment, label)
         worker = self._workers[worker_id] = Worker(worker_id, child, label, gpus=gpus)
-        self._peer.attach(worker_id, connection)
+        self._peer.attach(worker_id, sock)
         try:
             worker.pid = await asyncio.shield(child.started)
             worker.oom_counter = self._oom_kills.watch(worker.pid)
-            child.pulse.on_order = partial(self._pulse_changed, worker)
-            child.pulse.on_stall = partial(_report_stall, worker)
+            child.heartbeat.on_order = partial(self._pulse_changed, worker)
+            child.heartbeat.on_stall = partial(_report_stall, worker)
         except BaseException:
             # Nobody wants it any more. Once it has ended it is forgotten: by `_child_ended`, or here if it never began.
             worker.wanted = "it was not wanted any more"
-            if child.number in self._nursery:
-                await self._nursery.end(child)
+            if child.number in self._launcher:
+                await self._launcher.end(child)
             else:
                 self._workers.pop(worker_id, None)
             raise
         return worker
 
-    def _own_environment(self, cpus: float, gpus: tuple[int, ...], surroundings: Surroundings) -> dict[str, str]:
+    def _own_environment(self, cpus: float, gpus: tuple[int, ...], inherited: WorkerEnvironment) -> dict[str, str]:
         """What tells libraries in an actor's process of its share of the machine."""
         environment: dict[str, str] = {}
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpu_names[gpu] for gpu in gpus)
-        if cpus and _THREADS not in surroundings.environment:
+        if cpus and _THREADS not in inherited.environment:
             environment[_THREADS] = str(max(1, int(cpus)))
         return environment
 
@@ -209,9 +209,9 @@ class Node(Actor):
             await asyncio.shield(worker.child.ended)
             return
         worker.wanted = reason
-        self._peer.link_to(worker.id).send((BYE, reason))
-        if not answers or not await self._nursery.wait_end(worker.child, self._peer.grace):
-            await self._nursery.end(worker.child)
+        self._peer.connection_to(worker.id).send((BYE, reason))
+        if not answers or not await self._launcher.wait_end(worker.child, self._peer.grace):
+            await self._launcher.end(worker.child)
 
     def _free(self, number: ActorId, *, keep_gpus: bool = False) -> None:
         if number not in self._kept:
@@ -223,7 +223,7 @@ class Node(Actor):
         worker = self._workers.get(PeerId(peer))
         if worker is not None:
             worker.wanted = worker.wanted or reason
-            await self._nursery.end(worker.child)
+            await self._launcher.end(worker.child)
 
     @method
     async def introduce(self, other: str) -> None:
@@ -243,13 +243,13 @@ class Node(Actor):
         if pair not in self._introduced:
             self._introduced.add(pair)
             try:
-                introduce(self._peer.link_to(first), self._peer.link_to(second))
+                introduce(self._peer.connection_to(first), self._peer.connection_to(second))
             except OSError as error:
                 self._introduced.discard(pair)
                 raise exhausted(error, f"{first} and {second} cannot be connected") from error
 
     @method
-    async def obituary(self, peer: str, in_flight: int) -> DaftError:
+    async def exit_report(self, peer: str, in_flight: int) -> DaftError:
         """How a process ended, as the error that its callers get.
 
         Args:
@@ -272,13 +272,13 @@ class Node(Actor):
         return {**self._ledger.totals, "gpus": float(self._ledger.gpus)}, self._ledger.free()
 
     @method
-    async def process_of(self, peer: str) -> Process | None:
+    async def process_of(self, peer: str) -> WorkerProcess | None:
         """What is known of a worker without asking it; None if it is gone."""
         worker = self._workers.get(PeerId(peer))
         return None if worker is None or worker.lost is not None else worker.process()
 
     @method
-    async def processes(self) -> tuple[Process, ...]:
+    async def processes(self) -> tuple[WorkerProcess, ...]:
         """The worker processes, oldest first."""
         return tuple(worker.process() for worker in self._workers.values())
 
@@ -288,22 +288,22 @@ class Node(Actor):
         worker = self._workers.get(PeerId(peer))
         if worker is None:
             return ""
-        return await take_dump(worker.pid, partial(self._nursery.kill, worker.child))
+        return await take_dump(worker.pid, partial(self._launcher.kill, worker.child))
 
     async def explain(self, peer: PeerId, in_flight: int) -> DaftError:
-        """See `obituary`."""
+        """See `exit_report`."""
         worker = self._workers.get(peer) or self._unreported.get(peer)
         if worker is not None:
             worker.blamed = worker.blamed or in_flight > 0
-            if not await self._nursery.wait_end(worker.child, _REPORT_TIMEOUT):
-                if self._peer.link_to(peer).lost is None:
+            if not await self._launcher.wait_end(worker.child, _REPORT_TIMEOUT):
+                if self._peer.connection_to(peer).lost is None:
                     # Two processes fell out with each other; this one can still be worked with.
                     return PeerLost(f"the connection to {worker} ended")
                 # It cannot be reached and does not end: nobody can work with it any more.
-                await self._nursery.end(worker.child)
+                await self._launcher.end(worker.child)
         return self._endings.get(peer) or ActorDied(f"there is no process {peer}")
 
-    def _child_ended(self, child: Child, ending: Ending) -> None:
+    def _child_ended(self, child: ChildProcess, ending: Ending) -> None:
         worker = next((worker for worker in self._workers.values() if worker.child is child), None)
         if worker is None:
             return
@@ -313,7 +313,7 @@ class Node(Actor):
         error = self._endings[worker.id] = worker.lost or self._post_mortem(worker, ending)
         if not child.pid:
             # If it is yet to start, it finds that nobody wants it.
-            self._peer.link_to(worker.id).close(error)
+            self._peer.connection_to(worker.id).close(error)
         while len(self._endings) > _REMEMBERED:
             del self._endings[next(iter(self._endings))]
         for actor in worker.placed:
@@ -326,23 +326,23 @@ class Node(Actor):
     def _post_mortem(self, worker: Worker, ending: Ending) -> ActorDied:
         killed = worker.wanted is None and ending.signal == "SIGKILL"
         oom = killed and self._oom_kills.take(worker.oom_counter)
-        return died(worker, ending, activity(worker, self._peer.link_to(worker.id)), oom=oom)
+        return died(worker, ending, activity(worker, self._peer.connection_to(worker.id)), oom=oom)
 
     def _pulse_changed(self, worker: Worker, order: Order) -> None:
         """A worker does not answer, or does again."""
-        link = self._peer.link_to(worker.id)
+        connection = self._peer.connection_to(worker.id)
         if order is Order.CLEAR:
             self._peer.suspects.discard(worker.id)
             logger.warning("%s answers again", worker)
         elif order is Order.SUSPECT:
             self._peer.suspects.add(worker.id)
-            logger.warning("%s", silence(worker, activity(worker, link)))
+            logger.warning("%s", silence(worker, activity(worker, connection)))
         elif order is Order.GIVE_UP and worker.wanted is None:
-            worker.lost = given_up(worker, activity(worker, link))
+            worker.lost = given_up(worker, activity(worker, connection))
             logger.error("%s", worker.lost)
             # What it may still say is not listened to.
-            self._nursery.kill(worker.child)
-            link.close(worker.lost)
+            self._launcher.kill(worker.child)
+            connection.close(worker.lost)
 
     def _report(self, worker: Worker, error: OutcomeUnknown) -> None:
         del self._unreported[worker.id]

@@ -15,8 +15,8 @@ from aiodaft._runtime.platform.linux import is_stopped
 from aiodaft.exceptions import ActorDied, OutcomeUnknown, PeerLost
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.calls.call import State
-    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.calls.call import PendingCall
+    from aiodaft._runtime.connections.connection import Connection
     from aiodaft._runtime.node.worker_table import Worker
 
 _CGROUPS: Final = "/sys/fs/cgroup"
@@ -48,14 +48,14 @@ class Activity:
         return f"under way: {self.method}" + ("" if self.seconds is None else f", for {self.seconds:.1f} s or more")
 
 
-def activity(worker: Worker, link: Link) -> Activity:
+def activity(worker: Worker, connection: Connection) -> Activity:
     """What a worker does: what this process has called there, or what it said itself when it was last asked."""
-    vitals = worker.child.pulse.vitals()
-    called = next((state.label for state in link.session.under_way() if _is_of_a_user(state)), vitals.last_method)
+    vitals = worker.child.heartbeat.vitals()
+    called = next((state.label for state in connection.session.under_way() if _is_of_a_user(state)), vitals.last_method)
     return Activity(called, vitals.last_method_for if called and called == vitals.last_method else None)
 
 
-def _is_of_a_user(state: State) -> bool:
+def _is_of_a_user(state: PendingCall) -> bool:
     # The call that makes an actor goes to the agent, and is named by the class alone.
     return not isinstance(state, CallState) or state.target.actor >= FIRST_USER_ACTOR or "." not in state.label
 
@@ -85,19 +85,20 @@ def died(worker: Worker, ending: Ending, doing: Activity, *, oom: bool) -> Actor
 
 def silence(worker: Worker, doing: Activity) -> str:
     """What to warn of while a worker does not answer."""
-    pulse = worker.child.pulse
-    warning = f"{worker} has not answered for {pulse.vitals().silent_for:.1f} s: {condition(worker.pid)}; {doing}"
-    if pulse.patience.give_up is not None or is_stopped(worker.pid):
+    heartbeat = worker.child.heartbeat
+    warning = f"{worker} has not answered for {heartbeat.vitals().silent_for:.1f} s: {condition(worker.pid)}; {doing}"
+    if heartbeat.patience.give_up is not None or is_stopped(worker.pid):
         return warning
     return f"{warning}. Its calls wait for it; Patience(give_up=seconds) kills such a process after that time"
 
 
 def given_up(worker: Worker, doing: Activity) -> PeerLost:
     """The error of callers of a worker that has not answered for too long."""
-    pulse = worker.child.pulse
+    heartbeat = worker.child.heartbeat
+    silent_for = heartbeat.vitals().silent_for
     error = PeerLost(
-        f"{worker} has not answered for {pulse.vitals().silent_for:.1f} s and was killed, as Patience({pulse.limit}) "
-        f"demands: {condition(worker.pid)}; {doing}"
+        f"{worker} has not answered for {silent_for:.1f} s and was killed, as Patience({heartbeat.limit}) demands: "
+        f"{condition(worker.pid)}; {doing}"
     )
     _add_evidence(error, worker, doing)
     return error

@@ -1,6 +1,6 @@
 """What workers print: passed on with the actor's name, and the last lines kept as evidence.
 
-A thread of its own reads, so that a busy loop (a notebook cell that computes) stalls no actor that prints.
+A thread of its own reads, so that a busy loop (a notebook hosted actor that computes) stalls no actor that prints.
 """
 
 from __future__ import annotations

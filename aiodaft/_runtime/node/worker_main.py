@@ -1,4 +1,4 @@
-"""The life of a worker process: a loop, a peer, and a link home; it ends with any of them."""
+"""The life of a worker process: a loop, a peer, and a connection home; it ends with any of them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any, TextIO, cast
 from aiodaft._protocol.codec import pack, unpack
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.actors.inbound_call import current_call
-from aiodaft._runtime.connections.connection import Link
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.diagnostics.native_dump import offer_dump
-from aiodaft._runtime.node.heartbeat import Pulse
+from aiodaft._runtime.node.heartbeat import Heartbeat
 from aiodaft._runtime.peer import Peer, PeerOptions
 from aiodaft._runtime.platform.context import set_process_peer
 from aiodaft._runtime.platform.env import Env
@@ -62,10 +62,10 @@ class WorkerSettings:
 class Worker:
     """Runs one peer until it is told to end."""
 
-    def __init__(self, settings: WorkerSettings, connection: socket.socket, pulse: socket.socket) -> None:
+    def __init__(self, settings: WorkerSettings, sock: socket.socket, heartbeat: socket.socket) -> None:
         self._settings = settings
-        self._connection = connection
-        self._pulse = pulse
+        self._connection = sock
+        self._heartbeat = heartbeat
         self._status = 0
         self._over = asyncio.Event()
 
@@ -94,7 +94,7 @@ class Worker:
         set_process_peer(peer)
         # Its code is loaded while there are descriptors to load it with.
         peer.store.transport_named(self._settings.transport)
-        Pulse(self._pulse, peer).start()
+        Heartbeat(self._heartbeat, peer).start()
         peer.attach(options.home, self._connection)
         await self._over.wait()
         # Whatever does not end in time is ended by the process itself.
@@ -107,16 +107,16 @@ class Worker:
         self._status = status
         self._over.set()
 
-    async def _explain(self, link: Link, reason: Exception) -> DaftError:
-        if link.remote == self._settings.home:
+    async def _explain(self, connection: Connection, reason: Exception) -> DaftError:
+        if connection.remote == self._settings.home:
             # Nobody is left to work for. Unless that was wanted, it is no orderly end.
-            self._end(0 if link.dismissed else 1)
+            self._end(0 if connection.dismissed else 1)
             if isinstance(reason, ProtocolError):
                 log_error("the connection to the controller cannot be used any more", reason)
             return DaftError(f"the controller is gone: {reason}")
         if isinstance(reason, ProtocolError):
             return reason
-        return await self._peer.node_agent().obituary(link.remote, self._peer.graphs.in_flight(link))
+        return await self._peer.node_agent().exit_report(connection.remote, self._peer.graphs.in_flight(connection))
 
     def _exit_requested(self, error: BaseException) -> None:
         code = error.code if isinstance(error, SystemExit) else 130
@@ -135,7 +135,7 @@ class Worker:
             log_error(what, error)
 
 
-def run_forked(parent: int, packed: bytes, link: int, out: int, err: int, pulse: int) -> int:
+def run_forked(parent: int, packed: bytes, connection: int, out: int, err: int, heartbeat: int) -> int:
     """In a forked child: take the descriptors given, forget the parent's, and serve."""
     os.setsid()
     die_with_parent(parent)
@@ -148,7 +148,7 @@ def run_forked(parent: int, packed: bytes, link: int, out: int, err: int, pulse:
     # The environment may name another time zone than that of the fork server.
     time.tzset()
     _set_threads()
-    return _serve(packed, link, pulse)
+    return _serve(packed, connection, heartbeat)
 
 
 def _stream(fd: int, mode: str) -> TextIO:
@@ -157,21 +157,21 @@ def _stream(fd: int, mode: str) -> TextIO:
     return cast("TextIO", stream)
 
 
-def main(link: int, settings: int, pulse: int) -> None:
+def main(connection: int, settings: int, heartbeat: int) -> None:
     """Entry point of a worker that was started by exec."""
     die_with_parent(os.getppid())
     with open(settings, "rb") as pipe:
         packed = pipe.read()
-    sys.exit(_serve(packed, link, pulse))
+    sys.exit(_serve(packed, connection, heartbeat))
 
 
-def _serve(packed: bytes, link: int, pulse: int) -> int:
+def _serve(packed: bytes, connection: int, heartbeat: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = WorkerSettings.unpacked(packed)
     _set_log_level(settings.log_level)
     sys.breakpointhook = _refuse_breakpoint
     sys.argv[:] = settings.argv
-    sockets = socket.socket(fileno=link), socket.socket(fileno=pulse)
+    sockets = socket.socket(fileno=connection), socket.socket(fileno=heartbeat)
 
     async def serve() -> int:
         return await Worker(settings, *sockets).run()

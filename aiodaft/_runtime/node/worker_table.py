@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.liveness import Patience
-from aiodaft._runtime.node.environment import Surroundings
+from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.heartbeat import Vitals
-from aiodaft._runtime.node.launcher import Child
+from aiodaft._runtime.node.launcher import ChildProcess
 from aiodaft.exceptions import PeerLost
 
 
@@ -27,15 +27,15 @@ class Conditions:
 
     Attributes:
         patience: How long it is waited for when it does not answer; the runtime's if None.
-        surroundings: What its process has in common with the controller; None if it lives in another actor's process.
+        worker_environment: What its process inherits from the controller; None if it shares another actor's process.
     """
 
     patience: Patience | None
-    surroundings: Surroundings | None
+    worker_environment: WorkerEnvironment | None
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class WorkerProcess:
     """A worker process, as others may know it; how it was when it was last heard of."""
 
     id: PeerId
@@ -50,7 +50,7 @@ class Worker:
     """A worker process of this node."""
 
     id: PeerId
-    child: Child
+    child: ChildProcess
     # What it was started for.
     label: str
     pid: int = 0
@@ -76,9 +76,9 @@ class Worker:
     def __str__(self) -> str:
         return f"{self.names} (pid {self.pid})" if self.pid else f"{self.names} (not started yet)"
 
-    def process(self) -> Process:
+    def process(self) -> WorkerProcess:
         """What others may know of it."""
-        return Process(self.id, self.pid, tuple(self.actors.values()), self.gpus, self.child.pulse.vitals())
+        return WorkerProcess(self.id, self.pid, tuple(self.actors.values()), self.gpus, self.child.heartbeat.vitals())
 
     def add(self, actor: ActorId, label: str) -> None:
         """An actor moves in."""

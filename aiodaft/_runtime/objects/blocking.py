@@ -7,7 +7,7 @@ import concurrent.futures
 import threading
 from typing import TYPE_CHECKING, Any
 
-from aiodaft._runtime.actors.inbound_call import IncomingCall, current_call
+from aiodaft._runtime.actors.inbound_call import InboundCall, current_call
 
 if TYPE_CHECKING:
     from aiodaft._runtime.peer import Peer
@@ -26,7 +26,7 @@ def block_on(peer: Peer, ref: Ref[Any]) -> Any:
         raise RuntimeError(f"{ref!r}: result() would block the event loop of this thread: use `await`")
     peer.check_open(f"{ref!r} cannot be waited for")
     call = current_call.get()
-    if call is not None and call.cell.thread.ident != threading.get_ident():
+    if call is not None and call.hosted.thread.ident != threading.get_ident():
         # A thread that an async method has started: the call's task is the method's own.
         call = None
     # How a search for deadlocks knows what the thread waits for.
@@ -37,7 +37,7 @@ def block_on(peer: Peer, ref: Ref[Any]) -> Any:
         raise asyncio.CancelledError(f"the wait for {ref!r} was cancelled") from None
 
 
-async def _wait(ref: Ref[Any], call: IncomingCall | None) -> Any:
+async def _wait(ref: Ref[Any], call: InboundCall | None) -> Any:
     if call is None:
         return await ref
     if call.given_up:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Final
 from aiodaft._protocol.fanout import Fanout
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import JOIN, LEAVE, Message
-from aiodaft._runtime.objects.received import Arrived
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.store import Key
-from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft.exceptions import DaftError
 from aiodaft_transport import TransportError
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.connections.connection import Connection
     from aiodaft._runtime.peer import Peer
 
 SMALLEST: Final = 1 << 20
@@ -56,7 +56,7 @@ class Relays:
 
     # Of values that are made here.
 
-    def source_for(self, link: Link, key: Key, kept: Kept) -> PeerId | None:
+    def source_for(self, connection: Connection, key: Key, kept: StoredValue) -> PeerId | None:
         """Who gives a value to the peer that asks for it; None if this process does."""
         if not kept.can_be_relayed(SMALLEST):
             return None
@@ -64,16 +64,16 @@ class Relays:
         if fanout is None:
             fanout = self._fanouts[key] = Fanout()
             kept.on_release = lambda: self._free(key)
-        source = fanout.join(link.remote)
-        if source != link.remote:
-            link.send((JOIN, *key, source is None and fanout.keeps(link.remote)))
+        source = fanout.join(connection.remote)
+        if source != connection.remote:
+            connection.send((JOIN, *key, source is None and fanout.keeps(connection.remote)))
         return source
 
     def _free(self, key: Key) -> None:
         for member in self._fanouts.pop(key).members:
-            link = self._peer.links.get(member)
-            if link is not None:
-                link.send((LEAVE, *key, member))
+            connection = self._peer.connections.get(member)
+            if connection is not None:
+                connection.send((LEAVE, *key, member))
 
     # Of values that are fetched.
 
@@ -112,12 +112,12 @@ class Relays:
         if fetching.root is None:
             self._send_away(key, fetching)
 
-    async def keep(self, fetching: Fetching, key: Key, arrived: Arrived, via: str) -> None:
+    async def keep(self, fetching: Fetching, key: Key, arrived: ReceivedValue, via: str) -> None:
         """The value is here, and nobody has changed it yet: make a copy for others if there are any."""
         store = self._peer.store
         if fetching.root is None or key in store.entries or not (fetching.keep or fetching.waiting):
             return
-        kept = Kept.copy_of(arrived, via, fetching.root)
+        kept = StoredValue.copy_of(arrived, via, fetching.root)
         if store.relayed_bytes() + kept.encoded.size > self._room:
             self._send_away(key, fetching)
             return
@@ -145,39 +145,39 @@ class Relays:
             self._peer.transfer.locate_elsewhere(*key, found)
 
     def _tell(self, root: PeerId, key: Key, who: PeerId) -> None:
-        link = self._peer.links.get(root)
-        if link is not None:
-            link.send((LEAVE, *key, who))
+        connection = self._peer.connections.get(root)
+        if connection is not None:
+            connection.send((LEAVE, *key, who))
 
     # What peers say.
 
-    def join_came(self, link: Link, message: Message) -> None:
+    def join_came(self, connection: Connection, message: Message) -> None:
         """JOIN came."""
         _, owner, number, keep = message
         fetching = self._fetching.get((owner, number))
         if fetching is None:
             # Nobody here wants it any more.
-            self._tell(link.remote, (owner, number), self._peer.id)
+            self._tell(connection.remote, (owner, number), self._peer.id)
         else:
-            fetching.root = link.remote
+            fetching.root = connection.remote
             fetching.keep = fetching.keep or keep
 
-    def leave_came(self, link: Link, message: Message) -> None:
+    def leave_came(self, connection: Connection, message: Message) -> None:
         """LEAVE came."""
         key, who = (message[1], message[2]), message[3]
         fanout = self._fanouts.get(key)
         if fanout is not None:
-            if who == link.remote:
+            if who == connection.remote:
                 fanout.leave(who)
             else:
-                fanout.fail(link.remote, who)
+                fanout.fail(connection.remote, who)
             return
-        self._peer.store.drop_relayed(key, link.remote)
+        self._peer.store.drop_relayed(key, connection.remote)
         fetching = self._fetching.get(key)
-        if fetching is not None and fetching.root == link.remote:
+        if fetching is not None and fetching.root == connection.remote:
             fetching.root = None
 
-    def link_lost(self, remote: PeerId) -> None:
+    def connection_lost(self, remote: PeerId) -> None:
         """A process is gone."""
         for fanout in self._fanouts.values():
             fanout.leave(remote)

@@ -17,7 +17,7 @@ from aiodaft_transport.cuda.transport import CudaTransport
 if TYPE_CHECKING:
     import torch
 
-    from aiodaft._runtime.connections.route import Neighbour
+    from aiodaft._runtime.connections.route import Route
 
 
 class Accelerators(Protocol):
@@ -92,9 +92,9 @@ class Devices:
             raise
         return taken
 
-    def memory_in(self, target: torch.Tensor, device: int, grant: Grant, link: Neighbour) -> Landing | None:
+    def memory_in(self, target: torch.Tensor, device: int, grant: Grant, connection: Route) -> Landing | None:
         """A tensor of a device as memory to fetch into, if what is granted is on the same device."""
-        if self.transport.device_of(grant, link) != device:
+        if self.transport.device_of(grant, connection) != device:
             # Whether one device reaches another is the tensor library's to find out.
             return None
         return Landing(target, device, target.data_ptr(), target.nbytes, self.kind.current_stream(device))

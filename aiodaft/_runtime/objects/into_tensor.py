@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from aiodaft._runtime.objects.store import Store
 
 
-class Landing:
+class IntoTensor:
     """A tensor that the value of one ref is written into."""
 
     def __init__(self, target: Any, label: str) -> None:

@@ -11,7 +11,7 @@ from aiodaft.ref import Ref
 from aiodaft_transport import Grant
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.route import Neighbour
+    from aiodaft._runtime.connections.route import Route
     from aiodaft._runtime.peer import Peer
 
 
@@ -26,11 +26,11 @@ class Delivery:
     to think of it: what is not fetched goes back when the last one drops this, as a view's grant does with the view.
     """
 
-    __slots__ = ("_granted", "_peer", "inline", "link", "payload", "refs")
+    __slots__ = ("_granted", "_peer", "connection", "inline", "payload", "refs")
 
-    def __init__(self, peer: Peer, link: Neighbour, payload: bytes, blobs: Any, refs: tuple[Any, ...]) -> None:
+    def __init__(self, peer: Peer, connection: Route, payload: bytes, blobs: Any, refs: tuple[Any, ...]) -> None:
         self._peer = peer
-        self.link = link
+        self.connection = connection
         self.payload = payload
         self.refs = refs
         self.inline: bytes | None = None if isinstance(blobs, tuple) else blobs
@@ -48,14 +48,14 @@ class Delivery:
         """Give back what was not fetched. Idempotent."""
         while self._granted:
             name, grant = self._granted.popleft()
-            self._peer.store.transport_named(name).decline(grant, self.link)
+            self._peer.store.transport_named(name).decline(grant, self.connection)
 
     def __del__(self) -> None:
         if self._granted:
             self._peer.call_soon(partial(Delivery.decline, self))
 
 
-class Arrived:  # noqa: B903 - on the path of every call: a dataclass costs more
+class ReceivedValue:  # noqa: B903 - on the path of every call: a dataclass costs more
     """A value as it came: not decoded yet."""
 
     __slots__ = ("blobs", "inline", "origin", "payload", "refs")

@@ -9,7 +9,7 @@ from aiodaft._runtime.objects.ref_state import HERE, RefState, state_of
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.objects.into_tensor import Landing
+    from aiodaft._runtime.objects.into_tensor import IntoTensor
     from aiodaft._runtime.peer import Peer
 
 
@@ -105,7 +105,7 @@ class GatheredState(RefState):
             self.mark_seen()
         self.on_error(failed.error)
 
-    async def bring(self, landing: Landing | None = None) -> list[Any]:
+    async def bring(self, landing: IntoTensor | None = None) -> list[Any]:
         return [await part for part in self._parts]
 
     def _cancel(self, why: str) -> bool:

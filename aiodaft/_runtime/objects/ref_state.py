@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.ownership import Tenure
-from aiodaft._runtime.objects.into_tensor import Landing
-from aiodaft._runtime.objects.received import Arrived
-from aiodaft._runtime.objects.stored import Kept
+from aiodaft._protocol.ownership import Holders
+from aiodaft._runtime.objects.into_tensor import IntoTensor
+from aiodaft._runtime.objects.received import ReceivedValue
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.tasks import wait_shielded
 from aiodaft._runtime.platform.wakeup import Wakeup
 from aiodaft._runtime.serialization.decoder import is_heavy
@@ -45,7 +45,7 @@ class Status(Enum):
 PENDING, HERE, THERE, FAILED = Status
 
 
-class ErrorSink(Protocol):
+class UnhandledErrors(Protocol):
     """A scope, as the refs of its actors see it."""
 
     def fail(self, error: BaseException, what: str) -> None:
@@ -61,7 +61,7 @@ class ErrorSink(Protocol):
         ...
 
 
-class Watched(Tenure):
+class Watched(Holders):
     """One value, as others wait for it.
 
     Attributes:
@@ -140,8 +140,8 @@ class RefState(Watched):
     own = True
     status = PENDING
     value: Any = ABSENT
-    arrived: Arrived | None = None
-    kept: Kept | None = None
+    arrived: ReceivedValue | None = None
+    kept: StoredValue | None = None
     error: BaseException | None = None
     # Somebody was told of the error.
     seen = False
@@ -171,7 +171,7 @@ class RefState(Watched):
         return self.peer.id
 
     @property
-    def sink(self) -> ErrorSink | None:
+    def sink(self) -> UnhandledErrors | None:
         return None
 
     @property
@@ -451,7 +451,7 @@ class RefState(Watched):
             self._settle(HERE if self.error is None else FAILED)
         self._serve_waiters()
 
-    async def bring(self, landing: Landing | None = None) -> Any:
+    async def bring(self, landing: IntoTensor | None = None) -> Any:
         """Get the value from wherever it is; the landing's target, if it went straight into that."""
         arrived = self.arrived or await self.peer.transfer.pull(self.owner, self.number, self.producer, landing)
         if landing is not None and landing.filled:
@@ -461,7 +461,7 @@ class RefState(Watched):
     async def copy_into(self, target: Any) -> None:
         """Write the value, a tensor, into another tensor."""
         self.check_loop()
-        landing = Landing(target, self.label)
+        landing = IntoTensor(target, self.label)
         here: Ref[Any] = Ref(self.hold())
         if self.own:
             await here.ready()

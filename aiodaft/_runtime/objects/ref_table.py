@@ -10,14 +10,14 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import BORROW, Message
 from aiodaft._runtime.objects.ref_kinds import BorrowedState, GatheredState, PutState
 from aiodaft._runtime.objects.ref_state import HERE, RefState, state_of
-from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft.exceptions import DaftError, OwnerDied
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.route import Neighbour
+    from aiodaft._runtime.connections.route import Route
     from aiodaft._runtime.peer import Peer
 
 # Bytes of values that go along with one call: more would hold up what comes after it, and a frame is bounded.
@@ -102,11 +102,11 @@ class RefTable:
         """One ref for several."""
         return GatheredState(self._peer, self._peer.next_number(), parts)
 
-    def keep(self, state: RefState) -> Kept:
+    def keep(self, state: RefState) -> StoredValue:
         """What other processes get for a settled ref whose value is here."""
         peer = self._peer
         if state.arrived is not None:
-            return Kept.again(state.arrived)
+            return StoredValue.again(state.arrived)
         names = Names(state.label, (("result", state.value),))
         kept = peer.store.keep(state.value, names, patient=True)
         peer.store.pack_now(kept)
@@ -146,17 +146,17 @@ class RefTable:
 
     # Being told.
 
-    def borrow_came(self, link: Neighbour, message: Message) -> None:
+    def borrow_came(self, connection: Route, message: Message) -> None:
         """BORROW came."""
-        self.lend(message[1], link.remote)
+        self.lend(message[1], connection.remote)
 
-    async def adopt(self, descriptors: tuple[Any, ...], link: Neighbour) -> list[Ref[Any]]:
+    async def adopt(self, descriptors: tuple[Any, ...], connection: Route) -> list[Ref[Any]]:
         """Refs that came inside a value; registered with their owners before anything else is said to the sender."""
-        return [await self._adopt_one(PeerId(owner), CallId(number), PeerId(producer), label, link)
+        return [await self._adopt_one(PeerId(owner), CallId(number), PeerId(producer), label, connection)
                 for owner, number, producer, label in descriptors]  # fmt: skip
 
     async def _adopt_one(
-        self, owner: PeerId, number: CallId, producer: PeerId, label: str, link: Neighbour
+        self, owner: PeerId, number: CallId, producer: PeerId, label: str, connection: Route
     ) -> Ref[Any]:
         if owner == self._peer.id:
             own = self._own.get(number)
@@ -169,14 +169,14 @@ class RefTable:
             state.registered = True
             # Holds the ref while the owner is asked.
             ref: Ref[Any] = Ref(state.hold())
-            await self._register(state, link)
+            await self._register(state, connection)
             return ref
         return Ref(state.hold())
 
-    async def _register(self, state: BorrowedState, link: Neighbour) -> None:
-        if state.owner == link.remote:
+    async def _register(self, state: BorrowedState, connection: Route) -> None:
+        if state.owner == connection.remote:
             # No call: the owner must know before it handles the next message, which may end what holds the ref there.
-            self._peer.link_to(state.owner).send((BORROW, state.number))
+            self._peer.connection_to(state.owner).send((BORROW, state.number))
             return
         try:
             await self._peer.agent_of(state.owner).borrow(state.number)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INLINE_LIMIT
-from aiodaft._runtime.objects.received import Arrived
-from aiodaft._runtime.objects.stored import Kept
-from aiodaft._runtime.platform.threads import SYNC_COPY, Offload
+from aiodaft._runtime.objects.received import ReceivedValue
+from aiodaft._runtime.objects.stored import StoredValue
+from aiodaft._runtime.platform.threads import SYNC_COPY, HelperThread
 from aiodaft._runtime.serialization.decoder import decode, is_heavy
 from aiodaft._runtime.serialization.encoded import Source
 from aiodaft._runtime.serialization.encoder import Names, encode
@@ -25,7 +25,7 @@ from aiodaft_transport.memory.address import view_at
 if TYPE_CHECKING:
     import torch
 
-    from aiodaft._runtime.connections.route import Neighbour
+    from aiodaft._runtime.connections.route import Route
     from aiodaft._runtime.objects.devices import Devices
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Store:
     def __init__(
         self,
         home: Any,
-        offload: Offload,
+        helper_thread: HelperThread,
         open_transport: Callable[[str], Transport],
         transport: str,
         *,
@@ -50,7 +50,7 @@ class Store:
         self._direct = direct
         self._devices: Devices | None = None
         self._lock = threading.Lock()
-        self._offload = offload
+        self._helper_thread = helper_thread
         self._open_transport = open_transport
         self._transports: dict[str, Transport] = {}
         self._preferred = transport
@@ -59,7 +59,7 @@ class Store:
         # registered.
         self._shared: dict[int, tuple[Block, int]] = {}
         self._registered: dict[int, int] = {}
-        self.entries: dict[Key, Kept] = {}
+        self.entries: dict[Key, StoredValue] = {}
 
     @property
     def transport(self) -> Transport:
@@ -114,7 +114,7 @@ class Store:
         lender: Borrowed[Any] | None = None,
         resolve: bool = False,
         patient: bool = False,
-    ) -> Kept:
+    ) -> StoredValue:
         """Encode a value; see `serialization.encode`. Safe in any thread."""
 
         def find_block(source: Source) -> Block | None:
@@ -124,7 +124,7 @@ class Store:
         find_device = self._find_device if self._direct and via is None else nowhere
         places = Places(find_block, find_device, lend=lender is not None, home=self._home)
         encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient)
-        return Kept(encoded, lender, via, self._devices if encoded.on_device else None, self._home.call_soon)
+        return StoredValue(encoded, lender, via, self._devices if encoded.on_device else None, self._home.call_soon)
 
     def _find_block(self, source: Source, name: str) -> Block | None:
         """The block that a tensor's memory is, if the transport reads it where it lies."""
@@ -145,7 +145,7 @@ class Store:
         lender: Borrowed[Any] | None = None,
         resolve: bool = False,
         streams: Sequence[Any] | None = None,
-    ) -> Kept:
+    ) -> StoredValue:
         """Encode a value here if that is quick, else in the helper thread.
 
         `streams` are the `current_streams` of whoever gave the value, if that was earlier.
@@ -155,7 +155,7 @@ class Store:
             return keep()
         except TooLong:
             streams = self.current_streams() if streams is None else streams
-            return await self._offload.run(partial(self._run_in_order, streams, partial(keep, patient=True)))
+            return await self._helper_thread.run(partial(self._run_in_order, streams, partial(keep, patient=True)))
 
     def _run_in_order(self, streams: Sequence[Any], job: Callable[[], T]) -> T:
         if not streams:
@@ -163,7 +163,7 @@ class Store:
         with self.devices.kind.using(streams):
             return job()
 
-    def pack_now(self, kept: Kept) -> bool:
+    def pack_now(self, kept: StoredValue) -> bool:
         """Pack what is in host memory if that takes no time worth mentioning; False if it does."""
         if kept.packed:
             return True
@@ -172,21 +172,21 @@ class Store:
         self.pack_here(kept)
         return True
 
-    def pack_here(self, kept: Kept) -> None:
+    def pack_here(self, kept: StoredValue) -> None:
         """Pack what is in host memory in this thread, however long that takes."""
         kept.pack(self.transport_named(kept.via or self._preferred))
 
-    async def pack(self, kept: Kept) -> None:
+    async def pack(self, kept: StoredValue) -> None:
         """Pack what is in host memory, in the helper thread if it is large."""
         if not self.pack_now(kept):
-            await self._offload.run(lambda: self.pack_here(kept))
+            await self._helper_thread.run(lambda: self.pack_here(kept))
 
-    async def make_ready(self, kept: Kept) -> None:
+    async def make_ready(self, kept: StoredValue) -> None:
         """Bring a value to where it may be granted."""
         await self.pack(kept)
         await kept.wait_filled()
 
-    def keep_patiently(self, result: Any, label: str, via: str | None) -> Kept:
+    def keep_patiently(self, result: Any, label: str, via: str | None) -> StoredValue:
         """In a thread that may take its time: encode a result, and copy its buffers to where peers can reach them."""
         lender = result if isinstance(result, Borrowed) else None
         value = result if lender is None else lender.value
@@ -195,14 +195,21 @@ class Store:
             self.pack_here(kept)
         return kept
 
-    async def decode(self, arrived: Arrived, slots: list[Any] | None = None, refs: list[Any] | None = None) -> Any:
+    async def decode(
+        self, arrived: ReceivedValue, slots: list[Any] | None = None, refs: list[Any] | None = None
+    ) -> Any:
         """Decode a value here if that is quick, else in the helper thread."""
         if is_heavy(arrived.payload):
-            return await self._offload.run(lambda: self.decode_now(arrived, slots, refs, patient=True))
+            return await self._helper_thread.run(lambda: self.decode_now(arrived, slots, refs, patient=True))
         return self.decode_now(arrived, slots, refs)
 
     def decode_now(
-        self, arrived: Arrived, slots: list[Any] | None = None, refs: list[Any] | None = None, *, patient: bool = False
+        self,
+        arrived: ReceivedValue,
+        slots: list[Any] | None = None,
+        refs: list[Any] | None = None,
+        *,
+        patient: bool = False,
     ) -> Any:
         """Decode a value in this thread."""
         blobs = arrived.blobs if arrived.inline is None else [memoryview(bytearray(arrived.inline))]
@@ -219,27 +226,27 @@ class Store:
             home=self._home,
         )
 
-    def copy(self, arrived: Arrived) -> Arrived:
+    def copy(self, arrived: ReceivedValue) -> ReceivedValue:
         """The same value in memory of its own. Safe in any thread."""
         blobs = [self._copy_blob(blob) for blob in arrived.blobs]
-        return Arrived(arrived.payload, arrived.inline, blobs, arrived.refs)
+        return ReceivedValue(arrived.payload, arrived.inline, blobs, arrived.refs)
 
     def _copy_blob(self, blob: Any) -> Any:
         return memoryview(bytearray(blob)) if isinstance(blob, memoryview) else self.devices.kind.copy(blob)
 
-    def memory_in(self, target: torch.Tensor, name: str, grant: Grant, link: Neighbour) -> Any:
+    def memory_in(self, target: torch.Tensor, name: str, grant: Grant, connection: Route) -> Any:
         """What a transport is to fetch into, so that the bytes come into a tensor; None if it cannot write there."""
         device = self._find_device(target)
         if name != DEVICE_NAME:
             return memory_of(target) if device is None and target.device.type == "cpu" else None
-        return None if device is None else self.devices.memory_in(target, device, grant, link)
+        return None if device is None else self.devices.memory_in(target, device, grant, connection)
 
     async def run_to_end(self, job: Callable[[], object]) -> None:
         """Run what writes to memory of the caller's in the helper thread, behind what this thread's streams have to do.
 
         Cancellation: raised once the job has ended.
         """
-        await self._offload.run_to_end(partial(self._run_in_order, self.current_streams(), job))
+        await self._helper_thread.run_to_end(partial(self._run_in_order, self.current_streams(), job))
 
     def drop(self, key: Key) -> None:
         """Free a value that its owner does not need any more."""

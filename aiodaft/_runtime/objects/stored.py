@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import INLINE_LIMIT
-from aiodaft._runtime.objects.received import Arrived
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.serialization.encoded import Encoded, Source
 from aiodaft.exceptions import ResourceExhausted
@@ -17,12 +17,12 @@ from aiodaft.ref import Borrowed, Ref
 from aiodaft_transport import Block, Grant, Pullable, Transport
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.route import Neighbour
+    from aiodaft._runtime.connections.route import Route
     from aiodaft._runtime.objects.devices import Devices
     from aiodaft_transport.cuda.device import DeviceBlock
 
 
-class Kept:
+class StoredValue:
     """An encoded value that peers may pull: small ones are bytes, large ones lie in blocks.
 
     Whoever has no use for it any more releases it. One that everybody drops, because a task was cancelled or failed
@@ -85,10 +85,10 @@ class Kept:
         if getattr(self, "_released", True) or self._on_loop is None:
             return
         if self.block is not None or self._devices is not None or self._lender is not None:
-            self._on_loop(partial(Kept.release, self))
+            self._on_loop(partial(StoredValue.release, self))
 
     @classmethod
-    def again(cls, arrived: Arrived) -> Kept:
+    def again(cls, arrived: ReceivedValue) -> StoredValue:
         """A small value that came, to be passed on as it is."""
         kept = cls(Encoded(arrived.payload, refs=arrived.refs))
         kept.inline = arrived.inline
@@ -96,7 +96,7 @@ class Kept:
         return kept
 
     @classmethod
-    def copy_of(cls, arrived: Arrived, via: str, root: PeerId) -> Kept:
+    def copy_of(cls, arrived: ReceivedValue, via: str, root: PeerId) -> StoredValue:
         """A large value that came, to be copied for others before anybody here changes it."""
         (blob,) = arrived.blobs
         kept = cls(Encoded(arrived.payload, [Source.of(blob)], [0], blob.nbytes, refs=arrived.refs), via=via)
@@ -207,7 +207,7 @@ class Kept:
                 # The copy is made: what it was made from is not ours to keep.
                 source.keep = source.fill = source.version = None
 
-    def blobs_for(self, link: Neighbour) -> bytes | tuple[tuple[str, Grant], ...] | None:
+    def blobs_for(self, connection: Route) -> bytes | tuple[tuple[str, Grant], ...] | None:
         """What the message to a peer says about the buffers; grants it the blocks.
 
         Raises:
@@ -217,21 +217,21 @@ class Kept:
         if self.lent:
             self.encoded.check_unchanged(self._versions)
         blobs = self.blobs()
-        if not (self._packed and blobs) or link.lost is not None:
+        if not (self._packed and blobs) or connection.lost is not None:
             # Who is gone is granted nothing: it would never come back.
             return self.inline
-        traffic = link.traffic
+        traffic = connection.traffic
         traffic.payloads_sent += len(blobs)
         traffic.payload_sent += sum(block.nbytes for _, block in blobs)
         traffic.device_sent += sum(block.nbytes for block in self._device_blocks)
         granted: list[tuple[str, Grant]] = []
         try:
             for transport, block in blobs:
-                granted.append((transport.name, transport.grant(block, link)))
+                granted.append((transport.name, transport.grant(block, connection)))
         except BaseException as error:
             # Nobody will be told of those that there are.
             for (transport, _), (_, grant) in zip(blobs, granted, strict=False):
-                transport.revoke(grant, link)
+                transport.revoke(grant, connection)
             if isinstance(error, OSError):
                 raise self._refused(error) from error
             raise

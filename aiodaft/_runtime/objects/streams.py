@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import CANCEL
-from aiodaft._runtime.objects.received import Arrived
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefState, release_inputs
 from aiodaft._runtime.platform.tasks import current_task, shield_from_anyio
 from aiodaft.exceptions import DaftError, RuntimeClosed
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Link
+    from aiodaft._runtime.connections.connection import Connection
     from aiodaft._runtime.peer import Peer
 
 # Encoded, on its way, or (in a tuple) an object of this process.
-Item: TypeAlias = Arrived | asyncio.Task[Arrived] | tuple[Any]
+Item: TypeAlias = ReceivedValue | asyncio.Task[ReceivedValue] | tuple[Any]
 
 # Items that the producer may be ahead of the consumer.
 CREDIT_WINDOW: Final = 16
@@ -34,7 +34,7 @@ class StreamState:
         self.peer = peer
         self.number = number
         self.label = label
-        self.link: Link | None = None
+        self.connection: Connection | None = None
         self.inputs: list[RefState] | None = None
         self._items: deque[Item] = deque()
         # Taken, and not credited yet.
@@ -58,7 +58,7 @@ class StreamState:
         """The producer is through."""
         self._end(None)
 
-    def on_item(self, arrived: Arrived | asyncio.Task[Arrived]) -> None:
+    def on_item(self, arrived: ReceivedValue | asyncio.Task[ReceivedValue]) -> None:
         """One more item."""
         self._add(arrived)
 
@@ -72,7 +72,7 @@ class StreamState:
             self._items.append(item)
             self._wake()
 
-    def on_result(self, arrived: Arrived) -> None:
+    def on_result(self, arrived: ReceivedValue) -> None:
         """Never: streams give items."""
         self._end(None)
 
@@ -162,7 +162,7 @@ class StreamState:
     async def _open(self, item: Item) -> Any:
         if isinstance(item, tuple):
             return item[0]
-        if isinstance(item, Arrived):
+        if isinstance(item, ReceivedValue):
             arrived = item
         else:
             # Not shielded: a task that this process has ended must not look like the end of the consumer.
@@ -225,12 +225,12 @@ class StreamState:
         self._items.clear()
         if self._over:
             return
-        if self.link is None:
+        if self.connection is None:
             self.peer.cancel_local(self.number)
-        elif self.link.withdraw(self.number):
+        elif self.connection.withdraw(self.number):
             self._end(None)
         else:
-            self.link.send((CANCEL, self.number))
+            self.connection.send((CANCEL, self.number))
 
 
 class StreamLoop:

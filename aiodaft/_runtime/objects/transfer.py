@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import BROKEN, MOVED, PULL, VALUE, Message
 from aiodaft._runtime.objects.broadcast import Fetching, Relays
-from aiodaft._runtime.objects.received import Arrived, Blob, Delivery
+from aiodaft._runtime.objects.received import Blob, Delivery, ReceivedValue
 from aiodaft._runtime.objects.ref_state import THERE, RefState
-from aiodaft._runtime.objects.stored import Kept
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.serialization.errors import add_note, copy_error, decode_error, encode_error
 from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost, RemoteProtocolError
 from aiodaft_transport import DEVICE_NAME, DeviceError, TransportError, Unreachable, size_of
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Link
-    from aiodaft._runtime.connections.route import Neighbour
-    from aiodaft._runtime.objects.into_tensor import Landing
+    from aiodaft._runtime.connections.connection import Connection
+    from aiodaft._runtime.connections.route import Route
+    from aiodaft._runtime.objects.into_tensor import IntoTensor
     from aiodaft._runtime.peer import Peer
 
 # Where a value is: kept here, at another process, or nowhere because making it failed.
 Elsewhere: TypeAlias = PeerId | BaseException
-Place: TypeAlias = Kept | Elsewhere
+Place: TypeAlias = StoredValue | Elsewhere
 
 # owner -> producer -> owner is the longest honest chain, and two processes on the way may have had nothing to pass on;
 # more means that somebody lies.
@@ -52,7 +52,9 @@ class Transfer:
 
     # Wanting a value.
 
-    async def pull(self, owner: PeerId, number: CallId, producer: PeerId, landing: Landing | None = None) -> Arrived:
+    async def pull(
+        self, owner: PeerId, number: CallId, producer: PeerId, landing: IntoTensor | None = None
+    ) -> ReceivedValue:
         """Get a value, straight into the landing if there is one that fits it.
 
         Raises:
@@ -62,15 +64,15 @@ class Transfer:
         """
         asked = self._peer.id if (owner, number) in self._peer.store.entries else producer
         for _ in range(_MAX_HOPS):
-            place: Arrived | Place
+            place: ReceivedValue | Place
             if asked == self._peer.id:
                 place = await self._locate_here(owner, number)
             else:
                 with self.relays.fetching((owner, number)) as fetching:
                     place = await self._follow(fetching, asked, owner, number, landing)
-            if isinstance(place, Arrived):
+            if isinstance(place, ReceivedValue):
                 return place
-            if isinstance(place, Kept):
+            if isinstance(place, StoredValue):
                 return await self.take_own(place, landing)
             if isinstance(place, BaseException):
                 raise place
@@ -78,13 +80,13 @@ class Transfer:
         raise _nobody_has(owner, number)
 
     async def _follow(
-        self, fetching: Fetching, asked: PeerId, owner: PeerId, number: CallId, landing: Landing | None
-    ) -> Arrived | Elsewhere:
+        self, fetching: Fetching, asked: PeerId, owner: PeerId, number: CallId, landing: IntoTensor | None
+    ) -> ReceivedValue | Elsewhere:
         """Ask one process after the other, until one has the value or the way leads back here."""
         sender: PeerId | None = None
         for _ in range(_MAX_HOPS):
             answer = await self._ask(fetching, asked, owner, number, landing)
-            if isinstance(answer, Arrived):
+            if isinstance(answer, ReceivedValue):
                 return answer
             if sender is not None and sender == fetching.root:
                 # It was to pass the value on, and died, or had none: whoever said so knows others.
@@ -97,11 +99,11 @@ class Transfer:
         raise _nobody_has(owner, number)
 
     async def _ask(
-        self, fetching: Fetching, asked: PeerId, owner: PeerId, number: CallId, landing: Landing | None
-    ) -> Arrived | Elsewhere:
-        link = self._peer.link_to(asked)
+        self, fetching: Fetching, asked: PeerId, owner: PeerId, number: CallId, landing: IntoTensor | None
+    ) -> ReceivedValue | Elsewhere:
+        connection = self._peer.connection_to(asked)
         try:
-            answer = await self._question(link, owner, number)
+            answer = await self._question(connection, owner, number)
             if not isinstance(answer, Delivery):
                 return answer
             self.relays.answered(fetching, (owner, number))
@@ -111,7 +113,7 @@ class Transfer:
             # Nobody is gone; this process cannot have the value.
             return error
         except (PeerLost, ActorDied) as error:
-            if owner == self._peer.id or link.lost is None:
+            if owner == self._peer.id or connection.lost is None:
                 return error
             if asked != owner:
                 # The owner may have the value, and knows best how its producer ended.
@@ -121,41 +123,41 @@ class Transfer:
             await self.relays.keep(fetching, (owner, number), arrived, first[0])
         return arrived
 
-    async def _question(self, link: Link, owner: PeerId, number: CallId) -> Delivery | Elsewhere:
-        if link.lost is not None:
-            raise copy_error(await self._peer.explanation(link))
-        key = (link.remote, owner, number)
+    async def _question(self, connection: Connection, owner: PeerId, number: CallId) -> Delivery | Elsewhere:
+        if connection.lost is not None:
+            raise copy_error(await self._peer.explanation(connection))
+        key = (connection.remote, owner, number)
         answer: asyncio.Future[Delivery | Elsewhere] = self._peer.loop.create_future()
         self._pulls.setdefault(key, deque()).append(answer)
-        link.send((PULL, owner, number))
+        connection.send((PULL, owner, number))
         return await answer
 
-    def answered(self, link: Link, message: Message) -> None:
+    def answered(self, connection: Connection, message: Message) -> None:
         """A VALUE, MOVED or BROKEN came."""
-        key = (link.remote, message[1], message[2])
+        key = (connection.remote, message[1], message[2])
         waiting = self._pulls.get(key)
         if not waiting:
-            raise RemoteProtocolError(f"{link.remote} answers a question that was not asked")
+            raise RemoteProtocolError(f"{connection.remote} answers a question that was not asked")
         answer = waiting.popleft()
         if not waiting:
             del self._pulls[key]
         if answer.done():
             # Whoever asked was cancelled.
-            self.decline(link, message[4] if message[0] == VALUE else None)
+            self.decline(connection, message[4] if message[0] == VALUE else None)
         elif message[0] == VALUE:
             _, _, _, payload, blobs, refs = message
-            answer.set_result(Delivery(self._peer, link, payload, blobs, refs))
+            answer.set_result(Delivery(self._peer, connection, payload, blobs, refs))
         else:
             answer.set_result(PeerId(message[3]) if message[0] == MOVED else decode_error(message[3]))
 
-    def link_lost(self, link: Link, error: DaftError) -> None:
-        """Nothing more will be answered over a link."""
-        for key in [key for key in self._pulls if key[0] == link.remote]:
+    def connection_lost(self, connection: Connection, error: DaftError) -> None:
+        """Nothing more will be answered over a connection."""
+        for key in [key for key in self._pulls if key[0] == connection.remote]:
             for answer in self._pulls.pop(key):
                 if not answer.done():
                     answer.set_exception(copy_error(error))
 
-    async def receive(self, delivery: Delivery, landing: Landing | None = None) -> Arrived:
+    async def receive(self, delivery: Delivery, landing: IntoTensor | None = None) -> ReceivedValue:
         """Bring in a value that was granted. What went straight into the landing is memory of its target.
 
         Raises:
@@ -165,33 +167,33 @@ class Transfer:
         """
         views: list[Any] = []
         try:
-            states = await self._peer.refs.adopt(delivery.refs, delivery.link)
+            states = await self._peer.refs.adopt(delivery.refs, delivery.connection)
             while (blob := delivery.granted()) is not None:
                 views.append(await self._fetch(delivery, blob, landing))
         except (Unreachable, DeviceError):
             raise
         except TransportError as error:
             otherwise = f"a value could not be fetched from it: {error}"
-            raise await self._peer.why_lost(delivery.link, otherwise) from error
+            raise await self._peer.why_lost(delivery.connection, otherwise) from error
         except OSError as error:
-            raise exhausted(error, f"a value from {delivery.link.remote} cannot be received") from error
+            raise exhausted(error, f"a value from {delivery.connection.remote} cannot be received") from error
         finally:
             # Nothing, if all of it is here.
             delivery.decline()
-        return Arrived(delivery.payload, delivery.inline, views, states)
+        return ReceivedValue(delivery.payload, delivery.inline, views, states)
 
-    async def _fetch(self, delivery: Delivery, blob: Blob, landing: Landing | None) -> Any:
+    async def _fetch(self, delivery: Delivery, blob: Blob, landing: IntoTensor | None) -> Any:
         """Bring one blob here, or into the landing if there is one that fits."""
         name, grant = blob
-        link, traffic = delivery.link, delivery.link.traffic
+        connection, traffic = delivery.connection, delivery.connection.traffic
         transport = self._peer.store.transport_named(name)
         try:
             memory = None if landing is None else self._memory_in(landing, delivery, blob)
             delivery.taken()
             if landing is None or memory is None:
-                view = await transport.fetch(grant, link)
+                view = await transport.fetch(grant, connection)
             else:
-                await landing.fill(transport.fetch_into(grant, link, memory))
+                await landing.fill(transport.fetch_into(grant, connection, memory))
                 view = memory
         except Unreachable as error:
             if name == DEVICE_NAME:
@@ -202,21 +204,21 @@ class Transfer:
         traffic.device_received += size_of(grant) if name == DEVICE_NAME else 0
         return view
 
-    def _memory_in(self, landing: Landing, delivery: Delivery, blob: Blob) -> Any:
+    def _memory_in(self, landing: IntoTensor, delivery: Delivery, blob: Blob) -> Any:
         """Where in the target the transport is to write; None if it cannot."""
         name, grant = blob
         fits = landing.fits(delivery.payload, size_of(grant))
-        return self._peer.store.memory_in(landing.target, name, grant, delivery.link) if fits else None
+        return self._peer.store.memory_in(landing.target, name, grant, delivery.connection) if fits else None
 
-    def decline(self, link: Neighbour, blobs: Any) -> None:
+    def decline(self, connection: Route, blobs: Any) -> None:
         """Give back grants that nobody wants any more."""
         for name, grant in blobs if isinstance(blobs, tuple) else ():
-            self._peer.store.transport_named(name).decline(grant, link)
+            self._peer.store.transport_named(name).decline(grant, connection)
 
-    def revoke(self, link: Neighbour, blobs: Any) -> None:
+    def revoke(self, connection: Route, blobs: Any) -> None:
         """Take back grants in a message that is not sent."""
         for name, grant in blobs if isinstance(blobs, tuple) else ():
-            self._peer.store.transport_named(name).revoke(grant, link)
+            self._peer.store.transport_named(name).revoke(grant, connection)
 
     async def _locate_here(self, owner: PeerId, number: CallId) -> Place:
         found: asyncio.Future[Place] = self._peer.loop.create_future()
@@ -228,11 +230,13 @@ class Transfer:
         self.locate(owner, number, settle)
         return await found
 
-    async def take_own(self, kept: Kept, landing: Landing | None = None) -> Arrived:
+    async def take_own(self, kept: StoredValue, landing: IntoTensor | None = None) -> ReceivedValue:
         """A value kept in this very process: the objects themselves where they still are what they were."""
         await self._peer.store.make_ready(kept)
-        link = self._peer.loopback
-        arrived = await self.receive(Delivery(self._peer, link, kept.payload, kept.blobs_for(link), ()), landing)
+        connection = self._peer.loopback
+        arrived = await self.receive(
+            Delivery(self._peer, connection, kept.payload, kept.blobs_for(connection), ()), landing
+        )
         arrived.refs = kept.refs
         arrived.origin = kept.origin
         return arrived
@@ -267,17 +271,19 @@ class Transfer:
             state.watch(lambda settled: self._locate_settled(settled, found))
 
     def _locate_settled(self, state: RefState, found: Callable[[Place], object]) -> None:
-        link = self._peer.links.get(state.producer)
+        connection = self._peer.connections.get(state.producer)
         if state.free:
             # By now nobody needs it any more, the asker included: keeping it anew would keep it for ever.
             found(_freed(state.owner, state.number))
-        elif state.status is THERE and link is not None and link.lost is not None:
-            self._peer.tasks.create_task(self._explain_loss(link, found), name=f"explain the loss of {state.label}")
+        elif state.status is THERE and connection is not None and connection.lost is not None:
+            self._peer.tasks.create_task(
+                self._explain_loss(connection, found), name=f"explain the loss of {state.label}"
+            )
         else:
             found(self._place_of(state))
 
-    async def _explain_loss(self, link: Link, found: Callable[[Place], object]) -> None:
-        found(copy_error(await self._peer.explanation(link)))
+    async def _explain_loss(self, connection: Connection, found: Callable[[Place], object]) -> None:
+        found(copy_error(await self._peer.explanation(connection)))
 
     def _place_of(self, state: RefState) -> Place:
         if state.error is not None:
@@ -289,43 +295,43 @@ class Transfer:
             state.kept = self._peer.refs.keep(state)
         return state.kept
 
-    def asked(self, link: Link, message: Message) -> None:
+    def asked(self, connection: Connection, message: Message) -> None:
         """A PULL came."""
         _, owner, number = message
-        self.locate(owner, number, lambda place: self._tell(link, owner, number, place))
+        self.locate(owner, number, lambda place: self._tell(connection, owner, number, place))
 
-    def _tell(self, link: Link, owner: PeerId, number: CallId, place: Place) -> None:
-        if link.lost is not None:
+    def _tell(self, connection: Connection, owner: PeerId, number: CallId, place: Place) -> None:
+        if connection.lost is not None:
             return
         if isinstance(place, BaseException):
-            link.send((BROKEN, owner, number, encode_error(place)))
-        elif not isinstance(place, Kept):
-            link.send((MOVED, owner, number, place))
+            connection.send((BROKEN, owner, number, encode_error(place)))
+        elif not isinstance(place, StoredValue):
+            connection.send((MOVED, owner, number, place))
         elif place.ready:
-            self._give(link, owner, number, place)
+            self._give(connection, owner, number, place)
         else:
-            self._peer.tasks.create_task(self._pack_and_give(link, owner, number, place), name="pack")
+            self._peer.tasks.create_task(self._pack_and_give(connection, owner, number, place), name="pack")
 
-    async def _pack_and_give(self, link: Link, owner: PeerId, number: CallId, kept: Kept) -> None:
+    async def _pack_and_give(self, connection: Connection, owner: PeerId, number: CallId, kept: StoredValue) -> None:
         try:
             await self._peer.store.make_ready(kept)
         except Exception as error:  # noqa: BLE001 - the asker gets it
-            self._tell(link, owner, number, error)
+            self._tell(connection, owner, number, error)
         else:
-            self._give(link, owner, number, kept)
+            self._give(connection, owner, number, kept)
 
-    def _give(self, link: Link, owner: PeerId, number: CallId, kept: Kept) -> None:
-        source = self.relays.source_for(link, (owner, number), kept)
+    def _give(self, connection: Connection, owner: PeerId, number: CallId, kept: StoredValue) -> None:
+        source = self.relays.source_for(connection, (owner, number), kept)
         if source is not None:
-            link.send((MOVED, owner, number, source))
+            connection.send((MOVED, owner, number, source))
             return
         try:
-            blobs = kept.blobs_for(link)
+            blobs = kept.blobs_for(connection)
         except (DaftError, TransportError) as error:
-            link.send((BROKEN, owner, number, encode_error(error)))
+            connection.send((BROKEN, owner, number, encode_error(error)))
             return
         refs = tuple(self._peer.refs.describe(ref) for ref in kept.refs)
-        link.send((VALUE, owner, number, kept.payload, blobs, refs))
+        connection.send((VALUE, owner, number, kept.payload, blobs, refs))
 
 
 def _nobody_has(owner: PeerId, number: CallId) -> RemoteProtocolError:

@@ -1,4 +1,4 @@
-"""What is told to the forked children of this process: its loops, links and signals are not theirs.
+"""What is told to the forked children of this process: its loops, connections and signals are not theirs.
 
 A signal that reaches a child before the child has left the parent's signal handling goes to the parent instead: the
 handler in C writes it into the wakeup socket of the loop, which both processes have, and the child forgets it. So a

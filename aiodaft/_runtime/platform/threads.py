@@ -18,7 +18,7 @@ T = TypeVar("T")
 SYNC_COPY: Final = 1 << 20
 
 
-class Offload:
+class HelperThread:
     """Runs functions one after the other in a thread, and gives their results to the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from aiodaft._protocol.codec import Ext, pack, pack_exts, unpack, unpack_stream
 from aiodaft._runtime.serialization import encoder as wire
-from aiodaft._runtime.serialization.pickling import breathe, unpickle
+from aiodaft._runtime.serialization.pickling import unpickle, yield_gil
 from aiodaft._runtime.serialization.tensors import Spec, TensorMaker
 from aiodaft.exceptions import SerializationError
 from aiodaft_transport.memory.address import address_of, copy_memory
@@ -161,6 +161,6 @@ def decode(
         SerializationError: A class is missing here, or something in the value refuses to be built.
     """
     try:
-        return Decoder(blobs, slots, refs, origin, breathe if patient else None, home).decode(payload)
+        return Decoder(blobs, slots, refs, origin, yield_gil if patient else None, home).decode(payload)
     except Exception as error:
         raise SerializationError(f"a value that arrived cannot be rebuilt here: {error}") from error

@@ -17,7 +17,7 @@ from aiodaft._protocol.codec import pack, pack_exts
 from aiodaft._protocol.messages import INLINE_LIMIT, PLAIN_TEXT_LIMIT
 from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
 from aiodaft._runtime.serialization.encoded import Encoded, Source, blob_table, lay_out
-from aiodaft._runtime.serialization.pickling import PicklerHooks, TooLong, breathe, pickle_into
+from aiodaft._runtime.serialization.pickling import PicklerHooks, TooLong, pickle_into, yield_gil
 from aiodaft._runtime.serialization.tensors import Places, TensorTable, is_dense_tensor
 from aiodaft.exceptions import SerializationError
 from aiodaft.ref import Ref, parts_of
@@ -202,7 +202,7 @@ class Encoder(PicklerHooks):
                 raise TooLong
             self.heavy = True
             self._budget = _BUDGET
-            breathe()
+            yield_gil()
 
     def _walk_list(self, value: list[Any]) -> Any:
         self._spend(len(value))
@@ -237,7 +237,7 @@ class Encoder(PicklerHooks):
         for start in range(0, len(items), CHUNK):
             part = items[start : start + CHUNK]
             out += pack(self._walk_list(part))
-            breathe()
+            yield_gil()
         return pack_exts(CHUNKS, [kind, self.add_source(memoryview(out))])
 
     def _walk_other(self, value: Any) -> Any:

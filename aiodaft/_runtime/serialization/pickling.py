@@ -38,7 +38,7 @@ class TooLong(Exception):
     """Encoding this takes long: do it in a helper thread, patiently."""
 
 
-def breathe() -> None:
+def yield_gil() -> None:
     """In a helper thread: let the loop have the interpreter."""
     time.sleep(0.0002)  # noqa: TID251 - a thread of its own
 
@@ -98,7 +98,7 @@ class _Sink(io.RawIOBase):
         if self._size > _IMPATIENT_LIMIT:
             if not self._patient:
                 raise TooLong
-            breathe()
+            yield_gil()
         return len(data)
 
     def getvalue(self) -> bytes:

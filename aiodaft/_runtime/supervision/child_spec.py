@@ -18,7 +18,7 @@ from aiodaft.methods import MethodSpec, Options, specs_of
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.objects.stored import Kept
+    from aiodaft._runtime.objects.stored import StoredValue
     from aiodaft._runtime.peer import Peer
 
 
@@ -30,7 +30,7 @@ WHY_STOPPED: Final = "stopped by its owner"
 _ANSWER_TIME: Final = 1.0
 
 
-class Recipe:
+class ChildSpec:
     """How an actor is made: its class, and the arguments of its constructor.
 
     One that is to be used again encodes the arguments once. Refs among them are held, and resolved anew each time.
@@ -65,7 +65,7 @@ class Recipe:
         self._kwargs = self._request.kwargs = {}
 
     @property
-    def _kept(self) -> Kept | None:
+    def _kept(self) -> StoredValue | None:
         return None if self._request is None else self._request.kept
 
     def free(self) -> None:

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from aiodaft._protocol.ids import ActorId, PeerId, epoch_of
-from aiodaft._runtime.calls.following import NOWHERE, Followed, Pinned, Whereabouts
+from aiodaft._runtime.calls.following import NOWHERE, FollowingTarget, Location, PinnedTarget
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.supervision.child_spec import WHY_STOPPED
 from aiodaft.actor import Actor
@@ -18,8 +18,8 @@ from aiodaft.methods import method
 if TYPE_CHECKING:
     from aiodaft._runtime.calls.call import Target
     from aiodaft._runtime.peer import Peer
-    from aiodaft._runtime.supervision.child_spec import Recipe
-    from aiodaft._runtime.supervision.supervisor import Family
+    from aiodaft._runtime.supervision.child_spec import ChildSpec
+    from aiodaft._runtime.supervision.supervisor import Supervisor
     from aiodaft.ref import Ref
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ T = TypeVar("T")
 _REMEMBERED: Final = 1024
 
 
-class State(Enum):
+class ChildState(Enum):
     """How a supervised actor is."""
 
     STARTING = "its process is being made"
@@ -39,15 +39,15 @@ class State(Enum):
     OVER = "it is gone for good"
 
 
-class Life:
+class Child:
     """One supervised actor, from its first incarnation to the end of its last."""
 
-    def __init__(self, target: Followed, recipe: Recipe, family: Family, beside: Target | None) -> None:
+    def __init__(self, target: FollowingTarget, recipe: ChildSpec, family: Supervisor, beside: Target | None) -> None:
         self.target = target
         self.recipe = recipe
         self.family = family
         self.beside = beside
-        self.state = State.STARTING
+        self.state = ChildState.STARTING
         # The incarnation that is there, or was last.
         self.place = target.place
         self.restarts = 0
@@ -75,7 +75,7 @@ class Life:
         """The number of its incarnation."""
         return epoch_of(self.place.actor)
 
-    def become(self, state: State) -> None:
+    def become(self, state: ChildState) -> None:
         """Change the state, and tell those who wait for that."""
         self.state = state
         news, self._news = self._news, asyncio.Event()
@@ -98,7 +98,7 @@ class Life:
 
     async def settled(self) -> None:
         """Wait until it is up for good, or over."""
-        while self.state not in {State.RETIRED, State.OVER}:
+        while self.state not in {ChildState.RETIRED, ChildState.OVER}:
             await self.changed()
 
     async def changed(self) -> None:
@@ -106,29 +106,29 @@ class Life:
         await self._news.wait()
 
 
-class Supervisor(Actor):
+class Directory(Actor):
     """Knows every supervised actor of its process."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         # Told of actors that are gone for good.
         self.on_over: Callable[[ActorId], object] = lambda number: None
-        self._lives: dict[ActorId, Life] = {}
+        self._lives: dict[ActorId, Child] = {}
         self._ended: dict[ActorId, DaftError] = {}
 
     @method
-    async def whereabouts(self, number: int, wait: bool) -> Whereabouts:
+    async def whereabouts(self, number: int, wait: bool) -> Location:
         """Where an actor is; if it is down, and `wait`, as soon as it is somewhere."""
         life = self._lives.get(ActorId(number))
         if life is None:
             ended = self._ended.get(ActorId(number)) or ActorDied("the actor was stopped", executed=False)
-            return Whereabouts(NOWHERE, ActorId(number), ended)
-        while wait and life.state not in {State.UP, State.RETIRED, State.OVER}:
+            return Location(NOWHERE, ActorId(number), ended)
+        while wait and life.state not in {ChildState.UP, ChildState.RETIRED, ChildState.OVER}:
             await life.changed()
-        if life.state is State.OVER:
-            return Whereabouts(NOWHERE, life.place.actor, life.target.ended)
-        up = life.state in {State.UP, State.RETIRED}
-        return life.place if up else Whereabouts(NOWHERE, life.place.actor)
+        if life.state is ChildState.OVER:
+            return Location(NOWHERE, life.place.actor, life.target.ended)
+        up = life.state in {ChildState.UP, ChildState.RETIRED}
+        return life.place if up else Location(NOWHERE, life.place.actor)
 
     @method
     async def process_of(self, number: int) -> PeerId:
@@ -144,11 +144,11 @@ class Supervisor(Actor):
 
     async def host_of(self, target: Target) -> PeerId:
         """The process of any actor; that of a supervised one once it is up. Raises as `process_of`."""
-        return await self.process_of(target.number) if isinstance(target, Followed) else target.remote
+        return await self.process_of(target.number) if isinstance(target, FollowingTarget) else target.remote
 
-    def find(self, target: Target) -> Life | None:
+    def find(self, target: Target) -> Child | None:
         """The life of an actor, as long as it lasts."""
-        return self._lives.get(target.number) if isinstance(target, Followed) else None
+        return self._lives.get(target.number) if isinstance(target, FollowingTarget) else None
 
     async def address(self, number: ActorId) -> Target:
         """Where handles of an actor lead, as its policy says, once it is up.
@@ -160,23 +160,23 @@ class Supervisor(Actor):
         life = self._lives.get(number)
         if found.ended is not None or life is None:
             raise copy_error(found.ended or ActorDied("the actor was stopped", executed=False))
-        return life.target if life.family.policy.follow else Pinned(life.target, found)
+        return life.target if life.family.policy.follow else PinnedTarget(life.target, found)
 
-    def begin(self, life: Life) -> Life:
+    def begin(self, life: Child) -> Child:
         """An actor is being made for the first time."""
         self._lives[life.number] = life
         return life
 
-    def forget(self, life: Life) -> None:
+    def forget(self, life: Child) -> None:
         """It could not be made."""
         self._lives.pop(life.number, None)
         life.family.forget(life)
-        life.become(State.OVER)
+        life.become(ChildState.OVER)
         life.recipe.free()
 
-    def end(self, life: Life, error: DaftError) -> None:
+    def end(self, life: Child, error: DaftError) -> None:
         """An actor is gone for good."""
-        if life.state is State.OVER:
+        if life.state is ChildState.OVER:
             return
         self.forget(life)
         self._ended[life.number] = error
@@ -189,14 +189,14 @@ class Supervisor(Actor):
     def process_ended(self, remote: PeerId, error: OutcomeUnknown, wanted: bool) -> None:
         """A process ended: what it had is restarted, or gone."""
         for life in [life for life in self._lives.values() if life.place.peer == remote]:
-            if life.state is State.STARTING:
+            if life.state is ChildState.STARTING:
                 life.crash = error
-            elif life.state is State.RETIRED or (life.state is State.UP and wanted):
+            elif life.state is ChildState.RETIRED or (life.state is ChildState.UP and wanted):
                 self.end(life, error)
-            elif life.state is State.UP:
+            elif life.state is ChildState.UP:
                 life.family.crashed(life, error)
 
-    def retire(self, target: Target) -> Life | None:
+    def retire(self, target: Target) -> Child | None:
         """The owner wants no more of an actor: it is not restarted any more. A restart under way is taken back.
 
         Returns:
@@ -209,9 +209,9 @@ class Supervisor(Actor):
         if life.final is None:
             life.final = ActorDied(f"{life.label} was stopped: {WHY_STOPPED}", executed=False)
             life.final.actor = life.label
-        if life.state is State.UP:
-            life.become(State.RETIRED)
-        elif life.state is State.DOWN:
+        if life.state is ChildState.UP:
+            life.become(ChildState.RETIRED)
+        elif life.state is ChildState.DOWN:
             self.end(life, life.final)
         else:
             life.interrupt()

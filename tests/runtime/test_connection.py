@@ -16,11 +16,11 @@ from aiodaft._protocol.codec import FrameDecoder, FrameEncoder
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
 from aiodaft._protocol.messages import CALL, HELLO, KINDS, NOTE, WIRE_VERSION, Message
 from aiodaft._protocol.session import Session
-from aiodaft._runtime.calls.call import State, TellState
+from aiodaft._runtime.calls.call import PendingCall, TellState
 from aiodaft._runtime.calls.replies import Replies
-from aiodaft._runtime.connections.connection import Link
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.fd_passing import close_all
-from aiodaft._runtime.connections.ring_poller import Waiter
+from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft.exceptions import DaftError, PeerLost, RemoteProtocolError
 
 if TYPE_CHECKING:
@@ -44,16 +44,16 @@ class Owner:
     def __init__(self) -> None:
         self.came: list[Message] = []
         self.lost = asyncio.Event()
-        self.waiter = Waiter(asyncio.get_running_loop())
+        self.waiter = RingPoller(asyncio.get_running_loop())
 
     @property
-    def handlers(self) -> Sequence[Callable[[Link, Message], object]]:
-        return [lambda link, message: self.came.append(message)] * KINDS
+    def handlers(self) -> Sequence[Callable[[Connection, Message], object]]:
+        return [lambda connection, message: self.came.append(message)] * KINDS
 
-    def link_lost(self, link: Link, reason: Exception) -> None:
+    def connection_lost(self, connection: Connection, reason: Exception) -> None:
         self.lost.set()
 
-    def dropped(self, link: Link, message: Message) -> None:
+    def dropped(self, connection: Connection, message: Message) -> None:
         """What it has given away is its own again."""
 
 
@@ -66,19 +66,19 @@ class Taker(Owner):
         self.outcomes: list[str] = []
 
     @property
-    def handlers(self) -> Sequence[Callable[[Link, Message], object]]:
+    def handlers(self) -> Sequence[Callable[[Connection, Message], object]]:
         return [self._take] * KINDS
 
-    def _take(self, link: Link, message: Message) -> None:
+    def _take(self, connection: Connection, message: Message) -> None:
         try:
-            close_all(link.take_fds(self._count))
+            close_all(connection.take_fds(self._count))
         except OSError as error:
             self.outcomes.append(str(error.strerror))
         else:
             self.outcomes.append("came")
 
 
-def taking(count: int) -> tuple[Taker, Link]:
+def taking(count: int) -> tuple[Taker, Connection]:
     owner = Taker(count)
     return owner, link_of(owner)
 
@@ -92,17 +92,17 @@ class Told(TellState):
         self.executed = error.executed
 
 
-def link_of(owner: Owner, *, max_pending: int = 1, window: int = 1) -> Link:
-    session: Session[State] = Session(HERE, 2, remote=THERE, max_pending=max_pending, window=window)
-    return Link(owner, session, THERE, asyncio.get_running_loop())
+def link_of(owner: Owner, *, max_pending: int = 1, window: int = 1) -> Connection:
+    session: Session[PendingCall] = Session(HERE, 2, remote=THERE, max_pending=max_pending, window=window)
+    return Connection(owner, session, THERE, asyncio.get_running_loop())
 
 
 async def test_a_peer_that_ends_with_something_unread_is_heard_to_its_last_word() -> None:
     """Its socket has data, an error and an end at once, of which uvloop tells in one event."""
     owner = Owner()
-    link = link_of(owner)
+    connection = link_of(owner)
     ours, theirs = socket.socketpair()
-    link.attach(ours)
+    connection.attach(ours)
     # Longer than what is read at a time.
     notes: list[Message] = [(NOTE, "shm", bytes(10_000), index) for index in range(5)]
     theirs.sendall(frames(GREETING, *notes))
@@ -113,67 +113,67 @@ async def test_a_peer_that_ends_with_something_unread_is_heard_to_its_last_word(
 
 async def test_a_link_to_a_peer_that_is_gone_already_is_lost_and_nothing_else() -> None:
     owner = Owner()
-    link = link_of(owner)
+    connection = link_of(owner)
     with open(os.devnull, "rb") as file:
-        link.send_fds((NOTE, "shm", b"", 1), (file.fileno(),))
+        connection.send_fds((NOTE, "shm", b"", 1), (file.fileno(),))
     ours, theirs = socket.socketpair()
     theirs.close()
-    link.attach(ours)
-    assert isinstance(link.lost, PeerLost)
+    connection.attach(ours)
+    assert isinstance(connection.lost, PeerLost)
     assert owner.lost.is_set()
 
 
 async def test_a_lost_link_does_not_remember_what_was_being_handled_when_it_broke() -> None:
     owner = Owner()
-    link = link_of(owner)
+    connection = link_of(owner)
     ours, theirs = socket.socketpair()
-    link.attach(ours)
+    connection.attach(ours)
     theirs.close()
     try:
         raise ZeroDivisionError
     except ZeroDivisionError:
-        link.send((NOTE, "shm", b"", 0))
-    assert isinstance(link.lost, PeerLost)
-    broken = link.lost.__cause__
+        connection.send((NOTE, "shm", b"", 0))
+    assert isinstance(connection.lost, PeerLost)
+    broken = connection.lost.__cause__
     assert isinstance(broken, BrokenPipeError)
-    assert (broken.__traceback__, broken.__context__, link.lost.__context__) == (None, None, None)
+    assert (broken.__traceback__, broken.__context__, connection.lost.__context__) == (None, None, None)
 
 
 async def test_calls_behind_one_that_is_withdrawn_are_written_in_the_same_turn() -> None:
-    link = link_of(Owner(), max_pending=2, window=2)
+    connection = link_of(Owner(), max_pending=2, window=2)
     ours, theirs = socket.socketpair()
     with theirs:
-        link.attach(ours)
+        connection.attach(ours)
         prepared, behind = CallId(1), CallId(2)
-        link.submit(prepared, TellState("prepared"), None)
-        link.submit(behind, TellState("behind"), (CALL, behind, ActorId(9), "f", ()))
+        connection.submit(prepared, TellState("prepared"), None)
+        connection.submit(behind, TellState("behind"), (CALL, behind, ActorId(9), "f", ()))
         await asyncio.sleep(0)
         theirs.recv(1 << 10)
-        assert link.withdraw(prepared)
+        assert connection.withdraw(prepared)
         await asyncio.sleep(0)
         theirs.setblocking(False)
         assert FrameDecoder().feed(theirs.recv(1 << 10)) == [(CALL, behind, ActorId(9), "f", ())]
-        link.close(PeerLost("it is enough"))
+        connection.close(PeerLost("it is enough"))
 
 
 async def test_of_the_calls_of_a_lost_link_only_those_that_were_sent_may_have_run() -> None:
-    link = link_of(Owner(), max_pending=4)
+    connection = link_of(Owner(), max_pending=4)
     ours, theirs = socket.socketpair()
     with theirs:
-        link.attach(ours)
+        connection.attach(ours)
         calls = {CallId(number): Told(f"call {number}") for number in range(1, 5)}
         for number, state in calls.items():
-            link.submit(number, state, None if number == 2 else (CALL, number, ActorId(9), "f", ()))
-        link.close(PeerLost("it broke"))
-    Replies(cast("Peer", None)).link_lost(link, PeerLost("it broke"))
+            connection.submit(number, state, None if number == 2 else (CALL, number, ActorId(9), "f", ()))
+        connection.close(PeerLost("it broke"))
+    Replies(cast("Peer", None)).connection_lost(connection, PeerLost("it broke"))
     assert [state.executed for state in calls.values()] == [None, False, False, False]
-    assert not link.session.calls
+    assert not connection.session.calls
 
 
 async def test_descriptors_that_there_is_no_room_for_are_missing_from_their_message_and_from_no_other() -> None:
-    owner, link = taking(1)
+    owner, connection = taking(1)
     ours, theirs = socket.socketpair()
-    link.attach(ours)
+    connection.attach(ours)
     theirs.sendall(frames(GREETING))
     with open(os.devnull, "rb") as file, theirs:
         for number, room in enumerate([1, 0, 1]):
@@ -182,36 +182,36 @@ async def test_descriptors_that_there_is_no_room_for_are_missing_from_their_mess
                 while len(owner.outcomes) <= number:
                     await asyncio.sleep(0)
     assert owner.outcomes == ["came", "Too many open files", "came"]
-    assert link.lost is None
-    link.close(PeerLost("it is enough"))
+    assert connection.lost is None
+    connection.close(PeerLost("it is enough"))
 
 
 async def test_a_peer_that_announces_another_number_of_descriptors_is_cut_off_and_leaves_none() -> None:
-    owner, link = taking(2)
+    owner, connection = taking(2)
     ours, theirs = socket.socketpair()
-    link.attach(ours)
+    connection.attach(ours)
     before = len(open_files())
     with open(os.devnull, "rb") as file, theirs:
         socket.send_fds(theirs, [frames(GREETING, (NOTE, "shm", b"", 2))], [file.fileno()])
         await owner.lost.wait()
-    assert isinstance(link.lost, RemoteProtocolError)
-    assert "1 descriptors came, not 2" in str(link.lost)
+    assert isinstance(connection.lost, RemoteProtocolError)
+    assert "1 descriptors came, not 2" in str(connection.lost)
     # Both ends of the pair are closed.
     assert len(open_files()) == before - 2
 
 
 async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_and_the_next_one_is() -> None:
     owner, (ours, theirs) = Owner(), socket.socketpair()
-    link = link_of(owner)
+    connection = link_of(owner)
     with theirs:
-        link.attach(ours)
+        connection.attach(ours)
         theirs.recv(1 << 16)
         with no_more_files(), pytest.raises(OSError, match="Too many open files"):
-            link.send_note("shm", b"lost", (0,))
-        link.send_note("shm", b"kept", (0,))
+            connection.send_note("shm", b"lost", (0,))
+        connection.send_note("shm", b"kept", (0,))
         data, fds, _, _ = socket.recv_fds(theirs, 1 << 16, 1)
         close_all(fds)
         assert len(fds) == 1
         assert b"kept" in data
         assert b"lost" not in data
-        link.close(PeerLost("the test is over"))
+        connection.close(PeerLost("the test is over"))

@@ -16,28 +16,28 @@ import pytest
 
 from aiodaft._protocol.codec import unpack
 from aiodaft._runtime.node import forkserver_watch as server_watch
-from aiodaft._runtime.node import launcher as nursery_module
-from aiodaft._runtime.node.environment import Surroundings
-from aiodaft._runtime.node.launcher import Nursery
+from aiodaft._runtime.node import launcher as launcher_module
+from aiodaft._runtime.node.environment import WorkerEnvironment
+from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.worker_logs import LogPump
 from aiodaft.exceptions import SpawnFailed
 
 
 @asynccontextmanager
-async def nursery_and_server() -> AsyncGenerator[tuple[Nursery, socket.socket], None]:
-    """A nursery, and what would be its fork server's end of the socket."""
+async def nursery_and_server() -> AsyncGenerator[tuple[WorkerLauncher, socket.socket], None]:
+    """A launcher, and what would be its fork server's end of the socket."""
     loop = asyncio.get_running_loop()
-    nursery: Any = Nursery(loop, fork=True, preload=())
-    nursery._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    nursery._socket.setblocking(False)
+    launcher: Any = WorkerLauncher(loop, fork=True, preload=())
+    launcher._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    launcher._socket.setblocking(False)
     server.setblocking(False)
-    nursery._starting = loop.create_future()
-    nursery._starting.set_result(None)
+    launcher._starting = loop.create_future()
+    launcher._starting.set_result(None)
     with server:
         try:
-            yield nursery, server
+            yield launcher, server
         finally:
-            await nursery.aclose()
+            await launcher.aclose()
 
 
 def received(server: socket.socket) -> list[list[Any]]:
@@ -53,10 +53,10 @@ def received(server: socket.socket) -> list[list[Any]]:
 
 
 async def test_a_path_that_is_too_long_to_be_told_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with nursery_and_server() as (nursery, server):
+    async with nursery_and_server() as (launcher, server):
         monkeypatch.syspath_prepend("/" + "x" * (4 << 20))
         with pytest.raises(SpawnFailed, match=r"4,\d+,\d+ bytes \(sys.path, the environment\) are too many"):
-            await nursery.spawn(b"", Surroundings.here(), {}, "actor")
+            await launcher.spawn(b"", WorkerEnvironment.here(), {}, "actor")
         assert received(server) == []
 
 
@@ -64,26 +64,26 @@ async def test_no_answer_is_expected_to_an_order_that_could_not_be_told(monkeypa
     monkeypatch.setattr(server_watch, "_PERIOD", 0)
     looked = asyncio.Event()
     monkeypatch.setattr(server_watch, "signs_of_life", lambda pid, others: looked.set())
-    async with nursery_and_server() as (nursery, _):
-        monkeypatch.setattr(nursery._watch, "_pid", lambda: 0)
+    async with nursery_and_server() as (launcher, _):
+        monkeypatch.setattr(launcher._watch, "_pid", lambda: 0)
         with monkeypatch.context() as patch:
             patch.syspath_prepend("/" + "x" * (4 << 20))
             with pytest.raises(SpawnFailed, match="are too many"):
-                await nursery.spawn(b"", Surroundings.here(), {}, "actor")
+                await launcher.spawn(b"", WorkerEnvironment.here(), {}, "actor")
         for _ in range(3):
             await asyncio.sleep(0)
         assert not looked.is_set()
-        _, connection = await nursery.spawn(b"", Surroundings.here(), {}, "actor")
+        _, connection = await launcher.spawn(b"", WorkerEnvironment.here(), {}, "actor")
         connection.close()
         await looked.wait()
 
 
 async def test_only_what_has_changed_in_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIODAFT_TEST_MARK", "")
-    async with nursery_and_server() as (nursery, server):
-        nursery._environment = {**os.environ, "AIODAFT_TEST_GONE": "1"}
+    async with nursery_and_server() as (launcher, server):
+        launcher._environment = {**os.environ, "AIODAFT_TEST_GONE": "1"}
         monkeypatch.setenv("AIODAFT_TEST_MARK", "changed")
-        _, connection = await nursery.spawn(b"", Surroundings.here(), {}, "actor")
+        _, connection = await launcher.spawn(b"", WorkerEnvironment.here(), {}, "actor")
         connection.close()
         assert received(server)[0][4] == {"AIODAFT_TEST_GONE": None, "AIODAFT_TEST_MARK": "changed"}
 
@@ -114,18 +114,18 @@ async def test_a_fork_server_that_imports_what_takes_long_is_not_waited_for(
     how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # It has all the time in the world to end by itself.
-    monkeypatch.setattr(nursery_module, "_PATIENCE", 3600)
+    monkeypatch.setattr(launcher_module, "_PATIENCE", 3600)
     monkeypatch.syspath_prepend(tmp_path)
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "endless.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()")
-    nursery = Nursery(asyncio.get_running_loop(), fork=True, preload=("endless",))
-    child, connection = await nursery.spawn(b"", Surroundings.here(), {}, "actor")
+    launcher = WorkerLauncher(asyncio.get_running_loop(), fork=True, preload=("endless",))
+    child, connection = await launcher.spawn(b"", WorkerEnvironment.here(), {}, "actor")
     connection.close()
     writing = await asyncio.to_thread(os.open, tmp_path / "fifo", os.O_WRONLY)
     # Now it imports.
     if how == "close":
-        await nursery.aclose()
+        await launcher.aclose()
     else:
-        nursery.abandon()
+        launcher.abandon()
     os.close(writing)
     assert not child.started.done() or child.started.cancelled()

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiodaft._runtime.connections import shm_ring as rings
-from aiodaft._runtime.connections.ring_poller import Waiter
+from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.connections.shm_ring import CAPACITY, RingPair, barrier, offer_rings, take_rings
 
 
@@ -170,7 +170,7 @@ async def test_no_wake_up_is_lost_between_two_waiters(pair: tuple[RingPair, Ring
     """A thousand round trips through every way of waiting; a lost wake-up would hang."""
     loop = asyncio.get_running_loop()
     ends = [Collector(ring) for ring in pair]
-    waiters = [Waiter(loop), Waiter(loop)]
+    waiters = [RingPoller(loop), RingPoller(loop)]
     for waiter, end in zip(waiters, ends, strict=True):
         waiter._may_look = looking and waiter._may_look
         waiter.add(end.ring, end)
@@ -188,7 +188,7 @@ async def test_no_wake_up_is_lost_between_two_waiters(pair: tuple[RingPair, Ring
 
 async def test_a_waiter_without_traffic_falls_asleep(pair: tuple[RingPair, RingPair]) -> None:
     first, second = pair
-    waiter = Waiter(asyncio.get_running_loop())
+    waiter = RingPoller(asyncio.get_running_loop())
     end = Collector(second)
     waiter.add(second, end)
     # Nothing but the doorbell wakes it: there is no turn of the loop that it asked for.
@@ -201,7 +201,7 @@ async def test_a_waiter_without_traffic_falls_asleep(pair: tuple[RingPair, RingP
 
 async def test_nobody_looks_while_a_thread_of_the_process_works(pair: tuple[RingPair, RingPair]) -> None:
     """Looking would keep the interpreter from it."""
-    waiter = Waiter(asyncio.get_running_loop())
+    waiter = RingPoller(asyncio.get_running_loop())
     end = Collector(pair[1])
     waiter.add(pair[1], end)
     waiter.threads = 1
@@ -223,7 +223,7 @@ async def test_what_comes_is_handled_in_nobodys_context(pair: tuple[RingPair, Ri
             seen.append(variable.get())
             super().ring_readable()
 
-    waiter = Waiter(asyncio.get_running_loop())
+    waiter = RingPoller(asyncio.get_running_loop())
     end = Reader(second)
     waiter.add(second, end)
     while waiter._looking:
@@ -258,7 +258,7 @@ async def test_who_is_interrupted_looks_again(pair: tuple[RingPair, RingPair], a
 
     loop, told = asyncio.get_running_loop(), list[Any]()
     loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
-    waiter, end = Waiter(loop), Reader(pair[1])
+    waiter, end = RingPoller(loop), Reader(pair[1])
     waiter.add(pair[1], end)
     while waiter._looking and asleep:
         await asyncio.sleep(0)

@@ -7,12 +7,12 @@ import threading
 
 import anyio
 
-from aiodaft._runtime.platform.threads import Offload
+from aiodaft._runtime.platform.threads import HelperThread
 
 
 async def test_a_job_that_writes_to_memory_of_the_caller_has_ended_before_its_cancellation_is_raised() -> None:
     loop = asyncio.get_running_loop()
-    offload = Offload(loop, "copies")
+    helper_thread = HelperThread(loop, "copies")
     entered, leave = asyncio.Event(), threading.Event()
     written: list[int] = []
 
@@ -21,7 +21,7 @@ async def test_a_job_that_writes_to_memory_of_the_caller_has_ended_before_its_ca
         leave.wait()
         written.append(1)
 
-    task = loop.create_task(offload.run_to_end(write))
+    task = loop.create_task(helper_thread.run_to_end(write))
     await entered.wait()
     for _ in range(3):
         task.cancel()
@@ -36,9 +36,9 @@ async def test_a_job_that_writes_to_memory_of_the_caller_has_ended_before_its_ca
     leave.clear()
     entered.clear()
     async with anyio.create_task_group() as group:
-        group.start_soon(offload.run_to_end, write)
+        group.start_soon(helper_thread.run_to_end, write)
         await entered.wait()
         group.cancel_scope.cancel()
         loop.call_later(0, leave.set)
     assert written == [1, 1]
-    await offload.aclose()
+    await helper_thread.aclose()

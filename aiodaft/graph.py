@@ -48,7 +48,7 @@ class _Recorder:
     def __init__(self, peer: Peer, inputs: int) -> None:
         self._peer = peer
         # What the graph's own refs stand for: inputs first, then results in the order of the calls.
-        self.inputs = [PutState(peer, peer.next_number(), None, f"input {index}") for index in range(inputs)]
+        self.inputs = [PutState(peer, peer.process.next_number(), None, f"input {index}") for index in range(inputs)]
         self.numbers: dict[Any, int] = {state: index for index, state in enumerate(self.inputs)}
         self.steps: list[Step[Arguments]] = []
         self.specs: list[tuple[Target, MethodSpec]] = []
@@ -194,9 +194,9 @@ def _target(actor: object) -> Target:
 
 
 def _check_loop(peer: Peer, what: str) -> None:
-    if peer.closed is not None:
-        peer.check_open(f"{what} on an open runtime")
-    if asyncio._get_running_loop() is not peer.loop:
+    if peer.process.closed is not None:
+        peer.process.check_open(f"{what} on an open runtime")
+    if asyncio._get_running_loop() is not peer.process.loop:
         raise RuntimeError(f"{what} on the event loop of its runtime, not in another thread")
 
 

@@ -30,12 +30,13 @@ from aiodaft._runtime.node.coordinator import Coordinator
 from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.pid_namespace import prefix_of
-from aiodaft._runtime.peer import Peer, PeerOptions
+from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.context import remove_process_peer, set_process_peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.gpu_claims import GpuClaims, gpu_names, id_named
 from aiodaft._runtime.platform.tasks import shield_from_anyio
+from aiodaft._runtime.process import ProcessOptions
 from aiodaft._runtime.serialization.errors import give_frames, take_frames
 from aiodaft._runtime.supervision.directory import Directory
 from aiodaft.actor import Actor, Handle, class_of
@@ -181,7 +182,7 @@ class Runtime(Scope):
             raise RuntimeClosed("a runtime is opened once; make a new one")
         loop = asyncio.get_running_loop()
         peer_id = self._env.new_peer_id("controller")
-        options = PeerOptions(
+        options = ProcessOptions(
             id=peer_id,
             node=self.node_name,
             home=peer_id,
@@ -206,7 +207,7 @@ class Runtime(Scope):
             # Who talks nonsense is cut off, and ends: why is what the callers have to hear.
             return reason if isinstance(reason, ProtocolError) else ending
 
-        peer.explain = explain
+        peer.connections.explain = explain
         self._launcher.on_rung = self._answer_door
         self.node = peer.node_agent()
         self.coordinator = cast("Coordinator", peer.handle(peer_id, COORDINATOR, "coordinator", Coordinator))
@@ -264,7 +265,7 @@ class Runtime(Scope):
     @property
     def is_stranded(self) -> bool:
         """Whether the loop it was opened on is not here any more, so that nothing can be awaited there."""
-        return self.stayed_behind or (self._peer is not None and not self._peer.loop.is_running())
+        return self.stayed_behind or (self._peer is not None and not self._peer.process.loop.is_running())
 
     # What scopes need.
 
@@ -287,7 +288,7 @@ class Runtime(Scope):
 
     def check_loop(self, what: str) -> None:
         """Raise RuntimeError unless this is the loop that the runtime was opened on."""
-        if self._peer is None or (running := asyncio._get_running_loop()) is self._peer.loop:
+        if self._peer is None or (running := asyncio._get_running_loop()) is self._peer.process.loop:
             return
         if running is not None:
             raise RuntimeError(f"{what}: this is another event loop than the one the runtime was opened on")
@@ -299,7 +300,7 @@ class Runtime(Scope):
     def start_task(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Start a task that does not depend on the task that asks for it."""
         try:
-            return self.peer.tasks.start(coro, name=name)
+            return self.peer.process.tasks.start(coro, name=name)
         except RuntimeClosed:
             coro.close()
             raise
@@ -381,7 +382,7 @@ class Runtime(Scope):
         found = await self.coordinator.lookup(check_actor_name(name))
         if _class_names(cls)[0] not in found.class_names:
             raise TypeError(f"{name!r} is {found.label}, which is no {cls.__name__}")
-        supervised = found.peer == self.peer.id
+        supervised = found.peer == self.peer.process.id
         plain = Target(self.peer, found.peer, found.actor, found.label, self)
         return cast("ActorT", Handle(await self.supervisor.address(found.actor) if supervised else plain, cls))
 
@@ -390,7 +391,7 @@ class Runtime(Scope):
 
         Payloads that actors hand to each other do not come here, and are not counted.
         """
-        return self.peer.traffic()
+        return self.peer.connections.traffic()
 
     async def stack(self, *, patience: float = 1.0) -> RuntimeStack:
         """What every process is in the middle of: calls, await chains, threads, and which calls each waits for.
@@ -411,7 +412,7 @@ class Runtime(Scope):
             return str(await self.stack())
 
         if self._peer is not None and self._ended is None:
-            self._peer.tasks.create_task(answer(fork_server, text), name="show the stacks")
+            self._peer.process.tasks.create_task(answer(fork_server, text), name="show the stacks")
 
     async def resources(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """What this machine has, and how much of each is free."""
@@ -422,7 +423,7 @@ class Runtime(Scope):
 
     def __repr__(self) -> str:
         state = "closed" if self._ended else "not open" if self._peer is None else "open"
-        name = "" if self._peer is None else f"{self._peer.id} "
+        name = "" if self._peer is None else f"{self._peer.process.id} "
         return f"<Runtime {name}{state}, {len(self._scope_actors)} actors>"
 
 

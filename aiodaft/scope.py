@@ -105,7 +105,7 @@ class Scope(Spawner):
                     await asyncio.wait([closing])
                 except asyncio.CancelledError as cancelled:
                     if interrupted is None:
-                        self._runtime.peer.tasks.create_task(
+                        self._runtime.peer.process.tasks.create_task(
                             self._scope_actors.kill_all(), name="kill the actors of a scope"
                         )
                     interrupted = cancelled
@@ -276,7 +276,9 @@ class Scope(Spawner):
         def kill() -> None:
             # A runtime that was closed meanwhile has ended them all.
             for target in targets if not self._runtime.is_closed else ():
-                self._runtime.peer.tasks.create_task(self._scope_actors.kill(target), name=f"kill {target.label}")
+                self._runtime.peer.process.tasks.create_task(
+                    self._scope_actors.kill(target), name=f"kill {target.label}"
+                )
 
         what = ", ".join(target.label for target in targets)
         await see_through(self._runtime.start_task(self._scope_actors.stop(targets), f"stop {what}"), kill)
@@ -309,7 +311,7 @@ class Scope(Spawner):
         """Where an actor is, whatever incarnation of it the handle leads to."""
         target = cast("Target", target_of(handle_of(actor)))
         if target.peer is not self._runtime.peer:
-            raise ValueError(f"{target.label} belongs to another runtime, that of {target.peer.runtime_name}")
+            raise ValueError(f"{target.label} belongs to another runtime, that of {target.peer.process.runtime_name}")
         return target.life if isinstance(target, PinnedTarget) else target
 
 

@@ -56,7 +56,10 @@ class Agent(Actor):
                 await _tell_restarted(hosted, cls, epoch)
         except BaseException as error:
             hosted.thread.close()
-            add_note(error, f"raised while {label} was made (pid {self._peer.pid}, {self._peer.node})")
+            add_note(
+                error,
+                f"raised while {label} was made (pid {self._peer.process.pid}, {self._peer.process.options.node})",
+            )
             raise
         self._peer.actors[hosted.id] = hosted
 

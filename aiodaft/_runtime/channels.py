@@ -114,7 +114,7 @@ class Token(RefState):
     def drop_handle(self) -> None:
         super().drop_handle()
         if not self.handles:
-            self._channels.holder_left(self.number, self.peer.id, Leaving.DROPPED)
+            self._channels.holder_left(self.number, self.peer.process.id, Leaving.DROPPED)
 
     def give_back(self, peer: PeerId) -> None:
         super().give_back(peer)
@@ -181,11 +181,11 @@ class Channels(Actor):
 
     def create(self, capacity: int) -> Endpoint:
         """A new channel, whose queue is here."""
-        number = self.peer.next_number()
-        channel_id = (self.peer.id, number)
+        number = self.peer.process.next_number()
+        channel_id = (self.peer.process.id, number)
         token = self._tokens[number] = Token(self, number)
-        self.keepers[channel_id] = Keeper(self.peer.id, self.peer.id, capacity)
-        return self.endpoint(channel_id, self.peer.id, Ref(token))
+        self.keepers[channel_id] = Keeper(self.peer.process.id, self.peer.process.id, capacity)
+        return self.endpoint(channel_id, self.peer.process.id, Ref(token))
 
     def endpoint(self, channel_id: ChannelId, keeper: PeerId, token: Ref[None]) -> Endpoint:
         """This process's end of a channel; `keeper` is the process that is thought to have the queue."""
@@ -194,12 +194,12 @@ class Channels(Actor):
             if endpoint is None:
                 end = self.ends.setdefault(channel_id, End(keeper))
                 endpoint = self._endpoints[channel_id] = Endpoint(self, channel_id, end, token)
-                self.peer.call_soon(partial(self.register, channel_id))
+                self.peer.process.call_soon(partial(self.register, channel_id))
             return endpoint
 
     async def wait(self, channel_id: ChannelId, ticket: int, commands: list[Command]) -> Settle:
         """Carry out what begins something, and wait for its outcome."""
-        waiting: asyncio.Future[Settle] = self.peer.loop.create_future()
+        waiting: asyncio.Future[Settle] = self.peer.process.loop.create_future()
         self._waiting[channel_id, ticket] = waiting
         try:
             self.run(channel_id, commands)
@@ -223,29 +223,29 @@ class Channels(Actor):
         """There is an endpoint; its maker knows, unless that is gone."""
         end, connection = self.ends.get(channel_id), self.peer.connections.get(channel_id[0])
         if end is not None and connection is not None and connection.lost is not None:
-            self.run(channel_id, [Tell(end.keeper, Message(Kind.HELD, 0, self.peer.id))])
+            self.run(channel_id, [Tell(end.keeper, Message(Kind.HELD, 0, self.peer.process.id))])
 
     def holder_came(self, number: CallId, peer: PeerId) -> None:
         """A process holds a channel of this one."""
-        channel_id = (self.peer.id, number)
+        channel_id = (self.peer.process.id, number)
         keeper = self.keepers.get(channel_id)
         if keeper is not None:
             self.run(channel_id, keeper.holder_came(peer))
 
     def holder_left(self, number: CallId, peer: PeerId, how: Leaving) -> None:
         """A process holds a channel of this one no more."""
-        channel_id = (self.peer.id, number)
+        channel_id = (self.peer.process.id, number)
         keeper = self.keepers.get(channel_id)
         if keeper is not None:
             self.run(channel_id, keeper.holder_left(peer, how))
 
     def tell_alone(self, number: CallId, holder: PeerId) -> None:
         """Only that process holds a channel of this one."""
-        self.run((self.peer.id, number), [Tell(holder, Message(Kind.ALONE))])
+        self.run((self.peer.process.id, number), [Tell(holder, Message(Kind.ALONE))])
 
     def drop(self, number: CallId) -> None:
         """No process holds a channel of this one."""
-        channel_id = (self.peer.id, number)
+        channel_id = (self.peer.process.id, number)
         keeper = self.keepers.pop(channel_id, None)
         if keeper is not None:
             self.run(channel_id, keeper.drop())
@@ -274,8 +274,8 @@ class Channels(Actor):
                 waiting = self._waiting.get((channel_id, command.ticket))
                 if waiting is not None and not waiting.done():
                     waiting.set_result(command)
-            elif command.to == self.peer.id:
-                left.extend(self._handle(channel_id, self.peer.id, command.message))
+            elif command.to == self.peer.process.id:
+                left.extend(self._handle(channel_id, self.peer.process.id, command.message))
             else:
                 left.extend(self._tell(channel_id, command))
         keeper = self.keepers.get(channel_id)
@@ -289,10 +289,10 @@ class Channels(Actor):
             if end is not None:
                 return end.handle(sender, message)
             # A keeper that counts by itself still has this process among those that hold the channel.
-            left = Message(Kind.LEFT, 0, (self.peer.id, int(Leaving.DROPPED)))
+            left = Message(Kind.LEFT, 0, (self.peer.process.id, int(Leaving.DROPPED)))
             return [Tell(sender, left)] if message.kind is Kind.COUNTING else []
         if message.kind is Kind.QUEUE:
-            self.keepers[channel_id] = Keeper(self.peer.id, channel_id[0], message.body.capacity)
+            self.keepers[channel_id] = Keeper(self.peer.process.id, channel_id[0], message.body.capacity)
         keeper = self.keepers.get(channel_id)
         if keeper is not None:
             return keeper.handle(sender, message)
@@ -301,9 +301,9 @@ class Channels(Actor):
 
     def _tell(self, channel_id: ChannelId, command: Tell) -> list[Command]:
         peer, to, (kind, ticket, body) = self.peer, command.to, command.message
-        if peer.closed is not None:
+        if peer.process.closed is not None:
             return []
-        connection = peer.connection_to(to)
+        connection = peer.connections.to(to)
         if connection.lost is not None:
             return self._lost(channel_id, to, how_ended(connection))
         target = Target(peer, to, CHANNELS, f"channels of {to}", None)
@@ -312,7 +312,9 @@ class Channels(Actor):
         # What processes tell each other is not subject to the deadline of one who sends or receives.
         token = current_deadline.set(None)
         try:
-            peer.sender.submit(Request(target, self._note, arguments, {}, peer.next_number(), WANT_NOTHING, state))
+            peer.sender.submit(
+                Request(target, self._note, arguments, {}, peer.process.next_number(), WANT_NOTHING, state)
+            )
         finally:
             current_deadline.reset(token)
         return []
@@ -327,7 +329,7 @@ class Channels(Actor):
             if end is None or not end.is_idle or channel_id in self._endpoints:
                 return
             del self.ends[channel_id]
-        self.run(channel_id, end.leave(self.peer.id))
+        self.run(channel_id, end.leave(self.peer.process.id))
 
     @method
     async def note(self, maker: str, number: int, kind: int, ticket: int, body: Any) -> None:
@@ -354,7 +356,7 @@ class Endpoint:
 
     def __del__(self) -> None:
         # In any thread.
-        self._peer.call_soon(partial(self._channels.let_go, self.id))
+        self._peer.process.call_soon(partial(self._channels.let_go, self.id))
 
     def __repr__(self) -> str:
         return f"<Channel {self.id[1]} of {self.id[0]}>"
@@ -369,7 +371,7 @@ class Endpoint:
         self._check()
         async with self._sending:
             item = value if is_plain(value) else await self._pack(value)
-            ticket = self._peer.next_number()
+            ticket = self._peer.process.next_number()
             try:
                 settled = await self._channels.wait(self.id, ticket, self._end.send(ticket, item))
             except BaseException:
@@ -401,7 +403,7 @@ class Endpoint:
 
     async def _receive(self) -> tuple[Settle, Received]:
         end, channels = self._end, self._channels
-        ticket = self._peer.next_number()
+        ticket = self._peer.process.next_number()
         settled = await channels.wait(self.id, ticket, end.receive(ticket))
         received = Received(settled.body)
         if settled.outcome is Outcome.DONE:
@@ -412,23 +414,25 @@ class Endpoint:
     async def aclose(self) -> None:
         """Close the channel: what is in it can still be received."""
         self._check()
-        ticket = self._peer.next_number()
+        ticket = self._peer.process.next_number()
         await self._channels.wait(self.id, ticket, self._end.close(ticket))
-        self._peer.check_open("the channel cannot be closed")
+        self._peer.process.check_open("the channel cannot be closed")
 
     def _check(self) -> None:
-        self._peer.check_open("the channel cannot be used")
-        if asyncio._get_running_loop() is not self._peer.loop:
+        self._peer.process.check_open("the channel cannot be used")
+        if asyncio._get_running_loop() is not self._peer.process.loop:
             raise RuntimeError("a channel is used on another event loop than the one its runtime was opened on")
 
     async def _error(self, settled: Settle, closed: str) -> DaftError:
-        self._peer.check_open("the channel cannot be used")
+        self._peer.process.check_open("the channel cannot be used")
         process = settled.body
         if settled.outcome is Outcome.CLOSED:
             return ChannelClosed(closed, executed=False)
         if process is None:
             return ChannelClosed("the channel is gone: its maker has ended, and no process held it any more")
-        error = await self._peer.why_lost(self._peer.route_to(process), "cannot be reached from here")
+        error = await self._peer.connections.why_lost(
+            self._peer.connections.route_to(process), "cannot be reached from here"
+        )
         if settled.outcome is Outcome.ORPHANED:
             add_note(error, f"nothing will come through {self}: of the processes that sent, none is left")
         else:

@@ -69,7 +69,7 @@ class ScopeActors:
             return Handle(target, cls)
         family, kind = watched
         whereabouts = Location(place.peer, place.actor)
-        followed = runtime.peer.followers.get(runtime.peer.id, whereabouts, label, self._scope)
+        followed = runtime.peer.followers.get(runtime.peer.process.id, whereabouts, label, self._scope)
         life = runtime.supervisor.begin(Child(followed, recipe, family, beside))
         try:
             await self._host(followed, recipe, again=True)

@@ -75,7 +75,7 @@ async def test_a_value_that_is_freed_in_the_moment_in_which_it_is_there(module_r
     ref = module_rt.put(bytes(LARGE))
     _, number, *_ = peer.refs.describe(ref)
     found: list[object] = []
-    peer.transfer.locate(peer.id, CallId(number), found.append)
+    peer.transfer.locate(peer.process.id, CallId(number), found.append)
     del ref
     await helper.let_go()
     while not found:
@@ -140,8 +140,10 @@ async def test_a_value_for_a_graph_that_is_no_more(module_rt: aiodaft.Runtime) -
     peer = module_rt.peer
     kept = await kept_here(module_rt)
     assert kept.block is not None
-    item = (0, kept.payload, kept.blobs_for(peer.loopback), (), ())
-    peer.graphs.flow_came(peer.loopback, (FLOW, peer.id, peer.next_number(), 1, (item, (1, "plain"))))
+    item = (0, kept.payload, kept.blobs_for(peer.connections.loopback), (), ())
+    peer.graphs.flow_came(
+        peer.connections.loopback, (FLOW, peer.process.id, peer.process.next_number(), 1, (item, (1, "plain")))
+    )
     assert kept.block.grants == 0
 
 
@@ -161,9 +163,9 @@ async def test_a_delivery_that_nobody_has_any_more_is_declined(module_rt: aiodaf
     peer = module_rt.peer
     kept = await kept_here(module_rt)
     assert kept.block is not None
-    delivery = Delivery(peer, peer.loopback, kept.payload, kept.blobs_for(peer.loopback), ())
+    delivery = Delivery(peer, peer.connections.loopback, kept.payload, kept.blobs_for(peer.connections.loopback), ())
     if how == "before the first step":
-        task = peer.tasks.start(peer.transfer.receive(delivery), name="receive")
+        task = peer.process.tasks.start(peer.transfer.receive(delivery), name="receive")
         task.cancel()
         await asyncio.wait([task])
         del task
@@ -189,5 +191,5 @@ async def test_a_value_that_cannot_be_granted_as_a_whole_is_not_granted_in_part(
     (_, first), (_, second) = kept.blobs()
     second.release()
     with pytest.raises(GrantError):
-        kept.blobs_for(peer.loopback)
+        kept.blobs_for(peer.connections.loopback)
     assert first.grants == 0

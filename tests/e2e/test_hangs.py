@@ -80,7 +80,7 @@ async def test_d60_one_that_stays_stopped_is_given_up_and_everybody_hears(rt: ai
     assert not is_alive(pid)
     ours, theirs = socket.socketpair()
     with theirs:
-        rt.peer.attach(remote, ours)
+        rt.peer.connections.attach(remote, ours)
         assert theirs.recv(1 << 10) == b""
 
 

@@ -257,9 +257,9 @@ class Arriving:
 
     def __init__(self, peer: Peer, count: int) -> None:
         self.gate = asyncio.Event()
-        self.state = StreamState(peer, peer.next_number(), "Test.items")
+        self.state = StreamState(peer, peer.process.next_number(), "Test.items")
         for index in range(count):
-            self.state.on_item(peer.tasks.start_ahead(self._bring(peer, index), name="bring"))
+            self.state.on_item(peer.process.tasks.start_ahead(self._bring(peer, index), name="bring"))
 
     async def _bring(self, peer: Peer, index: int) -> ReceivedValue:
         await self.gate.wait()

@@ -44,7 +44,7 @@ class Owner:
     def __init__(self) -> None:
         self.came: list[Message] = []
         self.lost = asyncio.Event()
-        self.waiter = RingPoller(asyncio.get_running_loop())
+        self.ring_poller = RingPoller(asyncio.get_running_loop())
 
     @property
     def handlers(self) -> Sequence[Callable[[Connection, Message], object]]:

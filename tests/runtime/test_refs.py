@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,8 @@ class Recorder:
     """A peer that notes the errors that nobody holds."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
+        self.process = SimpleNamespace(loop=asyncio.get_running_loop(), next_number=itertools.count(100).__next__)
         self.unheld: list[BaseException | None] = []
-        self.next_number = itertools.count(100).__next__
 
     def report_unheld(self, state: CallState) -> None:
         self.unheld.append(state.error)

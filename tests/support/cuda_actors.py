@@ -128,7 +128,7 @@ class GpuKeeper(Actor):
     @method
     async def traffic(self) -> tuple[int, int]:
         """Bytes of payload sent, and those of them from GPU to GPU."""
-        traffic = self.peer.traffic()
+        traffic = self.peer.connections.traffic()
         return traffic.payload_sent, traffic.device_sent
 
     @method

@@ -21,7 +21,7 @@ def install(peer: Peer, *devices: int) -> HostDriver:
     driver = HostDriver(*devices)
     if not devices:
         driver.identities = []
-    peer.store._devices = Devices(HostAccelerators(driver), peer, peer.id)
+    peer.store._devices = Devices(HostAccelerators(driver), peer, peer.process.id)
     return driver
 
 
@@ -112,7 +112,7 @@ class DeviceKeeper(Actor):
 
     @method
     async def traffic(self) -> dict[str, int]:
-        traffic = self.peer.traffic()
+        traffic = self.peer.connections.traffic()
         return {
             "payload": traffic.payload_sent,
             "device": traffic.device_sent,

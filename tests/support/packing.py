@@ -23,18 +23,18 @@ class Helper:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._gate = threading.Event()
-        self._held = peer.helper_thread._begin(self._gate.wait)
+        self._held = peer.process.helper_thread._begin(self._gate.wait)
 
     @property
     def waiting(self) -> int:
         """Jobs that wait for it, once it has taken up the one that holds it."""
-        return self._peer.helper_thread._jobs.qsize()
+        return self._peer.process.helper_thread._jobs.qsize()
 
     async def let_go(self) -> None:
         """Returns once all that waited is done."""
         self._gate.set()
         await self._held
-        await self._peer.helper_thread.run(lambda: None)
+        await self._peer.process.helper_thread.run(lambda: None)
 
 
 def in_use(peer: Peer) -> int:
@@ -62,7 +62,7 @@ class Warden(Actor):
     @method
     async def hold_loop(self, fifo: str) -> None:
         """After the answer to this, the loop turns no more until somebody writes to a fifo."""
-        current_peer().loop.call_soon(lambda: os.close(os.open(fifo, os.O_RDONLY)))
+        current_peer().process.loop.call_soon(lambda: os.close(os.open(fifo, os.O_RDONLY)))
 
     @method
     async def in_use(self) -> int:

@@ -99,7 +99,9 @@ class Probe(Actor):
         """Writes bytes that are no message into the link home, or into the one to another actor's process."""
         peer = current_peer()
         connection = peer.connections[
-            peer.options.home if to == "home" else next(p for p in peer.connections if p != peer.options.home)
+            peer.process.options.home
+            if to == "home"
+            else next(p for p in peer.connections if p != peer.process.options.home)
         ]
         assert connection._socket is not None
         connection._socket.send(data)

@@ -204,7 +204,9 @@ class Program:
         self.history.wrong += left
 
     def _left(self) -> list[str]:
-        living = [(peer, process) for peer, process in self.world.peers if process.alive and peer.closed is None]
+        living = [
+            (peer, process) for peer, process in self.world.peers if process.alive and peer.process.closed is None
+        ]
         found = {process.name: {name: what for name, what in tables(peer).items() if what} for peer, process in living}
         return [f"left in {name}: {what}" for name, what in found.items() if what]
 

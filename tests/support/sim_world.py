@@ -152,7 +152,7 @@ class SimPulse(Heartbeat):
 
     def start(self) -> None:
         line: Any = self._connection
-        line.answer = lambda: self._answer(self._peer.env.monotonic())
+        line.answer = lambda: self._answer(self._peer.process.env.monotonic())
 
 
 class SimChild(ChildProcess):
@@ -328,13 +328,13 @@ class World:
             "aiodaft._runtime.node.heartbeat.is_stopped": self.is_stopped,
             "aiodaft._runtime.node.postmortem.is_stopped": self.is_stopped,
             "aiodaft._runtime.actors.hosted_actor.ActorThread": SimThread,
-            "aiodaft._runtime.peer.HelperThread": SimOffload,
+            "aiodaft._runtime.process.HelperThread": SimOffload,
             # Errors tell of these, and differ in length with the folder, the machine and how modules were loaded.
-            "aiodaft._runtime.peer.visible_pid": lambda: _NO_PID,
+            "aiodaft._runtime.process.visible_pid": lambda: _NO_PID,
             "aiodaft.runtime.os.uname": lambda: SimpleNamespace(nodename="here"),
             "aiodaft._runtime.serialization.errors.text_of": lambda error: "",
             "aiodaft._runtime.serialization.pickling._reduce_traceback": lambda frames: (_no_frames, ()),
-            "aiodaft._runtime.peer.socket": self.net,
+            "aiodaft._runtime.connections.connections.socket": self.net,
             "aiodaft._runtime.connections.connection.socket": self.net,
             "aiodaft._runtime.connections.connection.os": self.net,
             "aiodaft._runtime.connections.fd_passing.os": self.net,

@@ -27,7 +27,7 @@ class Vanishing(Actor):
 
         def last_grant(block: Any, control: Any) -> Any:
             if dies:
-                peer.loop.call_soon(os.kill, os.getpid(), signal.SIGKILL)
+                peer.process.loop.call_soon(os.kill, os.getpid(), signal.SIGKILL)
             interface, _, *rest = grant(block, control)
             return (interface, _NOBODY, *rest)
 

@@ -46,7 +46,7 @@ class HostedActor:
         self.mailbox: Mailbox[InboundCall] = Mailbox()
         # The same, if not all calls are taken.
         self.bounds: BoundedMailbox[InboundCall] | None = None
-        self.thread = ActorThread(name, peer.loop)
+        self.thread = ActorThread(name, peer.process.loop)
         # Calls that have started and not ended; and how many have ended.
         self.active = 0
         self.done = 0
@@ -64,7 +64,7 @@ class HostedActor:
     @property
     def where(self) -> str:
         """Says which actor this is, in errors."""
-        return f"{self.name} (pid {self.peer.pid}, {self.peer.node})"
+        return f"{self.name} (pid {self.peer.process.pid}, {self.peer.process.options.node})"
 
     # Starting.
 
@@ -82,7 +82,7 @@ class HostedActor:
             self._refuse(call)
             return
         if call.deadline is not None:
-            call.timer = self.peer.loop.call_at(call.deadline, self._expire, call)
+            call.timer = self.peer.process.loop.call_at(call.deadline, self._expire, call)
         if self.mailbox.arrive(call):
             self._start(call, at_once=True)
         else:
@@ -112,7 +112,7 @@ class HostedActor:
         call.started = True
         self.active += 1
         if call.rules.on_thread:
-            self.peer.waiter.threads += 1
+            self.peer.connections.ring_poller.threads += 1
             self.thread.submit(lambda: self._run_on_thread(call))
             if self.active > 1:
                 self.peer.deadlocks.suspect(self)
@@ -125,10 +125,10 @@ class HostedActor:
 
     def enter(self, call: InboundCall) -> None:
         """In the call's own context: it has begun, and nested calls inherit from it."""
-        call.since = self.peer.env.monotonic()
+        call.since = self.peer.process.env.monotonic()
         call.begun = True
         if self.mailbox.watching:
-            self.peer.call_soon(self.look_again)
+            self.peer.process.call_soon(self.look_again)
         current_call.set(call)
         # Also if it has none: its context may come from a call of this process that made it.
         if current_deadline.get() != call.deadline:
@@ -138,7 +138,7 @@ class HostedActor:
         """In its task or thread: the last call of a row begins, so that those after the row may start."""
         call.last_begun = True
         if self.mailbox.watching:
-            self.peer.call_soon(self.look_again)
+            self.peer.process.call_soon(self.look_again)
 
     def _run_on_thread(self, call: InboundCall) -> None:
         """On the actor's thread: run a `def` method and encode its result, so that nothing changes it in between."""
@@ -173,7 +173,7 @@ class HostedActor:
 
     def _prepare_answer(self, call: InboundCall, result: Any) -> Callable[[], object]:
         caller = call.caller_connection
-        if is_plain(result) or caller.id == self.peer.id:
+        if is_plain(result) or caller.id == self.peer.process.id:
             return partial(caller.answer, call, result)
         kept = self.peer.store.keep_patiently(result, call.label, call.spec.transport)
         return partial(caller.answer_kept, call, kept)
@@ -227,7 +227,7 @@ class HostedActor:
         begun = call.given_up or self._interrupt(call)
         if begun and not call.rules.on_thread:
             call.late = True
-            call.timer = self.peer.loop.call_later(self.peer.grace, self.fail_late, call)
+            call.timer = self.peer.process.loop.call_later(self.peer.process.grace, self.fail_late, call)
         else:
             self.fail_late(call, executed=None if begun else False)
 
@@ -257,7 +257,7 @@ class HostedActor:
             # A task that is cancelled before its first line runs none of them.
             call.task.cancel()
             # It ends in its turn: those that were started before it may not have begun either.
-            self.peer.loop.call_soon(self._end_unbegun, call)
+            self.peer.process.loop.call_soon(self._end_unbegun, call)
         elif not call.started:
             self.look_again()
         return False
@@ -281,7 +281,7 @@ class HostedActor:
         """Whether it ended because its time is over. Calls that it made have no more time, and may notice first."""
         if call.late or call.deadline is None:
             return call.late
-        return isinstance(error, DeadlineExceeded) and self.peer.loop.time() + _TICK >= call.deadline
+        return isinstance(error, DeadlineExceeded) and self.peer.process.loop.time() + _TICK >= call.deadline
 
     def _refuse(self, call: InboundCall) -> None:
         executed = None if call.begun else False
@@ -296,7 +296,7 @@ class HostedActor:
         if call.given_up:
             self.abandoned.discard(call)
         if call.rules.on_thread:
-            self.peer.waiter.threads -= 1
+            self.peer.connections.ring_poller.threads -= 1
         # Its context knows the call: without this they would keep each other, and the arguments, alive.
         call.task = call.context = None
         # A timer that the method has cancelled may keep its context, and so the call, until it would have been due.
@@ -326,11 +326,11 @@ class HostedActor:
             if not call.over and not self._interrupt(call):
                 self._refuse(call)
         if not all(call.rules.on_thread for call in self.abandoned):
-            await self._wait_idle(self.peer.grace)
+            await self._wait_idle(self.peer.process.grace)
         for call in self.running():
             self._refuse(call)
         try:
-            async with asyncio.timeout(self.peer.grace):
+            async with asyncio.timeout(self.peer.process.grace):
                 await self._leave_instance()
         except Exception:
             logger.exception("leaving %s failed", self.name)

@@ -68,7 +68,7 @@ class Inbound:
             return
         call.attempt = attempt
         if left is not None:
-            call.deadline = deadline_of(left, self._peer.loop.time)
+            call.deadline = deadline_of(left, self._peer.process.loop.time)
         if mode == WANT_STREAM:
             call.credit = CREDIT_WINDOW
         if refs or slots or isinstance(blobs, tuple) or is_heavy(payload):
@@ -76,7 +76,9 @@ class Inbound:
             call.hosted.deliver(call)
             # Arguments are fetched from now on, while the actor works on earlier calls.
             args = Delivery(self._peer, connection, payload, blobs, refs)
-            call.bringing = self._peer.tasks.create_task(self._bring(call, args, slots), name=f"bring {call.label}")
+            call.bringing = self._peer.process.tasks.create_task(
+                self._bring(call, args, slots), name=f"bring {call.label}"
+            )
         else:
             call.arrived = ReceivedValue(payload, blobs, [], [])
             call.hosted.deliver(call)
@@ -114,7 +116,7 @@ class Inbound:
         if _contains_ref((call.args, call.kwargs)):
             call.ready = False
             hosted.deliver(call)
-            call.bringing = self._peer.tasks.create_task(
+            call.bringing = self._peer.process.tasks.create_task(
                 self._resolve_local(call), name=f"resolve the arguments of {call.label}"
             )
         else:
@@ -150,7 +152,8 @@ class Inbound:
     async def _bring(self, call: InboundCall, args: Delivery, slots: tuple[Any, ...]) -> None:
         """Bring in the buffers and the awaited refs of a call, all at once."""
         values = [
-            self._peer.tasks.start(self._slot(args.connection, call, slot), name="pull an argument") for slot in slots
+            self._peer.process.tasks.start(self._slot(args.connection, call, slot), name="pull an argument")
+            for slot in slots
         ]
         try:
             call.arrived = await self._peer.transfer.receive(args)

@@ -114,7 +114,7 @@ class LocalResponder:
 
     @property
     def id(self) -> PeerId:
-        return self._peer.id
+        return self._peer.process.id
 
     def answer(self, call: InboundCall, result: Any) -> None:
         state = self._finish(call)

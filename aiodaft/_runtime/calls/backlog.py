@@ -26,9 +26,11 @@ class Backlog:
         self._peer = peer
         self._waiting: dict[CallId, tuple[Request, asyncio.TimerHandle | None]] = {}
         # Never connected: it bounds the calls, and lets them be withdrawn as those in the window of a connection are.
-        limit = peer.options.max_pending
-        session: Session[PendingCall] = Session(peer.id, peer.pid, remote=PeerId(towards), max_pending=limit)
-        self._connection = Connection(peer, session, peer.id, peer.loop)
+        limit = peer.process.options.max_pending
+        session: Session[PendingCall] = Session(
+            peer.process.id, peer.process.pid, remote=PeerId(towards), max_pending=limit
+        )
+        self._connection = Connection(peer.connections, session, peer.process.id, peer.process.loop)
 
     def admit(self, request: Request) -> bool:
         """Let a call wait, with its arguments as they are now; False if it failed, because an argument has.
@@ -48,7 +50,7 @@ class Backlog:
         if waits:
             if not isinstance(state, TellState):
                 state.connection = self._connection
-            timer = None if deadline is None else self._peer.loop.call_at(deadline, self._expire, request)
+            timer = None if deadline is None else self._peer.process.loop.call_at(deadline, self._expire, request)
             self._waiting[number] = (request, timer)
         return waits
 

@@ -64,7 +64,7 @@ class CallState(RefState):
 
     @property
     def producer(self) -> PeerId:
-        return self.peer.id if self.connection is None else self.connection.remote
+        return self.peer.process.id if self.connection is None else self.connection.remote
 
     @property
     def sink(self) -> UnhandledErrors | None:
@@ -128,7 +128,7 @@ class CallState(RefState):
         if self._cancelling:
             return True
         self.expect_cancellation()
-        if self.connection is None and self.target.remote == self.peer.id:
+        if self.connection is None and self.target.remote == self.peer.process.id:
             self.peer.cancel_local(self.number)
         elif self.connection is None or self.connection.withdraw(self.number):
             # Without a connection, the callee was gone already, or another thread has not handed the call over yet.
@@ -149,7 +149,7 @@ class CallState(RefState):
         self.mark_seen()
 
     def _give_up_later(self, why: str) -> None:
-        self._timer = self.peer.loop.call_later(self.peer.grace, self._give_up, why)
+        self._timer = self.peer.process.loop.call_later(self.peer.process.grace, self._give_up, why)
 
     def _give_up(self, why: str) -> None:
         what = f"{self.label} of {self.target.label}"
@@ -194,7 +194,7 @@ class Target:
         """Call a method and return a ref of its result at once."""
         if kwargs or not spec.low <= len(args) <= spec.high:
             spec.check(args, kwargs)
-        number = self.peer.next_number()
+        number = self.peer.process.next_number()
         state = CallState(self, spec, number)
         self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
         return Ref(state)
@@ -202,7 +202,7 @@ class Target:
     def stream(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]:
         """Call a stream method."""
         spec.check(args, kwargs)
-        number = self.peer.next_number()
+        number = self.peer.process.next_number()
         state = StreamState(self.peer, number, spec.label)
         self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_STREAM, state))
         return Stream(state)
@@ -210,13 +210,13 @@ class Target:
     def tell(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call a method without a reply."""
         spec.check(args, kwargs)
-        number = self.peer.next_number()
+        number = self.peer.process.next_number()
         state = TellState(spec.label, own=self.actor < FIRST_USER_ACTOR)
         self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_NOTHING, state))
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
-        return _rebuild_handle, (self.peer.options.home, self.remote, self.actor, self.label, cls)
+        return _rebuild_handle, (self.peer.process.options.home, self.remote, self.actor, self.label, cls)
 
     def health(self) -> Health:
         """What this process knows of the actor without a question to another process. Safe in any thread.
@@ -228,12 +228,12 @@ class Target:
         if self.stopped:
             return Health.LOST
         peer, remote = self.peer, self.remote
-        if remote == peer.id:
+        if remote == peer.process.id:
             return Health.ALIVE if self.actor in peer.actors else Health.LOST
         connection = peer.connections.get(remote)
         if connection is not None and connection.lost is not None:
             return Health.LOST
-        return Health.SUSPECT if remote in peer.suspects else Health.ALIVE
+        return Health.SUSPECT if remote in peer.connections.suspects else Health.ALIVE
 
     def note_death(self, error: ActorDied) -> None:
         """A call failed with this; an argument or a nested call may speak of another actor's death."""
@@ -251,10 +251,10 @@ class Target:
         if connection is None:
             request.state.on_error(ActorDied(f"{self.label} was stopped", executed=False))
         else:
-            self.peer.tasks.create_task(self._explain(request, connection), name="explain a lost actor")
+            self.peer.process.tasks.create_task(self._explain(request, connection), name="explain a lost actor")
 
     async def _explain(self, request: Request, connection: Connection) -> None:
-        error = copy_error(await self.peer.explanation(connection))
+        error = copy_error(await self.peer.connections.explanation(connection))
         request.state.on_error(error.with_executed(False))
 
 
@@ -365,9 +365,9 @@ def home_of(runtime: PeerId, label: str) -> Peer:
         ValueError: The handle was pickled in another runtime.
     """
     peer: Peer = home()
-    if peer.options.home != runtime:
+    if peer.process.options.home != runtime:
         raise ValueError(
             f"the handle of {label} belongs to another runtime, that of {runtime}, and this is that of "
-            f"{peer.runtime_name}: handles lead nowhere outside of their runtime"
+            f"{peer.process.runtime_name}: handles lead nowhere outside of their runtime"
         )
     return peer

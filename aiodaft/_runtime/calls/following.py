@@ -68,7 +68,9 @@ class FollowingTarget(Target):
 
     def __init__(self, peer: Peer, place: Location, owner: PeerId, label: str, sink: UnhandledErrors | None) -> None:
         # A handle may have travelled for long: without a connection to that process it is worth asking.
-        super().__init__(peer, place.peer if place.peer in peer.connections else peer.id, place.actor, label, sink)
+        super().__init__(
+            peer, place.peer if place.peer in peer.connections else peer.process.id, place.actor, label, sink
+        )
         self.owner = owner
         self.ended: DaftError | None = None
         self._backlog = Backlog(peer, label)
@@ -92,14 +94,14 @@ class FollowingTarget(Target):
     @property
     def place(self) -> Location:
         """Where it is, as far as this process knows."""
-        down = self.remote == self.peer.id and self.actor not in self.peer.actors
+        down = self.remote == self.peer.process.id and self.actor not in self.peer.actors
         return Location(NOWHERE if down else self.remote, self.actor)
 
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
         """Call a method and return a ref of its result at once."""
         if kwargs or not spec.low <= len(args) <= spec.high:
             spec.check(args, kwargs)
-        number = self.peer.next_number()
+        number = self.peer.process.next_number()
         state = FollowingCall(self, spec, number)
         request = state.request = Request(self, spec, args, kwargs, number, WANT_REPLY, state)
         request.again = spec.retries > 0
@@ -113,8 +115,8 @@ class FollowingTarget(Target):
         health = super().health()
         if health is not Health.LOST:
             return health
-        if self.owner != self.peer.id and self._finding is None:
-            self.peer.call_soon(self._look)
+        if self.owner != self.peer.process.id and self._finding is None:
+            self.peer.process.call_soon(self._look)
         return Health.SUSPECT
 
     def note_death(self, error: ActorDied) -> None:
@@ -122,7 +124,7 @@ class FollowingTarget(Target):
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
-        return _rebuild, (self.peer.options.home, self.owner, self.place, self.label, cls, True)
+        return _rebuild, (self.peer.process.options.home, self.owner, self.place, self.label, cls, True)
 
     # Waiting for the next incarnation.
 
@@ -143,12 +145,16 @@ class FollowingTarget(Target):
 
     def _look(self) -> None:
         connection = self.peer.connections.get(self.remote)
-        if self.ended is None and self.peer.closed is None and (connection is None or connection.lost is not None):
+        if (
+            self.ended is None
+            and self.peer.process.closed is None
+            and (connection is None or connection.lost is not None)
+        ):
             self._start_finding(connection)
 
     def _start_finding(self, connection: Connection | None) -> None:
         if self._finding is None:
-            self._finding = self.peer.tasks.create_task(self._find(connection), name=f"find {self.label}")
+            self._finding = self.peer.process.tasks.create_task(self._find(connection), name=f"find {self.label}")
 
     def forget(self, number: CallId) -> None:
         """A call does not wait any more."""
@@ -173,10 +179,10 @@ class FollowingTarget(Target):
         """Ask where it is, which is answered when it is somewhere."""
         try:
             # Its process is gone if the supervisor is to know more; two processes may also have fallen out.
-            lost = None if connection is None else await self.peer.explanation(connection)
+            lost = None if connection is None else await self.peer.connections.explanation(connection)
             found = await self.supervisor().whereabouts(self.number, wait=True)
         except asyncio.CancelledError:
-            self._backlog.fail(RuntimeClosed(self.peer.closed or "the runtime is closed"))
+            self._backlog.fail(RuntimeClosed(self.peer.process.closed or "the runtime is closed"))
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait get it
             self._finding = None
@@ -207,7 +213,7 @@ class FollowingTarget(Target):
 
     def leave(self) -> None:
         """It is down."""
-        self.remote = self.peer.id
+        self.remote = self.peer.process.id
 
     def end(self, error: DaftError) -> None:
         """It is gone for good."""
@@ -241,7 +247,7 @@ class FollowingCall(CallState):
             # The actor lives, and would refuse it again.
             return False
         turned_away = error.executed is False and isinstance(error, StaleHandle | ActorDied)
-        told = target.owner == self.peer.id
+        told = target.owner == self.peer.process.id
         if turned_away and not told and self.connection is not None and self.connection.remote == target.remote:
             # Perhaps its process lives, and has no such actor: the next call asks where that is. (Perhaps an argument
             # is lost.) The owner's own process is told of every move, and must not forget where the actor is.
@@ -286,12 +292,12 @@ class PinnedTarget(Target):
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
         place = Location(self.remote, self.actor)
-        return _rebuild, (self.peer.options.home, self.life.owner, place, self.label, cls, False)
+        return _rebuild, (self.peer.process.options.home, self.life.owner, place, self.label, cls, False)
 
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
         """Call a method and return a ref of its result at once."""
         spec.check(args, kwargs)
-        number = self.peer.next_number()
+        number = self.peer.process.next_number()
         state = PinnedCall(self, spec, number)
         self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
         return Ref(state)
@@ -302,11 +308,11 @@ class PinnedTarget(Target):
 
     def refuse(self, state: PendingCall, connection: Connection | None) -> None:
         """Fail a call that was not sent, and say why."""
-        self.peer.tasks.create_task(self._refuse(state, connection), name=f"refuse a call of {self.label}")
+        self.peer.process.tasks.create_task(self._refuse(state, connection), name=f"refuse a call of {self.label}")
 
     async def _refuse(self, state: PendingCall, connection: Connection | None) -> None:
         try:
-            lost = None if connection is None else await self.peer.explanation(connection)
+            lost = None if connection is None else await self.peer.connections.explanation(connection)
             found = await self.life.supervisor().whereabouts(number_of(self.actor), wait=False)
         except Exception as problem:  # noqa: BLE001 - the caller gets it
             state.on_error(unsent(problem))

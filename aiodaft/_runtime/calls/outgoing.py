@@ -53,10 +53,10 @@ class Outgoing:
             Overloaded: Too many calls are waiting.
         """
         peer = self._peer
-        if peer.closed is not None:
-            raise RuntimeClosed(f"{request.spec.label} cannot be called: {peer.closed}")
+        if peer.process.closed is not None:
+            raise RuntimeClosed(f"{request.spec.label} cannot be called: {peer.process.closed}")
         running = asyncio._get_running_loop()
-        if running is not peer.loop:
+        if running is not peer.process.loop:
             self._submit_elsewhere(running, request)
             return
         target, state, args = request.target, request.state, request.args
@@ -69,10 +69,10 @@ class Outgoing:
                 if self._backlog.admit(request):
                     self.order.enter(request)
                 return
-            if target.remote == peer.id:
+            if target.remote == peer.process.id:
                 self._submit_local(request)
                 return
-            connection = peer.connection_to(target.remote)
+            connection = peer.connections.to(target.remote)
             if connection.lost is not None:
                 target.missed(request, connection)
                 return
@@ -157,7 +157,7 @@ class Outgoing:
                 self._note_streams(request)
                 submit(number, state, None, 0, admitted)
                 coro = self._encode_then_send(connection, request)
-                self._peer.tasks.create_task(coro, name=f"encode the arguments of {request.spec.label}")
+                self._peer.process.tasks.create_task(coro, name=f"encode the arguments of {request.spec.label}")
                 return
             if not self._use_inputs(kept, request):
                 return
@@ -171,7 +171,7 @@ class Outgoing:
             submit(number, state, message, kept.encoded.size, admitted)
         else:
             submit(number, state, None, 0, admitted)
-            self._peer.tasks.create_task(self._pack_then_send(connection, request, kept), name="copy arguments")
+            self._peer.process.tasks.create_task(self._pack_then_send(connection, request, kept), name="copy arguments")
 
     def _note_streams(self, request: Request) -> None:
         if request.streams is None:
@@ -217,7 +217,7 @@ class Outgoing:
         blobs = kept.blobs_for(connection)
         # The grant keeps the block until the callee is done with it.
         _let_go(request, kept)
-        left = time_left(deadline, peer.loop.time)
+        left = time_left(deadline, peer.process.loop.time)
         refs = tuple(peer.refs.describe(ref) for ref in kept.refs)
         slots = peer.refs.describe_values(kept.encoded.slots)
         head = (SEND, request.number, request.target.actor, request.spec.name, request.mode)
@@ -254,7 +254,7 @@ class Outgoing:
             # It may have waited elsewhere.
             request.state.connection = None
         caller = peer.local_caller
-        call = InboundCall(caller, peer.id, request.number, hosted, request.spec, request.mode, request.args)
+        call = InboundCall(caller, peer.process.id, request.number, hosted, request.spec, request.mode, request.args)
         call.deadline = request.deadline
         call.attempt = request.attempt
         call.kwargs = request.kwargs
@@ -281,7 +281,7 @@ class Outgoing:
             finally:
                 current_call.reset(token)
 
-        self._peer.call_soon(submit)
+        self._peer.process.call_soon(submit)
 
 
 def _value_of(request: Request) -> tuple[Any, Names]:

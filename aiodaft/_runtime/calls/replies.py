@@ -40,7 +40,7 @@ class Replies:
         if kind == RESULT:
             _, _, payload, blobs, refs = message
             if refs:
-                self._peer.tasks.create_task(self._adopt_result(connection, state, message), name="adopt refs")
+                self._peer.process.tasks.create_task(self._adopt_result(connection, state, message), name="adopt refs")
             else:
                 state.on_result(ReceivedValue(payload, blobs, [], []))
         elif kind == STORED:
@@ -62,7 +62,7 @@ class Replies:
             # It keeps its place in the stream while its parts are fetched.
             item = Delivery(self._peer, connection, payload, blobs, refs)
             state.on_item(
-                self._peer.tasks.start_ahead(self._bring_item(connection, number, item), name="bring an item")
+                self._peer.process.tasks.start_ahead(self._bring_item(connection, number, item), name="bring an item")
             )
         else:
             state.on_item(ReceivedValue(payload, blobs, [], []))

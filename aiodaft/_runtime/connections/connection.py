@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INTRODUCE, NOTE, Message
@@ -63,15 +63,15 @@ class Connection:
         self._socket: socket.socket | None = None
         self._buffer = bytearray(_READ_SIZE)
         self._descriptors = Descriptors()
-        self._waiter = waiter = owner.waiter
-        self._send_queue = SendQueue(loop, self.traffic, waiter.look, self._broken)
+        self._ring_poller = ring_poller = owner.ring_poller
+        self._send_queue = SendQueue(loop, self.traffic, ring_poller.look, self._broken)
         # Rings that the peer may take, and what is sent when it has.
         self._offered: tuple[RingPair, int] | None = None
         # Where what the peer sends comes from, if not from the socket.
         self._ring: RingPair | None = None
         self._collected = 0
         self._watching_stall = False
-        # The last one in which something was sent through a ring, as the waiter counts.
+        # The last one in which something was sent through a ring, as the poller counts.
         self._turn = -1
         # Set while the turn's remaining messages are being collected.
         self._corked = False
@@ -138,7 +138,7 @@ class Connection:
         elif self._ring is None:
             self._write()
             self.flush_soon()
-        elif self._turn != (turn := self._waiter.turns):
+        elif self._turn != (turn := self._ring_poller.turns):
             self._turn = turn
             self._write()
         else:
@@ -151,7 +151,7 @@ class Connection:
             if self._ring is None:
                 self._loop.call_soon(self._uncork)
             else:
-                self._waiter.before_looking(self._uncork)
+                self._ring_poller.before_looking(self._uncork)
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
         """Send a note of a transport, with descriptors."""
@@ -240,7 +240,7 @@ class Connection:
         return withdrawn
 
     def abandon(self) -> None:
-        """Close the socket and the rings where the loop does not run. The waiter looks at none any more."""
+        """Close the socket and the rings where the loop does not run. The poller looks at none any more."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -331,7 +331,7 @@ class Connection:
         """From here on, what the peer sends comes through a ring."""
         if self.lost is None:
             self._ring = ring
-            self._waiter.add(ring, self)
+            self._ring_poller.add(ring, self)
 
     def ring_readable(self) -> None:
         """There is something in the ring; some of it is handled now."""
@@ -345,7 +345,7 @@ class Connection:
     def _drop_rings(self) -> None:
         ring = self._take_ring()
         if ring is not None:
-            self._waiter.remove(ring)
+            self._ring_poller.remove(ring)
             ring.close()
 
     def _take_ring(self) -> RingPair | None:
@@ -356,7 +356,7 @@ class Connection:
     # Receiving.
 
     def _readable(self) -> None:
-        wakeups = self._waiter.wakeups
+        wakeups = self._ring_poller.wakeups
         wakeups.collecting = True
         try:
             self._read_socket()
@@ -468,12 +468,12 @@ class ConnectionOwner(Protocol):
     """What a connection needs of its process."""
 
     @property
-    def handlers(self) -> Sequence[Callable[[Connection, Message], object]]:
+    def handlers(self) -> Sequence[Callable[[Any, Message], object]]:
         """What handles each kind of message."""
         ...
 
     @property
-    def waiter(self) -> RingPoller:
+    def ring_poller(self) -> RingPoller:
         """What looks at the rings."""
         ...
 

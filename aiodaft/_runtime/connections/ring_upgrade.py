@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
 
 from aiodaft._protocol.messages import RING, RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED, Message
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.fd_passing import close_all
+from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.connections.shm_ring import offer_rings, take_rings
+from aiodaft._runtime.process import Process
 from aiodaft.exceptions import RemoteProtocolError
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Connection
-    from aiodaft._runtime.connections.route import Route
-    from aiodaft._runtime.peer import Peer
 
 
 class RingUpgrades:
@@ -23,20 +20,19 @@ class RingUpgrades:
     One side of each pair makes the offer, the one with the smaller id, so that two never cross.
     """
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    def __init__(self, process: Process) -> None:
+        self._process = process
 
     def want(self, route: Route) -> None:
         """Use rings, if it leads to another process that shares memory. Asking twice is asking once."""
-        if route is self._peer.loopback:
+        if not isinstance(route, Connection):
             return
-        connection = cast("Connection", route)
-        if self._peer.options.transport != "shm" or connection.lost is not None or connection.ring is not None:
+        if self._process.options.transport != "shm" or route.lost is not None or route.ring is not None:
             return
-        if self._peer.id > connection.remote:
-            connection.send((RING, RING_WANTED))
+        if self._process.id > route.remote:
+            route.send((RING, RING_WANTED))
         else:
-            self._offer(connection)
+            self._offer(route)
 
     def _offer(self, connection: Connection) -> None:
         if connection.offers_rings:
@@ -53,7 +49,7 @@ class RingUpgrades:
     def came(self, connection: Connection, message: Message) -> None:
         """RING came."""
         stage = message[1]
-        first = self._peer.id < connection.remote
+        first = self._process.id < connection.remote
         if stage == RING_WANTED and first:
             if connection.ring is None:
                 self._offer(connection)

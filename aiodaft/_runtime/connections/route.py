@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import Message
 from aiodaft._runtime.connections.traffic import Traffic
+from aiodaft._runtime.process import Process
 from aiodaft_transport import Control
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.peer import Peer
 
 
 class Route(Control, Protocol):
@@ -55,38 +53,45 @@ class Route(Control, Protocol):
         ...
 
 
-class Loopback:
-    """A process's connection to itself, for transports: what is sent is there at once."""
+class Dispatch(Protocol):
+    """What the loopback needs of the connections."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    @property
+    def handlers(self) -> Sequence[Callable[[Any, Message], object]]:
+        """What handles each kind of message."""
+        ...
+
+
+class Loopback:
+    """A process's connection to itself, for transports and graphs: what is sent is there at once."""
+
+    is_asleep = False
+
+    def __init__(
+        self, process: Process, dispatch: Dispatch, take_note: Callable[[str, Route, bytes, list[int]], object]
+    ) -> None:
+        self._loop = process.loop
+        self._dispatch = dispatch
+        self._take_note = take_note
+        # The process itself; transports call it peer.
+        self.remote = process.id
+        self.peer: str = process.id
         self.traffic = Traffic()
         self.lost: Exception | None = None
 
-    @property
-    def remote(self) -> PeerId:
-        """The process itself."""
-        return self._peer.id
-
-    @property
-    def peer(self) -> str:
-        """The process itself (what transports call it)."""
-        return self._peer.id
-
     def send(self, message: Message) -> None:
-        """What a graph says to this process; it hears of it in the loop's next turn."""
-        self._peer.loop.call_soon(self._peer.graphs.handlers[message[0]], self, message)
+        """What a graph says to this process; handled in the loop's next turn."""
+        self._loop.call_soon(self._dispatch.handlers[message[0]], self, message)
 
     def send_in_turn(self, message: Message) -> None:
         """What a graph says before the calls that this process makes next: those do not wait for a turn of the loop."""
-        self._peer.graphs.handlers[message[0]](self, message)
+        self._dispatch.handlers[message[0]](self, message)
 
     send_quietly = send_in_turn
-    is_asleep = False
 
     def wake(self) -> None:
         """It never sleeps."""
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
         """Hand a note to the transport."""
-        self._peer.store.transport_named(transport).note_received(self, note, [os.dup(fd) for fd in fds])
+        self._take_note(transport, self, note, [os.dup(fd) for fd in fds])

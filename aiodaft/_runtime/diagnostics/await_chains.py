@@ -211,7 +211,11 @@ def _at_stream(frames: Frames) -> Found:
         # For another task to take an item that is there.
         raise _UnknownError
     return [
-        CallAt(stream.peer.id if stream.connection is None else stream.connection.remote, stream.peer.id, stream.number)
+        CallAt(
+            stream.peer.process.id if stream.connection is None else stream.connection.remote,
+            stream.peer.process.id,
+            stream.number,
+        )
     ]
 
 

@@ -50,11 +50,11 @@ class Deadlocks:
 
     def _look_later(self) -> None:
         # In a context of its own: the deadline of whichever call came first is not that of a search.
-        self._peer.loop.call_later(_PATIENCE, self._look, context=Context())
+        self._peer.process.loop.call_later(_PATIENCE, self._look, context=Context())
 
     def _look(self) -> None:
         self._actors = {hosted for hosted in self._actors if hosted.stopping is None and hosted.holds_some_up}
-        self._looking = bool(self._actors) and self._peer.closed is None
+        self._looking = bool(self._actors) and self._peer.process.closed is None
         if not self._looking:
             self._seen.clear()
             return
@@ -63,8 +63,8 @@ class Deadlocks:
         lasting, self._seen = seen & self._seen, seen
         # Most wait for nothing that is not in this process, and are alive: that costs no message.
         roots = [root for root in map(self.waits.place, lasting) if self._may_be_stuck(root)]
-        home = self._peer.options.home
-        if roots and home == self._peer.id:
+        home = self._peer.process.options.home
+        if roots and home == self._peer.process.id:
             self.investigate(roots)
         elif roots:
             self._peer.agent_of(home).investigate.tell(roots)
@@ -75,7 +75,7 @@ class Deadlocks:
         return bool(search.questions or search.deadlocks)
 
     def _answer_here(self, search: Search) -> None:
-        while here := [call for call in search.questions if call.host == self._peer.id]:
+        while here := [call for call in search.questions if call.host == self._peer.process.id]:
             search.handle_answers({call: self.waits.look(call) for call in here})
 
     # In the home process.
@@ -85,7 +85,7 @@ class Deadlocks:
         self._roots.update(roots)
         if not self._searching:
             self._searching = True
-            self._peer.tasks.create_task(self._search(), name="search for deadlocks")
+            self._peer.process.tasks.create_task(self._search(), name="search for deadlocks")
 
     async def _search(self) -> None:
         try:

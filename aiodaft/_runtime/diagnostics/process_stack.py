@@ -26,10 +26,10 @@ def stack_here(peer: Peer) -> ProcessStack:
     calls = [call for call in peer.incoming_calls() if call.hosted.id >= FIRST_USER_ACTOR]
     calls.sort(key=lambda call: not call.begun)
     of_calls = {call.task for call in calls}
-    tasks = [task for task in asyncio.all_tasks(peer.loop) if task not in of_calls]
+    tasks = [task for task in asyncio.all_tasks(peer.process.loop) if task not in of_calls]
     return ProcessStack(
-        id=peer.id,
-        pid=peer.pid,
+        id=peer.process.id,
+        pid=peer.process.pid,
         actors=tuple(hosted.name for hosted in peer.actors.values() if hosted.id >= FIRST_USER_ACTOR),
         calls=tuple(_call(peer, call) for call in calls),
         threads=tuple(_threads()),
@@ -40,7 +40,7 @@ def stack_here(peer: Peer) -> ProcessStack:
 def _call(peer: Peer, call: InboundCall) -> CallStack:
     waits = peer.deadlocks.waits
     state = "running" if call.begun else "needs arguments" if call.bringing is not None else "queued"
-    seconds = peer.env.monotonic() - call.since if call.begun else None
+    seconds = peer.process.env.monotonic() - call.since if call.begun else None
     frames = frames_on_thread(call) if call.task is None or call.rules.on_thread else frames_of(call.task.get_coro())
     waits_for = tuple(waits.name_of(at) for at in waits.calls_before(call))
     return CallStack(call.hosted.name, call.label, call.caller, state, seconds, waits_for, _frames(frames))

@@ -76,7 +76,7 @@ class Waits:
     def place(self, call: InboundCall) -> CallAt:
         """What other processes call a call of this one."""
         number = row_number(call) if isinstance(call, SegmentCall) else call.number
-        return CallAt(self._peer.id, call.caller, number)
+        return CallAt(self._peer.process.id, call.caller, number)
 
     def find(self, at: CallAt) -> InboundCall | None:
         """A call of this process that is queued or runs."""
@@ -106,12 +106,14 @@ class Waits:
 
     def name_of(self, at: CallAt) -> str:
         """What to call a call that this process waits for."""
-        running = self.find(at) if at.host == self._peer.id else None
+        running = self.find(at) if at.host == self._peer.process.id else None
         if running is not None:
             return f"{running.label} of {running.hosted.name}"
         connection = self._peer.connections.get(at.host)
         state = (
-            connection.session.calls.get(at.number) if connection is not None and at.owner == self._peer.id else None
+            connection.session.calls.get(at.number)
+            if connection is not None and at.owner == self._peer.process.id
+            else None
         )
         if isinstance(state, CallState):
             return f"{state.label} of {state.target.label}"

@@ -70,19 +70,19 @@ class Deployment:
             CyclicGraph: Its steps would wait for each other in a circle.
         """
         self._peer = peer
-        self.number = peer.next_number()
+        self.number = peer.process.next_number()
         self.flow = flow.with_actors({
             step.actor: (_place(target), target.label) for step, (target, _) in zip(flow.steps, specs, strict=True)
         })
         self.plans = make_plan(self.flow)
         self.reports = {value: process for process, plan in self.plans.items() for value in plan.reports}
-        self.routes = {process: peer.route_to(process) for process in self.plans}
+        self.routes = {process: peer.connections.route_to(process) for process in self.plans}
         self.some_follow = any(plan.follows for plan in self.plans.values())
         # The outputs: the calls that make them, and the connection that each comes over (None if made here).
         self.results: dict[int, tuple[Target, MethodSpec, Connection | None]] = {}
         for value in flow.outputs:
             route = self.routes[self.reports[value]]
-            connection = None if route is peer.loopback else cast("Connection", route)
+            connection = None if route is peer.connections.loopback else cast("Connection", route)
             self.results[value] = (*specs[value - flow.inputs], connection)
         self.value_routes = [
             ValueRoute(process, self.routes[process], plan, flow.inputs, [*self.results])
@@ -134,7 +134,7 @@ class Deployment:
         """A process is gone: it has to be asked where its supervised actors are now."""
         for target in self._followed:
             # Whoever owns one is told, and must not forget it.
-            if target.remote == remote and target.owner != self._peer.id:
+            if target.remote == remote and target.owner != self._peer.process.id:
                 target.leave()
 
     def end(self) -> None:
@@ -144,7 +144,7 @@ class Deployment:
 
     async def wait_end(self) -> None:
         """Wait until that is so."""
-        self._over = self._over or self._peer.loop.create_future()
+        self._over = self._over or self._peer.process.loop.create_future()
         await asyncio.shield(self._over)
 
     async def install(self) -> None:
@@ -154,7 +154,7 @@ class Deployment:
             DaftError: One of them is gone.
             AttributeError: An actor has no such method.
         """
-        tasks = self._peer.tasks
+        tasks = self._peer.process.tasks
         installing = [
             tasks.start(self._install_one(process, plan), name=f"install a graph in {process}")
             for process, plan in self.plans.items()
@@ -166,7 +166,7 @@ class Deployment:
             raise failed
 
     async def _install_one(self, process: PeerId, plan: SubPlan[Arguments]) -> None:
-        self._peer.upgrades.want(self.routes[process])
+        self._peer.connections.ring_upgrades.want(self.routes[process])
         await self._peer.agent_of(process).install(self.number, Sealed(plan))
 
     def uninstall(self) -> None:
@@ -174,7 +174,7 @@ class Deployment:
         for process in self.plans:
             connection = self._peer.connections.get(process)
             if connection is None or connection.lost is None:
-                self._peer.tasks.create_task(self._uninstall_one(process), name=f"forget a graph in {process}")
+                self._peer.process.tasks.create_task(self._uninstall_one(process), name=f"forget a graph in {process}")
 
     async def _uninstall_one(self, process: PeerId) -> None:
         # Who dies meanwhile has forgotten it.

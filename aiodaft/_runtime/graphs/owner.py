@@ -70,7 +70,7 @@ class GraphOwner:
     def _prepare(self) -> asyncio.Task[None]:
         self._ready, self._broken = False, None
         self._peer.graphs.own[self._layout.number] = self
-        return self._peer.tasks.create_task(self._install(), name="install a graph")
+        return self._peer.process.tasks.create_task(self._install(), name="install a graph")
 
     async def _install(self) -> None:
         for _ in range(_ATTEMPTS):
@@ -171,7 +171,7 @@ class GraphOwner:
         return refs
 
     def _make_run(self) -> OwnerRun:
-        return OwnerRun(self, tuple(itertools.islice(self._peer.numbers, len(self._layout.results))))
+        return OwnerRun(self, tuple(itertools.islice(self._peer.process.numbers, len(self._layout.results))))
 
     def _queue(self, run: OwnerRun, long: list[tuple[int, Any]]) -> None:
         """Let a run wait for its turn, and for those of its inputs that take long."""
@@ -180,7 +180,7 @@ class GraphOwner:
         if long:
             run.packed = False
             packing = self._pack(run, long, self._peer.store.current_streams())
-            self._peer.tasks.create_task(packing, name="copy the inputs of a graph")
+            self._peer.process.tasks.create_task(packing, name="copy the inputs of a graph")
         else:
             self._pump()
 
@@ -237,7 +237,7 @@ class GraphOwner:
         for value, state in run.states.items():
             _, _, state.connection = layout.results[value]
         run.missing = layout.reports.copy()
-        left = time_left(run.deadline, peer.loop.time)
+        left = time_left(run.deadline, peer.process.loop.time)
         oldest = next(iter(self._runs))
         # Whoever may have to say that the time is over has to know when.
         quiet = layout.some_follow and left is None and layout.may_be_quiet
@@ -259,12 +259,14 @@ class GraphOwner:
             send = route.send_quietly if quiet and value_route.plan.follows else route.send_in_turn
             send((RUN, layout.number, run.number, oldest, left, numbers, items))
             if route.lost is not None:
-                peer.tasks.create_task(self._explain_loss(run, value_route.process), name="explain a lost actor")
+                peer.process.tasks.create_task(
+                    self._explain_loss(run, value_route.process), name="explain a lost actor"
+                )
         run.drop_inputs()
 
     async def _explain_loss(self, run: OwnerRun, process: PeerId) -> None:
         assert run.layout is not None
-        error = await self._peer.explanation(cast("Connection", run.layout.routes[process]))
+        error = await self._peer.connections.explanation(cast("Connection", run.layout.routes[process]))
         # It was gone before the run was sent.
         self._lost_run(run, process, copy_error(error).with_executed(False))
 
@@ -281,7 +283,7 @@ class GraphOwner:
             if index not in missing:
                 continue
             if len(item) == 5 and item[3]:
-                self._peer.tasks.create_task(self._adopt(run, item, neighbour), name="adopt refs")
+                self._peer.process.tasks.create_task(self._adopt(run, item, neighbour), name="adopt refs")
                 continue
             del missing[index]
             if len(item) == 2 and index in run.states:
@@ -388,7 +390,7 @@ class GraphOwner:
         self._closed = True
         try:
             while self._runs:
-                self._idle = self._idle or self._peer.loop.create_future()
+                self._idle = self._idle or self._peer.process.loop.create_future()
                 await asyncio.shield(self._idle)
         except asyncio.CancelledError:
             self.cancel("its graph was closed")
@@ -401,7 +403,7 @@ class GraphOwner:
             self._closed = True
             # The loop may be closed: then the processes are gone.
             with suppress(RuntimeError):
-                self._peer.loop.call_soon_threadsafe(self._drained)
+                self._peer.process.loop.call_soon_threadsafe(self._drained)
 
     def _drained(self) -> None:
         """There may be no runs left of a graph that is closed."""
@@ -420,5 +422,5 @@ class GraphOwner:
 
     def _forget(self, layout: Deployment) -> None:
         known = self._peer.graphs.own.pop(layout.number, None)
-        if known is not None and self._peer.closed is None:
+        if known is not None and self._peer.process.closed is None:
             layout.uninstall()

@@ -50,7 +50,7 @@ class ResultState(CallState):
 
     def _release_remote(self) -> None:
         if self.connection is None:
-            self.peer.store.drop((self.peer.id, self.number))
+            self.peer.store.drop((self.peer.process.id, self.number))
         super()._release_remote()
 
 
@@ -157,7 +157,7 @@ class OwnerRun:
     def _nobody(self, index: int) -> ResultState:
         """A step whose result nobody holds: its error is for whoever looks after such errors."""
         target, spec = self.graph.specs[index - self.graph.inputs]
-        state = ResultState(self, target, spec, target.peer.next_number())
+        state = ResultState(self, target, spec, target.peer.process.next_number())
         state.handles = 0
         if self.cancelled:
             state.expect_cancellation()

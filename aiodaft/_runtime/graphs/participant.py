@@ -50,7 +50,7 @@ class Participant:
         self.missing_then = [len(set(segment.needs).difference(plan.inputs)) for segment in plan.segments]
         self.foreign = len(plan.inputs) + sum(map(len, plan.receives.values()))
         others = {owner, *plan.receives, *itertools.chain.from_iterable(plan.sends.values())}
-        self.routes = {remote: peer.route_to(remote) for remote in others}
+        self.routes = {remote: peer.connections.route_to(remote) for remote in others}
         self.route = self.routes[owner]
         self.rows = [SegmentRun(self, segment) for segment in plan.segments]
         # The next run is made when one is over: that way nobody waits for it.
@@ -77,13 +77,13 @@ class Participant:
             for remote in self.plan.receives:
                 route = self.routes[remote]
                 if route.lost is not None:
-                    self.peer.tasks.create_task(
+                    self.peer.process.tasks.create_task(
                         self._explain_loss(run, cast("Connection", route)), name="explain a lost actor"
                     )
         return run
 
     async def _explain_loss(self, run: ParticipantRun, connection: Connection) -> None:
-        run.lost(connection.remote, await self.peer.explanation(connection))
+        run.lost(connection.remote, await self.peer.connections.explanation(connection))
 
     def forget(self, run: ParticipantRun) -> None:
         """A run is over."""
@@ -156,7 +156,7 @@ class ParticipantRun:
             self.came(items, neighbour)
         calls, self._rows = self._rows, ()
         if left is not None:
-            deadline = deadline_of(left, part.peer.loop.time)
+            deadline = deadline_of(left, part.peer.process.loop.time)
             for call in calls:
                 call.deadline = deadline
         # All are known before the first may end.
@@ -175,7 +175,7 @@ class ParticipantRun:
                 continue
             value = value_of(item)
             if value is None:
-                self.part.peer.tasks.create_task(self._fetch(item, neighbour), name="fetch a value of a graph")
+                self.part.peer.process.tasks.create_task(self._fetch(item, neighbour), name="fetch a value of a graph")
             else:
                 self._put_foreign(item[0], value)
 
@@ -210,7 +210,9 @@ class ParticipantRun:
             self._tell(job, value, value.kept)
         else:
             self._open += 1
-            self.part.peer.tasks.create_task(self._give_later(job, value, value.kept), name="give a value of a graph")
+            self.part.peer.process.tasks.create_task(
+                self._give_later(job, value, value.kept), name="give a value of a graph"
+            )
 
     def _outlives(self, job: Job, kept: StoredValue) -> bool:
         """Whether steps here may still look into it when its owner, who gets it, has freed it."""

@@ -49,7 +49,7 @@ class Graphs:
         """
         part = Participant(self._peer, owner, number, plan)
         for route in part.routes.values():
-            self._peer.upgrades.want(route)
+            self._peer.connections.ring_upgrades.want(route)
         for position, step in enumerate(plan.steps):
             for place, ref in enumerate(step.data.outside):
                 part.outside[position, place] = await self._constant(ref)
@@ -60,11 +60,11 @@ class Graphs:
     async def _constant(self, ref: Any) -> GraphValue:
         peer = self._peer
         descriptor = peer.refs.describe(ref)
-        return await fetch(peer, peer.loopback, (0, _FIRST_SLOT, None, (), (descriptor,)))
+        return await fetch(peer, peer.connections.loopback, (0, _FIRST_SLOT, None, (), (descriptor,)))
 
     def _say_cut_off(self, part: Participant) -> None:
         """A process that sends values to this one, and thereby wakes it, does so no more. It may live."""
-        self._peer.tasks.create_task(self._tell_cut_off(part), name="tell the owner of a graph")
+        self._peer.process.tasks.create_task(self._tell_cut_off(part), name="tell the owner of a graph")
 
     async def _tell_cut_off(self, part: Participant) -> None:
         # The parts of an owner that is gone end with it.
@@ -98,7 +98,7 @@ class Graphs:
         if part is not None:
             if run not in part.runs:
                 # It may have been sent before this, and woken nobody.
-                self._peer.waiter.look()
+                self._peer.connections.ring_poller.look()
             part.run(run).came(items, connection)
             return
         for _, _, blobs, *_ in (item for item in items if len(item) == 5):
@@ -152,7 +152,7 @@ class Graphs:
     def connection_lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone, and this is why: its values will not come."""
         # There may be runs that wait for them, and have not been noticed yet.
-        self._peer.waiter.look()
+        self._peer.connections.ring_poller.look()
         for part in self._parts.values():
             for run in list(part.runs.values()):
                 run.lost(remote, error)

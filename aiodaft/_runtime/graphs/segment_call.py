@@ -198,7 +198,7 @@ class SegmentCall(InboundCall):
                     args, kwargs = call._arguments(job, patient=True)
                 except NotAtHand:
                     peer = call.hosted.peer
-                    asyncio.run_coroutine_threadsafe(call._fetch_own(job), peer.loop).result()
+                    asyncio.run_coroutine_threadsafe(call._fetch_own(job), peer.process.loop).result()
                     args, kwargs = call._arguments(job, patient=True)
                 executed = True
                 result = job.fn(instance, *args, **kwargs)

@@ -23,11 +23,11 @@ async def stack_of_all(peer: Peer, node: NodeAgent, patience: float) -> RuntimeS
 
 
 async def _stack_of(peer: Peer, node: NodeAgent, process: WorkerProcess, patience: float) -> ProcessStack | None:
-    asked_at = peer.env.monotonic()
+    asked_at = peer.process.env.monotonic()
     asked = peer.agent_of(process.id).stack()
     if not await is_answered(asked, patience):
         dump = await node.dump(process.id)
-        return ProcessStack(process.id, process.pid, process.actors, peer.env.monotonic() - asked_at, dump=dump)
+        return ProcessStack(process.id, process.pid, process.actors, peer.process.env.monotonic() - asked_at, dump=dump)
     try:
         return await asked
     except DaftError:

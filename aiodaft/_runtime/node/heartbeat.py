@@ -75,13 +75,13 @@ class Heartbeat:
     def _answer_all(self) -> None:
         with suppress(OSError):
             while self._connection.recv(len(_QUESTION)):
-                self._connection.send(self._answer(self._peer.env.monotonic()))
+                self._connection.send(self._answer(self._peer.process.env.monotonic()))
 
     def _answer(self, now: float) -> bytes:
         culprit = line = ""
         if self._asked is None:
             self._asked = now
-            self._peer.call_soon(self._turned)
+            self._peer.process.call_soon(self._turned)
         else:
             self._lag = now - self._asked
             culprit, line = self._find_culprit()
@@ -106,7 +106,7 @@ class Heartbeat:
 
     def _turned(self) -> None:
         if self._asked is not None:
-            self._lag = self._peer.env.monotonic() - self._asked
+            self._lag = self._peer.process.env.monotonic() - self._asked
             self._asked = None
 
 

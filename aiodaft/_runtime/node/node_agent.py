@@ -143,17 +143,17 @@ class NodeAgent(Actor):
 
     async def _start_worker(self, label: str, number: ActorId, worker_environment: WorkerEnvironment) -> Worker:
         cpus, gpus = self._ledger.share_of(number)
-        options = self._peer.options
-        worker_id = self._peer.env.new_peer_id("worker")
+        options = self._peer.process.options
+        worker_id = self._peer.process.env.new_peer_id("worker")
         settings = WorkerSettings(
             id=worker_id,
             node=options.node,
-            home=self._peer.id,
+            home=self._peer.process.id,
             transport=options.transport,
             direct=options.direct,
             grace=options.grace,
             max_pending=options.max_pending,
-            key=self._peer.key.secret(),
+            key=self._peer.process.key.secret(),
             uvloop=self._uvloop,
             log_level=logging.getLogger().level,
             argv=worker_environment.argv,
@@ -161,7 +161,7 @@ class NodeAgent(Actor):
         environment = self._own_environment(cpus, gpus, worker_environment)
         child, sock = await self._launcher.spawn(settings.packed(), worker_environment, environment, label)
         worker = self._workers[worker_id] = Worker(worker_id, child, label, gpus=gpus)
-        self._peer.attach(worker_id, sock)
+        self._peer.connections.attach(worker_id, sock)
         try:
             worker.pid = await asyncio.shield(child.started)
             worker.oom_counter = self._oom_kills.watch(worker.pid)
@@ -209,8 +209,8 @@ class NodeAgent(Actor):
             await asyncio.shield(worker.child.ended)
             return
         worker.wanted = reason
-        self._peer.connection_to(worker.id).send((BYE, reason))
-        if not answers or not await self._launcher.wait_end(worker.child, self._peer.grace):
+        self._peer.connections.to(worker.id).send((BYE, reason))
+        if not answers or not await self._launcher.wait_end(worker.child, self._peer.process.grace):
             await self._launcher.end(worker.child)
 
     def _free(self, number: ActorId, *, keep_gpus: bool = False) -> None:
@@ -243,7 +243,7 @@ class NodeAgent(Actor):
         if pair not in self._introduced:
             self._introduced.add(pair)
             try:
-                introduce(self._peer.connection_to(first), self._peer.connection_to(second))
+                introduce(self._peer.connections.to(first), self._peer.connections.to(second))
             except OSError as error:
                 self._introduced.discard(pair)
                 raise exhausted(error, f"{first} and {second} cannot be connected") from error
@@ -296,7 +296,7 @@ class NodeAgent(Actor):
         if worker is not None:
             worker.blamed = worker.blamed or in_flight > 0
             if not await self._launcher.wait_end(worker.child, _REPORT_TIMEOUT):
-                if self._peer.connection_to(peer).lost is None:
+                if self._peer.connections.to(peer).lost is None:
                     # Two processes fell out with each other; this one can still be worked with.
                     return PeerLost(f"the connection to {worker} ended")
                 # It cannot be reached and does not end: nobody can work with it any more.
@@ -308,12 +308,12 @@ class NodeAgent(Actor):
         if worker is None:
             return
         del self._workers[worker.id]
-        self._peer.suspects.discard(worker.id)
+        self._peer.connections.suspects.discard(worker.id)
         self._introduced = {pair for pair in self._introduced if worker.id not in pair}
         error = self._endings[worker.id] = worker.lost or self._post_mortem(worker, ending)
         if not child.pid:
             # If it is yet to start, it finds that nobody wants it.
-            self._peer.connection_to(worker.id).close(error)
+            self._peer.connections.to(worker.id).close(error)
         while len(self._endings) > _REMEMBERED:
             del self._endings[next(iter(self._endings))]
         for actor in worker.placed:
@@ -321,21 +321,21 @@ class NodeAgent(Actor):
         self.on_ended(worker.id, error, worker.wanted is not None)
         if worker.wanted is None:
             self._unreported[worker.id] = worker
-            self._peer.loop.call_later(_BLAME_DELAY, self._report, worker, error)
+            self._peer.process.loop.call_later(_BLAME_DELAY, self._report, worker, error)
 
     def _post_mortem(self, worker: Worker, ending: Ending) -> ActorDied:
         killed = worker.wanted is None and ending.signal == "SIGKILL"
         oom = killed and self._oom_kills.take(worker.oom_counter)
-        return died(worker, ending, activity(worker, self._peer.connection_to(worker.id)), oom=oom)
+        return died(worker, ending, activity(worker, self._peer.connections.to(worker.id)), oom=oom)
 
     def _pulse_changed(self, worker: Worker, order: Order) -> None:
         """A worker does not answer, or does again."""
-        connection = self._peer.connection_to(worker.id)
+        connection = self._peer.connections.to(worker.id)
         if order is Order.CLEAR:
-            self._peer.suspects.discard(worker.id)
+            self._peer.connections.suspects.discard(worker.id)
             logger.warning("%s answers again", worker)
         elif order is Order.SUSPECT:
-            self._peer.suspects.add(worker.id)
+            self._peer.connections.suspects.add(worker.id)
             logger.warning("%s", silence(worker, activity(worker, connection)))
         elif order is Order.GIVE_UP and worker.wanted is None:
             worker.lost = given_up(worker, activity(worker, connection))

@@ -19,12 +19,13 @@ from aiodaft._runtime.actors.inbound_call import current_call
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.diagnostics.native_dump import offer_dump
 from aiodaft._runtime.node.heartbeat import Heartbeat
-from aiodaft._runtime.peer import Peer, PeerOptions
+from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.context import set_process_peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.fork_hooks import leave_signals, when_forked
 from aiodaft._runtime.platform.linux import die_with_parent
+from aiodaft._runtime.process import ProcessOptions
 from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft.exceptions import DaftError, ProtocolError
 from aiodaft_transport import Key
@@ -75,7 +76,7 @@ class Worker:
         loop.add_signal_handler(signal.SIGTERM, self._end, 128 + signal.SIGTERM)
         when_forked(leave_signals)
         settings = self._settings
-        options = PeerOptions(
+        options = ProcessOptions(
             id=PeerId(settings.id),
             node=settings.node,
             home=PeerId(settings.home),
@@ -86,7 +87,7 @@ class Worker:
         )
         offer_dump()
         peer = Peer(options, Key(settings.key), Env())
-        peer.explain = self._explain
+        peer.connections.explain = self._explain
         peer.on_exit = self._exit_requested
         peer.on_unheld = self._report_unheld
         peer.current_maker = current_call.get
@@ -95,7 +96,7 @@ class Worker:
         # Its code is loaded while there are descriptors to load it with.
         peer.store.transport_named(self._settings.transport)
         Heartbeat(self._heartbeat, peer).start()
-        peer.attach(options.home, self._connection)
+        peer.connections.attach(options.home, self._connection)
         await self._over.wait()
         # Whatever does not end in time is ended by the process itself.
         with contextlib.suppress(TimeoutError):
@@ -129,7 +130,7 @@ class Worker:
         os._exit(code or 0)
 
     def _report_unheld(self, error: BaseException, what: str) -> None:
-        if self._peer.closed is None:
+        if self._peer.process.closed is None:
             self._peer.node_agent().unheld.tell(encode_error(error), what)
         else:
             log_error(what, error)

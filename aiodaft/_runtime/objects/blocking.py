@@ -22,15 +22,15 @@ def block_on(peer: Peer, ref: Ref[Any]) -> Any:
         asyncio.CancelledError: The call that the thread runs was cancelled, or its actor is stopped.
         BaseException: What awaiting the ref raises.
     """
-    if peer.is_here or asyncio._get_running_loop() is not None:
+    if peer.process.is_here or asyncio._get_running_loop() is not None:
         raise RuntimeError(f"{ref!r}: result() would block the event loop of this thread: use `await`")
-    peer.check_open(f"{ref!r} cannot be waited for")
+    peer.process.check_open(f"{ref!r} cannot be waited for")
     call = current_call.get()
     if call is not None and call.hosted.thread.ident != threading.get_ident():
         # A thread that an async method has started: the call's task is the method's own.
         call = None
     # How a search for deadlocks knows what the thread waits for.
-    waiting = asyncio.run_coroutine_threadsafe(_wait(ref, call), peer.loop)
+    waiting = asyncio.run_coroutine_threadsafe(_wait(ref, call), peer.process.loop)
     try:
         return waiting.result()
     except concurrent.futures.CancelledError:

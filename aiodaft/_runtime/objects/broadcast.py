@@ -93,7 +93,7 @@ class Relays:
                 del self._fetching[key]
                 self._send_away(key, fetching)
                 if fetching.root is not None and key not in self._peer.store.entries:
-                    self._tell(fetching.root, key, self._peer.id)
+                    self._tell(fetching.root, key, self._peer.process.id)
 
     def wait(self, key: Key, found: Callable[[Any], object]) -> bool:
         """Tell `found` of the copy when it is here, or where else the value is; False if none is on its way."""
@@ -157,7 +157,7 @@ class Relays:
         fetching = self._fetching.get((owner, number))
         if fetching is None:
             # Nobody here wants it any more.
-            self._tell(connection.remote, (owner, number), self._peer.id)
+            self._tell(connection.remote, (owner, number), self._peer.process.id)
         else:
             fetching.root = connection.remote
             fetching.keep = fetching.keep or keep

@@ -52,7 +52,7 @@ class Delivery:
 
     def __del__(self) -> None:
         if self._granted:
-            self._peer.call_soon(partial(Delivery.decline, self))
+            self._peer.process.call_soon(partial(Delivery.decline, self))
 
 
 class ReceivedValue:  # noqa: B903 - on the path of every call: a dataclass costs more

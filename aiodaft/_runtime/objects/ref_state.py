@@ -80,7 +80,7 @@ class Watched(Holders):
 
     def check_loop(self) -> None:
         """Raise RuntimeError unless this is the loop that the runtime was opened on."""
-        if asyncio._get_running_loop() is not self.peer.loop:
+        if asyncio._get_running_loop() is not self.peer.process.loop:
             raise RuntimeError(f"{self.label} is awaited on another event loop than the one its runtime was opened on")
 
     def watch(self, callback: Callable[[Any], object], *, interested: bool = False) -> None:
@@ -88,12 +88,12 @@ class Watched(Holders):
 
         Somebody who is interested counts as an awaiter: the call is not cancelled while they are there.
         """
-        if not self.peer.is_here:
-            self.peer.call_soon(partial(self.watch, callback, interested=interested))
+        if not self.peer.process.is_here:
+            self.peer.process.call_soon(partial(self.watch, callback, interested=interested))
             return
         self._interested += interested
         if self.settled:
-            self.peer.loop.call_soon(callback, self)
+            self.peer.process.loop.call_soon(callback, self)
         elif self._watchers is None:
             self._watchers = [callback]
         else:
@@ -105,7 +105,7 @@ class Watched(Holders):
         Raises:
             RuntimeError: This is another thread, which cannot know in time.
         """
-        if not self.peer.is_here:
+        if not self.peer.process.is_here:
             raise RuntimeError(f"a callback of {self.label} is removed in the thread of its event loop only")
         before = len(self._watchers or ())
         self._watchers = [watcher for watcher in self._watchers or () if watcher != callback]
@@ -115,10 +115,10 @@ class Watched(Holders):
 
     def cancel(self, why: str) -> bool:
         """Ask for the call to be cancelled; False if it is over already."""
-        if self.settled or self.peer.is_here:
+        if self.settled or self.peer.process.is_here:
             return not self.settled and self._cancel(why)
         # After the call itself, which this thread may have handed to the loop just now.
-        self.peer.call_soon(partial(self.cancel, why))
+        self.peer.process.call_soon(partial(self.cancel, why))
         return True
 
     def _cancel(self, why: str) -> bool:
@@ -163,12 +163,12 @@ class RefState(Watched):
 
     @property
     def producer(self) -> PeerId:
-        return self.peer.id
+        return self.peer.process.id
 
     @property
     def owner(self) -> PeerId:
         """The process that owns the ref."""
-        return self.peer.id
+        return self.peer.process.id
 
     @property
     def sink(self) -> UnhandledErrors | None:
@@ -193,7 +193,7 @@ class RefState(Watched):
         """There will be no value."""
         if not self.settled:
             self.error, self._traceback = error, error.__traceback__
-            self.failed = self.peer.next_number()
+            self.failed = self.peer.process.next_number()
         self._settle(FAILED)
 
     def on_kept(self) -> None:
@@ -211,7 +211,7 @@ class RefState(Watched):
         release_inputs(self, failed=self.error is not None)
         watchers, self._watchers = self._watchers, None
         for watcher in watchers or ():
-            self.peer.loop.call_soon(watcher, self)
+            self.peer.process.loop.call_soon(watcher, self)
         if self._waiters:
             self._serve_waiters()
         if self.error is not None:
@@ -230,7 +230,7 @@ class RefState(Watched):
         """One `Ref` object fewer. Safe in any thread, also while garbage is collected."""
         # Most refs end here: the value came with the answer, so there is nothing to free and nobody to tell.
         if self.status is not HERE or self.shared or self.kept is not None or not self.own:
-            self.dropped = self.peer.next_number()
+            self.dropped = self.peer.process.next_number()
             self.peer.drop_soon(self)
 
     def drop_handle(self) -> None:
@@ -258,7 +258,7 @@ class RefState(Watched):
 
     def free_now(self) -> None:
         """Free the value whoever holds it. Any thread."""
-        if not (self.settled and self.peer.is_here):
+        if not (self.settled and self.peer.process.is_here):
             self.watch(type(self).free_now)
             return
         self._release_value()
@@ -325,7 +325,7 @@ class RefState(Watched):
                     yield from self._stop_waiting(wakeup, error)
                     raise
             else:
-                if not self.peer.is_here:
+                if not self.peer.process.is_here:
                     self.check_loop()
                 self._decode_now()
         if self.error is not None:
@@ -338,7 +338,7 @@ class RefState(Watched):
     def _note_failed_await(self) -> None:
         """An await raises; the code behind it, which may await siblings of this call, does not run."""
         if self.maker is not None:
-            self.peer.failed_awaits.note(self.maker, self.number, self.peer.next_number())
+            self.peer.failed_awaits.note(self.maker, self.number, self.peer.process.next_number())
 
     def result(self, ref: Ref[Any]) -> Any:
         """Wait for the value in another thread than the loop's."""
@@ -347,9 +347,9 @@ class RefState(Watched):
     def wait_settled(self) -> Generator[Any, None, None]:
         """Wait until the value exists somewhere, or the call failed. Raises nothing of the call."""
         if not self.settled:
-            self.peer.check_open(f"{self.label} cannot be awaited")
+            self.peer.process.check_open(f"{self.label} cannot be awaited")
             self.check_loop()
-            future: asyncio.Future[None] = self.peer.loop.create_future()
+            future: asyncio.Future[None] = self.peer.process.loop.create_future()
             self.watch(lambda _: _wake([future]))
             yield from future.__await__()
 
@@ -358,23 +358,23 @@ class RefState(Watched):
         self.check_loop()
         yield from self.wait_settled()
         while self.uses or self.borrowers:
-            future: asyncio.Future[None] = self.peer.loop.create_future()
+            future: asyncio.Future[None] = self.peer.process.loop.create_future()
             self._idle_watchers = [*(self._idle_watchers or ()), future]
             yield from future.__await__()
         if self.status is THERE:
             yield from self.peer.refs.unread_at_producer(self).__await__()
         elif self.kept is not None:
-            unread: asyncio.Future[None] = self.peer.loop.create_future()
+            unread: asyncio.Future[None] = self.peer.process.loop.create_future()
             self.kept.when_unread(lambda: _wake([unread]))
             yield from unread.__await__()
 
     def _add_waiter(self) -> Wakeup:
         """What is woken when the value is here, or known not to come."""
         peer = self.peer
-        if peer.closed is not None:
-            peer.check_open(f"{self.label} cannot be awaited")
+        if peer.process.closed is not None:
+            peer.process.check_open(f"{self.label} cannot be awaited")
         self.check_loop()
-        wakeup = Wakeup(peer.waiter.wakeups)
+        wakeup = Wakeup(peer.connections.ring_poller.wakeups)
         if self._waiters is None:
             self._waiters = [wakeup]
         else:
@@ -408,7 +408,7 @@ class RefState(Watched):
         return not self.settled
 
     def _wait_for_cleanup(self) -> Generator[Any, None, None]:
-        over: asyncio.Future[None] = self.peer.loop.create_future()
+        over: asyncio.Future[None] = self.peer.process.loop.create_future()
         self.watch(lambda _: _wake([over]))
         yield from wait_shielded(over)
 
@@ -420,7 +420,7 @@ class RefState(Watched):
             else:
                 if not self._fetching:
                     self._fetching = True
-                    self.peer.tasks.create_task(self._fetch(), name=f"fetch {self.label}")
+                    self.peer.process.tasks.create_task(self._fetch(), name=f"fetch {self.label}")
                 return
         self._wake_waiters()
 

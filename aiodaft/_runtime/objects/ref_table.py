@@ -73,17 +73,17 @@ class RefTable:
             SerializationError: Part of it cannot travel.
         """
         peer = self._peer
-        state = PutState(peer, peer.next_number(), value, label)
+        state = PutState(peer, peer.process.next_number(), value, label)
         try:
             state.kept = peer.store.keep(value, Names(label, (("value", value),)), via=via)
         except TooLong:
             coro = self._capture(state, via, peer.store.current_streams())
-            peer.tasks.create_task(coro, name="put")
+            peer.process.tasks.create_task(coro, name="put")
             return state
         if peer.store.pack_now(state.kept):
             state.on_kept()
         else:
-            peer.tasks.create_task(self._capture(state, via), name="put")
+            peer.process.tasks.create_task(self._capture(state, via), name="put")
         return state
 
     async def _capture(self, state: PutState, via: str | None, streams: Sequence[Any] = ()) -> None:
@@ -100,7 +100,7 @@ class RefTable:
 
     def gather(self, parts: tuple[Ref[Any], ...]) -> GatheredState:
         """One ref for several."""
-        return GatheredState(self._peer, self._peer.next_number(), parts)
+        return GatheredState(self._peer, self._peer.process.next_number(), parts)
 
     def keep(self, state: RefState) -> StoredValue:
         """What other processes get for a settled ref whose value is here."""
@@ -158,7 +158,7 @@ class RefTable:
     async def _adopt_one(
         self, owner: PeerId, number: CallId, producer: PeerId, label: str, connection: Route
     ) -> Ref[Any]:
-        if owner == self._peer.id:
+        if owner == self._peer.process.id:
             own = self._own.get(number)
             known: RefState = own or self._freed(owner, number, producer, label)
             return Ref(known.hold())
@@ -176,7 +176,7 @@ class RefTable:
     async def _register(self, state: BorrowedState, connection: Route) -> None:
         if state.owner == connection.remote:
             # No call: the owner must know before it handles the next message, which may end what holds the ref there.
-            self._peer.connection_to(state.owner).send((BORROW, state.number))
+            self._peer.connections.to(state.owner).send((BORROW, state.number))
             return
         try:
             await self._peer.agent_of(state.owner).borrow(state.number)
@@ -195,7 +195,7 @@ class RefTable:
         # A state that was found by the garbage collector is not in the table any more, and perhaps another one is.
         if self._borrowed.get((state.owner, state.number)) is state:
             del self._borrowed[state.owner, state.number]
-        if state.registered and self._peer.closed is None:
+        if state.registered and self._peer.process.closed is None:
             self._peer.agent_of(state.owner).give_back.tell(state.number)
         state.registered = False
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import INLINE_LIMIT
+from aiodaft._protocol.messages import INLINE_LIMIT, Message
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.threads import SYNC_COPY, HelperThread
@@ -90,7 +90,7 @@ class Store:
             if self._devices is None:
                 from aiodaft._runtime.objects.devices import Devices, Gpus  # noqa: PLC0415 - few programs have accelerators
 
-                self._devices = Devices(Gpus(), self._home, self._home.id)
+                self._devices = Devices(Gpus(), self._home, self._home.process.id)
             return self._devices
 
     def current_streams(self) -> Sequence[Any]:
@@ -124,7 +124,9 @@ class Store:
         find_device = self._find_device if self._direct and via is None else nowhere
         places = Places(find_block, find_device, lend=lender is not None, home=self._home)
         encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient)
-        return StoredValue(encoded, lender, via, self._devices if encoded.on_device else None, self._home.call_soon)
+        return StoredValue(
+            encoded, lender, via, self._devices if encoded.on_device else None, self._home.process.call_soon
+        )
 
     def _find_block(self, source: Source, name: str) -> Block | None:
         """The block that a tensor's memory is, if the transport reads it where it lies."""
@@ -247,6 +249,11 @@ class Store:
         Cancellation: raised once the job has ended.
         """
         await self._helper_thread.run_to_end(partial(self._run_in_order, self.current_streams(), job))
+
+    def release_came(self, route: Route, message: Message) -> None:
+        """RELEASE came: the owner does not need these values any more."""
+        for number in message[1]:
+            self.drop((route.remote, number))
 
     def drop(self, key: Key) -> None:
         """Free a value that its owner does not need any more."""

@@ -96,13 +96,13 @@ class StreamState:
         release_inputs(self, failed=error is not None)
         watchers, self._watchers = self._watchers, []
         for watcher in watchers:
-            self.peer.loop.call_soon(watcher, self)
+            self.peer.process.loop.call_soon(watcher, self)
         self._wake()
 
     def watch(self, callback: Callable[[StreamState], object]) -> None:
         """Call back once the producer has ended."""
         if self._over:
-            self.peer.loop.call_soon(callback, self)
+            self.peer.process.loop.call_soon(callback, self)
         else:
             self._watchers.append(callback)
 
@@ -112,9 +112,9 @@ class StreamState:
             changed.set_result(None)
 
     async def _wait_change(self) -> None:
-        self.peer.check_open(f"{self.label} cannot be awaited")
+        self.peer.process.check_open(f"{self.label} cannot be awaited")
         if self._changed is None:
-            self._changed = self.peer.loop.create_future()
+            self._changed = self.peer.process.loop.create_future()
         # Several tasks may take from one stream; cancelling one must not wake the others.
         await asyncio.shield(self._changed)
 
@@ -168,7 +168,7 @@ class StreamState:
             # Not shielded: a task that this process has ended must not look like the end of the consumer.
             await asyncio.wait([item])
             if item.cancelled():
-                raise RuntimeClosed(f"an item of {self.label} cannot be had: {self.peer.closed}")
+                raise RuntimeClosed(f"an item of {self.label} cannot be had: {self.peer.process.closed}")
             arrived = item.result()
         return await self.peer.store.decode(arrived, refs=arrived.refs)
 
@@ -197,7 +197,7 @@ class StreamState:
         if not (self._loops or self._taking or self._closing or used_up):
             # From now on, before the loop's next turn: code that takes another item must not get one by chance.
             self._left = why
-        self.peer.call_soon(partial(self._end_loop, loop))
+        self.peer.process.call_soon(partial(self._end_loop, loop))
 
     def _end_loop(self, loop: StreamLoop) -> None:
         loop.follow(None)
@@ -208,7 +208,7 @@ class StreamState:
         """End the producer and wait for its cleanup, at most for the grace time."""
         self._cancel()
         with shield_from_anyio(), suppress(TimeoutError):
-            async with asyncio.timeout(self.peer.grace):
+            async with asyncio.timeout(self.peer.process.grace):
                 while not self._over:
                     await self._wait_change()
         self._end(None)
@@ -216,7 +216,7 @@ class StreamState:
     def handle_dropped(self) -> None:
         """The `Stream` object is gone: nobody will take another item. Safe in any thread."""
         if not self._over and not self._closing:
-            self.peer.call_soon(self._cancel)
+            self.peer.process.call_soon(self._cancel)
 
     def _cancel(self) -> None:
         if self._closing:
@@ -242,7 +242,7 @@ class StreamLoop:
 
     def next_item(self) -> Coroutine[Any, Any, Any]:
         """The next item; the task that asks is the one that runs the loop."""
-        task = current_task(self._stream.peer.loop)
+        task = current_task(self._stream.peer.process.loop)
         if task is not self._task:
             self.follow(task)
         return self._stream.next_item()

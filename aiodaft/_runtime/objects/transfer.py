@@ -62,10 +62,10 @@ class Transfer:
             ValueError: It is a tensor that the landing has no place for.
             BaseException: What making it raised.
         """
-        asked = self._peer.id if (owner, number) in self._peer.store.entries else producer
+        asked = self._peer.process.id if (owner, number) in self._peer.store.entries else producer
         for _ in range(_MAX_HOPS):
             place: ReceivedValue | Place
-            if asked == self._peer.id:
+            if asked == self._peer.process.id:
                 place = await self._locate_here(owner, number)
             else:
                 with self.relays.fetching((owner, number)) as fetching:
@@ -92,7 +92,7 @@ class Transfer:
                 # It was to pass the value on, and died, or had none: whoever said so knows others.
                 self.relays.let_down(sender, (owner, number), asked)
                 asked, sender = sender, None
-            elif isinstance(answer, BaseException) or answer == self._peer.id:
+            elif isinstance(answer, BaseException) or answer == self._peer.process.id:
                 return answer
             else:
                 sender, asked = asked, answer
@@ -101,7 +101,7 @@ class Transfer:
     async def _ask(
         self, fetching: Fetching, asked: PeerId, owner: PeerId, number: CallId, landing: IntoTensor | None
     ) -> ReceivedValue | Elsewhere:
-        connection = self._peer.connection_to(asked)
+        connection = self._peer.connections.to(asked)
         try:
             answer = await self._question(connection, owner, number)
             if not isinstance(answer, Delivery):
@@ -113,7 +113,7 @@ class Transfer:
             # Nobody is gone; this process cannot have the value.
             return error
         except (PeerLost, ActorDied) as error:
-            if owner == self._peer.id or connection.lost is None:
+            if owner == self._peer.process.id or connection.lost is None:
                 return error
             if asked != owner:
                 # The owner may have the value, and knows best how its producer ended.
@@ -125,9 +125,9 @@ class Transfer:
 
     async def _question(self, connection: Connection, owner: PeerId, number: CallId) -> Delivery | Elsewhere:
         if connection.lost is not None:
-            raise copy_error(await self._peer.explanation(connection))
+            raise copy_error(await self._peer.connections.explanation(connection))
         key = (connection.remote, owner, number)
-        answer: asyncio.Future[Delivery | Elsewhere] = self._peer.loop.create_future()
+        answer: asyncio.Future[Delivery | Elsewhere] = self._peer.process.loop.create_future()
         self._pulls.setdefault(key, deque()).append(answer)
         connection.send((PULL, owner, number))
         return await answer
@@ -174,7 +174,7 @@ class Transfer:
             raise
         except TransportError as error:
             otherwise = f"a value could not be fetched from it: {error}"
-            raise await self._peer.why_lost(delivery.connection, otherwise) from error
+            raise await self._peer.connections.why_lost(delivery.connection, otherwise) from error
         except OSError as error:
             raise exhausted(error, f"a value from {delivery.connection.remote} cannot be received") from error
         finally:
@@ -221,7 +221,7 @@ class Transfer:
             self._peer.store.transport_named(name).revoke(grant, connection)
 
     async def _locate_here(self, owner: PeerId, number: CallId) -> Place:
-        found: asyncio.Future[Place] = self._peer.loop.create_future()
+        found: asyncio.Future[Place] = self._peer.process.loop.create_future()
 
         def settle(place: Place) -> None:
             if not found.done():
@@ -233,7 +233,7 @@ class Transfer:
     async def take_own(self, kept: StoredValue, landing: IntoTensor | None = None) -> ReceivedValue:
         """A value kept in this very process: the objects themselves where they still are what they were."""
         await self._peer.store.make_ready(kept)
-        connection = self._peer.loopback
+        connection = self._peer.connections.loopback
         arrived = await self.receive(
             Delivery(self._peer, connection, kept.payload, kept.blobs_for(connection), ()), landing
         )
@@ -253,7 +253,7 @@ class Transfer:
 
     def locate_elsewhere(self, owner: PeerId, number: CallId, found: Callable[[Place], object]) -> None:
         """Say where a value is that this process does not keep, and is not getting either."""
-        if owner == self._peer.id:
+        if owner == self._peer.process.id:
             self._locate_own(number, found)
         else:
             call = self._peer.running_call(owner, number)
@@ -266,7 +266,7 @@ class Transfer:
     def _locate_own(self, number: CallId, found: Callable[[Place], object]) -> None:
         state = self._peer.refs.find(number)
         if state is None:
-            found(_freed(self._peer.id, number))
+            found(_freed(self._peer.process.id, number))
         else:
             state.watch(lambda settled: self._locate_settled(settled, found))
 
@@ -276,14 +276,14 @@ class Transfer:
             # By now nobody needs it any more, the asker included: keeping it anew would keep it for ever.
             found(_freed(state.owner, state.number))
         elif state.status is THERE and connection is not None and connection.lost is not None:
-            self._peer.tasks.create_task(
+            self._peer.process.tasks.create_task(
                 self._explain_loss(connection, found), name=f"explain the loss of {state.label}"
             )
         else:
             found(self._place_of(state))
 
     async def _explain_loss(self, connection: Connection, found: Callable[[Place], object]) -> None:
-        found(copy_error(await self._peer.explanation(connection)))
+        found(copy_error(await self._peer.connections.explanation(connection)))
 
     def _place_of(self, state: RefState) -> Place:
         if state.error is not None:
@@ -310,7 +310,7 @@ class Transfer:
         elif place.ready:
             self._give(connection, owner, number, place)
         else:
-            self._peer.tasks.create_task(self._pack_and_give(connection, owner, number, place), name="pack")
+            self._peer.process.tasks.create_task(self._pack_and_give(connection, owner, number, place), name="pack")
 
     async def _pack_and_give(self, connection: Connection, owner: PeerId, number: CallId, kept: StoredValue) -> None:
         try:

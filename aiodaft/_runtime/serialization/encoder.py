@@ -183,7 +183,7 @@ class Encoder(PicklerHooks):
             TypeError: It does.
         """
         if self._home is not None and peer is not self._home:
-            raise TypeError(f"{what!r} belongs to another runtime, that of {peer.runtime_name}: {instead}")
+            raise TypeError(f"{what!r} belongs to another runtime, that of {peer.process.runtime_name}: {instead}")
 
     def add_ref(self, ref: Any) -> int:
         """A ref that travels as a ref."""

@@ -49,7 +49,7 @@ class ChildSpec:
     def make(self, peer: Peer, remote: PeerId, actor: ActorId, *, again: bool) -> Ref[Any]:
         """Have a process make the actor; `again` if the recipe is to be used another time."""
         target = Target(peer, remote, AGENT, f"agent of {remote}", None)
-        spec, number = host_spec(self.cls), peer.next_number()
+        spec, number = host_spec(self.cls), peer.process.next_number()
         state = CallState(target, spec, number)
         arguments = (actor, self.label, self._max_queue, self.cls, *self._args)
         request = Request(target, spec, arguments, self._kwargs, number, WANT_REPLY, state)
@@ -88,7 +88,7 @@ async def stop_actor(peer: Peer, target: Target, reason: str, grace: float) -> b
     now = asyncio.get_running_loop().time
     # The answer comes when the process has begun to stop the actor.
     answers = await _is_over(_ask(peer, target), now() + _answer_time(peer, grace))
-    ended = answers and await _is_over(stopping, now() + grace + 2 * peer.grace + 1.0)
+    ended = answers and await _is_over(stopping, now() + grace + 2 * peer.process.grace + 1.0)
     if not ended:
         logger.debug("%s does not answer, and is killed", target.label)
     return answers
@@ -115,7 +115,7 @@ def _ask(peer: Peer, target: Target) -> Ref[None]:
 
 
 def _answer_time(peer: Peer, grace: float) -> float:
-    return grace + max(peer.grace, _ANSWER_TIME)
+    return grace + max(peer.process.grace, _ANSWER_TIME)
 
 
 async def _is_over(ref: Ref[None], deadline: float) -> bool:

@@ -36,7 +36,7 @@ class Supervisor:
         self._grace = grace
         # Told when it is enough.
         self._fail = fail
-        chance = self._peer.env.random.random
+        chance = self._peer.process.env.random.random
         self._siblings: Siblings[Child, BaseException] = Siblings(
             policy.strategy, policy.intensity, policy.period, policy.backoff, chance
         )
@@ -74,7 +74,7 @@ class Supervisor:
         life.target.leave()
         life.become(ChildState.DOWN)
         normal = isinstance(error, ActorDied) and error.exit_code == 0
-        now = self._peer.env.monotonic()
+        now = self._peer.process.env.monotonic()
         match self._siblings.failed(life, error, normal=normal, now=now):
             case Gone():
                 logger.info("%s ended, and is not restarted: %s", life.label, printable(str(error)))
@@ -97,7 +97,7 @@ class Supervisor:
                 other.become(ChildState.LEAVING)
         for other in again.gone:
             other.final = ActorDied(f"{other.label} was stopped with its siblings", executed=False)
-        due = self._peer.env.monotonic() + again.delay
+        due = self._peer.process.env.monotonic() + again.delay
         for other in again.start:
             other.due = due
         self._work(life)
@@ -127,7 +127,7 @@ class Supervisor:
             self._working[key].set()
         else:
             self._working[key] = asyncio.Event()
-            self._peer.tasks.create_task(self._bring_back(key), name=f"restart {life.label}")
+            self._peer.process.tasks.create_task(self._bring_back(key), name=f"restart {life.label}")
 
     async def _bring_back(self, key: Child | None) -> None:
         """Stop who has to be stopped, then start who has to be started, until nobody has to be."""
@@ -142,7 +142,7 @@ class Supervisor:
                     await self._halt(leaving[-1])
                 elif not down:
                     return
-                elif (wait := max(life.due for life in down) - self._peer.env.monotonic()) > 0:
+                elif (wait := max(life.due for life in down) - self._peer.process.env.monotonic()) > 0:
                     await _pause(changed, wait)
                 else:
                     await self._start(down[0])

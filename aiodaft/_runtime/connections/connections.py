@@ -1,0 +1,237 @@
+"""The connections of one process: found, asked for, attached, and explained once they are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Final, Protocol, TypeAlias, cast
+
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.messages import BYE, SEND, Message
+from aiodaft._protocol.session import Session
+from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.ring_poller import RingPoller
+from aiodaft._runtime.connections.ring_upgrade import RingUpgrades
+from aiodaft._runtime.connections.route import Loopback, Route
+from aiodaft._runtime.connections.traffic import Traffic, total
+from aiodaft._runtime.platform.exhaustion import exhausted
+from aiodaft._runtime.process import Process
+from aiodaft._runtime.serialization.errors import copy_error
+from aiodaft.exceptions import DaftError, PeerLost, ProtocolError, RemoteProtocolError, RuntimeClosed
+from aiodaft_transport import TransportError
+
+# Lost connections that are kept to say why.
+_REMEMBERED: Final = 1024
+
+Handler: TypeAlias = Callable[[Any, Message], object]
+
+
+class ConnectionsOwner(Protocol):
+    """What the connections need of the process that they belong to."""
+
+    def introduce(self, remote: PeerId) -> Awaitable[object]:
+        """Ask the node agent to connect this process with another."""
+        ...
+
+    def ask(self, remote: PeerId) -> Awaitable[object]:
+        """Ask a process for an answer, which fails if it has ended."""
+        ...
+
+    def connection_lost(self, connection: Connection) -> None:
+        """A connection is lost; it is not known yet why."""
+        ...
+
+    def connection_explained(self, connection: Connection, error: DaftError) -> None:
+        """Fail what waits for a lost connection: this is why it was lost."""
+        ...
+
+    def revoke(self, connection: Connection, blobs: Any) -> None:
+        """Take back the grants of a call that is not sent."""
+        ...
+
+    def take_note(self, transport: str, route: Route, note: bytes, fds: list[int]) -> None:
+        """Hand a note to its transport."""
+        ...
+
+
+class Connections:
+    """The connections of one process, by the process at the other end; and the loopback to itself."""
+
+    def __init__(self, process: Process, owner: ConnectionsOwner) -> None:
+        self._process = process
+        self._owner = owner
+        self._table: dict[PeerId, Connection] = {}
+        # What handles each kind of message.
+        self.handlers: Sequence[Handler] = ()
+        self.ring_poller = RingPoller(process.loop)
+        self.loopback = Loopback(process, self, owner.take_note)
+        self.ring_upgrades = RingUpgrades(process)
+        self.explain: Callable[[Connection, Exception], Awaitable[DaftError]] = _explain_plainly
+        # Processes that do not answer, as far as the node agent has told.
+        self.suspects: set[PeerId] = set()
+        self._lost: deque[Connection] = deque()
+        self._past_traffic = Traffic()
+
+    def __getitem__(self, remote: PeerId) -> Connection:
+        return self._table[remote]
+
+    def __contains__(self, remote: object) -> bool:
+        return remote in self._table
+
+    def get(self, remote: PeerId) -> Connection | None:
+        """The connection to a process if there is one; it may be lost."""
+        return self._table.get(remote)
+
+    def values(self) -> Iterable[Connection]:
+        """All of them; some may be lost."""
+        return self._table.values()
+
+    def __iter__(self) -> Iterator[PeerId]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def to(self, remote: PeerId) -> Connection:
+        """The connection to a process: a known one, perhaps lost, or one that the node agent is asked for."""
+        connection = self._table.get(remote)
+        if connection is None:
+            connection = self._new(remote)
+            self._process.tasks.create_task(self._ask_introduction(connection), name=f"be introduced to {remote}")
+        return connection
+
+    def route_to(self, remote: PeerId) -> Route:
+        """The route to a process, or to this one."""
+        return self.loopback if remote == self._process.id else self.to(remote)
+
+    def attach(self, remote: PeerId, sock: socket.socket) -> Connection:
+        """Use a connected socket for the connection to a process."""
+        connection = self._table.get(remote) or self._new(remote)
+        if connection.lost is not None:
+            sock.close()
+        else:
+            connection.attach(sock)
+        return connection
+
+    def _new(self, remote: PeerId) -> Connection:
+        process = self._process
+        session: Session[Any] = Session(process.id, process.pid, remote=remote, max_pending=process.options.max_pending)
+        connection = self._table[remote] = Connection(self, session, remote, process.loop)
+        return connection
+
+    async def _ask_introduction(self, connection: Connection) -> None:
+        try:
+            await self._owner.introduce(connection.remote)
+        except Exception as error:  # noqa: BLE001 - without the node agent's help there is no connection
+            connection.close(error)
+
+    def traffic(self) -> Traffic:
+        """What this process sent and received in all."""
+        return total([self._past_traffic, *(connection.traffic for connection in self._table.values())])
+
+    # What connections tell.
+
+    def connection_lost(self, connection: Connection, reason: Exception) -> None:
+        """A connection ended: everything that went over it fails, with the best explanation there is."""
+        self._lost.append(connection)
+        while len(self._lost) > _REMEMBERED:
+            forgotten = self._lost.popleft()
+            self._past_traffic = total([self._past_traffic, forgotten.traffic])
+            del self._table[forgotten.remote]
+        self._owner.connection_lost(connection)
+        if self._process.closed is None:
+            explaining = self._explain_loss(connection, reason)
+            connection.explanation = self._process.tasks.start(explaining, name=f"explain {connection.remote}")
+        else:
+            self._owner.connection_explained(connection, RuntimeClosed(self._process.closed))
+
+    def dropped(self, connection: Connection, message: Message) -> None:
+        """A call will not be sent."""
+        if message[0] == SEND:
+            self._owner.revoke(connection, message[7])
+
+    async def _explain_loss(self, connection: Connection, reason: Exception) -> DaftError:
+        try:
+            known = isinstance(reason, DaftError) and not isinstance(reason, PeerLost | ProtocolError)
+            error = cast("DaftError", reason) if known else await self.explain(connection, reason)
+        except Exception as problem:  # noqa: BLE001 - an explanation that fails must not keep calls waiting
+            error = PeerLost(f"the connection to {connection.remote} ended: {reason}")
+            error.__cause__ = problem
+        self._owner.connection_explained(connection, error)
+        return error
+
+    async def explanation(self, connection: Connection) -> DaftError:
+        """Why a lost connection was lost."""
+        if connection.explanation is None:
+            return PeerLost(f"the connection to {connection.remote} ended: {connection.lost}")
+        return await asyncio.shield(connection.explanation)
+
+    async def why_lost(self, route: Route, otherwise: str) -> DaftError:
+        """Why something of another process did not work: how that process ended, or that it lives."""
+        # The connection alone says whether a process lives; others may have noticed its end before.
+        with suppress(DaftError):
+            await self._owner.ask(route.remote)
+        if route.lost is not None:
+            return copy_error(await self.explanation(cast("Connection", route)))
+        return PeerLost(f"{route.remote} lives, and {otherwise}")
+
+    # Messages about connections.
+
+    def introduction_came(self, connection: Connection, message: Message) -> None:
+        """INTRODUCE came: the connected socket to another process."""
+        remote = PeerId(message[1])
+        try:
+            (fd,) = connection.take_fds(1)
+        except OSError as error:
+            # Only what is sent to that process fails.
+            refused = exhausted(error, f"there is no connection to {remote}")
+            (self._table.get(remote) or self._new(remote)).close(refused)
+            return
+        sock = socket.socket(fileno=fd)
+        if connection.remote != self._process.options.home:
+            sock.close()
+            raise RemoteProtocolError(f"{connection.remote} introduces peers, which only the node may")
+        self.attach(remote, sock)
+
+    def note_came(self, connection: Connection, message: Message) -> None:
+        """NOTE came: from a transport to its other end."""
+        _, name, note, count = message
+        fds: list[int] = []
+        if count:
+            # What is missing costs what the note is about, which the transport says.
+            with suppress(OSError):
+                fds = connection.take_fds(count)
+        try:
+            self._owner.take_note(name, connection, note, fds)
+        except TransportError as error:
+            raise RemoteProtocolError(f"{connection.remote} sent a wrong note: {error}") from error
+
+    def bye_came(self, connection: Connection, message: Message) -> None:
+        """BYE came: the process ends its connection."""
+        connection.dismissed = True
+        connection.close(PeerLost(message[1]))
+
+    # The end.
+
+    def close(self, reason: str) -> None:
+        """End every connection."""
+        for connection in list(self._table.values()):
+            connection.send((BYE, reason))
+            connection.close(RuntimeClosed(reason))
+
+    def clear(self) -> None:
+        """Forget every connection."""
+        self._table.clear()
+
+    def abandon(self) -> None:
+        """Close this process's ends of its connections where the loop does not run."""
+        self.ring_poller.abandon()
+        for connection in self._table.values():
+            connection.abandon()
+
+
+async def _explain_plainly(connection: Connection, reason: Exception) -> DaftError:  # noqa: RUF029 - others have to ask
+    return PeerLost(f"the connection to {connection.remote} ended: {reason}")

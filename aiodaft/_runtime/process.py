@@ -1,0 +1,93 @@
+"""What every part of a process may know of it: its id, its loop, its tasks, its clock, whether it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.platform.linux import visible_pid
+from aiodaft._runtime.platform.tasks import TaskOwner
+from aiodaft._runtime.platform.threads import HelperThread
+from aiodaft.exceptions import RuntimeClosed
+from aiodaft_transport import Key
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOptions:
+    """How a process takes part in a runtime.
+
+    Attributes:
+        id: Its id among its peers.
+        node: Name of the machine.
+        home: The process that has the node agent.
+        transport: How payloads leave the process.
+        direct: Whether tensors in GPU memory go from GPU to GPU instead of through that transport.
+        grace: Seconds that cancelled calls get for their cleanup.
+        max_pending: Calls to one process that may be without an answer.
+    """
+
+    id: PeerId
+    node: str
+    home: PeerId
+    transport: str
+    direct: bool
+    grace: float
+    max_pending: int
+
+
+class Process:
+    """One process of a runtime. The controller and the workers are alike."""
+
+    # Why nothing works any more, once it does not.
+    closed: str | None = None
+
+    def __init__(self, options: ProcessOptions, key: Key, env: Env) -> None:
+        self.options = options
+        self.id = options.id
+        self.grace = options.grace
+        self.env = env
+        self.pid = visible_pid()
+        self.loop = asyncio.get_running_loop()
+        self.tasks = TaskOwner(f"aiodaft {options.id}")
+        self.helper_thread = HelperThread(self.loop, f"aiodaft {options.id} copies")
+        # What transports run there.
+        self.in_thread = self.helper_thread.run
+        self.key = key
+        self.numbers = cast("Iterator[CallId]", itertools.count(1))
+        self.next_number = self.numbers.__next__
+        self._thread = threading.get_ident()
+
+    @property
+    def runtime_name(self) -> str:
+        """What errors call the runtime that this process is part of."""
+        return self.options.home if self.closed is None else f"{self.options.home}, which is closed"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the loop's own thread."""
+        return threading.get_ident() == self._thread
+
+    def create_task(self, coro: Coroutine[Any, Any, None], /, *, name: str) -> None:
+        """Start a task for a transport."""
+        self.tasks.create_task(coro, name=name)
+
+    def call_soon(self, callback: Callable[[], object], /) -> None:
+        """Run something on the loop; from any thread, also while garbage is collected."""
+        # A closed loop runs nothing; what it would have freed went with it.
+        with suppress(RuntimeError):
+            if self.is_here:
+                self.loop.call_soon(callback)
+            else:
+                self.loop.call_soon_threadsafe(callback)
+
+    def check_open(self, what: str) -> None:
+        """Raise RuntimeClosed if nothing works any more."""
+        if self.closed is not None:
+            raise RuntimeClosed(f"{what}: {self.closed}")

@@ -127,7 +127,7 @@ class Node(Actor):
     @method(ordered=False)
     async def break_with(self, process: PeerId) -> None:
         """Ends the connection to the process of another actor."""
-        current_peer().connection_to(process).close(RemoteProtocolError("it broke"))
+        current_peer().connections.to(process).close(RemoteProtocolError("it broke"))
 
     @method
     async def die(self, value: Any) -> Any:

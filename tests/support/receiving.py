@@ -49,7 +49,7 @@ class Receiver(Actor):
     @method
     async def traffic(self) -> Traffic:
         """What this process has sent and received."""
-        return current_peer().traffic()
+        return current_peer().connections.traffic()
 
     @method
     async def fetch_together(self, count: int) -> None:

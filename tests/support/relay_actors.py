@@ -39,7 +39,7 @@ class Source(Actor):
     @method
     async def sent(self) -> int:
         """Bytes of large values that went out."""
-        return current_peer().traffic().payload_sent
+        return current_peer().connections.traffic().payload_sent
 
     @method
     async def members(self) -> int:

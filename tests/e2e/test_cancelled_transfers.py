@@ -6,20 +6,23 @@ import asyncio
 import gc
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packing import LARGE, MEDIUM, Helper, Packer, Warden, in_use
 
 import aiodaft
-from aiodaft._protocol.ids import CallId
+from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import FLOW
+from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.objects.received import Delivery
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.ref import Borrowed
-from aiodaft_transport import GrantError
+from aiodaft_transport import GrantError, Transport
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -193,3 +196,33 @@ async def test_a_value_that_cannot_be_granted_as_a_whole_is_not_granted_in_part(
     with pytest.raises(GrantError):
         kept.blobs_for(peer.connections.loopback)
     assert first.grants == 0
+
+
+class Breaking:
+    """A connection that breaks when a transport sends a note."""
+
+    remote = peer = PeerId("gone")
+    lost: Exception | None = None
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.traffic = Traffic()
+
+    def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
+        if self.lost is None:
+            self.lost = ConnectionResetError()
+            self._transport.peer_lost(self.peer)
+
+
+async def test_a_process_that_is_lost_while_it_is_told_of_a_value_is_granted_nothing(
+    module_rt: aiodaft.Runtime,
+) -> None:
+    peer = module_rt.peer
+    tensors = [aiodaft.empty((MEDIUM,)) for _ in range(2)]
+    kept = peer.store.keep(tensors, Names("tensors"))
+    peer.store.pack_here(kept)
+    (transport, first), (_, second) = kept.blobs()
+    connection: Any = Breaking(transport)
+    assert kept.blobs_for(connection) is None
+    assert connection.lost is not None
+    assert (first.grants, second.grants) == (0, 0)

@@ -105,6 +105,9 @@ class Transport(Protocol):
     def grant(self, block: Block, control: Control) -> Grant:
         """Let the peer at `control` pull `block`. The block stays until that peer gives the grant back or is gone.
 
+        `control.send_note` may find that the peer is gone, and call `peer_lost` before it returns: the grant is then
+        over as any other one.
+
         Raises:
             OSError: The system refuses a descriptor that the peer needs. Nothing is granted.
         """

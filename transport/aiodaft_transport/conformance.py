@@ -81,6 +81,24 @@ class LoopbackControl:
             asyncio.get_running_loop().call_soon(self._deliver, note, [os.dup(fd) for fd in fds])
 
 
+class _BreakingControl:
+    """A control link that finds its peer gone when the first note is sent."""
+
+    def __init__(self, transport: Transport, peer: str) -> None:
+        self._transport = transport
+        self._peer = peer
+        self.broken = False
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
+        if not self.broken:
+            self.broken = True
+            self._transport.peer_lost(self._peer)
+
+
 def fill(block: Block, seed: int = 1) -> bytes:
     """Write a pattern that differs with the seed, and return it."""
     pattern = bytes((index * 7 + seed) % 251 for index in range(251))
@@ -235,6 +253,20 @@ async def check_a_lost_consumer_frees_what_it_was_granted(pair: Pair) -> None:
     assert pair.producer.live_blocks() == 1
     pair.producer.transport.peer_lost(pair.producer.control.peer)
     assert pair.producer.live_blocks() == 0
+
+
+async def check_a_consumer_that_is_lost_while_it_is_told_of_a_block_keeps_no_grant(pair: Pair) -> None:
+    transport, peer = pair.producer.transport, pair.producer.control.peer
+    block, control = transport.allocate(200_000), _BreakingControl(transport, peer)
+    fill(block)
+    grant = transport.grant(block, control)
+    if not control.broken:
+        # A transport that sends no note.
+        transport.peer_lost(peer)
+    block.release()
+    await pair.settle()
+    assert pair.producer.live_blocks() == 0
+    transport.revoke(grant, control)
 
 
 async def check_a_lost_producer_fails_fetches_and_leaves_views_readable(pair: Pair) -> None:

@@ -120,14 +120,16 @@ class ShmTransport:
         block = cast(ArenaBlock, block)
         segment = block.segment
         block.take_grant()
+        self._last_grant += 1
+        number = self._last_grant
+        # Before the note: the connection may break while that is sent, and then `peer_lost` has to find the grant.
+        self._granted.setdefault(control.peer, {})[number] = block
         try:
             self._announce(segment, control)
         except BaseException:
-            block.return_grant()
+            self._take_back(control.peer, number)
             raise
-        self._last_grant += 1
-        self._granted.setdefault(control.peer, {})[self._last_grant] = block
-        return (segment.id, block.offset, block.nbytes, self._last_grant)
+        return (segment.id, block.offset, block.nbytes, number)
 
     def revoke(self, grant: Grant, control: Control) -> None:
         self._take_back(control.peer, cast(int, grant[3]))

@@ -216,9 +216,9 @@ class StoredValue:
         """
         if self.lent:
             self.encoded.check_unchanged(self._versions)
-        blobs = self.blobs()
-        if not (self._packed and blobs) or connection.lost is not None:
-            # Who is gone is granted nothing: it would never come back.
+        # Who is gone is granted nothing: it would never come back.
+        blobs = self.blobs() if connection.lost is None else []
+        if not (self._packed and blobs):
             return self.inline
         traffic = connection.traffic
         traffic.payloads_sent += len(blobs)
@@ -228,6 +228,9 @@ class StoredValue:
         try:
             for transport, block in blobs:
                 granted.append((transport.name, transport.grant(block, connection)))
+                if connection.lost is not None:
+                    # The transport told the peer of the memory, and the connection broke: all grants are over.
+                    return self.inline
         except BaseException as error:
             # Nobody will be told of those that there are.
             for (transport, _), (_, grant) in zip(blobs, granted, strict=False):

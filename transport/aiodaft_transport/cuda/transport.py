@@ -145,16 +145,18 @@ class CudaTransport:
             raise GrantError("the block is granted before the device has filled it")
         segment, remote = block.segment, self._remote(control)
         block.take_grant()
+        number = next(self._grants)
+        # Before the note: the connection may break while that is sent, and then `peer_lost` has to find the grant.
+        remote.granted[number] = block
         try:
             if segment.id not in remote.told and control.peer != self._local:
                 identity = self.driver.identities[segment.device]
                 self._send(remote, _SEGMENT, segment.id, segment.size, identity + segment.handle)
                 remote.told.add(segment.id)
         except BaseException:
-            block.return_grant()
+            if remote.granted.pop(number, None) is not None:
+                block.return_grant()
             raise
-        number = next(self._grants)
-        remote.granted[number] = block
         return (segment.id, block.offset, block.nbytes, number)
 
     def revoke(self, grant: Grant, control: Control) -> None:

@@ -135,21 +135,22 @@ class UcxTransport:
 
     def grant(self, block: Block, control: Control) -> Grant:
         block = cast("AnyBlock", block)
-        segment = block.segment
+        segment, remote = block.segment, self._remote(control)
         block.take_grant()
+        self._last_grant += 1
+        number = self._last_grant
+        # Before the notes: the connection may break while they are sent, and then `peer_lost` has to find the grant.
+        remote.granted[number] = block
         try:
-            remote = self._remote(control)
             self._introduce(remote)
             if segment.id not in remote.told:
                 key = self._blocks.key_of(segment, self.driver.worker)
                 self._send(remote, _SEGMENT, _HEAD.pack(segment.id, segment.address, segment.size) + key)
                 remote.told.add(segment.id)
         except BaseException:
-            block.return_grant()
+            self._take_back(remote, number)
             raise
-        self._last_grant += 1
-        remote.granted[self._last_grant] = block
-        return (segment.id, block.offset, block.nbytes, self._last_grant)
+        return (segment.id, block.offset, block.nbytes, number)
 
     def revoke(self, grant: Grant, control: Control) -> None:
         remote = self._remotes.get(control.peer)

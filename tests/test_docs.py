@@ -3,27 +3,51 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from run_blocks import BLOCK
 
-from aiodaft import exceptions
+import aiodaft
+from aiodaft import exceptions, pipeline
 
 ROOT = Path(__file__).parent.parent
 PROMISES = ROOT / "docs" / "promises.md"
 FAULTS = ROOT / "docs" / "faults.md"
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [page for page in DOCUMENTS if BLOCK.search(page.read_text())]
 
 LINK = re.compile(r"\[([^]]*)\]\(([^)]+)\)")
 
 
 def links(document: Path) -> list[tuple[str, str]]:
-    return [(text, target) for text, target in LINK.findall(document.read_text()) if "://" not in target]
+    prose = BLOCK.sub("", document.read_text())
+    return [(text, target) for text, target in LINK.findall(prose) if "://" not in target]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_to_files(document: Path) -> None:
     assert [target for _, target in links(document) if not (document.parent / target).is_file()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_the_programs_of_a_page_run(page: Path) -> None:
+    command = [sys.executable, str(ROOT / "tests" / "support" / "run_blocks.py"), str(page)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout
+
+
+def test_a_page_with_a_program_names_every_exported_name() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    for module in (aiodaft, pipeline):
+        assert [name for name in module.__all__ if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = {target for _, target in links(ROOT / "README.md")}
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} - linked == set()
 
 
 def test_every_promise_names_a_test_file() -> None:

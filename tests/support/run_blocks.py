@@ -1,0 +1,29 @@
+"""Runs the python blocks of a page, one after the other, in one namespace: `python run_blocks.py PAGE`.
+
+A block may use `await` at its top level, as in a notebook.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+import sys
+from pathlib import Path
+
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def main() -> None:
+    page = Path(sys.argv[1])
+    with asyncio.Runner() as runner:
+        for source in BLOCK.findall(page.read_text()):
+            code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            result = eval(code, globals())
+            if inspect.iscoroutine(result):
+                runner.run(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, Self, TypeVar
 
-from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.context import current_peer
+from aiodaft._runtime.peer import Peer, current_peer
 from aiodaft._runtime.serialization.pickling import home
 from aiodaft.exceptions import ChannelClosed
 from aiodaft.ref import Ref

@@ -20,8 +20,7 @@ from aiodaft._runtime.calls.call import Request, Target
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.owner import GraphOwner
 from aiodaft._runtime.objects.ref_kinds import PutState
-from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.context import current_peer
+from aiodaft._runtime.peer import Peer, current_peer
 from aiodaft._runtime.serialization.encoder import map_refs
 from aiodaft.actor import class_of, target_of
 from aiodaft.exceptions import DaftError

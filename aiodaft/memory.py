@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aiodaft._runtime.platform.context import current_peer
+from aiodaft._runtime.peer import current_peer
 from aiodaft._runtime.serialization.tensors import fills_its_span, is_dense_tensor
 
 if TYPE_CHECKING:

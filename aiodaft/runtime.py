@@ -31,7 +31,7 @@ from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.pid_namespace import prefix_of
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.context import remove_process_peer, set_process_peer
+from aiodaft._runtime.platform.context import peer_closed, peer_opened
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.gpu_claims import GpuClaims, gpu_names, id_named
@@ -215,7 +215,7 @@ class Runtime(Scope):
         self.supervisor.on_over = lambda number: self.coordinator.release.tell(peer_id, number)
         peer.add_actor(SUPERVISOR, "supervisor", self.supervisor)
         peer.on_forked = self._stay_behind
-        set_process_peer(peer)
+        peer_opened(peer)
         self._left_open = weakref.finalize(self, _warn_left_open)
 
     def _end(self, why: str) -> tuple[Peer, WorkerLauncher] | None:
@@ -226,7 +226,7 @@ class Runtime(Scope):
         if self._peer is None or self._launcher is None:
             return None
         self._left_open.detach()
-        remove_process_peer(self._peer)
+        peer_closed(self._peer)
         return self._peer, self._launcher
 
     async def _shut(self) -> None:

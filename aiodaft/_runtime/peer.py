@@ -33,6 +33,7 @@ from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Transfer
+from aiodaft._runtime.platform.context import surrounding_peer
 from aiodaft._runtime.platform.eager_start import Starter
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
@@ -282,6 +283,11 @@ class Peer:
         self.store.close()
         self.connections.clear()
         self.actors.clear()
+
+
+def current_peer() -> Peer:
+    """The peer of the runtime that surrounds the caller; raises as `surrounding_peer`."""
+    return cast("Peer", surrounding_peer())
 
 
 def _ignore_exit(error: BaseException) -> None:

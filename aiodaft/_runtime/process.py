@@ -56,7 +56,7 @@ class Process:
         self.pid = visible_pid()
         self.loop = asyncio.get_running_loop()
         self.tasks = TaskOwner(f"aiodaft {options.id}")
-        self.helper_thread = HelperThread(self.loop, f"aiodaft {options.id} copies")
+        self.helper_thread = HelperThread(f"aiodaft {options.id} copies", self.loop)
         # What transports run there.
         self.in_thread = self.helper_thread.run
         self.key = key

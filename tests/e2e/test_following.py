@@ -19,7 +19,7 @@ import aiodaft
 from aiodaft import Restart
 from aiodaft._protocol.ids import ActorId
 from aiodaft._runtime.calls.following import NOWHERE, FollowingTarget, Location
-from aiodaft._runtime.platform.context import current_peer
+from aiodaft._runtime.peer import current_peer
 from aiodaft.actor import Handle, target_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -12,7 +12,7 @@ from aiodaft._runtime.platform.threads import HelperThread
 
 async def test_a_job_that_writes_to_memory_of_the_caller_has_ended_before_its_cancellation_is_raised() -> None:
     loop = asyncio.get_running_loop()
-    helper_thread = HelperThread(loop, "copies")
+    helper_thread = HelperThread("copies", loop)
     entered, leave = asyncio.Event(), threading.Event()
     written: list[int] = []
 

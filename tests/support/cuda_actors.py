@@ -10,7 +10,7 @@ from torch import Tensor
 
 import aiodaft
 from aiodaft import Actor, method
-from aiodaft._runtime.platform.context import current_peer
+from aiodaft._runtime.peer import current_peer
 
 # About a second of a GPU's time.
 LONG = 1_500_000_000

@@ -12,8 +12,7 @@ from torch import Tensor
 import aiodaft
 from aiodaft import Actor, method
 from aiodaft._runtime.objects.devices import Devices
-from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.context import current_peer
+from aiodaft._runtime.peer import Peer, current_peer
 
 
 def install(peer: Peer, *devices: int) -> HostDriver:

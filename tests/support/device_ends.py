@@ -34,7 +34,7 @@ class ThreadedHost(LocalHost):
 
     def __init__(self) -> None:
         super().__init__()
-        self._helper_thread = HelperThread(asyncio.get_running_loop(), "device tests")
+        self._helper_thread = HelperThread("device tests", asyncio.get_running_loop())
 
     def in_thread(self, job: Callable[[], T], /) -> Awaitable[T]:
         return self._helper_thread.run(job)

@@ -15,7 +15,7 @@ from aiodaft import Actor, Ref, method
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.graphs.participant import Participant, ParticipantRun
 from aiodaft._runtime.graphs.segment_call import SegmentCall
-from aiodaft._runtime.platform.context import current_peer
+from aiodaft._runtime.peer import current_peer
 from aiodaft.exceptions import RemoteProtocolError
 
 

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from aiodaft import Actor, method
-from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.context import current_peer
+from aiodaft._runtime.peer import Peer, current_peer
 
 # More than is copied without the helper thread; and more than travels inside a message.
 LARGE = 2 << 20
@@ -23,12 +22,12 @@ class Helper:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._gate = threading.Event()
-        self._held = peer.process.helper_thread._begin(self._gate.wait)
+        self._held = peer.process.helper_thread.begin(self._gate.wait)
 
     @property
     def waiting(self) -> int:
         """Jobs that wait for it, once it has taken up the one that holds it."""
-        return self._peer.process.helper_thread._jobs.qsize()
+        return self._peer.process.helper_thread.backlog
 
     async def let_go(self) -> None:
         """Returns once all that waited is done."""

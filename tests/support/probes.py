@@ -16,7 +16,7 @@ import environment_at_import
 
 import aiodaft
 from aiodaft import Actor, method
-from aiodaft._runtime.platform.context import current_peer
+from aiodaft._runtime.peer import current_peer
 
 
 class Thing:

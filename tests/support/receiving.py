@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from aiodaft import Actor, Traffic, method
-from aiodaft._runtime.platform.context import current_peer
+from aiodaft._runtime.peer import current_peer
 from aiodaft_transport.tcp import TcpTransport
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from aiodaft import Actor, method
-from aiodaft._runtime.platform.context import current_peer
+from aiodaft._runtime.peer import current_peer
 
 
 def made(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -80,7 +80,7 @@ class SimThread:
 class SimOffload:
     """The helper thread, on virtual time."""
 
-    def __init__(self, loop: SimLoop, name: str) -> None:
+    def __init__(self, name: str, loop: SimLoop) -> None:
         self._loop = loop
 
     async def run(self, job: Callable[[], Any]) -> Any:
@@ -327,7 +327,7 @@ class World:
             "aiodaft._runtime.node.worker_main.offer_dump": lambda: None,
             "aiodaft._runtime.node.heartbeat.is_stopped": self.is_stopped,
             "aiodaft._runtime.node.postmortem.is_stopped": self.is_stopped,
-            "aiodaft._runtime.actors.hosted_actor.ActorThread": SimThread,
+            "aiodaft._runtime.actors.hosted_actor.HelperThread": SimThread,
             "aiodaft._runtime.process.HelperThread": SimOffload,
             # Errors tell of these, and differ in length with the folder, the machine and how modules were loaded.
             "aiodaft._runtime.process.visible_pid": lambda: _NO_PID,

@@ -20,7 +20,7 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.diagnostics.native_dump import offer_dump
 from aiodaft._runtime.node.heartbeat import Heartbeat
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.context import set_process_peer
+from aiodaft._runtime.platform.context import peer_opened
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.fork_hooks import leave_signals, when_forked
@@ -92,7 +92,7 @@ class Worker:
         peer.on_unheld = self._report_unheld
         peer.current_maker = current_call.get
         self._peer = peer
-        set_process_peer(peer)
+        peer_opened(peer)
         # Its code is loaded while there are descriptors to load it with.
         peer.store.transport_named(self._settings.transport)
         Heartbeat(self._heartbeat, peer).start()

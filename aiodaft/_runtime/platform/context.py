@@ -1,46 +1,53 @@
-"""What surrounds user code: the peer that it means where it names none (`Channel()`, `empty()`), and its deadline."""
+"""What user code inherits from its surroundings: the open peer that it means where it names none, and its deadline."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from aiodaft._runtime.platform.fork_hooks import when_forked
 from aiodaft.exceptions import RuntimeClosed
 
-if TYPE_CHECKING:
-    from aiodaft._runtime.peer import Peer
-
 # In a second.
 _MICROSECONDS: Final = 1e6
-# When the surrounding call, or `aiodaft.deadline()`, ends the time for everything inside; on the loop's clock.
+
+
+class OpenPeer(Protocol):
+    """What this file knows of a peer."""
+
+    def stay_behind(self) -> None:
+        """In a forked child: leave connections and actors to the parent."""
+        ...
+
+
+# The deadline of the surrounding call or of `aiodaft.deadline()`, on the loop's clock.
 current_deadline: ContextVar[float | None] = ContextVar("aiodaft_current_deadline", default=None)
-_context_peer: ContextVar[Peer | None] = ContextVar("aiodaft_peer", default=None)
+_context_peer: ContextVar[OpenPeer | None] = ContextVar("aiodaft_peer", default=None)
 # Open peers of this process, oldest first. A worker has exactly one.
-_open_peers: list[Peer] = []
+_open_peers: list[OpenPeer] = []
 
 
 def time_left(deadline: float | None, clock: Callable[[], float]) -> int | None:
-    """What is left of a deadline, as it travels: microseconds, rounded up, so that who has set it notices first."""
+    """The microseconds until a deadline, as messages carry them; rounded up, so that it passes at the caller first."""
     return None if deadline is None else max(0, math.ceil((deadline - clock()) * _MICROSECONDS))
 
 
 def deadline_of(left: int, clock: Callable[[], float]) -> float:
-    """The deadline of which so much is left, where it has travelled to."""
+    """The deadline, on this process's clock, that a message gives as `time_left`."""
     return clock() + left / _MICROSECONDS
 
 
-def set_process_peer(peer: Peer) -> None:
-    """A peer was opened."""
+def peer_opened(peer: OpenPeer) -> None:
+    """Make this the peer of the current context."""
     when_forked(_leave_all)
     _open_peers.append(peer)
     _context_peer.set(peer)
 
 
-def remove_process_peer(peer: Peer) -> None:
-    """A peer was closed."""
+def peer_closed(peer: OpenPeer) -> None:
+    """Forget a peer. Idempotent."""
     if peer in _open_peers:
         _open_peers.remove(peer)
 
@@ -52,8 +59,8 @@ def _leave_all() -> None:
         peer.stay_behind()
 
 
-def current_peer() -> Peer:
-    """The peer of the runtime that surrounds the caller, or the only one of the process.
+def surrounding_peer() -> OpenPeer:
+    """The peer of the runtime that surrounds the caller, or the only open one of the process.
 
     Raises:
         RuntimeClosed: There is none, or there are several and none surrounds the caller.

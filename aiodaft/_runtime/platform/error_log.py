@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from typing import Final
-
-from aiodaft._runtime.serialization.errors import text_of
 
 logger = logging.getLogger("aiodaft")
 
@@ -25,6 +24,14 @@ def log_error(what: str, error: BaseException, level: int = logging.ERROR) -> No
     # Formatters take this in place of their own text of the error; handlers that want the error itself have that.
     record.exc_text = _MARGIN + printable(text_of(error))
     logger.handle(record)
+
+
+def text_of(error: BaseException) -> str:
+    """An exception with its traceback and its causes, as Python prints it."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise anything
+        return f"<its traceback cannot be had: {type(problem).__name__}>"
 
 
 def printable(text: str) -> str:

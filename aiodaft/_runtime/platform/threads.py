@@ -1,4 +1,4 @@
-"""One helper thread per process: copies, encodings and page faults that would stall the loop."""
+"""Threads beside the loop: one per actor for its `def` methods, and one per process for copies and encodings."""
 
 from __future__ import annotations
 
@@ -14,86 +14,12 @@ from aiodaft._runtime.platform.tasks import see_through
 T = TypeVar("T")
 
 
-# A warm copy of this size takes about 50 us; more goes to the thread.
+# A warm copy of this size takes about 50 us; larger copies go to the helper thread.
 SYNC_COPY: Final = 1 << 20
 
 
 class HelperThread:
-    """Runs functions one after the other in a thread, and gives their results to the loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
-        self._loop = loop
-        self._name = name
-        self._jobs: queue.SimpleQueue[tuple[asyncio.Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    async def run(self, job: Callable[[], T]) -> T:
-        """Run `job` in the thread.
-
-        Cancellation: the job still runs to its end, because it may be writing to memory; its result is dropped.
-        """
-        return await self._begin(job)
-
-    async def run_to_end(self, job: Callable[[], T]) -> T:
-        """The same for a job that writes to memory of the caller's.
-
-        Cancellation: raised once the job has ended.
-        """
-        return await see_through(self._begin(job))
-
-    def _begin(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put((future, job))
-        return future
-
-    async def aclose(self) -> None:
-        """End the thread after the jobs it has. Blocks until the last copy is done."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            ended = self._loop.create_future()
-            self._jobs.put((ended, lambda: None))
-            self._jobs.put(None)
-            await ended
-            thread.join()
-
-    def abandon(self) -> None:
-        """End the thread where the loop does not run any more."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join()
-
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            future, job = item
-            try:
-                result, error = job(), None
-            except BaseException as caught:  # noqa: BLE001 - whatever it is belongs to the waiting task
-                result, error = None, caught
-            self._deliver(future, result, error)
-            del item, job, result, error
-
-    def _deliver(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-        def settle() -> None:
-            if future.cancelled():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        try:
-            self._loop.call_soon_threadsafe(settle)
-        except RuntimeError:
-            # The loop was closed; nobody is waiting any more.
-            return
-
-
-class ActorThread:
-    """Runs jobs one after the other. Started with the first one."""
+    """Runs jobs one after another in a thread, which the first job starts."""
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
         self._name = name
@@ -103,48 +29,74 @@ class ActorThread:
 
     @property
     def ident(self) -> int | None:
-        """The thread, once it has begun."""
+        """The thread's ident, once it has begun."""
         return None if self._thread is None else self._thread.ident
 
     @property
     def backlog(self) -> int:
-        """Jobs that wait for the one under way."""
+        """The number of jobs behind the one under way."""
         return self._jobs.qsize()
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Run `job` after those submitted before; it must not raise."""
+        """Run a job after the earlier ones; it must not raise."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
         self._jobs.put(job)
 
-    async def run(self, function: Callable[[], Any]) -> Any:
-        """Run a function and wait for its result.
-
-        Cancellation: the function goes on; its result is dropped.
-        """
-        done: asyncio.Future[Any] = self._loop.create_future()
+    def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Submit a function; the future gives its result."""
+        done: asyncio.Future[T] = self._loop.create_future()
 
         def job() -> None:
+            result: Any = None
+            error: BaseException | None = None
             try:
-                result, error = function(), None
-            except BaseException as caught:  # noqa: BLE001 - whatever it is belongs to the waiting task
-                result, error = None, caught
+                result = function()
+            except BaseException as caught:  # noqa: BLE001 - the waiting task gets every error
+                error = caught
             self.to_loop(lambda: _settle(done, result, error))
 
         self.submit(job)
-        return await done
+        return done
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Run a function in the thread.
+
+        Cancellation: the function runs to its end, and its result is dropped.
+        """
+        return await self.begin(function)
+
+    async def run_to_end(self, function: Callable[[], T]) -> T:
+        """Run a function that writes to memory of the caller.
+
+        Cancellation: raised when the function has ended.
+        """
+        return await see_through(self.begin(function))
 
     def to_loop(self, callback: Callable[[], object]) -> None:
-        """From the thread: run something on the loop."""
-        # The loop may be closed already: then nobody waits.
+        """Run a callback on the loop; from the thread."""
+        # A closed loop has no waiting tasks.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback)
 
     def close(self) -> None:
-        """End the thread after its last job. Does not wait: a method cannot be interrupted."""
+        """End the thread after its last job, without waiting: a method cannot be interrupted."""
         if self._thread is not None:
             self._jobs.put(None)
+
+    def abandon(self) -> None:
+        """End the thread and block until its last job is done, without the loop. Idempotent."""
+        self.close()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    async def aclose(self) -> None:
+        """End the thread after its last job. Idempotent."""
+        if self._thread is not None:
+            await self.run(lambda: None)
+            self.abandon()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -156,6 +108,7 @@ def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None)
     if done.done():
         return
     if isinstance(error, StopIteration):
+        # A future refuses StopIteration.
         wrapped = RuntimeError("the function raised StopIteration")
         wrapped.__cause__ = error
         error = wrapped

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import traceback
 from types import TracebackType
 from typing import Any, Final
 
 from aiodaft._protocol.codec import pack, unpack
+from aiodaft._runtime.platform.error_log import text_of
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.pickling import TooLong
@@ -208,14 +208,6 @@ def _message(error: BaseException) -> str:
         return str(error)[:_MAX_MESSAGE]
     except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise anything
         return f"<its text cannot be had: {type(problem).__name__}>"
-
-
-def text_of(error: BaseException) -> str:
-    """An exception with its traceback and its causes, as Python prints it."""
-    try:
-        return "".join(traceback.format_exception(error))
-    except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise anything
-        return f"<its traceback cannot be had: {type(problem).__name__}>"
 
 
 def _no_extensions(code: int, content: bytes) -> Any:

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from aiodaft._runtime.platform.context import current_peer
+from aiodaft._runtime.platform.context import surrounding_peer
 from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.ref import Ref, Refs, parts_of
@@ -244,7 +244,7 @@ def home() -> Any:
     This is how handles and channels find their process: unpickling has no arguments of its own.
     """
     found = getattr(getattr(_decoding, "context", None), "home", None)
-    return current_peer() if found is None else found
+    return surrounding_peer() if found is None else found
 
 
 def _reduce_error(value: BaseException | TracebackType) -> Any:

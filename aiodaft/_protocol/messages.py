@@ -1,15 +1,56 @@
-"""What goes over a control link: positional arrays whose first item says what they are.
+"""The messages that go over a connection: tuples whose first item is the kind.
 
-The hot messages (CALL, REPLY) are plain tuples built where they are sent; this table is their documentation and
-their check. A *value* on the wire is three fields: `payload` (encoded skeleton), `blobs` (None, the buffers
-themselves, or grants of a transport) and `refs` (descriptors of refs that travel inside).
+========== ===================== ================================================================================
+Kind       From -> to            Fields
+========== ===================== ================================================================================
+HELLO      each side, once       oldest and newest wire version that it speaks, its id, its pid
+CALL       caller -> callee      call id, actor, method, plain positional arguments
+SEND       caller -> callee      call id, actor, method, mode (WANT_*), microseconds left, *value* (the arguments),
+                                 descriptors of awaited refs, number of earlier attempts
+REPLY      callee -> caller      call id, plain value
+RESULT     callee -> caller      call id, *value*
+STORED     callee -> caller      call id, size of the value, which stays at the callee
+ERROR      callee -> caller      call id, encoded exception, whether the call ran
+CANCEL     caller -> callee      call id
+ITEM       callee -> caller      call id of a stream, *value*
+CREDIT     caller -> callee      call id of a stream, number of further items that the callee may send
+ADOPTED    caller -> callee      call id: the refs inside its result or item are registered
+PULL       consumer -> producer  owner, number
+VALUE      producer -> consumer  owner, number, *value*
+MOVED      producer -> consumer  owner, number, process that has the value
+BROKEN     producer -> consumer  owner, number, encoded exception
+JOIN       producer -> consumer  owner, number, whether to keep a copy: other consumers of the value may ask this one
+LEAVE      consumer -> producer  owner, number, process that has, or needs, no copy of the value for others
+RELEASE    owner -> producer     numbers of the owner's refs; their values are not needed any more
+BORROW     borrower -> owner     number of a ref that the sender holds from now on
+NOTE       transport -> same     name of the transport, its note, number of descriptors that come along
+INTRODUCE  node -> any process   process at the other end of the socket that comes along
+BYE        any -> any            reason why the sender ends the connection
+RING       any -> any            stage (RING_*)
+RUN        owner -> participant  graph of the sender, run, its oldest run that is not over, microseconds left, numbers
+                                 of the wanted results, *inputs*
+FLOW       any -> participant    owner of the graph, graph, run, *inputs*: results that the receiver's steps need
+REPORT     participant -> owner  graph of the receiver, run, *inputs*: results that it wants, or that are over
+SKIP       owner -> participant  graph of the sender, run: its results are not wanted any more
+========== ===================== ================================================================================
 
-A *descriptor* is (owner, number, producer, label): whose ref it is, its number there, which process makes the value
-and by which method; or (payload, blobs, refs): the value itself, when it is small and known.
+A *value* is three fields: `payload` (the encoded skeleton), `blobs` (None, the buffers themselves, or grants of a
+transport) and `refs` (descriptors of the refs that travel inside it).
 
-An *input* or *result* in RUN, FLOW and REPORT begins with the number of the value in its graph: (index, plain value),
-(index, encoded exception, whether the step ran), (index, payload, blobs, refs, descriptors of awaited refs), or
-(index,) alone: the sender keeps it for the graph's owner, or there is none and the step is over.
+A *descriptor* is (owner, number, producer, label): the owner of the ref, its number there, the process that makes the
+value and the method that does; or (payload, blobs, refs): the value itself, when it is small and known.
+
+An *input* begins with the index of a value in its graph: (index, plain value), (index, encoded exception, whether the
+step ran), (index, payload, blobs, refs, descriptors of awaited refs), or (index,) alone: the sender keeps the value for
+the owner of the graph, or there is none and the step is over.
+
+For each kind, a function of its name builds the message, and `read_<kind>` returns its fields. No other module knows
+the position of a field. CALL and REPLY, the most frequent kinds, are built as tuples where they are sent. Use:
+
+    from aiodaft._protocol import messages as m
+
+    connection.send(m.credit(number, 16))
+    number, count = m.read_credit(message)
 """
 
 from __future__ import annotations
@@ -18,6 +59,8 @@ from itertools import product
 from typing import Any, Final, TypeAlias
 
 from aiodaft.exceptions import RemoteProtocolError
+
+from .ids import CallId, PeerId
 
 Message: TypeAlias = tuple[Any, ...]
 
@@ -59,13 +102,13 @@ SKIP: Final = 26
 
 KINDS: Final = 27
 
-# Stages of RING: rings are asked for; here they are; they are used from here on, which both sides say; they cannot be.
+# Stages of RING. USED, sent by both sides, is the last message of its direction that goes over the socket.
 RING_WANTED: Final = 0
-RING_OFFERED: Final = 1
-RING_USED: Final = 2
+RING_OFFERED: Final = 1  # three descriptors come along
+RING_USED: Final = 2  # one descriptor comes along
 RING_REFUSED: Final = 3
 
-# How the callee treats a SEND.
+# Modes of SEND.
 WANT_REPLY: Final = 0
 WANT_STREAM: Final = 1
 WANT_NOTHING: Final = 2
@@ -80,61 +123,34 @@ _TUPLE: Final = (tuple,)
 _PLAIN: Final = (_None, bool, int, float, str, bytes)
 _BLOBS: Final = (_None, bytes, tuple)
 
+# The types that each field may have.
 _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
-    # oldest version spoken, newest version spoken, sender's id, sender's pid
     HELLO: (_INT, _INT, _STR, _INT),
-    # call id, actor, method, plain positional arguments
     CALL: (_INT, _INT, _STR, _TUPLE),
-    # call id, actor, method, what is wanted, microseconds left, payload, blobs, refs, descriptors of awaited refs, how
-    # often it was sent before
     SEND: (_INT, _INT, _STR, _INT, (_None, int), _BYTES, _BLOBS, _TUPLE, _TUPLE, _INT),
-    # call id, plain value
     REPLY: (_INT, _PLAIN),
-    # call id, payload, blobs, refs
     RESULT: (_INT, _BYTES, _BLOBS, _TUPLE),
-    # call id, bytes kept at the sender
     STORED: (_INT, _INT),
-    # call id, encoded exception, whether the call ran
     ERROR: (_INT, _BYTES, (_None, bool)),
-    # call id
     CANCEL: (_INT,),
-    # call id, payload, blobs, refs
     ITEM: (_INT, _BYTES, _BLOBS, _TUPLE),
-    # call id, how many more items are welcome
     CREDIT: (_INT, _INT),
-    # owner, number
     PULL: (_STR, _INT),
-    # owner, number, payload, blobs, refs
     VALUE: (_STR, _INT, _BYTES, _BLOBS, _TUPLE),
-    # owner, number, whom to ask
     MOVED: (_STR, _INT, _STR),
-    # owner, number, encoded exception
     BROKEN: (_STR, _INT, _BYTES),
-    # numbers of the sender's own refs whose values nobody needs any more
     RELEASE: (_TUPLE,),
-    # call id: the refs inside its result are registered
     ADOPTED: (_INT,),
-    # transport, its note, how many descriptors come along
     NOTE: (_STR, _BYTES, _INT),
-    # peer at the other end of the socket that comes along
     INTRODUCE: (_STR,),
-    # reason
     BYE: (_STR,),
-    # number of a ref of the receiver that the sender holds from now on
     BORROW: (_INT,),
-    # owner, number, whether to keep a copy: the value, on its way to the receiver, may be asked for there by others
     JOIN: (_STR, _INT, (bool,)),
-    # owner, number, process that has, or needs, no copy of the value for others
     LEAVE: (_STR, _INT, _STR),
-    # stage: an offer comes with three descriptors, and is, as its acceptance, the last that comes over the socket
     RING: (_INT,),
-    # graph of the sender, run, its oldest run that is not over, microseconds left, numbers of the results, inputs
     RUN: (_INT, _INT, _INT, (_None, int), _TUPLE, _TUPLE),
-    # whose graph, graph, run, results that steps of the receiver need
     FLOW: (_STR, _INT, _INT, _TUPLE),
-    # graph of the receiver, run, results that it wants, or has to know are over
     REPORT: (_INT, _INT, _TUPLE),
-    # graph of the sender, run: nobody wants its results any more
     SKIP: (_INT, _INT),
 }
 
@@ -163,3 +179,74 @@ def _outline(message: Any) -> str:
     if message.__class__ is not tuple:
         return str(message.__class__.__name__)
     return f"({', '.join(type(field).__name__ for field in message[:10])})"
+
+
+def hello(local: PeerId, pid: int) -> Message:
+    return HELLO, OLDEST_WIRE_VERSION, WIRE_VERSION, local, pid
+
+
+def read_hello(message: Message) -> tuple[int, int, PeerId, int]:
+    _, oldest, newest, remote, pid = message
+    return oldest, newest, remote, pid
+
+
+def read_send_blobs(message: Message) -> Any:
+    return message[7]
+
+
+def cancel(number: CallId) -> Message:
+    return CANCEL, number
+
+
+def read_cancel(message: Message) -> CallId:
+    return message[1]
+
+
+def credit(number: CallId, count: int) -> Message:
+    return CREDIT, number, count
+
+
+def read_credit(message: Message) -> tuple[CallId, int]:
+    _, number, count = message
+    return number, count
+
+
+def adopted(number: CallId) -> Message:
+    return ADOPTED, number
+
+
+def read_adopted(message: Message) -> CallId:
+    return message[1]
+
+
+def note(transport: str, content: bytes, count: int) -> Message:
+    return NOTE, transport, content, count
+
+
+def read_note(message: Message) -> tuple[str, bytes, int]:
+    _, transport, content, count = message
+    return transport, content, count
+
+
+def introduce(remote: PeerId) -> Message:
+    return INTRODUCE, remote
+
+
+def read_introduce(message: Message) -> PeerId:
+    return message[1]
+
+
+def bye(reason: str) -> Message:
+    return BYE, reason
+
+
+def read_bye(message: Message) -> str:
+    return message[1]
+
+
+def ring(stage: int) -> Message:
+    return RING, stage
+
+
+def read_ring(message: Message) -> int:
+    return message[1]

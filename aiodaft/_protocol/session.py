@@ -22,7 +22,7 @@ from aiodaft.exceptions import LocalProtocolError, Overloaded, RemoteProtocolErr
 
 from .codec import FrameDecoder, FrameEncoder
 from .ids import CallId, PeerId
-from .messages import HELLO, OLDEST_WIRE_VERSION, WIRE_VERSION, Message, check_all
+from .messages import HELLO, OLDEST_WIRE_VERSION, WIRE_VERSION, Message, check_all, hello, read_hello
 
 CallT = TypeVar("CallT")
 
@@ -74,7 +74,7 @@ class Session(Generic[CallT]):
         self.data_to_send = self._encoder.take
         # Messages that nobody has taken yet.
         self.packed = self._encoder.frames
-        self.send((HELLO, OLDEST_WIRE_VERSION, WIRE_VERSION, local, pid))
+        self.send(hello(local, pid))
 
     @property
     def waiting(self) -> int:
@@ -105,10 +105,10 @@ class Session(Generic[CallT]):
             self._greet(messages.pop(0))
         return messages
 
-    def _greet(self, hello: Message) -> None:
-        if hello[0] != HELLO:
-            raise RemoteProtocolError(f"expected a greeting, got a message of kind {hello[0]}")
-        _, oldest, newest, remote, pid = hello
+    def _greet(self, message: Message) -> None:
+        if message[0] != HELLO:
+            raise RemoteProtocolError(f"expected a greeting, got a message of kind {message[0]}")
+        oldest, newest, remote, pid = read_hello(message)
         self.version = min(WIRE_VERSION, newest)
         if self.version < max(OLDEST_WIRE_VERSION, oldest):
             raise RemoteProtocolError(

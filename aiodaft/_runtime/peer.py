@@ -185,14 +185,12 @@ class Peer:
         """A call of `owner` that is queued or runs here."""
         if owner == self.process.id:
             return self.local_caller.calls.get(number)
-        connection = self.connections.get(owner)
-        return None if connection is None else connection.incoming.get(number)
+        return self.inbound.call_of(owner, number)
 
     def incoming_calls(self) -> list[InboundCall]:
         """Every call that is queued or runs here."""
-        remote = [call for connection in self.connections.values() for call in connection.incoming.values()]
         answered = [call for hosted in self.actors.values() for call in hosted.abandoned if call.over]
-        return [*remote, *self.local_caller.calls.values(), *self.graphs.calls(), *answered]
+        return [*self.inbound.calls(), *self.local_caller.calls.values(), *self.graphs.calls(), *answered]
 
     def cancel_local(self, number: CallId) -> None:
         """Cancel a call that this process made to itself."""
@@ -203,7 +201,7 @@ class Peer:
     def give_credit(self, stream: StreamState, count: int) -> None:
         """Let a producer go on."""
         if stream.connection is not None:
-            stream.connection.send((m.CREDIT, stream.number, count))
+            stream.connection.send(m.credit(stream.number, count))
         else:
             call = self.local_caller.calls.get(stream.number)
             if call is not None:

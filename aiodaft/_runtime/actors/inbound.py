@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._protocol.messages import ERROR, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
 from aiodaft._runtime.actors.inbound_call import InboundCall
@@ -50,6 +51,15 @@ class Inbound:
             caller = self._callers[connection.remote] = RemoteResponder(self._peer, connection)
         return caller
 
+    def call_of(self, remote: PeerId, number: CallId) -> InboundCall | None:
+        """A call from another process that is queued or runs here."""
+        caller = self._callers.get(remote)
+        return None if caller is None else caller.calls.get(number)
+
+    def calls(self) -> list[InboundCall]:
+        """All calls from other processes that are queued or run here."""
+        return [call for caller in self._callers.values() for call in caller.calls.values()]
+
     def call_came(self, connection: Connection, message: Message) -> None:
         """CALL came."""
         _, number, actor, name, args = message
@@ -85,27 +95,27 @@ class Inbound:
 
     def cancel_came(self, connection: Connection, message: Message) -> None:
         """CANCEL came; the call may be over by now."""
-        call = connection.incoming.get(message[1])
+        call = self.call_of(connection.remote, m.read_cancel(message))
         if call is not None:
             call.hosted.cancel(call)
 
     def credit_came(self, connection: Connection, message: Message) -> None:
         """CREDIT came; the stream may be over by now."""
-        call = connection.incoming.get(message[1])
+        number, count = m.read_credit(message)
+        call = self.call_of(connection.remote, number)
         if call is not None:
-            call.add_credit(message[2])
+            call.add_credit(count)
 
     def adopted_came(self, connection: Connection, message: Message) -> None:
         """ADOPTED came."""
-        self.caller(connection).adopted(message[1])
+        self.caller(connection).adopted(m.read_adopted(message))
 
     def connection_lost(self, connection: Connection) -> None:
         """A caller is gone: nobody wants its calls any more."""
-        self._callers.pop(connection.remote, None)
-        for call in list(connection.incoming.values()):
+        caller = self._callers.pop(connection.remote, None)
+        for call in () if caller is None else list(caller.calls.values()):
             call.hosted.cancel(call)
             call.over = True
-        connection.incoming.clear()
 
     def deliver_local(self, hosted: HostedActor, call: InboundCall) -> None:
         """A call from this process to one of its own actors."""
@@ -132,7 +142,7 @@ class Inbound:
             return None
         caller = self._callers.get(connection.remote) or self.caller(connection)
         call = InboundCall(caller, connection.remote, number, hosted, spec, mode, args)
-        if connection.incoming.setdefault(number, call) is not call:
+        if caller.calls.setdefault(number, call) is not call:
             raise RemoteProtocolError(f"{connection.remote} uses the number of call {number} twice")
         return call if hosted.bounds is None or hosted.admits(call) else None
 

@@ -27,6 +27,8 @@ class RemoteResponder:
     def __init__(self, peer: Peer, connection: Connection) -> None:
         self._peer = peer
         self._connection = connection
+        # Its calls that are not answered.
+        self.calls: dict[CallId, InboundCall] = {}
         # Refs inside results that the caller has not registered yet, by call: they must not be freed meanwhile.
         self.pins: dict[CallId, deque[list[Any]]] = {}
 
@@ -92,7 +94,7 @@ class RemoteResponder:
 
     def _finish(self, call: InboundCall) -> None:
         call.over = True
-        self._connection.incoming.pop(call.number, None)
+        self.calls.pop(call.number, None)
 
     async def _capture(self, call: InboundCall, result: Any) -> StoredValue:
         what = "item" if call.wants_stream else "result"

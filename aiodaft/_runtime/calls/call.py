@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
 from aiodaft._protocol.liveness import Health
 from aiodaft._protocol.messages import (
-    CANCEL,
     RELEASE,
     WANT_NOTHING,
     WANT_REPLY,
@@ -139,7 +139,7 @@ class CallState(RefState):
             )
             return True
         else:
-            self.connection.send((CANCEL, self.number))
+            self.connection.send(m.cancel(self.number))
         self._give_up_later(why)
         return True
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId
-from aiodaft._protocol.messages import ADOPTED, ERROR, RESULT, STORED, Message
+from aiodaft._protocol.messages import ERROR, RESULT, STORED, Message
 from aiodaft._runtime.calls.call import CallState, PendingCall
 from aiodaft._runtime.objects.received import Delivery, ReceivedValue
 from aiodaft._runtime.objects.streams import StreamState
@@ -70,7 +71,7 @@ class Replies:
     async def _adopt_result(self, connection: Connection, state: PendingCall, message: Message) -> None:
         _, number, payload, blobs, refs = message
         adopted = await self._peer.refs.adopt(refs, connection)
-        connection.send((ADOPTED, number))
+        connection.send(m.adopted(number))
         state.on_result(ReceivedValue(payload, blobs, [], adopted))
 
     async def _bring_item(self, connection: Connection, number: CallId, item: Delivery) -> ReceivedValue:
@@ -79,7 +80,7 @@ class Replies:
         finally:
             # Also if it cannot be had: then nobody needs the refs in it.
             if item.refs:
-                connection.send((ADOPTED, number))
+                connection.send(m.adopted(number))
 
     def connection_lost(self, connection: Connection, error: DaftError) -> None:
         """No call over this connection will be answered any more."""

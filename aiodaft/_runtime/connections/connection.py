@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import INTRODUCE, NOTE, Message
+from aiodaft._protocol.messages import Message
 from aiodaft._protocol.session import STALL, Session
 from aiodaft._runtime.connections.fd_passing import SPACE, Descriptors, dup_all
 from aiodaft._runtime.connections.ring_poller import RingPoller
@@ -26,7 +27,6 @@ from aiodaft._runtime.platform.error_log import log_error
 from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.actors.inbound_call import InboundCall
     from aiodaft._runtime.calls.call import PendingCall
 
 
@@ -47,8 +47,6 @@ class Connection:
         self.session = session
         # Id of the process at the other end.
         self.remote = remote
-        # Calls of the peer that are not answered yet.
-        self.incoming: dict[CallId, InboundCall] = {}
         self.lost: Exception | None = None
         # Without that, nothing was ever sent.
         self.connected = False
@@ -155,7 +153,7 @@ class Connection:
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
         """Send a note of a transport, with descriptors."""
-        self.send_fds((NOTE, transport, note, len(fds)), fds)
+        self.send_fds(m.note(transport, note, len(fds)), fds)
 
     def send_fds(self, message: Message, fds: Sequence[int]) -> None:
         """Send a message and descriptors along with it, in order with everything else.
@@ -461,7 +459,7 @@ def introduce(first: Connection, second: Connection) -> None:
     ends = socket.socketpair()
     for connection, other, end in ((first, second, ends[0]), (second, first, ends[1])):
         with end:
-            connection.send_fds((INTRODUCE, other.remote), (end.fileno(),))
+            connection.send_fds(m.introduce(other.remote), (end.fileno(),))
 
 
 class ConnectionOwner(Protocol):

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final, Protocol, TypeAlias, cast
 
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.messages import BYE, SEND, Message
+from aiodaft._protocol.messages import Message
 from aiodaft._protocol.session import Session
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.ring_poller import RingPoller
@@ -150,8 +151,8 @@ class Connections:
 
     def dropped(self, connection: Connection, message: Message) -> None:
         """A call will not be sent."""
-        if message[0] == SEND:
-            self._owner.revoke(connection, message[7])
+        if message[0] == m.SEND:
+            self._owner.revoke(connection, m.read_send_blobs(message))
 
     async def _explain_loss(self, connection: Connection, reason: Exception) -> DaftError:
         try:
@@ -182,7 +183,7 @@ class Connections:
 
     def introduction_came(self, connection: Connection, message: Message) -> None:
         """INTRODUCE came: the connected socket to another process."""
-        remote = PeerId(message[1])
+        remote = m.read_introduce(message)
         try:
             (fd,) = connection.take_fds(1)
         except OSError as error:
@@ -198,7 +199,7 @@ class Connections:
 
     def note_came(self, connection: Connection, message: Message) -> None:
         """NOTE came: from a transport to its other end."""
-        _, name, note, count = message
+        name, note, count = m.read_note(message)
         fds: list[int] = []
         if count:
             # What is missing costs what the note is about, which the transport says.
@@ -212,14 +213,14 @@ class Connections:
     def bye_came(self, connection: Connection, message: Message) -> None:
         """BYE came: the process ends its connection."""
         connection.dismissed = True
-        connection.close(PeerLost(message[1]))
+        connection.close(PeerLost(m.read_bye(message)))
 
     # The end.
 
     def close(self, reason: str) -> None:
         """End every connection."""
         for connection in list(self._table.values()):
-            connection.send((BYE, reason))
+            connection.send(m.bye(reason))
             connection.close(RuntimeClosed(reason))
 
     def clear(self) -> None:

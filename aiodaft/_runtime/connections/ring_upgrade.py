@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from aiodaft._protocol.messages import RING, RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED, Message
+from aiodaft._protocol import messages as m
+from aiodaft._protocol.messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED, Message
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.fd_passing import close_all
 from aiodaft._runtime.connections.route import Route
@@ -30,7 +31,7 @@ class RingUpgrades:
         if self._process.options.transport != "shm" or route.lost is not None or route.ring is not None:
             return
         if self._process.id > route.remote:
-            route.send((RING, RING_WANTED))
+            route.send(m.ring(RING_WANTED))
         else:
             self._offer(route)
 
@@ -42,13 +43,13 @@ class RingUpgrades:
             ring, fds = offer_rings()
             connection.offer_rings(ring, fds[0])
             try:
-                connection.send_fds((RING, RING_OFFERED), fds)
+                connection.send_fds(m.ring(RING_OFFERED), fds)
             except OSError:
                 connection.drop_offer()
 
     def came(self, connection: Connection, message: Message) -> None:
         """RING came."""
-        stage = message[1]
+        stage = m.read_ring(message)
         first = self._process.id < connection.remote
         if stage == RING_WANTED and first:
             if connection.ring is None:
@@ -58,7 +59,7 @@ class RingUpgrades:
         elif stage == RING_USED and first:
             _drop_mark(connection)
             ring, mark = connection.take_offer()
-            connection.write_rings(ring, (RING, RING_USED), mark)
+            connection.write_rings(ring, m.ring(RING_USED), mark)
             connection.read_rings(ring)
         elif stage == RING_USED and connection.ring is not None:
             _drop_mark(connection)
@@ -79,9 +80,9 @@ class RingUpgrades:
             if isinstance(error, ValueError):
                 raise RemoteProtocolError(f"the rings of {connection.remote} cannot be used: {error}") from error
             # Without descriptors or memory, the socket will do.
-            connection.send((RING, RING_REFUSED))
+            connection.send(m.ring(RING_REFUSED))
         else:
-            connection.write_rings(ring, (RING, RING_USED), memory)
+            connection.write_rings(ring, m.ring(RING_USED), memory)
 
 
 def _drop_mark(connection: Connection) -> None:

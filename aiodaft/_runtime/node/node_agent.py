@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, number_of
 from aiodaft._protocol.ledger import Demand, Resources
 from aiodaft._protocol.liveness import Order, Patience
-from aiodaft._protocol.messages import BYE
 from aiodaft._runtime.actors.inbound_call import current_call
 from aiodaft._runtime.connections.connection import introduce
 from aiodaft._runtime.diagnostics.native_dump import take_dump
@@ -209,7 +209,7 @@ class NodeAgent(Actor):
             await asyncio.shield(worker.child.ended)
             return
         worker.wanted = reason
-        self._peer.connections.to(worker.id).send((BYE, reason))
+        self._peer.connections.to(worker.id).send(m.bye(reason))
         if not answers or not await self._launcher.wait_end(worker.child, self._peer.process.grace):
             await self._launcher.end(worker.child)
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId
-from aiodaft._protocol.messages import CANCEL
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefState, release_inputs
 from aiodaft._runtime.platform.tasks import current_task, shield_from_anyio
@@ -230,7 +230,7 @@ class StreamState:
         elif self.connection.withdraw(self.number):
             self._end(None)
         else:
-            self.connection.send((CANCEL, self.number))
+            self.connection.send(m.cancel(self.number))
 
 
 class StreamLoop:

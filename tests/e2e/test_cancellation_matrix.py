@@ -252,7 +252,7 @@ async def test_what_a_cancelled_call_gives_all_the_same_is_dropped(
     module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The call ends before its grace time does.
-    monkeypatch.setattr(module_rt.peer, "grace", 3600)
+    monkeypatch.setattr(module_rt.peer.process, "grace", 3600)
     subject = await module_rt.spawn(Subject)
     ref = subject.stubborn(subject)
     await subject.has_begun()
@@ -271,7 +271,7 @@ async def test_what_a_cancelled_call_gives_all_the_same_is_dropped(
 async def test_a_run_of_a_graph_that_is_cancelled_starts_no_more_steps_on_the_thread(
     module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module_rt.peer, "grace", 3600)
+    monkeypatch.setattr(module_rt.peer.process, "grace", 3600)
     subject = await module_rt.spawn(Subject)
     await subject.remember_loop()
 

@@ -11,7 +11,7 @@ import pytest
 from actors import Echo, Log
 
 import aiodaft
-from aiodaft._runtime import peer
+from aiodaft._runtime.connections import connections
 from aiodaft._runtime.node import node_agent as node
 
 MIB = 1 << 20
@@ -69,7 +69,7 @@ async def test_more_refs_than_a_message_has_room_for_are_refused(rt: aiodaft.Run
 async def test_a_process_is_remembered_for_a_while_and_forgotten_for_good(
     rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer, "_REMEMBERED", 3)
+    monkeypatch.setattr(connections, "_REMEMBERED", 3)
     monkeypatch.setattr(node, "_REMEMBERED", 3)
     gone: list[Any] = []
     for _ in range(6):

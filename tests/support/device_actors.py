@@ -20,7 +20,7 @@ def install(peer: Peer, *devices: int) -> HostDriver:
     driver = HostDriver(*devices)
     if not devices:
         driver.identities = []
-    peer.store._devices = Devices(HostAccelerators(driver), peer, peer.process.id)
+    peer.store._devices = Devices(HostAccelerators(driver), peer.process, peer.process.id)
     return driver
 
 

@@ -45,9 +45,7 @@ class Probe(Actor):
         os.environ[name] = value
 
     @method
-    async def worker_environment(
-        self, names: tuple[str, ...]
-    ) -> tuple[dict[str, str | None], str, list[str], list[str]]:
+    async def surroundings(self, names: tuple[str, ...]) -> tuple[dict[str, str | None], str, list[str], list[str]]:
         """Some variables of the environment, the working directory, sys.path and sys.argv."""
         return {name: os.environ.get(name) for name in names}, os.getcwd(), sys.path, sys.argv
 

@@ -301,11 +301,11 @@ async def test_nothing_is_asked_of_a_device_while_nothing_is_awaited() -> None:
 async def test_every_size_between_processes_that_number_their_devices_differently() -> None:
     async with open_far_devices(5, 0) as far:
         for seed, nbytes in enumerate(SIZES):
-            view = await far.near.transport.fetch(await far.ask("produce", "it", nbytes, seed), far.link)
+            view = await far.near.transport.fetch(await far.ask("produce", "it", nbytes, seed), far.connection)
             assert digest(view) == digest(pattern(nbytes, seed))
             await far.ask("release", "it")
             block = await far.near.filled(nbytes, seed)
-            grant = far.near.transport.grant(block, far.link)
+            grant = far.near.transport.grant(block, far.connection)
             block.release()
             assert await far.ask("fetch", grant) == digest(pattern(nbytes, seed))
         await _until_asked(lambda: far.ask("live_blocks"), 0)
@@ -319,7 +319,7 @@ async def test_a_killed_consumer_in_the_middle_of_a_copy_gives_back_what_it_read
     async with open_far_devices(0) as far:
         far.near.transport.pool(0)._keep = 0
         block = await far.near.filled(20 * MIB, 1)
-        await far.ask("begin", far.near.transport.grant(block, far.link))
+        await far.ask("begin", far.near.transport.grant(block, far.connection))
         block.release()
         assert (block.grants, far.near.transport.live_blocks()) == (1, 1)
         await far.kill()
@@ -329,16 +329,16 @@ async def test_a_killed_consumer_in_the_middle_of_a_copy_gives_back_what_it_read
 
 async def test_a_killed_producer_fails_what_comes_late_and_leaves_what_is_here() -> None:
     async with open_far_devices(0) as far:
-        view = await far.near.transport.fetch(await far.ask("produce", "first", MIB, 1), far.link)
+        view = await far.near.transport.fetch(await far.ask("produce", "first", MIB, 1), far.connection)
         late = await far.ask("produce", "late", MIB, 2)
         held = far.near.driver.hold(far.near.land.stream)
-        fetching = asyncio.get_running_loop().create_task(far.near.transport.fetch(late, far.link))
+        fetching = asyncio.get_running_loop().create_task(far.near.transport.fetch(late, far.connection))
         await asyncio.sleep(0)
         await far.kill()
         with pytest.raises(PeerGone):
             await fetching
         with pytest.raises(GrantError, match="unknown segment"):
-            await far.near.transport.fetch(late, far.link)
+            await far.near.transport.fetch(late, far.connection)
         assert view == pattern(MIB, 1)
         held.open = True
         await _until(lambda: not far.near.driver.mapped)

@@ -34,7 +34,7 @@ def started(script: Path, *args: str) -> subprocess.Popen[bytes]:
 
 
 async def fetch_into(far: FarEnd, grant: Grant, target: bytearray) -> None:
-    await far.transport.fetch_into(grant, far.link, memoryview(target))
+    await far.transport.fetch_into(grant, far.connection, memoryview(target))
 
 
 def descriptors_of_a_child() -> str:
@@ -143,7 +143,7 @@ async def test_a_killed_producer_leaves_views_readable_and_fails_what_comes_late
 async def test_a_producer_killed_in_the_middle_writes_to_the_callers_memory_no_more(name: str) -> None:
     async with open_far_end(name) as far:
         warm = bytearray(1000)
-        await far.transport.fetch_into(await far.ask("produce", "warm", 1000, 2), far.link, memoryview(warm))
+        await far.transport.fetch_into(await far.ask("produce", "warm", 1000, 2), far.connection, memoryview(warm))
         assert warm == pattern(1000, 2)
         poison = POISON * (48 << 20)
         target = bytearray(len(poison))
@@ -167,7 +167,7 @@ async def test_a_kill_in_the_middle_of_a_transfer_leaves_nothing_on_either_side(
     async with open_far_end(name) as near_by:
         async with open_far_end(name, peer="consumer", transport=near_by.transport) as consumer:
             block = near_by.transport.allocate(96 << 20)
-            grant = near_by.transport.grant(block, consumer.link)
+            grant = near_by.transport.grant(block, consumer.connection)
             asked = asyncio.get_running_loop().create_task(consumer.ask("fetch", "doomed", grant))
             for _ in range(3):
                 await asyncio.sleep(0)

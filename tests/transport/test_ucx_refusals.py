@@ -159,12 +159,12 @@ async def test_a_process_that_is_killed_leaves_nothing_in_shared_memory() -> Non
 async def test_a_peer_that_died_after_its_note_is_no_liar() -> None:
     async with open_far_end("ucx") as far:
         notes: list[bytes] = []
-        far.link.on_note = lambda note, fds: notes.append(note)
+        far.connection.on_note = lambda note, fds: notes.append(note)
         grant = await far.ask("produce", "one", 100, 1)
         far.process.kill()
-        await far.link.lost.wait()
+        await far.connection.lost.wait()
         far.process.wait()
         for note in notes:
-            far.transport.note_received(far.link, note, ())
+            far.transport.note_received(far.connection, note, ())
         with pytest.raises(TransportError, match="Destination is unreachable"):
             await far.fetch(grant)

@@ -90,7 +90,7 @@ class Store:
             if self._devices is None:
                 from aiodaft._runtime.objects.devices import Devices, Gpus  # noqa: PLC0415 - few programs have accelerators
 
-                self._devices = Devices(Gpus(), self._home, self._home.process.id)
+                self._devices = Devices(Gpus(), self._home.process, self._home.process.id)
             return self._devices
 
     def current_streams(self) -> Sequence[Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Generic, Self, TypeVar
 
-from aiodaft._runtime.peer import Peer, current_peer
+from aiodaft._runtime.channels import Channels
+from aiodaft._runtime.process import current_process
 from aiodaft._runtime.serialization.pickling import home
 from aiodaft.exceptions import ChannelClosed
 from aiodaft.ref import Ref
@@ -34,7 +35,7 @@ class Channel(Generic[T]):
     def __init__(self, capacity: int = 16) -> None:
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f"a channel has room for a positive number of items, not {capacity!r}")
-        self._endpoint = current_peer().channels.create(capacity)
+        self._endpoint = current_process().part(Channels).create(capacity)
 
     async def send(self, item: T) -> None:
         """Send an item; waits while the channel is full.
@@ -90,7 +91,6 @@ class Channel(Generic[T]):
 
 
 def _rebuild(channel_id: Any, keeper: Any, token: Ref[None]) -> Channel[Any]:
-    peer: Peer = home()
     channel: Channel[Any] = Channel.__new__(Channel)
-    channel._endpoint = peer.channels.endpoint(channel_id, keeper, token)
+    channel._endpoint = home().part(Channels).endpoint(channel_id, keeper, token)
     return channel

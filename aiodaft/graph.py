@@ -20,7 +20,8 @@ from aiodaft._runtime.calls.call import Request, Target
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.owner import GraphOwner
 from aiodaft._runtime.objects.ref_kinds import PutState
-from aiodaft._runtime.peer import Peer, current_peer
+from aiodaft._runtime.peer import Peer
+from aiodaft._runtime.process import current_process
 from aiodaft._runtime.serialization.encoder import map_refs
 from aiodaft.actor import class_of, target_of
 from aiodaft.exceptions import DaftError
@@ -225,7 +226,7 @@ def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -
         SerializationError: A constant cannot travel.
         CyclicGraph: Steps would wait for each other in a circle.
     """
-    peer = current_peer()
+    peer = current_process().part(Peer)
     _check_loop(peer, "a graph is captured")
     if max_in_flight < 1:
         raise ValueError(f"at least one run is under way, not {max_in_flight}")

@@ -6,7 +6,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aiodaft._runtime.peer import current_peer
+from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.process import current_process
 from aiodaft._runtime.serialization.tensors import fills_its_span, is_dense_tensor
 
 if TYPE_CHECKING:
@@ -36,12 +37,12 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     nbytes = shape.numel() * dtype.itemsize
     if not nbytes:
         return torch.empty(shape, dtype=dtype)
-    peer = current_peer()
-    block = peer.store.transport.allocate(nbytes)
+    store = current_process().part(Store)
+    block = store.transport.allocate(nbytes)
     flat = torch.frombuffer(block.view, dtype=torch.uint8, count=nbytes)
     storage: Any = flat.untyped_storage()
-    peer.store.share(block.address, block)
-    weakref.finalize(storage, peer.store.unshare, block.address).atexit = False
+    store.share(block.address, block)
+    weakref.finalize(storage, store.unshare, block.address).atexit = False
     return flat.view(dtype).view(shape)
 
 
@@ -95,7 +96,7 @@ def register(tensor: torch.Tensor) -> Registration:
         )
     if not fills_its_span(tensor):
         raise ValueError("register() takes a tensor without gaps: register its base, or a contiguous copy")
-    store = current_peer().store
+    store = current_process().part(Store)
     if not tensor.nbytes:
         return Registration(_nothing)
     address = tensor.data_ptr()

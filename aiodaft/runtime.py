@@ -31,12 +31,11 @@ from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.pid_namespace import prefix_of
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.context import peer_closed, peer_opened
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.gpu_claims import GpuClaims, gpu_names, id_named
 from aiodaft._runtime.platform.tasks import shield_from_anyio
-from aiodaft._runtime.process import ProcessOptions
+from aiodaft._runtime.process import ProcessOptions, closed, opened
 from aiodaft._runtime.serialization.errors import give_frames, take_frames
 from aiodaft._runtime.supervision.directory import Directory
 from aiodaft.actor import Actor, Handle, class_of
@@ -215,7 +214,7 @@ class Runtime(Scope):
         self.supervisor.on_over = lambda number: self.coordinator.release.tell(peer_id, number)
         peer.add_actor(SUPERVISOR, "supervisor", self.supervisor)
         peer.on_forked = self._stay_behind
-        peer_opened(peer)
+        opened(peer.process, peer.stay_behind)
         self._left_open = weakref.finalize(self, _warn_left_open)
 
     def _end(self, why: str) -> tuple[Peer, WorkerLauncher] | None:
@@ -226,7 +225,7 @@ class Runtime(Scope):
         if self._peer is None or self._launcher is None:
             return None
         self._left_open.detach()
-        peer_closed(self._peer)
+        closed(self._peer.process)
         return self._peer, self._launcher
 
     async def _shut(self) -> None:

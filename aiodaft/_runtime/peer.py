@@ -33,7 +33,6 @@ from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Transfer
-from aiodaft._runtime.platform.context import surrounding_peer
 from aiodaft._runtime.platform.eager_start import Starter
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
@@ -90,6 +89,9 @@ class Peer:
         self.channels = Channels(self)
         self.connections.handlers = self._handlers()
         self.add_actor(AGENT, "agent", Agent(self))
+        process.provide(Peer, self)
+        process.provide(Store, self.store)
+        process.provide(Channels, self.channels)
         self.add_actor(CHANNELS, "channels", self.channels)
 
     # Actors.
@@ -281,11 +283,6 @@ class Peer:
         self.store.close()
         self.connections.clear()
         self.actors.clear()
-
-
-def current_peer() -> Peer:
-    """The peer of the runtime that surrounds the caller; raises as `surrounding_peer`."""
-    return cast("Peer", surrounding_peer())
 
 
 def _ignore_exit(error: BaseException) -> None:

@@ -1,4 +1,8 @@
-"""What every part of a process may know of it: its id, its loop, its tasks, its clock, whether it is closed."""
+"""What every part of a process may know of it: its id, its loop, its tasks, its clock, whether it is closed.
+
+Functions that users call without a runtime (`Channel()`, `empty()`, unpickling) find their process, and its parts by
+class, through `current_process()`.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,20 @@ import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.platform.fork_hooks import when_forked
 from aiodaft._runtime.platform.linux import visible_pid
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft.exceptions import RuntimeClosed
 from aiodaft_transport import Key
+
+PartT = TypeVar("PartT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,7 @@ class Process:
         self.numbers = cast("Iterator[CallId]", itertools.count(1))
         self.next_number = self.numbers.__next__
         self._thread = threading.get_ident()
+        self._parts: dict[type, object] = {}
 
     @property
     def runtime_name(self) -> str:
@@ -91,3 +100,51 @@ class Process:
         """Raise RuntimeClosed if nothing works any more."""
         if self.closed is not None:
             raise RuntimeClosed(f"{what}: {self.closed}")
+
+    def provide(self, kind: type[PartT], part: PartT) -> None:
+        """Let `part` find this one."""
+        self._parts[kind] = part
+
+    def part(self, kind: type[PartT]) -> PartT:
+        """The part of this process that is of a class."""
+        return cast("PartT", self._parts[kind])
+
+
+_context_process: ContextVar[Process | None] = ContextVar("aiodaft_process", default=None)
+# The open runtimes' processes, oldest first, and what each does in a forked child. A worker has exactly one.
+_open: dict[Process, Callable[[], object]] = {}
+
+
+def opened(process: Process, stay_behind: Callable[[], object]) -> None:
+    """Make a process current here, and call `stay_behind` in forked children."""
+    when_forked(_stay_behind)
+    _open[process] = stay_behind
+    _context_process.set(process)
+
+
+def closed(process: Process) -> None:
+    """Undo `opened`. Idempotent."""
+    _open.pop(process, None)
+
+
+def _stay_behind() -> None:
+    callbacks = list(_open.values())
+    _open.clear()
+    for callback in callbacks:
+        callback()
+
+
+def current_process() -> Process:
+    """The process object of the runtime that surrounds the caller, or else the only open one.
+
+    Raises:
+        RuntimeClosed: No runtime is open, or several are and none surrounds the caller.
+    """
+    process = _context_process.get()
+    if process is not None and process in _open:
+        return process
+    if len(_open) == 1:
+        return next(iter(_open))
+    if not _open:
+        raise RuntimeClosed("no runtime is open: use this inside `async with aiodaft.Runtime()`")
+    raise RuntimeClosed(f"{len(_open)} runtimes are open: use this inside the `async with` of the one you mean")

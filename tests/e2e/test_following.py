@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from actors import Echo
+from here import current_peer
 from leaks import is_alive
 from supervised import AT_ONCE, Mortal, Responder
 
@@ -19,7 +20,6 @@ import aiodaft
 from aiodaft import Restart
 from aiodaft._protocol.ids import ActorId
 from aiodaft._runtime.calls.following import NOWHERE, FollowingTarget, Location
-from aiodaft._runtime.peer import current_peer
 from aiodaft.actor import Handle, target_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

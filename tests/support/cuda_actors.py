@@ -6,11 +6,11 @@ import os
 from typing import Any
 
 import torch
+from here import current_peer
 from torch import Tensor
 
 import aiodaft
 from aiodaft import Actor, method
-from aiodaft._runtime.peer import current_peer
 
 # About a second of a GPU's time.
 LONG = 1_500_000_000

@@ -6,13 +6,14 @@ import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from here import current_peer
 from host_devices import Gate, HostAccelerators, HostDriver
 from torch import Tensor
 
 import aiodaft
 from aiodaft import Actor, method
 from aiodaft._runtime.objects.devices import Devices
-from aiodaft._runtime.peer import Peer, current_peer
+from aiodaft._runtime.peer import Peer
 
 
 def install(peer: Peer, *devices: int) -> HostDriver:

@@ -10,12 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from here import current_peer
+
 import aiodaft
 from aiodaft import Actor, Ref, method
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.graphs.participant import Participant, ParticipantRun
 from aiodaft._runtime.graphs.segment_call import SegmentCall
-from aiodaft._runtime.peer import current_peer
 from aiodaft.exceptions import RemoteProtocolError
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from here import current_peer
 from torch import Tensor
 
 import aiodaft
@@ -79,4 +80,4 @@ class Giver(Actor):
 
     @method
     async def registrations(self) -> int:
-        return aiodaft.memory.current_peer().store.transport_named("ucx").registrations  # type: ignore[attr-defined, no-any-return]  # UCX has it
+        return current_peer().store.transport_named("ucx").registrations  # type: ignore[attr-defined, no-any-return]  # UCX has it

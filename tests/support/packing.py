@@ -8,8 +8,10 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+from here import current_peer
+
 from aiodaft import Actor, method
-from aiodaft._runtime.peer import Peer, current_peer
+from aiodaft._runtime.peer import Peer
 
 # More than is copied without the helper thread; and more than travels inside a message.
 LARGE = 2 << 20

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import environment_at_import
+from here import current_peer
 
 import aiodaft
 from aiodaft import Actor, method
-from aiodaft._runtime.peer import current_peer
 
 
 class Thing:

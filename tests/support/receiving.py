@@ -9,9 +9,9 @@ import threading
 from typing import Any
 
 import torch
+from here import current_peer
 
 from aiodaft import Actor, Traffic, method
-from aiodaft._runtime.peer import current_peer
 from aiodaft_transport.tcp import TcpTransport
 
 

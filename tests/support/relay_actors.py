@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from here import current_peer
 
 from aiodaft import Actor, method
-from aiodaft._runtime.peer import current_peer
 
 
 def made(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -19,12 +19,12 @@ from sim_net import End, Network, SimSocket, Weather
 
 import aiodaft
 from aiodaft._protocol.ids import NODE
+from aiodaft._runtime import process as current
 from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.heartbeat import Heartbeat, HeartbeatWatch
 from aiodaft._runtime.node.launcher import ChildProcess, Ending
 from aiodaft._runtime.node.worker_main import Worker, WorkerSettings
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform import context as current
 from aiodaft._runtime.platform.env import Env
 from aiodaft.exceptions import SpawnFailed
 
@@ -341,7 +341,7 @@ class World:
         }
         logs = _Logs(self.loop.problems)
         logger = logging.getLogger("aiodaft")
-        open_peers = list(current._open_peers)
+        open_peers = dict(current._open)
         World.of[self.loop] = self
         collecting = gc.isenabled()
         # What is collected when would differ from run to run.
@@ -355,7 +355,8 @@ class World:
             try:
                 yield
             finally:
-                current._open_peers[:] = open_peers
+                current._open.clear()
+                current._open.update(open_peers)
                 del World.of[self.loop]
                 self._bury()
                 if collecting:

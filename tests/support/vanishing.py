@@ -7,8 +7,9 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
+from here import current_peer
+
 from aiodaft import Actor, method
-from aiodaft._runtime.peer import current_peer
 
 SIZE = 1_000_000
 # A port that needs privileges.

@@ -364,7 +364,9 @@ def home_of(runtime: PeerId, label: str) -> Peer:
     Raises:
         ValueError: The handle was pickled in another runtime.
     """
-    peer: Peer = home()
+    from aiodaft._runtime.peer import Peer  # noqa: PLC0415 - until calls know what to ask for
+
+    peer = home().part(Peer)
     if peer.process.options.home != runtime:
         raise ValueError(
             f"the handle of {label} belongs to another runtime, that of {runtime}, and this is that of "

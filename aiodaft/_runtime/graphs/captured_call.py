@@ -54,7 +54,7 @@ class Arguments:
         self, target: Target, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Ref[Any]]:
         parts = [(spec.argument(index), arg) for index, arg in enumerate(args)]
-        names, places = Names(spec.label, (*parts, *kwargs.items()), target.label), Places(home=target.peer)
+        names, places = Names(spec.label, (*parts, *kwargs.items()), target.label), Places(home=target.peer.process)
         encoded = encode([list(args), kwargs], names=names, places=places, resolve=True, patient=True)
         self.payload, self.blob = encoded.payload, encoded.packed()
         self.refs = encoded.refs

@@ -20,12 +20,11 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.diagnostics.native_dump import offer_dump
 from aiodaft._runtime.node.heartbeat import Heartbeat
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.platform.context import peer_opened
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.fork_hooks import leave_signals, when_forked
 from aiodaft._runtime.platform.linux import die_with_parent
-from aiodaft._runtime.process import ProcessOptions
+from aiodaft._runtime.process import ProcessOptions, opened
 from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft.exceptions import DaftError, ProtocolError
 from aiodaft_transport import Key
@@ -92,7 +91,7 @@ class Worker:
         peer.on_unheld = self._report_unheld
         peer.current_maker = current_call.get
         self._peer = peer
-        peer_opened(peer)
+        opened(peer.process, peer.stay_behind)
         # Its code is loaded while there are descriptors to load it with.
         peer.store.transport_named(self._settings.transport)
         Heartbeat(self._heartbeat, peer).start()

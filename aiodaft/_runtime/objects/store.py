@@ -122,7 +122,7 @@ class Store:
 
         # Who asks for a transport gets it, also for what accelerators have.
         find_device = self._find_device if self._direct and via is None else nowhere
-        places = Places(find_block, find_device, lend=lender is not None, home=self._home)
+        places = Places(find_block, find_device, lend=lender is not None, home=self._home.process)
         encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient)
         return StoredValue(
             encoded, lender, via, self._devices if encoded.on_device else None, self._home.process.call_soon
@@ -225,7 +225,7 @@ class Store:
             refs=refs or (),
             origin=arrived.origin,
             patient=patient,
-            home=self._home,
+            home=self._home.process,
         )
 
     def copy(self, arrived: ReceivedValue) -> ReceivedValue:

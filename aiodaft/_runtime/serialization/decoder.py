@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from aiodaft._protocol.codec import Ext, pack, pack_exts, unpack, unpack_stream
+from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization import encoder as wire
 from aiodaft._runtime.serialization.pickling import unpickle, yield_gil
 from aiodaft._runtime.serialization.tensors import Spec, TensorMaker
@@ -47,7 +48,7 @@ class Decoder:
         refs: Sequence[Any],
         origin: Callable[[int], Any],
         pause: Callable[[], None] | None,
-        home: Any,
+        home: Process | None,
     ) -> None:
         self.home = home
         self._blobs = blobs
@@ -144,7 +145,7 @@ def decode(
     refs: Sequence[Any] = (),
     origin: Callable[[int], Any] = lambda index: None,
     patient: bool = False,
-    home: Any = None,
+    home: Process | None = None,
 ) -> Any:
     """Decode a value.
 
@@ -155,7 +156,7 @@ def decode(
         refs: The refs that travel inside.
         origin: Gives the very object that a buffer came from, if it is in this process.
         patient: Whether this is a helper thread, where time does not matter.
-        home: The peer that decodes, for handles and channels in the value.
+        home: The process that decodes, for handles and channels in the value.
 
     Raises:
         SerializationError: A class is missing here, or something in the value refuses to be built.

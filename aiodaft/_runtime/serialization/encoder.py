@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiodaft._protocol.codec import pack, pack_exts
 from aiodaft._protocol.messages import INLINE_LIMIT, PLAIN_TEXT_LIMIT
+from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
 from aiodaft._runtime.serialization.encoded import Encoded, Source, blob_table, lay_out
 from aiodaft._runtime.serialization.pickling import PicklerHooks, TooLong, pickle_into, yield_gil
@@ -176,14 +177,14 @@ class Encoder(PicklerHooks):
         self.heavy |= len(value) > _LONG_COPY
         return self.add_source(value)
 
-    def check_home(self, peer: Any, what: object, instead: str) -> None:
+    def check_home(self, process: Process, what: object, instead: str) -> None:
         """Refuse what belongs to another runtime than the value.
 
         Raises:
             TypeError: It does.
         """
-        if self._home is not None and peer is not self._home:
-            raise TypeError(f"{what!r} belongs to another runtime, that of {peer.process.runtime_name}: {instead}")
+        if self._home is not None and process is not self._home:
+            raise TypeError(f"{what!r} belongs to another runtime, that of {process.runtime_name}: {instead}")
 
     def add_ref(self, ref: Any) -> int:
         """A ref that travels as a ref."""
@@ -193,7 +194,7 @@ class Encoder(PicklerHooks):
 
     def _check_ref(self, ref: Ref[Any]) -> None:
         state: Any = ref._state
-        self.check_home(state.peer, ref, "await it, and pass its value")
+        self.check_home(state.peer.process, ref, "await it, and pass its value")
 
     def _spend(self, elements: int) -> None:
         self._budget -= elements

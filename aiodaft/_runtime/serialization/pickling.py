@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from aiodaft._runtime.platform.context import surrounding_peer
+from aiodaft._runtime.process import Process, current_process
 from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.ref import Ref, Refs, parts_of
@@ -64,7 +64,7 @@ class PicklerHooks:
             return (_load_ref, (encoder.add_ref(value),)) if parts is None else (_load_gathered, parts)
         if kind is Handle:
             target = cast("Target", target_of(value))
-            encoder.check_home(target.peer, value, "pass a handle of this one, or a value")
+            encoder.check_home(target.peer.process, value, "pass a handle of this one, or a value")
         if isinstance(value, BaseException | TracebackType):
             return _reduce_error(value)
         if kind.__name__ == "ndarray" and kind.__module__ == "numpy" and not value.dtype.hasobject:
@@ -183,7 +183,7 @@ class Context(Protocol):
     """What unpickling needs of the value it is part of."""
 
     @property
-    def home(self) -> Any:
+    def home(self) -> Process | None:
         """The peer that decodes."""
         ...
 
@@ -238,13 +238,13 @@ def _load_gathered(*parts: Ref[Any]) -> Ref[list[Any]]:
     return Refs(parts).gather()
 
 
-def home() -> Any:
-    """The peer of the value that is being unpickled; the surrounding runtime's where somebody else unpickles.
+def home() -> Process:
+    """The process that unpickles a value; outside of the runtime's own unpickling, the current process.
 
     This is how handles and channels find their process: unpickling has no arguments of its own.
     """
     found = getattr(getattr(_decoding, "context", None), "home", None)
-    return surrounding_peer() if found is None else found
+    return current_process() if found is None else found
 
 
 def _reduce_error(value: BaseException | TracebackType) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.encoded import Source
 from aiodaft_transport import Block
 from aiodaft_transport.memory.address import view_at
@@ -59,7 +60,7 @@ class Places(NamedTuple):
     find_block: Callable[[Source], Block | None] = nowhere
     find_device: Callable[[torch.Tensor], int | None] = nowhere
     lend: bool = False
-    home: Any = None
+    home: Process | None = None
 
 
 class TensorTable:

@@ -221,7 +221,7 @@ WAYS = [one_after_the_other, the_later_one_first, in_a_loop, gathered_before, of
 
 
 @shared_loop
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("route", WAYS)
 async def test_a_sibling_that_is_not_awaited_any_more_counts_as_seen(
     log_only: aiodaft.Runtime, ear: Ear, route: Any
 ) -> None:

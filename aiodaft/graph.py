@@ -19,7 +19,7 @@ from aiodaft._protocol.plan import Dataflow, Step
 from aiodaft._runtime.calls.call import Request, Target
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.owner import GraphOwner
-from aiodaft._runtime.objects.ref_kinds import PutState
+from aiodaft._runtime.objects.ref_table import PutState
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import current_process
 from aiodaft._runtime.serialization.encoder import map_refs
@@ -48,7 +48,7 @@ class _Recorder:
     def __init__(self, peer: Peer, inputs: int) -> None:
         self._peer = peer
         # What the graph's own refs stand for: inputs first, then results in the order of the calls.
-        self.inputs = [PutState(peer, peer.process.next_number(), None, f"input {index}") for index in range(inputs)]
+        self.inputs = [PutState(peer.objects, None, f"input {index}") for index in range(inputs)]
         self.numbers: dict[Any, int] = {state: index for index, state in enumerate(self.inputs)}
         self.steps: list[Step[Arguments]] = []
         self.specs: list[tuple[Target, MethodSpec]] = []

@@ -199,7 +199,7 @@ class Runtime(Scope):
         agent.on_ended = self._process_ended
         peer.add_actor(NODE, "node agent", agent)
         peer.add_actor(COORDINATOR, "coordinator", Coordinator())
-        peer.on_unheld = self.fail
+        peer.objects.on_unheld = self.fail
 
         async def explain(connection: Connection, reason: Exception) -> DaftError:
             ending = await agent.explain(connection.remote, peer.graphs.in_flight(connection))

@@ -127,7 +127,7 @@ class Scope(Spawner):
         if self._held and not self._runtime.is_closed:
             # An error that was raised knows frames, and these know refs. Only the collector drops such a circle.
             gc.collect()
-            self._runtime.peer.drop_now()
+            self._runtime.peer.objects.drop_now()
         # Other threads may look at errors too.
         unseen = [state for state in list(self._held) if not state.seen]
         self._held = {}

@@ -96,7 +96,8 @@ class Token(RefState):
     value = None
 
     def __init__(self, channels: Channels, number: CallId) -> None:
-        self.peer = channels.peer
+        self.objects = objects = channels.peer.objects
+        self.process = objects.process
         self.number = number
         self._channels = channels
 
@@ -105,7 +106,7 @@ class Token(RefState):
         return "Channel"
 
     def handle_dropped(self) -> None:
-        self.peer.drop_soon(self)
+        self.objects.drop_soon(self)
 
     def borrow(self, peer: PeerId) -> None:
         super().borrow(peer)
@@ -114,7 +115,7 @@ class Token(RefState):
     def drop_handle(self) -> None:
         super().drop_handle()
         if not self.handles:
-            self._channels.holder_left(self.number, self.peer.process.id, Leaving.DROPPED)
+            self._channels.holder_left(self.number, self.process.id, Leaving.DROPPED)
 
     def give_back(self, peer: PeerId) -> None:
         super().give_back(peer)
@@ -138,7 +139,7 @@ class Token(RefState):
             return
         (holder,) = self.borrowers
         # A call under way has the channel as an argument: what its callee holds of it is the same handle.
-        connection = self.peer.connections.get(holder)
+        connection = self._channels.peer.connections.get(holder)
         calls = [] if connection is None else connection.session.calls.values()
         if sum((call.inputs or []).count(self) for call in calls) == self.uses:
             self._channels.tell_alone(self.number, holder)

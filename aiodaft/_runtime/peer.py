@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, ActorId, CallId, PeerId
-from aiodaft._protocol.siblings import FailedAwaits
+from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.actors.inbound_call import InboundCall
@@ -27,15 +24,10 @@ from aiodaft._runtime.connections.connections import Connections, Handler
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
 from aiodaft._runtime.graphs.registry import Graphs
-from aiodaft._runtime.objects.blocking import block_on
-from aiodaft._runtime.objects.ref_state import RefState
-from aiodaft._runtime.objects.ref_table import RefTable
+from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.store import Store
-from aiodaft._runtime.objects.streams import StreamState
-from aiodaft._runtime.objects.transfer import Transfer
 from aiodaft._runtime.platform.eager_start import Starter
 from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import current_task
 from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft.actor import Handle
@@ -59,16 +51,16 @@ class Peer:
 
     # Who makes a call: the task that runs; in a worker, the call that it serves.
     current_maker: Callable[[], object]
-    _draining = False
 
     def __init__(self, options: ProcessOptions, key: Key, env: Env) -> None:
         self.process = process = Process(options, key, env)
         self.connections = Connections(process, self)
         self.starter = Starter(self.process.loop)
         self.actors: dict[ActorId, HostedActor] = {}
-        self.store = Store(self, process.helper_thread, self._open_transport, options.transport, direct=options.direct)
-        self.refs = RefTable(self)
-        self.transfer = Transfer(self)
+        self.store = Store(process, self._open_transport)
+        self.objects = Objects(process, self.connections, self.store, self)
+        self.refs = self.objects.refs
+        self.transfer = self.objects.transfer
         self.replies = Replies(self)
         # Where calls go; something else takes them while a graph is captured.
         self.sender = Outgoing(self)
@@ -78,14 +70,11 @@ class Peer:
         self.local_caller = LocalResponder(self)
         self.deadlocks = Deadlocks(self)
         self.graphs = Graphs(self)
-        # Told of errors that no code saw and no scope owns, and of a wish to exit.
-        self.on_unheld: Callable[[BaseException, str], object] = lambda error, what: log_error(what, error)
+        # Told of a wish to exit.
         self.on_exit: Callable[[BaseException], object] = _ignore_exit
         # Told, in a forked child, that it stayed behind.
         self.on_forked: Callable[[], object] = lambda: None
         self.current_maker = partial(current_task, self.process.loop)
-        self.failed_awaits: FailedAwaits[weakref.ref[Any]] = FailedAwaits()
-        self._dropped: deque[RefState] = deque()
         self.channels = Channels(self)
         self.connections.handlers = self._handlers()
         self.add_actor(AGENT, "agent", Agent(self))
@@ -129,7 +118,7 @@ class Peer:
 
     def revoke(self, connection: Connection, blobs: Any) -> None:
         """Take back the grants of a call that is not sent."""
-        self.transfer.revoke(connection, blobs)
+        self.store.revoke(connection, blobs)
 
     def take_note(self, transport: str, route: Route, note: bytes, fds: list[int]) -> None:
         """Hand a note to its transport."""
@@ -200,51 +189,37 @@ class Peer:
         if call is not None:
             call.hosted.cancel(call)
 
-    def give_credit(self, stream: StreamState, count: int) -> None:
-        """Let a producer go on."""
-        if stream.connection is not None:
-            stream.connection.send(m.credit(stream.number, count))
-        else:
-            call = self.local_caller.calls.get(stream.number)
-            if call is not None:
-                call.add_credit(count)
-
-    def report_unheld(self, state: RefState) -> None:
-        """The error of a ref that was dropped before any code saw the error."""
-        assert state.error is not None
-        if state.maker is not None and self.failed_awaits.excuse(
-            state.maker, state.number, state.failed, state.dropped
-        ):
-            why = "its ref was dropped after the await of another call of the same task had failed"
-            what = f"{state.label} failed as well; {why}"
-            log_error(what, state.error, logging.INFO)
-            return
-        what = f"{state.label} failed, and its ref was dropped before any code saw the error"
-        if state.sink is not None:
-            state.sink.fail(state.error, what)
-        else:
-            self.on_unheld(state.error, what)
+    def credit_local(self, number: CallId, count: int) -> None:
+        """Let a stream method that this process called in itself yield more items."""
+        call = self.local_caller.calls.get(number)
+        if call is not None:
+            call.add_credit(count)
 
     def exit_requested(self, error: BaseException) -> None:
         """A method raised SystemExit or KeyboardInterrupt."""
         self.on_exit(error)
 
+    # What the objects need.
+
+    def borrow(self, owner: PeerId, number: CallId) -> Awaitable[object]:
+        """Register this process with the owner of a ref."""
+        return self.agent_of(owner).borrow(number)
+
+    def give_back(self, owner: PeerId, number: CallId) -> None:
+        """Tell the owner of a ref that this process holds the ref no longer."""
+        self.agent_of(owner).give_back.tell(number)
+
+    def cancel_remote(self, owner: PeerId, number: CallId) -> None:
+        """Ask the owner of a ref to cancel the call that makes its value."""
+        self.agent_of(owner).cancel.tell(number)
+
+    def unread_remote(self, producer: PeerId, owner: PeerId, number: CallId) -> Awaitable[object]:
+        """Wait until no process reads a value that its producer stores."""
+        return self.agent_of(producer).unread(owner, number)
+
     def block_on(self, ref: Ref[Any]) -> Any:
         """Wait for a ref in another thread than the loop's."""
-        return block_on(self, ref)
-
-    def drop_soon(self, state: RefState) -> None:
-        """A `Ref` object is gone; from any thread, also while garbage is collected."""
-        self._dropped.append(state)
-        if not self._draining:
-            self._draining = True
-            self.process.call_soon(self.drop_now)
-
-    def drop_now(self) -> None:
-        """Do what the `Ref` objects that are gone leave to be done."""
-        self._draining = False
-        while self._dropped:
-            self._dropped.popleft().drop_handle()
+        return block_on(self.process, ref)
 
     def _open_transport(self, name: str) -> Transport:
         return open_transport(name, self.process, self.process.key, local=self.process.id)

@@ -17,7 +17,7 @@ import aiodaft
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import FLOW
 from aiodaft._runtime.connections.traffic import Traffic
-from aiodaft._runtime.objects.received import Delivery
+from aiodaft._runtime.objects.delivery import Delivery
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import Names
@@ -166,7 +166,9 @@ async def test_a_delivery_that_nobody_has_any_more_is_declined(module_rt: aiodaf
     peer = module_rt.peer
     kept = await kept_here(module_rt)
     assert kept.block is not None
-    delivery = Delivery(peer, peer.connections.loopback, kept.payload, kept.blobs_for(peer.connections.loopback), ())
+    delivery = Delivery(
+        peer.store, peer.connections.loopback, kept.payload, kept.blobs_for(peer.connections.loopback), ()
+    )
     if how == "before the first step":
         task = peer.process.tasks.start(peer.transfer.receive(delivery), name="receive")
         task.cancel()

@@ -257,7 +257,7 @@ class Arriving:
 
     def __init__(self, peer: Peer, count: int) -> None:
         self.gate = asyncio.Event()
-        self.state = StreamState(peer, peer.process.next_number(), "Test.items")
+        self.state = StreamState(peer.objects, peer.process.next_number(), "Test.items")
         for index in range(count):
             self.state.on_item(peer.process.tasks.start_ahead(self._bring(peer, index), name="bring"))
 

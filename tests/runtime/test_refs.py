@@ -18,7 +18,7 @@ from aiodaft.methods import specs_of
 
 
 class Recorder:
-    """A peer that notes the errors that nobody holds."""
+    """The objects of a process that notes the errors which no code saw."""
 
     def __init__(self) -> None:
         self.process = SimpleNamespace(loop=asyncio.get_running_loop(), next_number=itertools.count(100).__next__)
@@ -29,7 +29,8 @@ class Recorder:
 
 
 def call(peer: Any) -> CallState:
-    target = Target(peer, PeerId("worker"), FIRST_USER_ACTOR, "Echo-1", None)
+    owner: Any = SimpleNamespace(objects=peer)
+    target = Target(owner, PeerId("worker"), FIRST_USER_ACTOR, "Echo-1", None)
     return CallState(target, specs_of(Echo)["echo"], CallId(1))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,8 +95,9 @@ class Recorder:
 
 
 def store_that_opens(open_transport: Callable[[str], Any]) -> Store:
-    nothing: Any = None
-    return Store(nothing, nothing, open_transport, "shm", direct=False)
+    options = SimpleNamespace(transport="shm", direct=False)
+    process: Any = SimpleNamespace(options=options, call_soon=None, helper_thread=None)
+    return Store(process, open_transport)
 
 
 def test_threads_that_need_a_transport_at_the_same_time_get_the_same_one() -> None:

@@ -10,7 +10,8 @@ from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._protocol.messages import ERROR, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
 from aiodaft._runtime.actors.inbound_call import InboundCall
 from aiodaft._runtime.actors.responders import RemoteResponder
-from aiodaft._runtime.objects.received import Delivery, ReceivedValue
+from aiodaft._runtime.objects.delivery import Delivery
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.streams import CREDIT_WINDOW
 from aiodaft._runtime.platform.context import deadline_of
 from aiodaft._runtime.serialization.decoder import is_heavy
@@ -74,7 +75,7 @@ class Inbound:
             raise RemoteProtocolError(f"{connection.remote} makes a call of unknown mode {mode}")
         call = self._accept(connection, number, actor, name, mode, ())
         if call is None:
-            self._peer.transfer.decline(connection, blobs)
+            self._peer.store.decline(connection, blobs)
             return
         call.attempt = attempt
         if left is not None:
@@ -85,7 +86,7 @@ class Inbound:
             call.ready = False
             call.hosted.deliver(call)
             # Arguments are fetched from now on, while the actor works on earlier calls.
-            args = Delivery(self._peer, connection, payload, blobs, refs)
+            args = Delivery(self._peer.store, connection, payload, blobs, refs)
             call.bringing = self._peer.process.tasks.create_task(
                 self._bring(call, args, slots), name=f"bring {call.label}"
             )
@@ -194,7 +195,7 @@ class Inbound:
     async def _slot(self, connection: Route, call: InboundCall, slot: tuple[Any, ...]) -> ReceivedValue:
         if isinstance(slot[0], bytes):
             payload, inline, refs = slot
-            return await self._peer.transfer.receive(Delivery(self._peer, connection, payload, inline, refs))
+            return await self._peer.transfer.receive(Delivery(self._peer.store, connection, payload, inline, refs))
         owner, number, producer, label = slot
         try:
             return await self._peer.transfer.pull(owner, number, producer)

@@ -49,7 +49,8 @@ class CallState(RefState):
     _timer: asyncio.TimerHandle | None = None
 
     def __init__(self, target: Target, spec: MethodSpec, number: CallId) -> None:
-        self.peer = target.peer
+        self.objects = objects = target.peer.objects
+        self.process = objects.process
         self.target = target
         self.spec = spec
         self.number = number
@@ -64,7 +65,7 @@ class CallState(RefState):
 
     @property
     def producer(self) -> PeerId:
-        return self.peer.process.id if self.connection is None else self.connection.remote
+        return self.process.id if self.connection is None else self.connection.remote
 
     @property
     def sink(self) -> UnhandledErrors | None:
@@ -128,8 +129,8 @@ class CallState(RefState):
         if self._cancelling:
             return True
         self.expect_cancellation()
-        if self.connection is None and self.target.remote == self.peer.process.id:
-            self.peer.cancel_local(self.number)
+        if self.connection is None and self.target.remote == self.process.id:
+            self.objects.owner.cancel_local(self.number)
         elif self.connection is None or self.connection.withdraw(self.number):
             # Without a connection, the callee was gone already, or another thread has not handed the call over yet.
             self.on_error(
@@ -149,7 +150,7 @@ class CallState(RefState):
         self.mark_seen()
 
     def _give_up_later(self, why: str) -> None:
-        self._timer = self.peer.process.loop.call_later(self.peer.process.grace, self._give_up, why)
+        self._timer = self.process.loop.call_later(self.process.grace, self._give_up, why)
 
     def _give_up(self, why: str) -> None:
         what = f"{self.label} of {self.target.label}"
@@ -203,7 +204,7 @@ class Target:
         """Call a stream method."""
         spec.check(args, kwargs)
         number = self.peer.process.next_number()
-        state = StreamState(self.peer, number, spec.label)
+        state = StreamState(self.peer.objects, number, spec.label)
         self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_STREAM, state))
         return Stream(state)
 

@@ -247,7 +247,7 @@ class FollowingCall(CallState):
             # The actor lives, and would refuse it again.
             return False
         turned_away = error.executed is False and isinstance(error, StaleHandle | ActorDied)
-        told = target.owner == self.peer.process.id
+        told = target.owner == self.process.id
         if turned_away and not told and self.connection is not None and self.connection.remote == target.remote:
             # Perhaps its process lives, and has no such actor: the next call asks where that is. (Perhaps an argument
             # is lost.) The owner's own process is told of every move, and must not forget where the actor is.
@@ -256,7 +256,7 @@ class FollowingCall(CallState):
             return False
         request.attempt += 1
         self._doubtful = self._doubtful or error.executed is None
-        self.peer.sender.submit_later(request)
+        target.peer.sender.submit_later(request)
         return True
 
     def _settle(self, status: Status) -> None:

@@ -8,7 +8,8 @@ from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import ERROR, RESULT, STORED, Message
 from aiodaft._runtime.calls.call import CallState, PendingCall
-from aiodaft._runtime.objects.received import Delivery, ReceivedValue
+from aiodaft._runtime.objects.delivery import Delivery
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.serialization.errors import copy_error, decode_failure
 from aiodaft.exceptions import DaftError, RemoteProtocolError
@@ -61,7 +62,7 @@ class Replies:
             )
         if refs or isinstance(blobs, tuple):
             # It keeps its place in the stream while its parts are fetched.
-            item = Delivery(self._peer, connection, payload, blobs, refs)
+            item = Delivery(self._peer.store, connection, payload, blobs, refs)
             state.on_item(
                 self._peer.process.tasks.start_ahead(self._bring_item(connection, number, item), name="bring an item")
             )

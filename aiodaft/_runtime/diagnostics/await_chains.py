@@ -212,8 +212,8 @@ def _at_stream(frames: Frames) -> Found:
         raise _UnknownError
     return [
         CallAt(
-            stream.peer.process.id if stream.connection is None else stream.connection.remote,
-            stream.peer.process.id,
+            stream.process.id if stream.connection is None else stream.connection.remote,
+            stream.process.id,
             stream.number,
         )
     ]

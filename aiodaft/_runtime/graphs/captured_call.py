@@ -86,7 +86,7 @@ def _is_slot(value: Any, peer: Peer) -> bool:
     if not isinstance(value, Ref):
         return False
     state = state_of(value)
-    return state.parts() is None and state.peer is peer
+    return state.parts() is None and state.process is peer.process
 
 
 class Sealed:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiodaft._runtime.objects.received import Delivery, ReceivedValue
+from aiodaft._runtime.objects.delivery import Delivery
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.errors import add_note, decode_failure, encode_error
 from aiodaft.exceptions import DaftError
@@ -156,10 +157,10 @@ async def fetch(peer: Peer, neighbour: Route, item: Item) -> GraphValue:
     value = GraphValue()
     label: str | None = None
     try:
-        value._arrived = await peer.transfer.receive(Delivery(peer, neighbour, payload, blobs, refs))
+        value._arrived = await peer.transfer.receive(Delivery(peer.store, neighbour, payload, blobs, refs))
         for slot in slots:
             if isinstance(slot[0], bytes):
-                value._slots.append(await peer.transfer.receive(Delivery(peer, neighbour, *slot)))
+                value._slots.append(await peer.transfer.receive(Delivery(peer.store, neighbour, *slot)))
             else:
                 owner, number, producer, label = slot
                 value._slots.append(await peer.transfer.pull(owner, number, producer))

@@ -50,7 +50,7 @@ class ResultState(CallState):
 
     def _release_remote(self) -> None:
         if self.connection is None:
-            self.peer.store.drop((self.peer.process.id, self.number))
+            self.objects.store.drop((self.process.id, self.number))
         super()._release_remote()
 
 

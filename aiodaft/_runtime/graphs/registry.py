@@ -102,7 +102,7 @@ class Graphs:
             part.run(run).came(items, connection)
             return
         for _, _, blobs, *_ in (item for item in items if len(item) == 5):
-            self._peer.transfer.decline(connection, blobs)
+            self._peer.store.decline(connection, blobs)
 
     def skip_came(self, connection: Route, message: Message) -> None:
         """SKIP came; the run may be over."""

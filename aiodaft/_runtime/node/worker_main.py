@@ -88,7 +88,7 @@ class Worker:
         peer = Peer(options, Key(settings.key), Env())
         peer.connections.explain = self._explain
         peer.on_exit = self._exit_requested
-        peer.on_unheld = self._report_unheld
+        peer.objects.on_unheld = self._report_unheld
         peer.current_maker = current_call.get
         self._peer = peer
         opened(peer.process, peer.stay_behind)

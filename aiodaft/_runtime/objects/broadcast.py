@@ -10,20 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from aiodaft._protocol.fanout import Fanout
-from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import JOIN, LEAVE, Message
+from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.objects.received import ReceivedValue
-from aiodaft._runtime.objects.store import Key
+from aiodaft._runtime.objects.store import Key, Store
 from aiodaft._runtime.objects.stored import StoredValue
+from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError
 from aiodaft_transport import TransportError
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Connection
-    from aiodaft._runtime.peer import Peer
 
 SMALLEST: Final = 1 << 20
 # Of the machine's memory, what one process keeps for others at most.
@@ -48,8 +47,18 @@ class Fetching:
 class Relays:
     """What one process passes on, and whom it sends to others."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    def __init__(
+        self,
+        process: Process,
+        connections: Connections,
+        store: Store,
+        locate_elsewhere: Callable[[PeerId, CallId, Callable[[Any], object]], object],
+    ) -> None:
+        self._process = process
+        self._connections = connections
+        self._store = store
+        # Says where a value is that this process does not store.
+        self._locate_elsewhere = locate_elsewhere
         self._fetching: dict[Key, Fetching] = {}
         self._fanouts: dict[Key, Fanout] = {}
         self._room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _SHARE
@@ -71,7 +80,7 @@ class Relays:
 
     def _free(self, key: Key) -> None:
         for member in self._fanouts.pop(key).members:
-            connection = self._peer.connections.get(member)
+            connection = self._connections.get(member)
             if connection is not None:
                 connection.send((LEAVE, *key, member))
 
@@ -92,8 +101,8 @@ class Relays:
             if not fetching.pulls:
                 del self._fetching[key]
                 self._send_away(key, fetching)
-                if fetching.root is not None and key not in self._peer.store.entries:
-                    self._tell(fetching.root, key, self._peer.process.id)
+                if fetching.root is not None and key not in self._store.entries:
+                    self._tell(fetching.root, key, self._process.id)
 
     def wait(self, key: Key, found: Callable[[Any], object]) -> bool:
         """Tell `found` of the copy when it is here, or where else the value is; False if none is on its way."""
@@ -114,7 +123,7 @@ class Relays:
 
     async def keep(self, fetching: Fetching, key: Key, arrived: ReceivedValue, via: str) -> None:
         """The value is here, and nobody has changed it yet: make a copy for others if there are any."""
-        store = self._peer.store
+        store = self._store
         if fetching.root is None or key in store.entries or not (fetching.keep or fetching.waiting):
             return
         kept = StoredValue.copy_of(arrived, via, fetching.root)
@@ -142,10 +151,10 @@ class Relays:
     def _send_away(self, key: Key, fetching: Fetching) -> None:
         waiting, fetching.waiting = fetching.waiting, []
         for found in waiting:
-            self._peer.transfer.locate_elsewhere(*key, found)
+            self._locate_elsewhere(*key, found)
 
     def _tell(self, root: PeerId, key: Key, who: PeerId) -> None:
-        connection = self._peer.connections.get(root)
+        connection = self._connections.get(root)
         if connection is not None:
             connection.send((LEAVE, *key, who))
 
@@ -157,7 +166,7 @@ class Relays:
         fetching = self._fetching.get((owner, number))
         if fetching is None:
             # Nobody here wants it any more.
-            self._tell(connection.remote, (owner, number), self._peer.process.id)
+            self._tell(connection.remote, (owner, number), self._process.id)
         else:
             fetching.root = connection.remote
             fetching.keep = fetching.keep or keep
@@ -172,7 +181,7 @@ class Relays:
             else:
                 fanout.fail(connection.remote, who)
             return
-        self._peer.store.drop_relayed(key, connection.remote)
+        self._store.drop_relayed(key, connection.remote)
         fetching = self._fetching.get(key)
         if fetching is not None and fetching.root == connection.remote:
             fetching.root = None

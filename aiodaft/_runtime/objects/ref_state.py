@@ -12,23 +12,23 @@ from collections.abc import Callable, Generator
 from enum import Enum
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, cast
+from typing import Any, Final, Protocol, Self, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.ownership import Holders
+from aiodaft._protocol.siblings import FailedAwaits
 from aiodaft._runtime.objects.into_tensor import IntoTensor
+from aiodaft._runtime.objects.owner import ObjectsOwner
 from aiodaft._runtime.objects.received import ReceivedValue
+from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.tasks import wait_shielded
-from aiodaft._runtime.platform.wakeup import Wakeup
+from aiodaft._runtime.platform.wakeup import Wakeup, Wakeups
+from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.decoder import is_heavy
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import DaftError, ResourceExhausted
 from aiodaft.ref import Ref
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.peer import Peer
-
 
 ABSENT: Final = object()
 
@@ -61,81 +61,48 @@ class UnhandledErrors(Protocol):
         ...
 
 
-class Watched(Holders):
-    """One value, as others wait for it.
+class RefHost(Protocol):
+    """What refs and streams need of the objects of their process."""
 
-    Attributes:
-        peer: The process that knows it.
-        label: What made it, such as "Model.execute".
-    """
+    process: Process
+    store: Store
+    owner: ObjectsOwner
+    wakeups: Wakeups
+    failed_awaits: FailedAwaits[weakref.ref[Any]]
 
-    peer: Peer
-    # Defaults live in the class: most refs are awaited, and that is all.
-    _watchers: list[Callable[[Any], object]] | None = None
-    _interested = 0
+    async def pull(
+        self, owner: PeerId, number: CallId, producer: PeerId, into: IntoTensor | None = None
+    ) -> ReceivedValue:
+        """Get a value from another process; see `Transfer.pull`."""
+        ...
 
-    @property
-    def label(self) -> str:
-        raise NotImplementedError
+    def forget(self, state: RefState) -> None:
+        """A ref that other processes knew of is freed."""
+        ...
 
-    def check_loop(self) -> None:
-        """Raise RuntimeError unless this is the loop that the runtime was opened on."""
-        if asyncio._get_running_loop() is not self.peer.process.loop:
-            raise RuntimeError(f"{self.label} is awaited on another event loop than the one its runtime was opened on")
+    def drop_soon(self, dropped: RefState) -> None:
+        """Call `drop_handle` on the loop; from any thread, also while garbage is collected."""
+        ...
 
-    def watch(self, callback: Callable[[Any], object], *, interested: bool = False) -> None:
-        """Call back, on the loop, once the call is settled; never within this call.
-
-        Somebody who is interested counts as an awaiter: the call is not cancelled while they are there.
-        """
-        if not self.peer.process.is_here:
-            self.peer.process.call_soon(partial(self.watch, callback, interested=interested))
-            return
-        self._interested += interested
-        if self.settled:
-            self.peer.process.loop.call_soon(callback, self)
-        elif self._watchers is None:
-            self._watchers = [callback]
-        else:
-            self._watchers.append(callback)
-
-    def unwatch(self, callback: Callable[[Any], object]) -> int:
-        """Undo `watch` of somebody who was interested; returns how many registrations there were.
-
-        Raises:
-            RuntimeError: This is another thread, which cannot know in time.
-        """
-        if not self.peer.process.is_here:
-            raise RuntimeError(f"a callback of {self.label} is removed in the thread of its event loop only")
-        before = len(self._watchers or ())
-        self._watchers = [watcher for watcher in self._watchers or () if watcher != callback]
-        removed = before - len(self._watchers)
-        self._interested -= removed
-        return removed
-
-    def cancel(self, why: str) -> bool:
-        """Ask for the call to be cancelled; False if it is over already."""
-        if self.settled or self.peer.process.is_here:
-            return not self.settled and self._cancel(why)
-        # After the call itself, which this thread may have handed to the loop just now.
-        self.peer.process.call_soon(partial(self.cancel, why))
-        return True
-
-    def _cancel(self, why: str) -> bool:
-        """See `cancel`; on the loop, and it is not over."""
-        return False
+    def report_unheld(self, state: RefState) -> None:
+        """Report the error of a ref that was dropped before any code saw the error."""
+        ...
 
 
-class RefState(Watched):
+class RefState(Holders):
     """One value, as one process knows it; shared by all `Ref` objects for it.
 
     Attributes:
+        objects: The objects of this process.
         number: The value's number at its owner.
+        label: What made it, such as "Model.execute".
         producer: The process that makes it.
         sink: Where its error goes if nobody holds it.
     """
 
     # Defaults live in the class: most refs are made, awaited and gone, and set only what they need.
+    objects: RefHost
+    process: Process
     number: CallId
     own = True
     status = PENDING
@@ -152,23 +119,29 @@ class RefState(Watched):
     # When the call failed, and when its last `Ref` object was dropped, in numbers of calls.
     failed = 0
     dropped = 0
-    # Other processes may ask for it: it is in the peer's table.
+    # Other processes may ask for it: it is in the table.
     shared = False
     # Refs that it depends on.
     inputs: list[RefState] | None = None
+    _watchers: list[Callable[[Any], object]] | None = None
+    _interested = 0
     _waiters: list[Wakeup] | None = None
     _idle_watchers: list[asyncio.Future[None]] | None = None
     _traceback: TracebackType | None = None
     _fetching = False
 
     @property
+    def label(self) -> str:
+        raise NotImplementedError
+
+    @property
     def producer(self) -> PeerId:
-        return self.peer.process.id
+        return self.process.id
 
     @property
     def owner(self) -> PeerId:
         """The process that owns the ref."""
-        return self.peer.process.id
+        return self.process.id
 
     @property
     def sink(self) -> UnhandledErrors | None:
@@ -185,7 +158,56 @@ class RefState(Watched):
 
     def gathered(self, parts: tuple[Ref[Any], ...]) -> RefState:
         """A state for the list of the values of several refs."""
-        return self.peer.refs.gather(parts).hold()
+        return GatheredState(self.objects, parts)
+
+    # Watching and cancelling.
+
+    def check_loop(self) -> None:
+        """Raise RuntimeError unless this is the loop that the runtime was opened on."""
+        if asyncio._get_running_loop() is not self.process.loop:
+            raise RuntimeError(f"{self.label} is awaited on another event loop than the one its runtime was opened on")
+
+    def watch(self, callback: Callable[[Any], object], *, interested: bool = False) -> None:
+        """Call back, on the loop, once the call is settled; never within this call.
+
+        Somebody who is interested counts as an awaiter: the call is not cancelled while they are there.
+        """
+        if not self.process.is_here:
+            self.process.call_soon(partial(self.watch, callback, interested=interested))
+            return
+        self._interested += interested
+        if self.settled:
+            self.process.loop.call_soon(callback, self)
+        elif self._watchers is None:
+            self._watchers = [callback]
+        else:
+            self._watchers.append(callback)
+
+    def unwatch(self, callback: Callable[[Any], object]) -> int:
+        """Undo `watch` of somebody who was interested; returns how many registrations there were.
+
+        Raises:
+            RuntimeError: This is another thread, which cannot know in time.
+        """
+        if not self.process.is_here:
+            raise RuntimeError(f"a callback of {self.label} is removed in the thread of its event loop only")
+        before = len(self._watchers or ())
+        self._watchers = [watcher for watcher in self._watchers or () if watcher != callback]
+        removed = before - len(self._watchers)
+        self._interested -= removed
+        return removed
+
+    def cancel(self, why: str) -> bool:
+        """Ask for the call to be cancelled; False if it is over already."""
+        if self.settled or self.process.is_here:
+            return not self.settled and self._cancel(why)
+        # After the call itself, which this thread may have handed to the loop just now.
+        self.process.call_soon(partial(self.cancel, why))
+        return True
+
+    def _cancel(self, why: str) -> bool:
+        """See `cancel`; on the loop, and it is not over."""
+        return False
 
     # Settling.
 
@@ -193,7 +215,7 @@ class RefState(Watched):
         """There will be no value."""
         if not self.settled:
             self.error, self._traceback = error, error.__traceback__
-            self.failed = self.peer.process.next_number()
+            self.failed = self.process.next_number()
         self._settle(FAILED)
 
     def on_kept(self) -> None:
@@ -211,7 +233,7 @@ class RefState(Watched):
         release_inputs(self, failed=self.error is not None)
         watchers, self._watchers = self._watchers, None
         for watcher in watchers or ():
-            self.peer.process.loop.call_soon(watcher, self)
+            self.process.loop.call_soon(watcher, self)
         if self._waiters:
             self._serve_waiters()
         if self.error is not None:
@@ -230,8 +252,8 @@ class RefState(Watched):
         """One `Ref` object fewer. Safe in any thread, also while garbage is collected."""
         # Most refs end here: the value came with the answer, so there is nothing to free and nobody to tell.
         if self.status is not HERE or self.shared or self.kept is not None or not self.own:
-            self.dropped = self.peer.process.next_number()
-            self.peer.drop_soon(self)
+            self.dropped = self.process.next_number()
+            self.objects.drop_soon(self)
 
     def drop_handle(self) -> None:
         """What `handle_dropped` does later, on the loop."""
@@ -258,7 +280,7 @@ class RefState(Watched):
 
     def free_now(self) -> None:
         """Free the value whoever holds it. Any thread."""
-        if not (self.settled and self.peer.process.is_here):
+        if not (self.settled and self.process.is_here):
             self.watch(type(self).free_now)
             return
         self._release_value()
@@ -277,7 +299,7 @@ class RefState(Watched):
     def _release_value(self) -> None:
         if self.shared:
             self.shared = False
-            self.peer.refs.forget(self)
+            self.objects.forget(self)
         if self.status is THERE:
             self._release_remote()
         if self.kept is not None:
@@ -301,7 +323,7 @@ class RefState(Watched):
             return
         if not self.handles:
             self.mark_seen()
-            self.peer.report_unheld(self)
+            self.objects.report_unheld(self)
         elif self.sink is not None:
             self.sink.hold(self)
 
@@ -325,7 +347,7 @@ class RefState(Watched):
                     yield from self._stop_waiting(wakeup, error)
                     raise
             else:
-                if not self.peer.process.is_here:
+                if not self.process.is_here:
                     self.check_loop()
                 self._decode_now()
         if self.error is not None:
@@ -338,18 +360,18 @@ class RefState(Watched):
     def _note_failed_await(self) -> None:
         """An await raises; the code behind it, which may await siblings of this call, does not run."""
         if self.maker is not None:
-            self.peer.failed_awaits.note(self.maker, self.number, self.peer.process.next_number())
+            self.objects.failed_awaits.note(self.maker, self.number, self.process.next_number())
 
     def result(self, ref: Ref[Any]) -> Any:
         """Wait for the value in another thread than the loop's."""
-        return self.peer.block_on(ref)
+        return self.objects.owner.block_on(ref)
 
     def wait_settled(self) -> Generator[Any, None, None]:
         """Wait until the value exists somewhere, or the call failed. Raises nothing of the call."""
         if not self.settled:
-            self.peer.process.check_open(f"{self.label} cannot be awaited")
+            self.process.check_open(f"{self.label} cannot be awaited")
             self.check_loop()
-            future: asyncio.Future[None] = self.peer.process.loop.create_future()
+            future: asyncio.Future[None] = self.process.loop.create_future()
             self.watch(lambda _: _wake([future]))
             yield from future.__await__()
 
@@ -358,23 +380,22 @@ class RefState(Watched):
         self.check_loop()
         yield from self.wait_settled()
         while self.uses or self.borrowers:
-            future: asyncio.Future[None] = self.peer.process.loop.create_future()
+            future: asyncio.Future[None] = self.process.loop.create_future()
             self._idle_watchers = [*(self._idle_watchers or ()), future]
             yield from future.__await__()
         if self.status is THERE:
-            yield from self.peer.refs.unread_at_producer(self).__await__()
+            yield from self.objects.owner.unread_remote(self.producer, self.owner, self.number).__await__()
         elif self.kept is not None:
-            unread: asyncio.Future[None] = self.peer.process.loop.create_future()
+            unread: asyncio.Future[None] = self.process.loop.create_future()
             self.kept.when_unread(lambda: _wake([unread]))
             yield from unread.__await__()
 
     def _add_waiter(self) -> Wakeup:
         """What is woken when the value is here, or known not to come."""
-        peer = self.peer
-        if peer.process.closed is not None:
-            peer.process.check_open(f"{self.label} cannot be awaited")
+        if self.process.closed is not None:
+            self.process.check_open(f"{self.label} cannot be awaited")
         self.check_loop()
-        wakeup = Wakeup(peer.connections.ring_poller.wakeups)
+        wakeup = Wakeup(self.objects.wakeups)
         if self._waiters is None:
             self._waiters = [wakeup]
         else:
@@ -408,7 +429,7 @@ class RefState(Watched):
         return not self.settled
 
     def _wait_for_cleanup(self) -> Generator[Any, None, None]:
-        over: asyncio.Future[None] = self.peer.process.loop.create_future()
+        over: asyncio.Future[None] = self.process.loop.create_future()
         self.watch(lambda _: _wake([over]))
         yield from wait_shielded(over)
 
@@ -420,7 +441,7 @@ class RefState(Watched):
             else:
                 if not self._fetching:
                     self._fetching = True
-                    self.peer.process.tasks.create_task(self._fetch(), name=f"fetch {self.label}")
+                    self.process.tasks.create_task(self._fetch(), name=f"fetch {self.label}")
                 return
         self._wake_waiters()
 
@@ -432,7 +453,7 @@ class RefState(Watched):
     def _decode_now(self) -> None:
         assert self.arrived is not None
         try:
-            self.value = self.peer.store.decode_now(self.arrived, refs=self.arrived.refs)
+            self.value = self.objects.store.decode_now(self.arrived, refs=self.arrived.refs)
         except DaftError as error:
             self.error, self._traceback = error.with_executed(True), error.__traceback__
 
@@ -453,10 +474,10 @@ class RefState(Watched):
 
     async def bring(self, landing: IntoTensor | None = None) -> Any:
         """Get the value from wherever it is; the landing's target, if it went straight into that."""
-        arrived = self.arrived or await self.peer.transfer.pull(self.owner, self.number, self.producer, landing)
+        arrived = self.arrived or await self.objects.pull(self.owner, self.number, self.producer, landing)
         if landing is not None and landing.filled:
             return landing.target
-        return await self.peer.store.decode(arrived, refs=arrived.refs)
+        return await self.objects.store.decode(arrived, refs=arrived.refs)
 
     async def copy_into(self, target: Any) -> None:
         """Write the value, a tensor, into another tensor."""
@@ -467,7 +488,56 @@ class RefState(Watched):
             await here.ready()
         yet_to_come = self.value is ABSENT and self.error is None
         value = await self.bring(landing) if yet_to_come else await here
-        await landing.copy(value, self.peer.store)
+        await landing.copy(value, self.objects.store)
+
+
+class GatheredState(RefState):
+    """A list of values, as one value of this process; passed on as an argument, it is the list of the refs."""
+
+    handles = 1
+
+    def __init__(self, objects: RefHost, parts: tuple[Ref[Any], ...]) -> None:
+        self.objects = objects
+        self.process = objects.process
+        self.number = objects.process.next_number()
+        self._parts = parts
+        self.maker = state_of(parts[0]).maker
+        self._missing = len(parts)
+        for part in parts:
+            part._state.watch(self._one_settled)
+
+    @property
+    def label(self) -> str:
+        names = ", ".join(part._state.label for part in self._parts[:3])
+        return f"[{names}{', ...' if len(self._parts) > 3 else ''}]"
+
+    def parts(self) -> tuple[Ref[Any], ...]:
+        return self._parts
+
+    def _one_settled(self, _: object) -> None:
+        self._missing -= 1
+        if self._missing:
+            return
+        failed = next((part._state for part in self._parts if part._state.error is not None), None)
+        # An error that somebody was told of is no news for others.
+        known = failed is not None and failed.seen
+        for part in self._parts:
+            if part._state.error is not None:
+                part._state.mark_seen()
+        if failed is None or failed.error is None:
+            self._settle(HERE)
+            return
+        if known:
+            self.mark_seen()
+        self.on_error(failed.error)
+
+    async def bring(self, landing: IntoTensor | None = None) -> list[Any]:
+        return [await part for part in self._parts]
+
+    def _cancel(self, why: str) -> bool:
+        """Cancel every call of the list."""
+        # Each is asked, also after one has said yes.
+        return any([part._state.cancel(why) for part in self._parts])  # noqa: C419 - each of them, also after the first
 
 
 class UsesInputs(Protocol):

@@ -4,31 +4,89 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import BORROW, Message
-from aiodaft._runtime.objects.ref_kinds import BorrowedState, GatheredState, PutState
-from aiodaft._runtime.objects.ref_state import HERE, RefState, state_of
+from aiodaft._runtime.connections.connections import Connections
+from aiodaft._runtime.connections.route import Route
+from aiodaft._runtime.objects.ref_state import HERE, RefHost, RefState, state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft.exceptions import DaftError, OwnerDied
 from aiodaft.ref import Ref
 
-if TYPE_CHECKING:
-    from aiodaft._runtime.connections.route import Route
-    from aiodaft._runtime.peer import Peer
-
 # Bytes of values that go along with one call: more would hold up what comes after it, and a frame is bounded.
 _INLINE_VALUES: Final = 1 << 20
+
+
+class PutState(RefState):
+    """A value of this process."""
+
+    handles = 1
+
+    def __init__(self, objects: RefHost, value: Any, label: str) -> None:
+        self.objects = objects
+        self.process = objects.process
+        self.number = objects.process.next_number()
+        self.value = value
+        self._label = label
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+
+class BorrowedState(RefState):
+    """A ref that another process owns."""
+
+    own = False
+    # The owner counts, or is about to count, this process among those that hold it.
+    registered = False
+
+    def __init__(self, table: RefTable, owner: PeerId, number: CallId, producer: PeerId, label: str) -> None:
+        self._table = table
+        self.objects = table.objects
+        self.process = table.objects.process
+        self.number = number
+        self._owner = owner
+        self._producer = producer
+        self._label = label
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    @property
+    def producer(self) -> PeerId:
+        return self._producer
+
+    @property
+    def owner(self) -> PeerId:
+        return self._owner
+
+    def free_if_unheld(self) -> None:
+        if not self.held:
+            self._table.give_back(self)
+
+    def _cancel(self, why: str) -> bool:
+        """Ask the owner to cancel the call."""
+        self.objects.owner.cancel_remote(self._owner, self.number)
+        return True
+
+    def _judge_error(self) -> None:
+        """Its owner is who has to be told."""
 
 
 class RefTable:
     """The refs of one process that others ask about, and those of others that it holds."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    def __init__(self, objects: RefHost, connections: Connections) -> None:
+        self.objects = objects
+        self._process = objects.process
+        self._store = objects.store
+        self._connections = connections
         # Weak: an error knows the frames it was raised through, these know refs, and refs that nobody else has must go.
         self._own: weakref.WeakValueDictionary[CallId, RefState] = weakref.WeakValueDictionary()
         # Those that other processes hold.
@@ -72,22 +130,21 @@ class RefTable:
         Raises:
             SerializationError: Part of it cannot travel.
         """
-        peer = self._peer
-        state = PutState(peer, peer.process.next_number(), value, label)
+        state = PutState(self.objects, value, label)
         try:
-            state.kept = peer.store.keep(value, Names(label, (("value", value),)), via=via)
+            state.kept = self._store.keep(value, Names(label, (("value", value),)), via=via)
         except TooLong:
-            coro = self._capture(state, via, peer.store.current_streams())
-            peer.process.tasks.create_task(coro, name="put")
+            coro = self._capture(state, via, self._store.current_streams())
+            self._process.tasks.create_task(coro, name="put")
             return state
-        if peer.store.pack_now(state.kept):
+        if self._store.pack_now(state.kept):
             state.on_kept()
         else:
-            peer.process.tasks.create_task(self._capture(state, via), name="put")
+            self._process.tasks.create_task(self._capture(state, via), name="put")
         return state
 
     async def _capture(self, state: PutState, via: str | None, streams: Sequence[Any] = ()) -> None:
-        store = self._peer.store
+        store = self._store
         try:
             if state.kept is None:
                 names = Names(state.label, (("value", state.value),))
@@ -98,18 +155,13 @@ class RefTable:
         else:
             state.on_kept()
 
-    def gather(self, parts: tuple[Ref[Any], ...]) -> GatheredState:
-        """One ref for several."""
-        return GatheredState(self._peer, self._peer.process.next_number(), parts)
-
     def keep(self, state: RefState) -> StoredValue:
         """What other processes get for a settled ref whose value is here."""
-        peer = self._peer
         if state.arrived is not None:
             return StoredValue.again(state.arrived)
         names = Names(state.label, (("result", state.value),))
-        kept = peer.store.keep(state.value, names, patient=True)
-        peer.store.pack_now(kept)
+        kept = self._store.keep(state.value, names, patient=True)
+        self._store.pack_now(kept)
         return kept
 
     # Telling others.
@@ -158,13 +210,13 @@ class RefTable:
     async def _adopt_one(
         self, owner: PeerId, number: CallId, producer: PeerId, label: str, connection: Route
     ) -> Ref[Any]:
-        if owner == self._peer.process.id:
+        if owner == self._process.id:
             own = self._own.get(number)
             known: RefState = own or self._freed(owner, number, producer, label)
             return Ref(known.hold())
         state = self._borrowed.get((owner, number))
         if state is None:
-            state = BorrowedState(self._peer, owner, number, producer, label)
+            state = BorrowedState(self, owner, number, producer, label)
             self._borrowed[owner, number] = state
             state.registered = True
             # Holds the ref while the owner is asked.
@@ -176,16 +228,16 @@ class RefTable:
     async def _register(self, state: BorrowedState, connection: Route) -> None:
         if state.owner == connection.remote:
             # No call: the owner must know before it handles the next message, which may end what holds the ref there.
-            self._peer.connections.to(state.owner).send((BORROW, state.number))
+            self._connections.to(state.owner).send((BORROW, state.number))
             return
         try:
-            await self._peer.agent_of(state.owner).borrow(state.number)
+            await self.objects.owner.borrow(state.owner, state.number)
         except DaftError as error:
             state.on_error(OwnerDied(f"the owner of the result of {state.label}, {state.owner}, is gone: {error}"))
             state.mark_seen()
 
     def _freed(self, owner: PeerId, number: CallId, producer: PeerId, label: str) -> BorrowedState:
-        state = BorrowedState(self._peer, owner, number, producer, label)
+        state = BorrowedState(self, owner, number, producer, label)
         state.seen = True
         state.on_error(OwnerDied(f"the result of {label} was freed"))
         return state
@@ -195,17 +247,9 @@ class RefTable:
         # A state that was found by the garbage collector is not in the table any more, and perhaps another one is.
         if self._borrowed.get((state.owner, state.number)) is state:
             del self._borrowed[state.owner, state.number]
-        if state.registered and self._peer.process.closed is None:
-            self._peer.agent_of(state.owner).give_back.tell(state.number)
+        if state.registered and self._process.closed is None:
+            self.objects.owner.give_back(state.owner, state.number)
         state.registered = False
-
-    def cancel_borrowed(self, state: BorrowedState) -> None:
-        """Ask the owner to cancel the call."""
-        self._peer.agent_of(state.owner).cancel.tell(state.number)
-
-    async def unread_at_producer(self, state: RefState) -> None:
-        """Wait until no process reads the value that the producer keeps."""
-        await self._peer.agent_of(state.producer).unread(state.owner, state.number)
 
     def peer_lost(self, remote: PeerId) -> None:
         """A process is gone, and with it what it had borrowed."""

@@ -11,7 +11,8 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import INLINE_LIMIT, Message
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.platform.threads import SYNC_COPY, HelperThread
+from aiodaft._runtime.platform.threads import SYNC_COPY
+from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.decoder import decode, is_heavy
 from aiodaft._runtime.serialization.encoded import Source
 from aiodaft._runtime.serialization.encoder import Names, encode
@@ -36,24 +37,17 @@ Key: TypeAlias = tuple[PeerId, CallId]
 class Store:
     """The values of one process."""
 
-    def __init__(
-        self,
-        home: Any,
-        helper_thread: HelperThread,
-        open_transport: Callable[[str], Transport],
-        transport: str,
-        *,
-        direct: bool,
-    ) -> None:
-        self._home = home
+    def __init__(self, process: Process, open_transport: Callable[[str], Transport]) -> None:
+        self._process = process
+        self.call_soon = process.call_soon
         # Whether accelerators give and take values themselves, without memory of the host.
-        self._direct = direct
+        self._direct = process.options.direct
         self._devices: Devices | None = None
         self._lock = threading.Lock()
-        self._helper_thread = helper_thread
+        self._helper_thread = process.helper_thread
         self._open_transport = open_transport
         self._transports: dict[str, Transport] = {}
-        self._preferred = transport
+        self._preferred = process.options.transport
         self._forks = fork_count()
         # Memory of tensors by its address: made by `empty()`, with the count of forks then; and bytes of what the user
         # registered.
@@ -90,7 +84,7 @@ class Store:
             if self._devices is None:
                 from aiodaft._runtime.objects.devices import Devices, Gpus  # noqa: PLC0415 - few programs have accelerators
 
-                self._devices = Devices(Gpus(), self._home.process, self._home.process.id)
+                self._devices = Devices(Gpus(), self._process, self._process.id)
             return self._devices
 
     def current_streams(self) -> Sequence[Any]:
@@ -122,11 +116,9 @@ class Store:
 
         # Who asks for a transport gets it, also for what accelerators have.
         find_device = self._find_device if self._direct and via is None else nowhere
-        places = Places(find_block, find_device, lend=lender is not None, home=self._home.process)
+        places = Places(find_block, find_device, lend=lender is not None, home=self._process)
         encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient)
-        return StoredValue(
-            encoded, lender, via, self._devices if encoded.on_device else None, self._home.process.call_soon
-        )
+        return StoredValue(encoded, lender, via, self._devices if encoded.on_device else None, self.call_soon)
 
     def _find_block(self, source: Source, name: str) -> Block | None:
         """The block that a tensor's memory is, if the transport reads it where it lies."""
@@ -225,7 +217,7 @@ class Store:
             refs=refs or (),
             origin=arrived.origin,
             patient=patient,
-            home=self._home.process,
+            home=self._process,
         )
 
     def copy(self, arrived: ReceivedValue) -> ReceivedValue:
@@ -249,6 +241,16 @@ class Store:
         Cancellation: raised once the job has ended.
         """
         await self._helper_thread.run_to_end(partial(self._run_in_order, self.current_streams(), job))
+
+    def decline(self, connection: Route, blobs: Any) -> None:
+        """Give back grants that nobody wants any more."""
+        for name, grant in blobs if isinstance(blobs, tuple) else ():
+            self.transport_named(name).decline(grant, connection)
+
+    def revoke(self, connection: Route, blobs: Any) -> None:
+        """Take back grants in a message that is not sent."""
+        for name, grant in blobs if isinstance(blobs, tuple) else ():
+            self.transport_named(name).revoke(grant, connection)
 
     def release_came(self, route: Route, message: Message) -> None:
         """RELEASE came: the owner does not need these values any more."""

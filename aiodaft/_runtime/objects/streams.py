@@ -7,18 +7,15 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
-from aiodaft._runtime.objects.ref_state import RefState, release_inputs
+from aiodaft._runtime.objects.ref_state import RefHost, RefState, release_inputs
 from aiodaft._runtime.platform.tasks import current_task, shield_from_anyio
 from aiodaft.exceptions import DaftError, RuntimeClosed
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Connection
-    from aiodaft._runtime.peer import Peer
 
 # Encoded, on its way, or (in a tuple) an object of this process.
 Item: TypeAlias = ReceivedValue | asyncio.Task[ReceivedValue] | tuple[Any]
@@ -30,8 +27,9 @@ CREDIT_WINDOW: Final = 16
 class StreamState:
     """One stream, in the process that consumes it."""
 
-    def __init__(self, peer: Peer, number: CallId, label: str) -> None:
-        self.peer = peer
+    def __init__(self, objects: RefHost, number: CallId, label: str) -> None:
+        self.objects = objects
+        self.process = objects.process
         self.number = number
         self.label = label
         self.connection: Connection | None = None
@@ -96,13 +94,13 @@ class StreamState:
         release_inputs(self, failed=error is not None)
         watchers, self._watchers = self._watchers, []
         for watcher in watchers:
-            self.peer.process.loop.call_soon(watcher, self)
+            self.process.loop.call_soon(watcher, self)
         self._wake()
 
     def watch(self, callback: Callable[[StreamState], object]) -> None:
         """Call back once the producer has ended."""
         if self._over:
-            self.peer.process.loop.call_soon(callback, self)
+            self.process.loop.call_soon(callback, self)
         else:
             self._watchers.append(callback)
 
@@ -112,9 +110,9 @@ class StreamState:
             changed.set_result(None)
 
     async def _wait_change(self) -> None:
-        self.peer.process.check_open(f"{self.label} cannot be awaited")
+        self.process.check_open(f"{self.label} cannot be awaited")
         if self._changed is None:
-            self._changed = self.peer.process.loop.create_future()
+            self._changed = self.process.loop.create_future()
         # Several tasks may take from one stream; cancelling one must not wake the others.
         await asyncio.shield(self._changed)
 
@@ -168,9 +166,9 @@ class StreamState:
             # Not shielded: a task that this process has ended must not look like the end of the consumer.
             await asyncio.wait([item])
             if item.cancelled():
-                raise RuntimeClosed(f"an item of {self.label} cannot be had: {self.peer.process.closed}")
+                raise RuntimeClosed(f"an item of {self.label} cannot be had: {self.process.closed}")
             arrived = item.result()
-        return await self.peer.store.decode(arrived, refs=arrived.refs)
+        return await self.objects.store.decode(arrived, refs=arrived.refs)
 
     def _taken(self, item: Item) -> None:
         if self._items and self._items[0] is item:
@@ -180,7 +178,13 @@ class StreamState:
         self._count += 1
         if self._count >= CREDIT_WINDOW // 2 and not self._over:
             taken, self._count = self._count, 0
-            self.peer.give_credit(self, taken)
+            self._give_credit(taken)
+
+    def _give_credit(self, count: int) -> None:
+        if self.connection is None:
+            self.objects.owner.credit_local(self.number, count)
+        else:
+            self.connection.send(m.credit(self.number, count))
 
     def loop(self) -> StreamLoop:
         """An `async for` over the stream begins."""
@@ -197,7 +201,7 @@ class StreamState:
         if not (self._loops or self._taking or self._closing or used_up):
             # From now on, before the loop's next turn: code that takes another item must not get one by chance.
             self._left = why
-        self.peer.process.call_soon(partial(self._end_loop, loop))
+        self.process.call_soon(partial(self._end_loop, loop))
 
     def _end_loop(self, loop: StreamLoop) -> None:
         loop.follow(None)
@@ -208,7 +212,7 @@ class StreamState:
         """End the producer and wait for its cleanup, at most for the grace time."""
         self._cancel()
         with shield_from_anyio(), suppress(TimeoutError):
-            async with asyncio.timeout(self.peer.process.grace):
+            async with asyncio.timeout(self.process.grace):
                 while not self._over:
                     await self._wait_change()
         self._end(None)
@@ -216,7 +220,7 @@ class StreamState:
     def handle_dropped(self) -> None:
         """The `Stream` object is gone: nobody will take another item. Safe in any thread."""
         if not self._over and not self._closing:
-            self.peer.process.call_soon(self._cancel)
+            self.process.call_soon(self._cancel)
 
     def _cancel(self) -> None:
         if self._closing:
@@ -226,7 +230,7 @@ class StreamState:
         if self._over:
             return
         if self.connection is None:
-            self.peer.cancel_local(self.number)
+            self.objects.owner.cancel_local(self.number)
         elif self.connection.withdraw(self.number):
             self._end(None)
         else:
@@ -242,7 +246,7 @@ class StreamLoop:
 
     def next_item(self) -> Coroutine[Any, Any, Any]:
         """The next item; the task that asks is the one that runs the loop."""
-        task = current_task(self._stream.peer.process.loop)
+        task = current_task(self._stream.process.loop)
         if task is not self._task:
             self.follow(task)
         return self._stream.next_item()

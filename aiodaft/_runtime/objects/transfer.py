@@ -9,24 +9,26 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import BROKEN, MOVED, PULL, VALUE, Message
+from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.objects.broadcast import Fetching, Relays
-from aiodaft._runtime.objects.received import Blob, Delivery, ReceivedValue
+from aiodaft._runtime.objects.delivery import Blob, Delivery
+from aiodaft._runtime.objects.into_tensor import IntoTensor
+from aiodaft._runtime.objects.owner import InboundProducer
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import THERE, RefState
+from aiodaft._runtime.objects.ref_table import RefTable
+from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.exhaustion import exhausted
+from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import add_note, copy_error, decode_error, encode_error
 from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost, RemoteProtocolError
 from aiodaft_transport import DEVICE_NAME, DeviceError, TransportError, Unreachable, size_of
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Connection
-    from aiodaft._runtime.connections.route import Route
-    from aiodaft._runtime.objects.into_tensor import IntoTensor
-    from aiodaft._runtime.peer import Peer
 
 # Where a value is: kept here, at another process, or nowhere because making it failed.
 Elsewhere: TypeAlias = PeerId | BaseException
@@ -45,9 +47,20 @@ _BY_WAY_OF_HOST: Final = (
 class Transfer:
     """Moves values into and out of one process."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self.relays = Relays(peer)
+    def __init__(
+        self,
+        process: Process,
+        connections: Connections,
+        store: Store,
+        refs: RefTable,
+        running_call: Callable[[PeerId, CallId], InboundProducer | None],
+    ) -> None:
+        self._process = process
+        self._connections = connections
+        self._store = store
+        self._refs = refs
+        self._running_call = running_call
+        self.relays = Relays(process, connections, store, self.locate_elsewhere)
         self._pulls: dict[tuple[PeerId, PeerId, CallId], deque[asyncio.Future[Delivery | Elsewhere]]] = {}
 
     # Wanting a value.
@@ -62,10 +75,10 @@ class Transfer:
             ValueError: It is a tensor that the landing has no place for.
             BaseException: What making it raised.
         """
-        asked = self._peer.process.id if (owner, number) in self._peer.store.entries else producer
+        asked = self._process.id if (owner, number) in self._store.entries else producer
         for _ in range(_MAX_HOPS):
             place: ReceivedValue | Place
-            if asked == self._peer.process.id:
+            if asked == self._process.id:
                 place = await self._locate_here(owner, number)
             else:
                 with self.relays.fetching((owner, number)) as fetching:
@@ -92,7 +105,7 @@ class Transfer:
                 # It was to pass the value on, and died, or had none: whoever said so knows others.
                 self.relays.let_down(sender, (owner, number), asked)
                 asked, sender = sender, None
-            elif isinstance(answer, BaseException) or answer == self._peer.process.id:
+            elif isinstance(answer, BaseException) or answer == self._process.id:
                 return answer
             else:
                 sender, asked = asked, answer
@@ -101,7 +114,7 @@ class Transfer:
     async def _ask(
         self, fetching: Fetching, asked: PeerId, owner: PeerId, number: CallId, landing: IntoTensor | None
     ) -> ReceivedValue | Elsewhere:
-        connection = self._peer.connections.to(asked)
+        connection = self._connections.to(asked)
         try:
             answer = await self._question(connection, owner, number)
             if not isinstance(answer, Delivery):
@@ -113,7 +126,7 @@ class Transfer:
             # Nobody is gone; this process cannot have the value.
             return error
         except (PeerLost, ActorDied) as error:
-            if owner == self._peer.process.id or connection.lost is None:
+            if owner == self._process.id or connection.lost is None:
                 return error
             if asked != owner:
                 # The owner may have the value, and knows best how its producer ended.
@@ -125,9 +138,9 @@ class Transfer:
 
     async def _question(self, connection: Connection, owner: PeerId, number: CallId) -> Delivery | Elsewhere:
         if connection.lost is not None:
-            raise copy_error(await self._peer.connections.explanation(connection))
+            raise copy_error(await self._connections.explanation(connection))
         key = (connection.remote, owner, number)
-        answer: asyncio.Future[Delivery | Elsewhere] = self._peer.process.loop.create_future()
+        answer: asyncio.Future[Delivery | Elsewhere] = self._process.loop.create_future()
         self._pulls.setdefault(key, deque()).append(answer)
         connection.send((PULL, owner, number))
         return await answer
@@ -143,10 +156,10 @@ class Transfer:
             del self._pulls[key]
         if answer.done():
             # Whoever asked was cancelled.
-            self.decline(connection, message[4] if message[0] == VALUE else None)
+            self._store.decline(connection, message[4] if message[0] == VALUE else None)
         elif message[0] == VALUE:
             _, _, _, payload, blobs, refs = message
-            answer.set_result(Delivery(self._peer, connection, payload, blobs, refs))
+            answer.set_result(Delivery(self._store, connection, payload, blobs, refs))
         else:
             answer.set_result(PeerId(message[3]) if message[0] == MOVED else decode_error(message[3]))
 
@@ -167,14 +180,14 @@ class Transfer:
         """
         views: list[Any] = []
         try:
-            states = await self._peer.refs.adopt(delivery.refs, delivery.connection)
+            states = await self._refs.adopt(delivery.refs, delivery.connection)
             while (blob := delivery.granted()) is not None:
                 views.append(await self._fetch(delivery, blob, landing))
         except (Unreachable, DeviceError):
             raise
         except TransportError as error:
             otherwise = f"a value could not be fetched from it: {error}"
-            raise await self._peer.connections.why_lost(delivery.connection, otherwise) from error
+            raise await self._connections.why_lost(delivery.connection, otherwise) from error
         except OSError as error:
             raise exhausted(error, f"a value from {delivery.connection.remote} cannot be received") from error
         finally:
@@ -186,7 +199,7 @@ class Transfer:
         """Bring one blob here, or into the landing if there is one that fits."""
         name, grant = blob
         connection, traffic = delivery.connection, delivery.connection.traffic
-        transport = self._peer.store.transport_named(name)
+        transport = self._store.transport_named(name)
         try:
             memory = None if landing is None else self._memory_in(landing, delivery, blob)
             delivery.taken()
@@ -208,20 +221,10 @@ class Transfer:
         """Where in the target the transport is to write; None if it cannot."""
         name, grant = blob
         fits = landing.fits(delivery.payload, size_of(grant))
-        return self._peer.store.memory_in(landing.target, name, grant, delivery.connection) if fits else None
-
-    def decline(self, connection: Route, blobs: Any) -> None:
-        """Give back grants that nobody wants any more."""
-        for name, grant in blobs if isinstance(blobs, tuple) else ():
-            self._peer.store.transport_named(name).decline(grant, connection)
-
-    def revoke(self, connection: Route, blobs: Any) -> None:
-        """Take back grants in a message that is not sent."""
-        for name, grant in blobs if isinstance(blobs, tuple) else ():
-            self._peer.store.transport_named(name).revoke(grant, connection)
+        return self._store.memory_in(landing.target, name, grant, delivery.connection) if fits else None
 
     async def _locate_here(self, owner: PeerId, number: CallId) -> Place:
-        found: asyncio.Future[Place] = self._peer.process.loop.create_future()
+        found: asyncio.Future[Place] = self._process.loop.create_future()
 
         def settle(place: Place) -> None:
             if not found.done():
@@ -232,10 +235,10 @@ class Transfer:
 
     async def take_own(self, kept: StoredValue, landing: IntoTensor | None = None) -> ReceivedValue:
         """A value kept in this very process: the objects themselves where they still are what they were."""
-        await self._peer.store.make_ready(kept)
-        connection = self._peer.connections.loopback
+        await self._store.make_ready(kept)
+        connection = self._connections.loopback
         arrived = await self.receive(
-            Delivery(self._peer, connection, kept.payload, kept.blobs_for(connection), ()), landing
+            Delivery(self._store, connection, kept.payload, kept.blobs_for(connection), ()), landing
         )
         arrived.refs = kept.refs
         arrived.origin = kept.origin
@@ -245,7 +248,7 @@ class Transfer:
 
     def locate(self, owner: PeerId, number: CallId, found: Callable[[Place], object]) -> None:
         """Say where a value is, as soon as that is known."""
-        kept = self._peer.store.entries.get((owner, number))
+        kept = self._store.entries.get((owner, number))
         if kept is not None:
             found(kept)
         elif not self.relays.wait((owner, number), found):
@@ -253,10 +256,10 @@ class Transfer:
 
     def locate_elsewhere(self, owner: PeerId, number: CallId, found: Callable[[Place], object]) -> None:
         """Say where a value is that this process does not keep, and is not getting either."""
-        if owner == self._peer.process.id:
+        if owner == self._process.id:
             self._locate_own(number, found)
         else:
-            call = self._peer.running_call(owner, number)
+            call = self._running_call(owner, number)
             if call is not None:
                 call.add_puller(found)
             else:
@@ -264,26 +267,26 @@ class Transfer:
                 found(owner)
 
     def _locate_own(self, number: CallId, found: Callable[[Place], object]) -> None:
-        state = self._peer.refs.find(number)
+        state = self._refs.find(number)
         if state is None:
-            found(_freed(self._peer.process.id, number))
+            found(_freed(self._process.id, number))
         else:
             state.watch(lambda settled: self._locate_settled(settled, found))
 
     def _locate_settled(self, state: RefState, found: Callable[[Place], object]) -> None:
-        connection = self._peer.connections.get(state.producer)
+        connection = self._connections.get(state.producer)
         if state.free:
             # By now nobody needs it any more, the asker included: keeping it anew would keep it for ever.
             found(_freed(state.owner, state.number))
         elif state.status is THERE and connection is not None and connection.lost is not None:
-            self._peer.process.tasks.create_task(
+            self._process.tasks.create_task(
                 self._explain_loss(connection, found), name=f"explain the loss of {state.label}"
             )
         else:
             found(self._place_of(state))
 
     async def _explain_loss(self, connection: Connection, found: Callable[[Place], object]) -> None:
-        found(copy_error(await self._peer.connections.explanation(connection)))
+        found(copy_error(await self._connections.explanation(connection)))
 
     def _place_of(self, state: RefState) -> Place:
         if state.error is not None:
@@ -292,7 +295,7 @@ class Transfer:
         if state.status is THERE:
             return state.producer
         if state.kept is None:
-            state.kept = self._peer.refs.keep(state)
+            state.kept = self._refs.keep(state)
         return state.kept
 
     def asked(self, connection: Connection, message: Message) -> None:
@@ -310,11 +313,11 @@ class Transfer:
         elif place.ready:
             self._give(connection, owner, number, place)
         else:
-            self._peer.process.tasks.create_task(self._pack_and_give(connection, owner, number, place), name="pack")
+            self._process.tasks.create_task(self._pack_and_give(connection, owner, number, place), name="pack")
 
     async def _pack_and_give(self, connection: Connection, owner: PeerId, number: CallId, kept: StoredValue) -> None:
         try:
-            await self._peer.store.make_ready(kept)
+            await self._store.make_ready(kept)
         except Exception as error:  # noqa: BLE001 - the asker gets it
             self._tell(connection, owner, number, error)
         else:
@@ -330,7 +333,7 @@ class Transfer:
         except (DaftError, TransportError) as error:
             connection.send((BROKEN, owner, number, encode_error(error)))
             return
-        refs = tuple(self._peer.refs.describe(ref) for ref in kept.refs)
+        refs = tuple(self._refs.describe(ref) for ref in kept.refs)
         connection.send((VALUE, owner, number, kept.payload, blobs, refs))
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiodaft._runtime.actors.inbound_call import InboundCall, current_call
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.peer import Peer
-    from aiodaft.ref import Ref
+from aiodaft._runtime.process import Process
+from aiodaft.ref import Ref
 
 
-def block_on(peer: Peer, ref: Ref[Any]) -> Any:
+def block_on(process: Process, ref: Ref[Any]) -> Any:
     """Block this thread until the value is here.
 
     Raises:
@@ -22,15 +20,15 @@ def block_on(peer: Peer, ref: Ref[Any]) -> Any:
         asyncio.CancelledError: The call that the thread runs was cancelled, or its actor is stopped.
         BaseException: What awaiting the ref raises.
     """
-    if peer.process.is_here or asyncio._get_running_loop() is not None:
+    if process.is_here or asyncio._get_running_loop() is not None:
         raise RuntimeError(f"{ref!r}: result() would block the event loop of this thread: use `await`")
-    peer.process.check_open(f"{ref!r} cannot be waited for")
+    process.check_open(f"{ref!r} cannot be waited for")
     call = current_call.get()
     if call is not None and call.hosted.thread.ident != threading.get_ident():
         # A thread that an async method has started: the call's task is the method's own.
         call = None
     # How a search for deadlocks knows what the thread waits for.
-    waiting = asyncio.run_coroutine_threadsafe(_wait(ref, call), peer.process.loop)
+    waiting = asyncio.run_coroutine_threadsafe(_wait(ref, call), process.loop)
     try:
         return waiting.result()
     except concurrent.futures.CancelledError:

@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, cast
 
@@ -123,7 +123,6 @@ class Runtime(Scope):
         # Of the errors that are kept for the end.
         self._frames: list[tuple[BaseException, Any]] = []
         self.stop_grace = stop_grace
-        self.node_name = os.uname().nodename or "localhost"
         self.cancel_grace = cancel_grace
         asked = transport or os.environ.get("AIODAFT_TRANSPORT")
         self._transport = check_name(asked or default_name())
@@ -135,6 +134,7 @@ class Runtime(Scope):
         self._fork = sys.platform == "linux" if fork is None else fork
         self._uvloop = has_uvloop() if uvloop is None else uvloop
         self._env = env or Env()
+        self.node_name = self._env.hostname()
         machine = self._env.gpus()
         self._gpu_names = gpu_names(machine, gpus)
         self._claims = GpuClaims([] if share_gpus else [id_named(name, machine) for name in self._gpu_names])
@@ -191,7 +191,8 @@ class Runtime(Scope):
             max_pending=self._max_pending,
         )
         peer = self._peer = Peer(options, Key(self._env.token(32)), self._env)
-        self._launcher = WorkerLauncher(loop, fork=self._fork, preload=self._preload, prefix=self._isolation)
+        launcher: Callable[..., WorkerLauncher] = self._env.launcher or WorkerLauncher
+        self._launcher = launcher(loop, fork=self._fork, preload=self._preload, prefix=self._isolation)
         names = self._gpu_names
         agent = NodeAgent(peer, self._launcher, self._ledger, names, uvloop=self._uvloop, patience=self._patience)
         agent.on_died = self._actor_died

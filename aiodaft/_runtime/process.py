@@ -18,9 +18,7 @@ from typing import Any, TypeVar, cast
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.fork_hooks import when_forked
-from aiodaft._runtime.platform.linux import visible_pid
 from aiodaft._runtime.platform.tasks import TaskOwner
-from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft.exceptions import RuntimeClosed
 from aiodaft_transport import Key
 
@@ -61,10 +59,10 @@ class Process:
         self.id = options.id
         self.grace = options.grace
         self.env = env
-        self.pid = visible_pid()
+        self.pid = env.pid()
         self.loop = asyncio.get_running_loop()
         self.tasks = TaskOwner(f"aiodaft {options.id}")
-        self.helper_thread = HelperThread(f"aiodaft {options.id} copies", self.loop)
+        self.helper_thread = env.thread(f"aiodaft {options.id} copies", self.loop)
         # What transports run there.
         self.in_thread = self.helper_thread.run
         self.key = key

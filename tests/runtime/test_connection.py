@@ -19,8 +19,8 @@ from aiodaft._protocol.session import Session
 from aiodaft._runtime.calls.call import PendingCall, TellState
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.connections.fd_passing import close_all
 from aiodaft._runtime.connections.ring_poller import RingPoller
+from aiodaft._runtime.platform.sockets import Sockets
 from aiodaft.exceptions import DaftError, PeerLost, RemoteProtocolError
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Owner:
         self.came: list[Message] = []
         self.lost = asyncio.Event()
         self.ring_poller = RingPoller(asyncio.get_running_loop())
+        self.sockets = Sockets()
 
     @property
     def handlers(self) -> Sequence[Callable[[Connection, Message], object]]:
@@ -71,7 +72,7 @@ class Taker(Owner):
 
     def _take(self, connection: Connection, message: Message) -> None:
         try:
-            close_all(connection.take_fds(self._count))
+            self.sockets.close_all(connection.take_fds(self._count))
         except OSError as error:
             self.outcomes.append(str(error.strerror))
         else:
@@ -210,7 +211,7 @@ async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_and_the_
             connection.send_note("shm", b"lost", (0,))
         connection.send_note("shm", b"kept", (0,))
         data, fds, _, _ = socket.recv_fds(theirs, 1 << 16, 1)
-        close_all(fds)
+        owner.sockets.close_all(fds)
         assert len(fds) == 1
         assert b"kept" in data
         assert b"lost" not in data

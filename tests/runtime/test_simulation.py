@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 from sim_channels import ChannelProgram
-from sim_loop import collect
 from sim_program import Program
 
 from aiodaft._protocol.channel import Command, Keeper, Kind
@@ -32,6 +31,7 @@ from aiodaft._runtime.channels import Channels
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft.exceptions import DaftError
+from aiodaft.testing.simulated_loop import collect
 
 SUPPORT = Path(__file__).parent.parent / "support"
 

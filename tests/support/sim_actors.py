@@ -8,10 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sim_loop import SimLoop
-
 import aiodaft
 from aiodaft import Actor, Ref, method
+from aiodaft.testing import SimulatedLoop
 
 
 class Boom(Exception):
@@ -50,7 +49,7 @@ class Call:
 class History:
     """Everything that happened, in all processes; also what is wrong with it."""
 
-    def __init__(self, loop: SimLoop) -> None:
+    def __init__(self, loop: SimulatedLoop) -> None:
         self.loop = loop
         self.calls: list[Call] = []
         self.wrong: list[str] = []

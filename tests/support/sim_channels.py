@@ -7,18 +7,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from sim_loop import SimLoop
 from sim_program import Program
 
 import aiodaft
 from aiodaft import Actor, Channel, method
+from aiodaft.testing import SimulatedLoop
 
 
 @dataclass
 class Cargo:
     """What an onlooker sees of every item of one channel."""
 
-    loop: SimLoop
+    loop: SimulatedLoop
     name: int
     # Items whose send has returned, and the items that users have seen, with the process they were seen in.
     sent: set[tuple[int, int]] = field(default_factory=set)

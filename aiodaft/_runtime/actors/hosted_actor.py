@@ -14,7 +14,6 @@ from aiodaft._protocol.mailbox import BoundedMailbox, Mailbox
 from aiodaft._runtime.actors.inbound_call import InboundCall, current_call
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_deadline
-from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft._runtime.serialization.encoder import Names, is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExceeded, Overloaded
@@ -46,7 +45,7 @@ class HostedActor:
         self.mailbox: Mailbox[InboundCall] = Mailbox()
         # The same, if not all calls are taken.
         self.bounds: BoundedMailbox[InboundCall] | None = None
-        self.thread = HelperThread(name, peer.process.loop)
+        self.thread = peer.process.env.thread(name, peer.process.loop)
         # Calls that have started and not ended; and how many have ended.
         self.active = 0
         self.done = 0

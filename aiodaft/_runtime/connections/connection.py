@@ -18,12 +18,13 @@ from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import Message
 from aiodaft._protocol.session import STALL, Session
-from aiodaft._runtime.connections.fd_passing import SPACE, Descriptors, dup_all
+from aiodaft._runtime.connections.fd_passing import SPACE, Descriptors
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.connections.send_queue import SendQueue
 from aiodaft._runtime.connections.shm_ring import RingPair
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.platform.error_log import log_error
+from aiodaft._runtime.platform.sockets import Sockets
 from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
 
 if TYPE_CHECKING:
@@ -60,9 +61,9 @@ class Connection:
         self._pack, self._packed, self._take = session.send, session.packed, session.data_to_send
         self._socket: socket.socket | None = None
         self._buffer = bytearray(_READ_SIZE)
-        self._descriptors = Descriptors()
+        self._descriptors = Descriptors(owner.sockets)
         self._ring_poller = ring_poller = owner.ring_poller
-        self._send_queue = SendQueue(loop, self.traffic, ring_poller.look, self._broken)
+        self._send_queue = SendQueue(loop, self.traffic, ring_poller.look, self._broken, owner.sockets)
         # Rings that the peer may take, and what is sent when it has.
         self._offered: tuple[RingPair, int] | None = None
         # Where what the peer sends comes from, if not from the socket.
@@ -167,7 +168,7 @@ class Connection:
             self.send(message)
             return
         # The caller may close its own before ours are sent.
-        self._send_with(message, dup_all(fds))
+        self._send_with(message, self._owner.sockets.dup_all(fds))
 
     def _send_with(self, message: Message, fds: Sequence[int]) -> None:
         self._take_packed()
@@ -175,6 +176,10 @@ class Connection:
         self._pack(message)
         self._take_packed(tuple(fds))
         self._send_queue.flush()
+
+    def socket_pair(self) -> tuple[socket.socket, socket.socket]:
+        """Two connected sockets, whose descriptors can be sent."""
+        return self._owner.sockets.pair()
 
     def take_fds(self, count: int) -> list[int]:
         """The descriptors that came along with the message that is being handled.
@@ -311,14 +316,14 @@ class Connection:
         if self._offered is not None:
             ring, mark = self.take_offer()
             ring.close()
-            os.close(mark)
+            self._owner.sockets.close(mark)
 
     def write_rings(self, ring: RingPair, message: Message, mark: int) -> None:
         """Send a message, and everything after it through a ring. Takes over the descriptor that separates the two."""
         if self.lost is None:
             self._send_with(message, (mark,))
         else:
-            os.close(mark)
+            self._owner.sockets.close(mark)
         if self.lost is not None:
             ring.close()
             return
@@ -456,7 +461,7 @@ class Connection:
 
 def introduce(first: Connection, second: Connection) -> None:
     """Connect the processes at the ends of two connections with each other."""
-    ends = socket.socketpair()
+    ends = first.socket_pair()
     for connection, other, end in ((first, second, ends[0]), (second, first, ends[1])):
         with end:
             connection.send_fds(m.introduce(other.remote), (end.fileno(),))
@@ -473,6 +478,11 @@ class ConnectionOwner(Protocol):
     @property
     def ring_poller(self) -> RingPoller:
         """What looks at the rings."""
+        ...
+
+    @property
+    def sockets(self) -> Sockets:
+        """What makes sockets and duplicates descriptors."""
         ...
 
     def connection_lost(self, connection: Connection, reason: Exception) -> None:

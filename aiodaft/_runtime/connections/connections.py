@@ -68,6 +68,7 @@ class Connections:
         # What handles each kind of message.
         self.handlers: Sequence[Handler] = ()
         self.ring_poller = RingPoller(process.loop)
+        self.sockets = process.env.sockets
         self.loopback = Loopback(process, self, owner.take_note)
         self.ring_upgrades = RingUpgrades(process)
         self.explain: Callable[[Connection, Exception], Awaitable[DaftError]] = _explain_plainly
@@ -191,7 +192,7 @@ class Connections:
             refused = exhausted(error, f"there is no connection to {remote}")
             (self._table.get(remote) or self._new(remote)).close(refused)
             return
-        sock = socket.socket(fileno=fd)
+        sock = self.sockets.of_fd(fd)
         if connection.remote != self._process.options.home:
             sock.close()
             raise RemoteProtocolError(f"{connection.remote} introduces peers, which only the node may")

@@ -7,9 +7,9 @@ import errno
 import os
 import socket
 from collections import deque
-from collections.abc import Iterable
-from contextlib import suppress
 from typing import Final
+
+from aiodaft._runtime.platform.sockets import Sockets
 
 _MAX: Final = 8
 # What a read has to have room for.
@@ -22,7 +22,8 @@ class Descriptors:
     A read ends behind the bytes that descriptors were sent with, so those of one message come with one read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sockets: Sockets) -> None:
+        self._sockets = sockets
         # What came with each message; None where this process had no room for all of it.
         self._came: deque[list[int] | None] = deque()
 
@@ -33,7 +34,7 @@ class Descriptors:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
         if flags & socket.MSG_CTRUNC:
-            close_all(fds)
+            self._sockets.close_all(fds)
             self._came.append(None)
         elif fds:
             self._came.append(list(fds))
@@ -54,34 +55,11 @@ class Descriptors:
         if fds is None:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if len(fds) != count:
-            close_all(fds)
+            self._sockets.close_all(fds)
             raise LookupError(f"{len(fds)} descriptors came, not {count}")
         return fds
 
     def close(self) -> None:
         """Close them all."""
         while self._came:
-            close_all(self._came.popleft() or ())
-
-
-def dup_all(fds: Iterable[int]) -> list[int]:
-    """Duplicates of descriptors.
-
-    Raises:
-        OSError: There is no room for all of them. None are left open.
-    """
-    copies: list[int] = []
-    try:
-        # What is there when one of them fails stays in the list.
-        copies.extend(map(os.dup, fds))
-    except OSError:
-        close_all(copies)
-        raise
-    return copies
-
-
-def close_all(fds: Iterable[int]) -> None:
-    """Close descriptors; those that are closed already are no error."""
-    for fd in fds:
-        with suppress(OSError):
-            os.close(fd)
+            self._sockets.close_all(self._came.popleft() or ())

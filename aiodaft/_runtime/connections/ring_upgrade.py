@@ -8,9 +8,9 @@ from contextlib import suppress
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED, Message
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.connections.fd_passing import close_all
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.connections.shm_ring import offer_rings, take_rings
+from aiodaft._runtime.platform.sockets import Sockets
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import RemoteProtocolError
 
@@ -88,4 +88,4 @@ class RingUpgrades:
 def _drop_mark(connection: Connection) -> None:
     # A read ends at a descriptor: so the byte that goes with the next one is never taken for a message.
     with suppress(OSError):
-        close_all(connection.take_fds(1))
+        Sockets().close_all(connection.take_fds(1))

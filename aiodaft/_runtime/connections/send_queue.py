@@ -7,9 +7,9 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-from aiodaft._runtime.connections.fd_passing import close_all
 from aiodaft._runtime.connections.shm_ring import RingPair
 from aiodaft._runtime.connections.traffic import Traffic
+from aiodaft._runtime.platform.sockets import Sockets
 
 
 class SendQueue:
@@ -21,6 +21,7 @@ class SendQueue:
         traffic: Traffic,
         look: Callable[[], object],
         broken: Callable[[OSError], object],
+        sockets: Sockets,
     ) -> None:
         self._loop = loop
         self._traffic = traffic
@@ -28,6 +29,7 @@ class SendQueue:
         self._look = look
         # Called when the socket takes no more.
         self._broken = broken
+        self._sockets = sockets
         self._socket: socket.socket | None = None
         # Replaces the socket for what is sent from now on.
         self.ring: RingPair | None = None
@@ -82,7 +84,7 @@ class SendQueue:
                     continue
                 sent = socket.send_fds(connection, [data], list(fds)) if fds else connection.send(data)
                 self._traffic.control_sent += sent
-                close_all(fds)
+                self._sockets.close_all(fds)
                 self._sent(sent)
         except BlockingIOError:
             self._loop.add_writer(connection.fileno(), self._writable)
@@ -94,7 +96,7 @@ class SendQueue:
         if fds:
             # Before the message that they belong to: whoever reads that finds them.
             socket.send_fds(connection, [b"\0"], list(fds))
-            close_all(fds)
+            self._sockets.close_all(fds)
         self._look()
         sent = ring.writer.write(data)
         self._sent(sent)
@@ -115,7 +117,7 @@ class SendQueue:
     def drop(self) -> None:
         """Nothing of what waits will be sent."""
         for _, fds, _ in self._waiting:
-            close_all(fds)
+            self._sockets.close_all(fds)
         self._waiting.clear()
 
     def close(self) -> None:

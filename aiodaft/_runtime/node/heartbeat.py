@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
 from aiodaft._protocol.liveness import Health, Liveness, Order, Patience, Stalls
 from aiodaft._runtime.diagnostics.wait_graph import on_loop
-from aiodaft._runtime.platform.linux import is_stopped
 
 if TYPE_CHECKING:
     from aiodaft._runtime.actors.inbound_call import InboundCall
@@ -113,10 +112,13 @@ class Heartbeat:
 class HeartbeatWatch:
     """The node's end."""
 
-    def __init__(self, connection: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, connection: socket.socket, loop: asyncio.AbstractEventLoop, is_stopped: Callable[[int], bool]
+    ) -> None:
         connection.setblocking(False)
         self._connection = connection
         self._loop = loop
+        self._is_stopped = is_stopped
         self._liveness: Liveness | None = None
         self._pid = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -165,6 +167,11 @@ class HeartbeatWatch:
             last_method_for=now - self._method_since if self._method else 0.0,
         )
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process is stopped (SIGSTOP)."""
+        return self._is_stopped(self._pid)
+
     def close(self) -> None:
         """Watch no longer. Idempotent; also where the loop does not run any more."""
         if self._timer is not None:
@@ -177,7 +184,7 @@ class HeartbeatWatch:
         # Answers are read only now: they wake nobody, and what came while this loop was busy is known before anybody
         # is accused.
         self._read_answer()
-        stopped = self._liveness.is_silent and is_stopped(self._pid)
+        stopped = self._liveness.is_silent and self.is_stopped
         order = self._liveness.handle_timer(self._loop.time(), stopped=stopped)
         if order is Order.ASK:
             # Of a process that is gone, its connection tells.

@@ -22,7 +22,15 @@ from aiodaft._runtime.node.forkserver_watch import ForkServerWatch
 from aiodaft._runtime.node.heartbeat import HeartbeatWatch
 from aiodaft._runtime.node.worker_logs import LogPump, WorkerOutput
 from aiodaft._runtime.platform.exhaustion import refusal
-from aiodaft._runtime.platform.linux import UNKNOWN, family, fresh_python, kill, kill_family, status_of
+from aiodaft._runtime.platform.linux import (
+    UNKNOWN,
+    family,
+    fresh_python,
+    is_stopped,
+    kill,
+    kill_family,
+    status_of,
+)
 from aiodaft._runtime.platform.tasks import TaskOwner, logger
 from aiodaft.exceptions import SpawnFailed
 
@@ -167,7 +175,7 @@ class WorkerLauncher:
         except OSError as error:
             raise SpawnFailed(refusal(error, f"{name} cannot be started")) from error
         output.name = name
-        child = ChildProcess(self._last_number, output, HeartbeatWatch(watched, self._loop), self._loop)
+        child = ChildProcess(self._last_number, output, HeartbeatWatch(watched, self._loop, is_stopped), self._loop)
         return child, ours, [theirs.fileno(), *ends, answering.fileno()]
 
     def __contains__(self, number: int) -> bool:

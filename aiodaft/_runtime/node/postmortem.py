@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft._runtime.calls.call import CallState
 from aiodaft._runtime.node.launcher import Ending
-from aiodaft._runtime.platform.linux import is_stopped
 from aiodaft.exceptions import ActorDied, OutcomeUnknown, PeerLost
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def silence(worker: Worker, doing: Activity) -> str:
     """What to warn of while a worker does not answer."""
     heartbeat = worker.child.heartbeat
     warning = f"{worker} has not answered for {heartbeat.vitals().silent_for:.1f} s: {condition(worker.pid)}; {doing}"
-    if heartbeat.patience.give_up is not None or is_stopped(worker.pid):
+    if heartbeat.patience.give_up is not None or heartbeat.is_stopped:
         return warning
     return f"{warning}. Its calls wait for it; Patience(give_up=seconds) kills such a process after that time"
 

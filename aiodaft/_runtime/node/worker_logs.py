@@ -19,7 +19,7 @@ from operator import itemgetter
 from typing import Final
 
 from aiodaft._protocol.printing import MAX_LINE, Printed, Screen
-from aiodaft._runtime.connections.fd_passing import close_all
+from aiodaft._runtime.platform.sockets import Sockets
 
 _READ_SIZE: Final = 64 << 10
 _PIPE_SIZE: Final = 1 << 20
@@ -116,7 +116,7 @@ class LogPump:
             try:
                 reading[stream], writing = os.pipe2(os.O_CLOEXEC)
             except OSError:
-                close_all([*reading.values(), *ends])
+                Sockets().close_all([*reading.values(), *ends])
                 raise
             with suppress(OSError):
                 fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)

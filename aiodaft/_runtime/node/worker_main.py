@@ -62,10 +62,11 @@ class WorkerSettings:
 class Worker:
     """Runs one peer until it is told to end."""
 
-    def __init__(self, settings: WorkerSettings, sock: socket.socket, heartbeat: socket.socket) -> None:
+    def __init__(self, settings: WorkerSettings, sock: socket.socket, heartbeat: socket.socket, env: Env) -> None:
         self._settings = settings
         self._connection = sock
         self._heartbeat = heartbeat
+        self._env = env
         self._status = 0
         self._over = asyncio.Event()
 
@@ -84,8 +85,7 @@ class Worker:
             grace=settings.grace,
             max_pending=settings.max_pending,
         )
-        offer_dump()
-        peer = Peer(options, Key(settings.key), Env())
+        peer = Peer(options, Key(settings.key), self._env)
         peer.connections.explain = self._explain
         peer.on_exit = self._exit_requested
         peer.objects.on_unheld = self._report_unheld
@@ -94,7 +94,7 @@ class Worker:
         opened(peer.process, peer.stay_behind)
         # Its code is loaded while there are descriptors to load it with.
         peer.store.transport_named(self._settings.transport)
-        Heartbeat(self._heartbeat, peer).start()
+        self._start_heartbeat(peer)
         peer.connections.attach(options.home, self._connection)
         await self._over.wait()
         # Whatever does not end in time is ended by the process itself.
@@ -102,6 +102,9 @@ class Worker:
             async with asyncio.timeout(_EXIT_GRACE):
                 await peer.aclose("the worker ended")
         return self._status
+
+    def _start_heartbeat(self, peer: Peer) -> None:
+        Heartbeat(self._heartbeat, peer).start()
 
     def _end(self, status: int) -> None:
         self._status = status
@@ -174,7 +177,8 @@ def _serve(packed: bytes, connection: int, heartbeat: int) -> int:
     sockets = socket.socket(fileno=connection), socket.socket(fileno=heartbeat)
 
     async def serve() -> int:
-        return await Worker(settings, *sockets).run()
+        offer_dump()
+        return await Worker(settings, *sockets, Env()).run()
 
     factory = None
     if settings.uvloop:

@@ -257,6 +257,9 @@ def _reduce_error(value: BaseException | TracebackType) -> Any:
 
 def _reduce_traceback(value: TracebackType) -> Any:
     """The frames of a traceback: of many only the outermost and the innermost ones, because pickling nests them."""
+    if getattr(sys, "tracebacklimit", None) == 0:
+        # As where Python prints it. Simulations say so, because paths differ from machine to machine.
+        return _no_frames, ()
     from tblib import Traceback, pickling_support  # noqa: PLC0415 - only errors need it
 
     entries = [whole := Traceback(value)]
@@ -272,6 +275,10 @@ def _reduce_traceback(value: TracebackType) -> Any:
         entries[_OUTERMOST - 1].tb_next = hole = Traceback.from_dict({"tb_frame": gap, "tb_lineno": 0, "tb_next": None})
         hole.tb_next = entries[-_INNERMOST]
     return pickling_support.unpickle_traceback, (whole.tb_frame, whole.tb_lineno, whole.tb_next)
+
+
+def _no_frames() -> None:
+    """What arrives of a traceback that is not to be shown."""
 
 
 def _reduce_array(array: Any) -> Any:

@@ -1,7 +1,7 @@
-"""An event loop for many simulated processes: its clock jumps to the next timer, and a seed decides who is next.
+"""An event loop for many simulated processes: its clock jumps to the next timer, and a seed decides which one runs.
 
-Callbacks of one process run in the order in which asyncio would run them, because code may rely on that. Which process
-has the next turn, and how long anything between processes takes, is drawn from the seed, so a run can be repeated.
+Callbacks of one process run in the order in which asyncio runs them, because code may rely on that. The seed decides
+which process has the next turn, and how long anything between processes takes, so a run can be repeated.
 """
 
 from __future__ import annotations
@@ -19,20 +19,16 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
+
+from aiodaft.testing.autojump import AutojumpLoop, Hang
 
 T = TypeVar("T")
-
-# Seconds after which nothing new is to be expected: some look at what waits for as long as it does.
-_FOREVER: Final = 300.0
+Ts = TypeVarTuple("Ts")
 
 
-class NothingLeft(Exception):
-    """Somebody still waits, and nothing will ever happen: this is a hang."""
-
-
-class Process:
-    """What runs in one simulated process: it shares nothing with others, and can be stopped or killed as a whole."""
+class SimulatedProcess:
+    """What runs in one simulated process, which can be stopped or killed as a whole."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -48,21 +44,25 @@ class Process:
         return bool(self.ready) and self.alive and not self.paused
 
 
-class SimLoop(asyncio.BaseEventLoop):
+class SimulatedLoop(AutojumpLoop):
     """Runs all processes of a simulation in one thread."""
 
-    def __init__(self, seed: object) -> None:
+    # Set by `stop`.
+    _stopping: bool
+
+    def __init__(self, seed: object, hang_after: float) -> None:
         super().__init__()
+        # Some timers are set again and again, so a hang never runs out of them.
+        self._hang_after = hang_after
         self.rng = random.Random(f"{seed}")
-        # What belongs to no process: the kernel, the network, fate.
-        self.outside = Process("outside")
+        # Runs what belongs to no process: the kernel and the network.
+        self.outside = SimulatedProcess("outside")
         self.processes = [self.outside]
         self.current = self.outside
         # What happened, in short: equal for equal seeds.
         self.trace: list[tuple[Any, ...]] = []
         self.problems: list[str] = []
-        self._now = 0.0
-        self._timers: list[tuple[float, int, Process, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, SimulatedProcess, asyncio.TimerHandle]] = []
         self._numbers = itertools.count()
         # Tasks of killed processes: nothing of them may run, also not because they are collected.
         self._graves: list[Any] = []
@@ -73,12 +73,12 @@ class SimLoop(asyncio.BaseEventLoop):
 
     # Processes.
 
-    def new_process(self, name: str) -> Process:
-        process = Process(name)
+    def new_process(self, name: str) -> SimulatedProcess:
+        process = SimulatedProcess(name)
         self.processes.append(process)
         return process
 
-    def start(self, process: Process, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def start(self, process: SimulatedProcess, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine as the main task of a process."""
         before, self.current = self.current, process
         try:
@@ -86,7 +86,7 @@ class SimLoop(asyncio.BaseEventLoop):
         finally:
             self.current = before
 
-    def within(self, process: Process, callback: Callable[..., object], *args: Any) -> None:
+    def within(self, process: SimulatedProcess, callback: Callable[..., object], *args: Any) -> None:
         """Run something in the next turn of a process."""
         if process.alive:
             process.ready.append(asyncio.Handle(callback, args, self, Context()))
@@ -99,7 +99,7 @@ class SimLoop(asyncio.BaseEventLoop):
         """The same at a certain time."""
         self._schedule(self.outside, when, callback, args, Context())
 
-    def kill(self, process: Process) -> None:
+    def kill(self, process: SimulatedProcess) -> None:
         """End a process as SIGKILL does: not one line of it runs any more."""
         if not process.alive:
             return
@@ -116,36 +116,43 @@ class SimLoop(asyncio.BaseEventLoop):
 
     # The parts of a loop.
 
-    def create_task(self, coro: Any, *, name: str | None = None, context: Any = None) -> asyncio.Task[Any]:
-        task = asyncio.Task(coro, loop=self, name=name, context=context)
+    def create_task(self, coro: Any, *, name: object = None, context: Context | None = None) -> asyncio.Task[Any]:
+        task = asyncio.Task(coro, loop=self, name=None if name is None else str(name), context=context)
         self.current.tasks.add(task)
         if not self.current.alive:
             # It has just ended itself; what it still says in this turn has no consequences.
             self._graves.append(task)
         return task
 
-    def time(self) -> float:
-        return self._now
-
     def _call_soon(self, callback: Any, args: Any, context: Any) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
-        if self.current.alive and not self._closed:
+        if self.current.alive and not self.is_closed():
             self.current.ready.append(handle)
         return handle
 
-    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         return self._call_soon(callback, args, context)
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         return self._call_soon(callback, args, context)
 
-    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
         return self._schedule(self.current, self._now + delay, callback, args, context)
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
         return self._schedule(self.current, when, callback, args, context)
 
-    def _schedule(self, process: Process, when: float, callback: Any, args: Any, context: Any) -> asyncio.TimerHandle:
+    def _schedule(
+        self, process: SimulatedProcess, when: float, callback: Any, args: Any, context: Any
+    ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._numbers), process, handle))
         return handle
@@ -153,7 +160,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """It is skipped when its time comes."""
 
-    def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:
+    def add_reader(self, fd: Any, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
         # As asyncio does: the context is that of whoever begins to watch.
         self.readers[fd] = partial(copy_context().run, callback, *args)
         self.on_watch(fd)
@@ -161,7 +168,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def remove_reader(self, fd: Any) -> bool:
         return self.readers.pop(fd, None) is not None
 
-    def add_writer(self, fd: Any, callback: Any, *args: Any) -> None:
+    def add_writer(self, fd: Any, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
         # As asyncio does: the context is that of whoever begins to watch.
         self.writers[fd] = partial(copy_context().run, callback, *args)
         self.on_watch(fd)
@@ -169,11 +176,11 @@ class SimLoop(asyncio.BaseEventLoop):
     def remove_writer(self, fd: Any) -> bool:
         return self.writers.pop(fd, None) is not None
 
-    def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:
+    def add_signal_handler(self, sig: int, callback: Callable[[*Ts], object], *args: *Ts) -> None:
         """Signals are sent by other means."""
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        if not self._closed:
+        if not self.is_closed():
             self.problems.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     # Running.
@@ -197,20 +204,20 @@ class SimLoop(asyncio.BaseEventLoop):
             when, _, process, handle = heapq.heappop(self._timers)
             if handle.cancelled():
                 continue
-            if when > _FOREVER:
+            if when > self._hang_after:
                 break
             if process.alive:
                 self._now = max(self._now, when)
                 process.ready.append(handle)
                 return
             self._graves.append(handle)
-        raise NothingLeft
+        raise Hang("a task waits, and nothing will ever wake it")
 
-    def run_main(self, process: Process, coro: Coroutine[Any, Any, T]) -> T:
+    def run_main(self, process: SimulatedProcess, coro: Coroutine[Any, Any, T]) -> T:
         """Run until the main task of a process is over.
 
         Raises:
-            NothingLeft: It never will be.
+            Hang: It never will be.
         """
         return self.run_until_complete(self.start(process, coro))
 

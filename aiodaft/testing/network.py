@@ -10,16 +10,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
-from sim_loop import Process, SimLoop
+from aiodaft._runtime.platform.sockets import Sockets
+from aiodaft.testing.simulated_loop import SimulatedLoop, SimulatedProcess
 
 # Real descriptors are smaller.
 _FIRST_FD = 1_000_000
 
 
 @dataclass
-class Weather:
+class NetworkConditions:
     """How the network behaves in one simulation.
 
     Attributes:
@@ -34,7 +35,7 @@ class Weather:
 
 
 @dataclass
-class Segment:
+class Packet:
     """Bytes that were written at once, and the descriptors that came with them."""
 
     data: bytes
@@ -44,13 +45,13 @@ class Segment:
 class End:
     """One end of a stream."""
 
-    def __init__(self, net: Network) -> None:
+    def __init__(self, net: SimulatedNetwork) -> None:
         self.net = net
         self.other: End
         # Open descriptors of it, and the process that has them; none while they travel.
-        self.fds: dict[int, Process | None] = {}
-        self.arrived: deque[Segment] = deque()
-        self.under_way: deque[Segment] = deque()
+        self.fds: dict[int, SimulatedProcess | None] = {}
+        self.arrived: deque[Packet] = deque()
+        self.under_way: deque[Packet] = deque()
         # Bytes of both.
         self.load = 0
         self.last_arrival = 0.0
@@ -62,7 +63,7 @@ class End:
     @property
     def room(self) -> int:
         """Bytes that the other side can write to this end now."""
-        return self.net.weather.room - self.load
+        return self.net.conditions.room - self.load
 
     def close(self) -> None:
         """The last descriptor is closed: the other side reads what is under way, and then the end."""
@@ -72,20 +73,20 @@ class End:
         self.net.drop(self)
         self.other.travel(None)
 
-    def travel(self, segment: Segment | None) -> None:
+    def travel(self, packet: Packet | None) -> None:
         """Something (None: the end) was sent to this end."""
         loop, rng = self.net.loop, self.net.loop.rng
-        if segment is not None:
-            self.under_way.append(segment)
-            self.load += len(segment.data)
-        arrival = loop.time() + rng.random() * self.net.weather.delay
+        if packet is not None:
+            self.under_way.append(packet)
+            self.load += len(packet.data)
+        arrival = loop.time() + rng.random() * self.net.conditions.delay
         self.last_arrival = max(self.last_arrival, arrival)
-        loop.at(self.last_arrival, self._arrive, segment)
+        loop.at(self.last_arrival, self._arrive, packet)
 
-    def _arrive(self, segment: Segment | None) -> None:
-        if segment is None:
+    def _arrive(self, packet: Packet | None) -> None:
+        if packet is None:
             self.ended = True
-        elif not self.under_way or self.under_way[0] is not segment:
+        elif not self.under_way or self.under_way[0] is not packet:
             # The link was cut meanwhile.
             return
         else:
@@ -96,18 +97,18 @@ class End:
         """Lose what is under way from some byte on, and end."""
         coming, self.under_way = self.under_way, deque()
         torn = False
-        for segment in coming:
-            kept = 0 if torn else self.net.loop.rng.randrange(len(segment.data) + 1)
-            torn = kept < len(segment.data)
+        for packet in coming:
+            kept = 0 if torn else self.net.loop.rng.randrange(len(packet.data) + 1)
+            torn = kept < len(packet.data)
             if kept:
-                self.arrived.append(Segment(segment.data[:kept], segment.fds))
+                self.arrived.append(Packet(packet.data[:kept], packet.fds))
             else:
-                self.net.close_fds(segment.fds)
+                self.net.close_all(packet.fds)
         self.ended = self.broken = True
         self.net.wake(self)
 
 
-class SimSocket:
+class SimulatedSocket:
     """What a process holds of an end; the part of `socket.socket` that links use."""
 
     def __init__(self, end: End, fd: int) -> None:
@@ -132,8 +133,8 @@ class SimSocket:
         if sent <= 0:
             raise BlockingIOError
         net = self.end.net
-        fds = [net.dup(fd, None) for level, kind, passed in ancillary for fd in array.array("i", passed)]
-        target.travel(Segment(bytes(data[:sent]), fds))
+        fds = [net.copy_to_send(fd) for level, kind, passed in ancillary for fd in array.array("i", passed)]
+        target.travel(Packet(bytes(data[:sent]), fds))
         return sent
 
     def recvmsg_into(self, buffers: list[bytearray], space: int = 0) -> tuple[int, list[Any], int, None]:
@@ -148,17 +149,17 @@ class SimSocket:
             if end.ended:
                 return b"", []
             raise BlockingIOError
-        segment = end.arrived.popleft()
-        count = min(size, len(segment.data))
-        if count > 1 and net.loop.rng.random() < net.weather.chop:
+        packet = end.arrived.popleft()
+        count = min(size, len(packet.data))
+        if count > 1 and net.loop.rng.random() < net.conditions.chop:
             count = net.loop.rng.randrange(1, count + 1)
-        if count < len(segment.data):
-            end.arrived.appendleft(Segment(segment.data[count:]))
+        if count < len(packet.data):
+            end.arrived.appendleft(Packet(packet.data[count:]))
         end.load -= count
-        net.own(segment.fds)
+        net.own(packet.fds)
         if net._writable(end.other):
             net.wake(end.other)
-        return segment.data[:count], segment.fds
+        return packet.data[:count], packet.fds
 
     def getsockopt(self, level: int, option: int) -> int:
         assert (level, option) == (socket.SOL_SOCKET, socket.SO_ERROR)
@@ -166,7 +167,7 @@ class SimSocket:
         return 0
 
     def close(self) -> None:
-        self.end.net.close_fds([self._fd])
+        self.end.net.close(self._fd)
 
     def __enter__(self) -> Self:
         return self
@@ -177,12 +178,12 @@ class SimSocket:
         self.close()
 
 
-class Network:
-    """All sockets of a simulation. Stands in for the modules `os` and `socket` where links and peers use those."""
+class SimulatedNetwork(Sockets):
+    """All sockets of a simulation."""
 
-    def __init__(self, loop: SimLoop, weather: Weather) -> None:
+    def __init__(self, loop: SimulatedLoop, conditions: NetworkConditions) -> None:
         self.loop = loop
-        self.weather = weather
+        self.conditions = conditions
         self._numbers = count(_FIRST_FD)
         self._open: dict[int, End] = {}
         self._real: set[int] = set()
@@ -191,23 +192,25 @@ class Network:
         self.ends: list[End] = []
         loop.on_watch = lambda fd: self.wake(self._open[fd])
 
-    def pair(self, first: Process | None, second: Process | None) -> tuple[SimSocket, SimSocket]:
-        """Two connected sockets."""
+    def connect(self, first: SimulatedProcess, second: SimulatedProcess) -> tuple[socket.socket, socket.socket]:
+        """Two connected sockets, one in each process."""
         ends = End(self), End(self)
         ends[0].other, ends[1].other = ends[1], ends[0]
         self.ends.append(ends[0])
-        return SimSocket(ends[0], self._new_fd(ends[0], first)), SimSocket(ends[1], self._new_fd(ends[1], second))
+        ours = SimulatedSocket(ends[0], self._new_fd(ends[0], first))
+        theirs = SimulatedSocket(ends[1], self._new_fd(ends[1], second))
+        return _as_socket(ours), _as_socket(theirs)
 
-    def _new_fd(self, end: End, owner: Process | None) -> int:
+    def _new_fd(self, end: End, owner: SimulatedProcess | None) -> int:
         fd = next(self._numbers)
         self._open[fd] = end
         end.fds[fd] = owner
         self._close_at_death(fd, owner)
         return fd
 
-    def _close_at_death(self, fd: int, owner: Process | None) -> None:
+    def _close_at_death(self, fd: int, owner: SimulatedProcess | None) -> None:
         if owner is not None:
-            owner.on_death.append(lambda: self.close_fds([fd]))
+            owner.on_death.append(lambda: self.close(fd))
 
     def connections(self) -> list[End]:
         """One end of each connection that is open."""
@@ -242,40 +245,49 @@ class Network:
 
     def _writable(self, end: End) -> bool:
         # As unix sockets are: not for a few bytes.
-        return end.other.room * 2 > self.weather.room or end.other.closed or end.broken
+        return end.other.room * 2 > self.conditions.room or end.other.closed or end.broken
 
     def drop(self, end: End) -> None:
         """Nobody will read what came to an end."""
-        for segment in (*end.arrived, *end.under_way):
-            self.close_fds(segment.fds)
+        for packet in (*end.arrived, *end.under_way):
+            self.close_all(packet.fds)
         end.arrived.clear()
         end.under_way.clear()
 
-    # What `os` does.
+    # What the operating system does.
 
-    def dup(self, fd: int, owner: Process | str | None = "current") -> int:
+    def pair(self) -> tuple[socket.socket, socket.socket]:
+        return self.connect(self.loop.current, self.loop.current)
+
+    def of_fd(self, fd: int) -> socket.socket:
+        return _as_socket(SimulatedSocket(self._open[fd], fd))
+
+    def dup(self, fd: int) -> int:
+        return self._dup(fd, self.loop.current)
+
+    def copy_to_send(self, fd: int) -> int:
+        """A descriptor on its way, which belongs to no process."""
+        return self._dup(fd, None)
+
+    def _dup(self, fd: int, owner: SimulatedProcess | None) -> int:
         if fd < _FIRST_FD:
             copy = os.dup(fd)
             self._real.add(copy)
             return copy
-        return self._new_fd(self._open[fd], self.loop.current if owner == "current" else None)
+        return self._new_fd(self._open[fd], owner)
 
     def close(self, fd: int) -> None:
-        self.close_fds([fd])
-
-    def close_fds(self, fds: list[int]) -> None:
-        for fd in fds:
-            if fd < _FIRST_FD:
-                self._real.discard(fd)
-                os.close(fd)
-                continue
-            end = self._open.pop(fd, None)
-            if end is not None:
-                del end.fds[fd]
-                self.loop.readers.pop(fd, None)
-                self.loop.writers.pop(fd, None)
-                if not end.fds:
-                    end.close()
+        if fd < _FIRST_FD:
+            self._real.discard(fd)
+            os.close(fd)
+            return
+        end = self._open.pop(fd, None)
+        if end is not None:
+            del end.fds[fd]
+            self.loop.readers.pop(fd, None)
+            self.loop.writers.pop(fd, None)
+            if not end.fds:
+                end.close()
 
     def own(self, fds: list[int]) -> None:
         """Descriptors have come to the process that runs."""
@@ -286,20 +298,13 @@ class Network:
                 self._open[fd].fds[fd] = self.loop.current
                 self._close_at_death(fd, self.loop.current)
 
-    def close_all(self) -> None:
+    def bury(self) -> None:
         """Close the real descriptors that were under way."""
         for fd in self._real:
             with suppress(OSError):
                 os.close(fd)
 
-    # What `socket` does.
 
-    def __getattr__(self, name: str) -> Any:
-        # Constants, and what sends descriptors by the methods above.
-        return getattr(socket, name)
-
-    def socketpair(self) -> tuple[SimSocket, SimSocket]:
-        return self.pair(self.loop.current, self.loop.current)
-
-    def socket(self, *, fileno: int) -> SimSocket:
-        return SimSocket(self._open[fileno], fileno)
+def _as_socket(simulated: SimulatedSocket) -> socket.socket:
+    """It does what connections need of a socket."""
+    return cast("socket.socket", simulated)

@@ -194,7 +194,7 @@ class Encoder(PicklerHooks):
 
     def _check_ref(self, ref: Ref[Any]) -> None:
         state: Any = ref._state
-        self.check_home(state.peer.process, ref, "await it, and pass its value")
+        self.check_home(state.process, ref, "await it, and pass its value")
 
     def _spend(self, elements: int) -> None:
         self._budget -= elements

@@ -72,9 +72,13 @@ class Mailbox(Generic[EntryT]):
 
     @property
     def queued(self) -> int:
-        """Calls that wait for their turn."""
-        waiting = [*self._unordered, *(entry for lane in self._lanes.values() for entry in lane)]
-        return sum(not entry.withdrawn for entry in waiting)
+        """The number of calls that wait for their turn."""
+        return len(self.waiting())
+
+    def waiting(self) -> list[EntryT]:
+        """The calls that wait for their turn."""
+        waiting = [*(entry for lane in self._lanes.values() for entry in lane), *self._unordered]
+        return [entry for entry in waiting if not entry.withdrawn]
 
     def arrive(self, entry: EntryT) -> bool:
         """A call came in: True if it starts now, else it is kept."""
@@ -187,10 +191,10 @@ class Mailbox(Generic[EntryT]):
 
     def drain(self) -> list[EntryT]:
         """Take out everything that waits: it will never start."""
-        waiting = [*(entry for lane in self._lanes.values() for entry in lane), *self._unordered]
+        waiting = self.waiting()
         self._lanes.clear()
         self._unordered.clear()
-        return [entry for entry in waiting if not entry.withdrawn]
+        return waiting
 
     def _may_start(self, entry: EntryT) -> bool:
         rules = entry.rules

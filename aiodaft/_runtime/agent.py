@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiodaft._protocol.deadlock import CallAt, Waiting
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, incarnation
 from aiodaft._protocol.mailbox import BoundedMailbox
-from aiodaft._runtime.actors.hosted_actor import HostedActor
-from aiodaft._runtime.actors.inbound_call import current_call
+from aiodaft._runtime.actors.hosted_actor import HostedActor, current_call
 from aiodaft._runtime.diagnostics.process_stack import stack_here
 from aiodaft._runtime.graphs.captured_call import Sealed
 from aiodaft._runtime.serialization.errors import add_note
@@ -46,7 +45,7 @@ class Agent(Actor):
         epoch = call.attempt
         specs = specs_of(cls) if issubclass(cls, Actor) else {}
         find_spec = specs.get if issubclass(cls, Actor) else PlainMethods(cls).find
-        hosted = HostedActor(self._peer, incarnation(ActorId(actor), epoch), label, find_spec)
+        hosted = HostedActor(self._peer.host, incarnation(ActorId(actor), epoch), label, find_spec)
         if max_queue is not None or any(spec.rules.max_queue is not None for spec in specs.values()):
             hosted.mailbox = hosted.bounds = BoundedMailbox(max_queue)
         try:
@@ -71,7 +70,7 @@ class Agent(Actor):
             try:
                 await hosted.stop(reason, grace)
             finally:
-                self._peer.inbound.remove(hosted)
+                self._peer.host.remove(hosted)
 
     @method
     async def report(self, actor: int) -> dict[str, Any]:
@@ -79,7 +78,7 @@ class Agent(Actor):
         hosted = self._peer.actors.get(ActorId(actor))
         if hosted is None:
             raise ActorDied("the actor was stopped", executed=False)
-        calls = hosted.running()
+        calls = list(hosted.running)
         begun = [call.label for call in calls if call.begun]
         return {
             "running": tuple(begun[:_SHOWN]),

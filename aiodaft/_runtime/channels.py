@@ -30,7 +30,7 @@ from aiodaft._protocol.channel import (
 from aiodaft._protocol.channel_end import End
 from aiodaft._protocol.ids import CHANNELS, CallId, PeerId
 from aiodaft._protocol.messages import WANT_NOTHING
-from aiodaft._runtime.actors.inbound_call import current_call
+from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.calls.call import Request, Target, TellState
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import HERE, RefState, state_of

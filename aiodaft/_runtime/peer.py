@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, ActorId, CallId, PeerId
 from aiodaft._runtime.actors.blocking import block_on
-from aiodaft._runtime.actors.hosted_actor import HostedActor
+from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.actors.inbound import Inbound
-from aiodaft._runtime.actors.inbound_call import InboundCall
-from aiodaft._runtime.actors.responders import LocalResponder
 from aiodaft._runtime.agent import Agent
 from aiodaft._runtime.calls.call import CallSink, Target
 from aiodaft._runtime.calls.following import Followers
@@ -26,14 +24,12 @@ from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.store import Store
-from aiodaft._runtime.platform.eager_start import Starter
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.tasks import current_task
 from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft.actor import Handle
 from aiodaft.exceptions import (
     DaftError,
-    LocalProtocolError,
     RemoteProtocolError,
     RuntimeClosed,
 )
@@ -55,8 +51,6 @@ class Peer:
     def __init__(self, options: ProcessOptions, key: Key, env: Env) -> None:
         self.process = process = Process(options, key, env)
         self.connections = Connections(process, self)
-        self.starter = Starter(self.process.loop)
-        self.actors: dict[ActorId, HostedActor] = {}
         self.store = Store(process, self._open_transport)
         self.objects = Objects(process, self.connections, self.store, self)
         self.refs = self.objects.refs
@@ -66,12 +60,12 @@ class Peer:
         self.sender = Outgoing(self)
         self.outgoing: CallSink = self.sender
         self.followers = Followers(self)
-        self.inbound = Inbound(self)
-        self.local_caller = LocalResponder(self)
+        self.host = Host(process, self.store, self.connections.ring_poller)
+        self.actors = self.host.actors
+        self.inbound = Inbound(self.host, self.transfer, self.refs)
         self.deadlocks = Deadlocks(self)
+        self.host.suspect = self.deadlocks.suspect
         self.graphs = Graphs(self)
-        # Told of a wish to exit.
-        self.on_exit: Callable[[BaseException], object] = _ignore_exit
         # Told, in a forked child, that it stayed behind.
         self.on_forked: Callable[[], object] = lambda: None
         self.current_maker = partial(current_task, self.process.loop)
@@ -87,7 +81,7 @@ class Peer:
 
     def add_actor(self, actor: ActorId, name: str, instance: Any) -> HostedActor:
         """Host an actor that exists already."""
-        hosted = HostedActor(self, actor, name, specs_of(type(instance)).get)
+        hosted = HostedActor(self.host, actor, name, specs_of(type(instance)).get)
         hosted.instance = instance
         self.actors[actor] = hosted
         return hosted
@@ -174,30 +168,17 @@ class Peer:
 
     def running_call(self, owner: PeerId, number: CallId) -> InboundCall | None:
         """A call of `owner` that is queued or runs here."""
-        if owner == self.process.id:
-            return self.local_caller.calls.get(number)
-        return self.inbound.call_of(owner, number)
-
-    def incoming_calls(self) -> list[InboundCall]:
-        """Every call that is queued or runs here."""
-        answered = [call for hosted in self.actors.values() for call in hosted.abandoned if call.over]
-        return [*self.inbound.calls(), *self.local_caller.calls.values(), *self.graphs.calls(), *answered]
+        return self.inbound.find(owner, number)
 
     def cancel_local(self, number: CallId) -> None:
         """Cancel a call that this process made to itself."""
-        call = self.local_caller.calls.get(number)
-        if call is not None:
-            call.hosted.cancel(call)
+        self.inbound.local.cancel(number)
 
     def credit_local(self, number: CallId, count: int) -> None:
         """Let a stream method that this process called in itself yield more items."""
-        call = self.local_caller.calls.get(number)
+        call = self.inbound.local.calls.get(number)
         if call is not None:
             call.add_credit(count)
-
-    def exit_requested(self, error: BaseException) -> None:
-        """A method raised SystemExit or KeyboardInterrupt."""
-        self.on_exit(error)
 
     # What the objects need.
 
@@ -249,19 +230,13 @@ class Peer:
         self.sender.close(reason)
         self.channels.close()
         self.connections.close(reason)
-        for hosted in list(self.actors.values()):
-            await hosted.stop(reason, 0)
-        self.starter.close()
+        await self.host.aclose(reason)
         await self.process.tasks.aclose()
         # The helper thread may be copying into memory that the store unmaps.
         await self.process.helper_thread.aclose()
         self.store.close()
         self.connections.clear()
         self.actors.clear()
-
-
-def _ignore_exit(error: BaseException) -> None:
-    raise LocalProtocolError(f"a system actor raised {type(error).__name__}")
 
 
 def _unexpected(connection: Connection, message: m.Message) -> None:

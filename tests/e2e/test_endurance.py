@@ -80,7 +80,7 @@ async def test_tiny_calls_by_the_thousand_leave_nothing(rt: aiodaft.Runtime, cou
     for now, earlier in zip((resident(os.getpid()), resident(pid)), before, strict=True):
         assert now - earlier < 2 * MIB
     (connection,) = (connection for connection in rt.peer.connections.values() if connection.lost is None)
-    assert (connection.session.calls, rt.peer.inbound.calls()) == ({}, [])
+    assert (connection.session.calls, rt.peer.host.calls()) == ({}, [])
 
 
 @counts(300, 30_000)

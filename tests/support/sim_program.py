@@ -199,9 +199,12 @@ def tables(peer: Peer) -> dict[str, Any]:
     transports = peer.store._transports.values()
     return {
         "calls": [call for connection in connections for call in connection.session.calls.values()],
-        "incoming": peer.incoming_calls(),
-        "local": peer.local_caller.states,
-        "pins": [caller.pins for caller in peer.inbound._callers.values() if caller.pins],
+        "incoming": [
+            *peer.host.calls(),
+            *(call for responder in peer.inbound.responders() for call in responder.calls.values()),
+        ],
+        "local": peer.inbound.local.states,
+        "pins": [responder.pins for responder in peer.inbound.responders() if responder.pins],
         "values": list(peer.store.entries),
         "own refs": list(peer.refs._own),
         "borrowed refs": list(peer.refs._borrowed),
@@ -209,7 +212,7 @@ def tables(peer: Peer) -> dict[str, Any]:
         "fetching": list(peer.transfer.relays._fetching),
         "blocks": sum(transport.arena.live_blocks() for transport in transports),
         "channels": [*peer.channels.keepers, *peer.channels.ends],
-        "running": [hosted.name for hosted in peer.actors.values() if hosted.active or hosted.abandoned],
+        "running": [hosted.name for hosted in peer.actors.values() if hosted.running or hosted.abandoned],
         "queued": [hosted.name for hosted in peer.actors.values() if hosted.mailbox.queued],
     }
 

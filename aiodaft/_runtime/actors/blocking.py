@@ -7,7 +7,7 @@ import concurrent.futures
 import threading
 from typing import Any
 
-from aiodaft._runtime.actors.inbound_call import InboundCall, current_call
+from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.process import Process
 from aiodaft.ref import Ref
 

@@ -1,41 +1,218 @@
-"""Actors that live in this process: their calls start, run and end here."""
+"""Actors that live in this process, and their calls: a call is data, and its hosted actor runs it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextvars import copy_context
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextvars import Context, ContextVar, copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NoReturn, Protocol
 
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
 from aiodaft._protocol.mailbox import BoundedMailbox, Mailbox
-from aiodaft._runtime.actors.inbound_call import InboundCall, current_call
+from aiodaft._runtime.connections.ring_poller import RingPoller
+from aiodaft._runtime.objects.received import ReceivedValue
+from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
+from aiodaft._runtime.objects.transfer import Place
 from aiodaft._runtime.platform.context import current_deadline
+from aiodaft._runtime.platform.eager_start import Starter
+from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.encoder import Names, is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error
-from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExceeded, Overloaded
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExceeded, LocalProtocolError, Overloaded
+from aiodaft.methods import MethodSpec
 from aiodaft.ref import Borrowed
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.peer import Peer
-    from aiodaft.methods import MethodSpec
-
 
 logger = logging.getLogger("aiodaft")
 
-
+_NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 # uvloop's clock counts whole milliseconds.
 _TICK: Final = 1e-3
+# Stopped actors whose names are remembered.
+_REMEMBERED: Final = 1024
+
+current_call: ContextVar[InboundCall | None] = ContextVar("aiodaft_current_call", default=None)
+
+
+class Responder(Protocol):
+    """Answers the calls of one caller."""
+
+    # Results stay as they are: the caller is in this process, or wants none.
+    is_local: bool
+
+    def answer(self, call: InboundCall, result: Any) -> None:
+        """Give a plain result, or to a local caller any result."""
+        ...
+
+    def answer_stored(self, call: InboundCall, stored: StoredValue) -> None:
+        """Give a result that is encoded and packed."""
+        ...
+
+    def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
+        """Give an error, unless the call is answered already."""
+        ...
+
+    async def item(self, call: InboundCall, value: Any) -> None:
+        """Give the next item of a stream."""
+        ...
+
+
+class InboundCall:
+    """A call from its arrival to its answer."""
+
+    # Defaults live in the class: most calls set only what they need.
+    kwargs: Mapping[str, Any] = _NO_KWARGS
+    # Arguments that are not decoded yet, and the values of the refs among them.
+    received: ReceivedValue | None = None
+    slots: Sequence[ReceivedValue] = ()
+    # When it is too late, on the loop's clock; it was under way when that had come.
+    deadline: float | None = None
+    timer: asyncio.TimerHandle | None = None
+    late = False
+    # The number of earlier attempts; for the call that makes an actor, the actor's epoch.
+    attempt = 0
+    # Its arguments are here; it was handed to its task or thread, behind others; that took it up (of a segment: the
+    # last step); it never will start.
+    ready = True
+    started = False
+    behind = False
+    begun = False
+    last_begun = False
+    withdrawn = False
+    # It is answered, or its caller is gone.
+    over = False
+    # The task of an async method; of a `def` method, the task that waits for a ref in its place.
+    task: asyncio.Task[Any] | None = None
+    # The context in which it came, if it had to wait: the call that ends and lets it begin has its own.
+    context: Context | None = None
+    # Fetches its arguments.
+    fetching: asyncio.Task[None] | None = None
+    # It was cancelled, and runs on.
+    given_up = False
+    # When it began, on the clock of `Env`.
+    since = 0.0
+    # Items that the consumer of a stream takes.
+    credit = 0
+    _credit_wanted: asyncio.Event | None = None
+    _pullers: list[Callable[[Place], object]] | None = None
+    _token: list[None] | None = None
+
+    def __init__(
+        self,
+        responder: Responder,
+        caller: PeerId,
+        number: CallId,
+        hosted: HostedActor,
+        spec: MethodSpec,
+        mode: int,
+        args: tuple[Any, ...],
+    ) -> None:
+        self.responder = responder
+        self.caller = caller
+        self.number = number
+        self.hosted = hosted
+        self.spec = spec
+        self.rules = spec.rules
+        self.mode = mode
+        self.args = args
+        if spec.rules.on_thread:
+            self._token = [None]
+
+    def take(self) -> bool:
+        """Claim the right to start the call, or to withdraw it: True for the first claim.
+
+        The actor's thread and the loop may ask at the same time; popping from a list is atomic.
+        """
+        if self._token is None:
+            return True
+        try:
+            self._token.pop()
+        except IndexError:
+            return False
+        return True
+
+    @property
+    def label(self) -> str:
+        """What was called, such as "Model.execute"."""
+        return self.spec.label
+
+    def add_puller(self, found: Callable[[Place], object]) -> None:
+        """Another process than the caller's wants the result, too."""
+        if self._pullers is None:
+            self._pullers = []
+        self._pullers.append(found)
+
+    @property
+    def pulled(self) -> bool:
+        """Whether another process than the caller's waits for the result."""
+        return self._pullers is not None
+
+    def tell_pullers(self, place: Place) -> None:
+        """The result is there."""
+        pullers, self._pullers = self._pullers, None
+        for found in pullers or ():
+            found(place)
+
+    def add_credit(self, count: int) -> None:
+        """The consumer of the stream takes `count` more items."""
+        self.credit += count
+        if self._credit_wanted is not None:
+            self._credit_wanted.set()
+
+    async def wait_credit(self) -> None:
+        """Wait until the consumer takes another item, and use that up."""
+        while self.credit <= 0:
+            if self._credit_wanted is None:
+                self._credit_wanted = asyncio.Event()
+            self._credit_wanted.clear()
+            await self._credit_wanted.wait()
+        self.credit -= 1
+
+
+class Host:
+    """The hosted actors of one process, and what they share."""
+
+    def __init__(self, process: Process, store: Store, ring_poller: RingPoller) -> None:
+        self.process = process
+        self.store = store
+        self.ring_poller = ring_poller
+        self.starter = Starter(process.loop)
+        self.actors: dict[ActorId, HostedActor] = {}
+        # The names of the actors that were stopped last.
+        self.stopped: dict[ActorId, str] = {}
+        # Told of an actor with calls that wait.
+        self.suspect: Callable[[HostedActor], object] = _ignore
+        # Told that a method raised SystemExit or KeyboardInterrupt.
+        self.on_exit: Callable[[BaseException], object] = _refuse_exit
+
+    def calls(self) -> list[InboundCall]:
+        """Every call that waits or runs here."""
+        return [call for hosted in list(self.actors.values()) for call in (*hosted.running, *hosted.mailbox.waiting())]
+
+    def remove(self, hosted: HostedActor) -> None:
+        """Host an actor no more; later calls are refused in its name."""
+        self.actors.pop(hosted.id, None)
+        self.stopped[hosted.id] = hosted.name
+        while len(self.stopped) > _REMEMBERED:
+            del self.stopped[next(iter(self.stopped))]
+
+    async def aclose(self, reason: str) -> None:
+        """Stop every actor."""
+        for hosted in list(self.actors.values()):
+            await hosted.stop(reason, 0)
+        self.starter.close()
 
 
 class HostedActor:
     """One actor: its instance, its mailbox and its thread."""
 
-    def __init__(self, peer: Peer, actor: ActorId, name: str, find_spec: Callable[[str], MethodSpec | None]) -> None:
-        self.peer = peer
+    def __init__(self, host: Host, actor: ActorId, name: str, find_spec: Callable[[str], MethodSpec | None]) -> None:
+        self._host = host
+        self._process = process = host.process
+        self._store = host.store
         self.id = actor
         self.name = name
         self.instance: Any = None
@@ -43,13 +220,13 @@ class HostedActor:
         self._manager: Any = None
         self.find_spec = find_spec
         self.mailbox: Mailbox[InboundCall] = Mailbox()
-        # The same, if not all calls are taken.
+        # The same, if the number of waiting calls is bounded.
         self.bounds: BoundedMailbox[InboundCall] | None = None
-        self.thread = peer.process.env.thread(name, peer.process.loop)
-        # Calls that have started and not ended; and how many have ended.
-        self.active = 0
+        self.thread = process.env.thread(name, process.loop)
+        # Calls that have started and not ended, in order; and how many have ended.
+        self.running: dict[InboundCall, None] = {}
         self.done = 0
-        # Calls that run on although their callers have given them up.
+        # Running calls that were cancelled.
         self.abandoned: set[InboundCall] = set()
         self.stopping: str | None = None
         self._idle: asyncio.Event | None = None
@@ -63,7 +240,7 @@ class HostedActor:
     @property
     def where(self) -> str:
         """Says which actor this is, in errors."""
-        return f"{self.name} (pid {self.peer.process.pid}, {self.peer.process.options.node})"
+        return f"{self.name} (pid {self._process.pid}, {self._process.options.node})"
 
     # Starting.
 
@@ -72,7 +249,7 @@ class HostedActor:
         why = None if self.bounds is None else self.bounds.admit(call)
         if why is not None:
             error = Overloaded(f"{call.label} of {self.where} is refused: {why}")
-            call.caller_connection.fail(call, error, executed=False)
+            call.responder.fail(call, error, executed=False)
         return why is None
 
     def deliver(self, call: InboundCall) -> None:
@@ -81,20 +258,20 @@ class HostedActor:
             self._refuse(call)
             return
         if call.deadline is not None:
-            call.timer = self.peer.process.loop.call_at(call.deadline, self._expire, call)
+            call.timer = self._process.loop.call_at(call.deadline, self._expire, call)
         if self.mailbox.arrive(call):
             self._start(call, at_once=True)
         else:
             call.context = copy_context()
-            self.peer.deadlocks.suspect(self)
+            self._host.suspect(self)
 
     def look_again(self, *, at_once: bool = False) -> None:
-        """Something that calls were waiting for has happened.
+        """Start the calls that may start now: something that calls waited for has happened.
 
-        Where actors' own code may run, it may begin at once: where messages are handled, and nothing else is under way.
+        `at_once` lets actors' own code begin at once: right where messages are handled and nothing else runs.
         """
         if self._starting:
-            # What starts now may end at once; whoever starts it looks again.
+            # What starts now may end at once; the loop below looks again.
             return
         self._starting = True
         try:
@@ -109,98 +286,117 @@ class HostedActor:
 
     def _start(self, call: InboundCall, *, at_once: bool) -> None:
         call.started = True
-        self.active += 1
+        self.running[call] = None
         if call.rules.on_thread:
-            self.peer.connections.ring_poller.threads += 1
+            self._host.ring_poller.threads += 1
             self.thread.submit(lambda: self._run_on_thread(call))
-            if self.active > 1:
-                self.peer.deadlocks.suspect(self)
+            if len(self.running) > 1:
+                self._host.suspect(self)
             return
-        # What was started, or cancelled, before it came, goes first. Streams and our own actors wait for their turn.
+        # Earlier calls that were started or cancelled go first. Streams and the runtime's own actors take their turn.
         in_turn = call.behind or self.abandoned or call.spec.is_stream or self.id < FIRST_USER_ACTOR
-        self.peer.starter.start(call, call.work(), at_once=at_once and not in_turn)
+        self._host.starter.start(call, self.run(call), at_once=at_once and not in_turn)
 
     # Running.
 
-    def enter(self, call: InboundCall) -> None:
+    async def run(self, call: InboundCall) -> None:
+        """Run the method of a call and answer: the only place that calls methods and handles what they raise.
+
+        SystemExit and KeyboardInterrupt end the process; every other error is the caller's. An `async def` method runs
+        in the call's task. A `def` method runs on the actor's thread, where nothing in here waits and the result is
+        encoded before the next method can change it; the loop gives the answer. The steps of a graph are run by a
+        method of their segment, which keeps their errors as values.
+        """
+        on_thread = call.rules.on_thread
+        self._enter(call)
+        ran = False
+        answer: Callable[[], object]
+        try:
+            if call.received is not None:
+                self._decode_arguments(call)
+            ran = True
+            result: Any = call.spec.fn(self.instance, *call.args, **call.kwargs)
+            if not on_thread:
+                result = await (_give_items(call, result) if call.spec.is_stream else result)
+            if call.late:
+                # It did not obey, but its time was over.
+                answer = partial(self._fail_late, call)
+            elif is_plain(result) or call.responder.is_local:
+                answer = partial(call.responder.answer, call, result)
+            else:
+                stored = (
+                    self._store.keep_patiently(result, call.label, call.spec.transport)
+                    if on_thread
+                    else await self.capture(result, call.label, "result", call.spec.transport)
+                )
+                answer = partial(call.responder.answer_stored, call, stored)
+        except (SystemExit, KeyboardInterrupt) as error:
+            answer = partial(self._host.on_exit, error)
+        except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
+            answer = partial(self._failed, call, error, ran)
+        if on_thread:
+            self.thread.to_loop(partial(self._end, call, answer))
+        else:
+            self._end(call, answer)
+        # The error's frames lead here: they must not lead back to the error.
+        del answer
+
+    def _run_on_thread(self, call: InboundCall) -> None:
+        if call.take():
+            # The thread has no context of its own to leave behind.
+            copy_context().run(_run_through, self.run(call))
+        else:
+            call.begun = True
+            self.thread.to_loop(partial(self._end, call))
+
+    def _enter(self, call: InboundCall) -> None:
         """In the call's own context: it has begun, and nested calls inherit from it."""
-        call.since = self.peer.process.env.monotonic()
+        call.since = self._process.env.monotonic()
         call.begun = True
         if self.mailbox.watching:
-            self.peer.process.call_soon(self.look_again)
+            self._process.call_soon(self.look_again)
         current_call.set(call)
         # Also if it has none: its context may come from a call of this process that made it.
         if current_deadline.get() != call.deadline:
             current_deadline.set(call.deadline)
 
     def last_begun(self, call: InboundCall) -> None:
-        """In its task or thread: the last call of a row begins, so that those after the row may start."""
+        """In its task or thread: the last step of a segment begins, so that the calls after the segment may start."""
         call.last_begun = True
         if self.mailbox.watching:
-            self.peer.process.call_soon(self.look_again)
+            self._process.call_soon(self.look_again)
 
-    def _run_on_thread(self, call: InboundCall) -> None:
-        """On the actor's thread: run a `def` method and encode its result, so that nothing changes it in between."""
-        if not call.take():
-            call.begun = True
-            self.thread.to_loop(lambda: self.end(call))
-            return
-        # The thread has no context of its own to leave behind.
-        copy_context().run(self._execute, call)
-
-    def _execute(self, call: InboundCall) -> None:
-        self.enter(call)
-        executed = False
-        finish: Callable[[], object]
-        try:
-            if call.arrived is not None:
-                self.decode_arguments(call)
-            executed = True
-            finish = self._prepare_answer(call, call.spec.fn(self.instance, *call.args, **call.kwargs))
-        except (SystemExit, KeyboardInterrupt) as error:
-            finish = partial(self.peer.exit_requested, error)
-        except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
-            finish = partial(self.failed, call, error, executed)
-        self.thread.to_loop(partial(self._finish, call, finish))
-        # The error's frames lead here: they must not lead back to the error.
-        del finish
-
-    def _finish(self, call: InboundCall, finish: Callable[[], object]) -> None:
-        """On the loop: answer a call that ran on the thread."""
-        finish()
-        self.end(call)
-
-    def _prepare_answer(self, call: InboundCall, result: Any) -> Callable[[], object]:
-        caller = call.caller_connection
-        if is_plain(result) or caller.id == self.peer.process.id:
-            return partial(caller.answer, call, result)
-        kept = self.peer.store.keep_patiently(result, call.label, call.spec.transport)
-        return partial(caller.answer_kept, call, kept)
-
-    def decode_arguments(self, call: InboundCall) -> None:
+    def _decode_arguments(self, call: InboundCall) -> None:
         """Make the arguments from what came. On the loop they are light: heavy ones were decoded when they came."""
-        arrived, slots = call.arrived, call.slots
-        assert arrived is not None
-        call.arrived, call.slots = None, ()
-        store, patient = self.peer.store, call.rules.on_thread
+        received, slots = call.received, call.slots
+        assert received is not None
+        call.received, call.slots = None, ()
+        store, patient = self._store, call.rules.on_thread
         values = [store.decode_now(slot, refs=slot.refs, patient=patient) for slot in slots]
-        args, call.kwargs = store.decode_now(arrived, values, arrived.refs, patient=patient)
+        args, call.kwargs = store.decode_now(received, values, received.refs, patient=patient)
         call.args = tuple(args)
 
-    async def capture(self, kept: StoredValue) -> None:
-        """Copy a large result while nothing of this actor runs that could change it.
+    async def capture(self, result: Any, label: str, what: str, via: str | None) -> StoredValue:
+        """Encode what a method gave; copied, unless it is lent, before anything of the actor can change it.
 
         With other calls of the actor under way, only a copy on the loop itself is safe from them.
         """
-        if self.active > 1:
-            self.peer.store.pack_here(kept)
-            return
+        store = self._store
+        lender = result if isinstance(result, Borrowed) else None
+        value = result if lender is None else lender.value
+        stored = await store.keep_anywhere(value, Names(label, ((what, value),)), via=via, lender=lender)
+        if stored.lent or store.pack_now(stored):
+            return stored
+        if len(self.running) > 1:
+            store.pack_here(stored)
+            return stored
         self.mailbox.hold()
         try:
-            await self.peer.store.pack(kept)
+            await store.pack(stored)
         finally:
             self.mailbox.unhold()
             self.look_again()
+        return stored
 
     # Ending.
 
@@ -212,31 +408,33 @@ class HostedActor:
             error = CallCancelled(
                 f"{what}; it runs on, because a thread cannot be interrupted, and its result is dropped"
             )
-            call.caller_connection.fail(call, error, executed=None)
+            call.responder.fail(call, error, executed=None)
 
     def give_up(self, call: InboundCall, why: DaftError) -> None:
         """End a call, if that was not asked for before; one that has not begun fails at once, with this error."""
         if not (call.over or call.given_up) and not self._interrupt(call):
-            call.caller_connection.fail(call, why, executed=False)
+            call.responder.fail(call, why, executed=False)
 
     def _expire(self, call: InboundCall) -> None:
-        """Its time is over: it fails when its cleanup has run, or gets no more time."""
+        """Its deadline passes: it fails when its cleanup has run, or gets no more time."""
         if call.over:
             return
         begun = call.given_up or self._interrupt(call)
         if begun and not call.rules.on_thread:
             call.late = True
-            call.timer = self.peer.process.loop.call_later(self.peer.process.grace, self.fail_late, call)
+            call.timer = self._process.loop.call_later(self._process.grace, self._fail_late, call)
         else:
-            self.fail_late(call, executed=None if begun else False)
+            self._fail_late(call, executed=None if begun else False)
 
-    def fail_late(self, call: InboundCall, error: BaseException | None = None, *, executed: bool | None = None) -> None:
-        """Its time was over before it was; perhaps it raised something then."""
+    def _fail_late(
+        self, call: InboundCall, error: BaseException | None = None, *, executed: bool | None = None
+    ) -> None:
+        """Fail a call that outlived its deadline; `error` is what it raised when it was cancelled."""
         late = DeadlineExceeded(f"the deadline of {call.label} of {self.name} passed")
         if error is not None and not isinstance(error, asyncio.CancelledError | DeadlineExceeded):
             # Not the error itself, which may be unable to travel.
             add_note(late, f"when it was cancelled for that, it raised {type(error).__name__}")
-        call.caller_connection.fail(call, late, executed=executed)
+        call.responder.fail(call, late, executed=executed)
 
     def _interrupt(self, call: InboundCall) -> bool:
         """Stop a call; False if it has not begun, and never will."""
@@ -248,70 +446,70 @@ class HostedActor:
             self.abandoned.add(call)
             return True
         call.withdrawn = True
-        if call.bringing is not None:
-            call.bringing.cancel()
-            # What it had got goes with it: its frames lead to the call.
-            call.bringing = None
+        if call.fetching is not None:
+            call.fetching.cancel()
+            # The task's frames lead to the call.
+            call.fetching = None
         if call.task is not None:
             # A task that is cancelled before its first line runs none of them.
             call.task.cancel()
-            # It ends in its turn: those that were started before it may not have begun either.
-            self.peer.process.loop.call_soon(self._end_unbegun, call)
+            # It ends in its turn: the calls that were started before it may not have begun either.
+            self._process.loop.call_soon(self._end_unbegun, call)
         elif not call.started:
             self.look_again()
         return False
 
     def _end_unbegun(self, call: InboundCall) -> None:
         call.begun = True
-        self.end(call)
+        self._end(call)
 
-    def failed(self, call: InboundCall, error: BaseException, ran: bool) -> None:
-        """It raised something."""
+    def _failed(self, call: InboundCall, error: BaseException, ran: bool) -> None:
+        """The method raised something, or its arguments could not be decoded."""
         if self.is_late(call, error):
-            self.fail_late(call, error)
+            self._fail_late(call, error)
             return
-        # Where a cancelled call stopped, nobody can say.
+        # Nothing tells where a cancelled call stopped.
         executed = None if isinstance(error, asyncio.CancelledError) else ran
         # What the runtime's own actors raise needs no directions.
         where = f"raised by {call.label} in {self.where}" if self.id >= FIRST_USER_ACTOR else None
-        call.caller_connection.fail(call, as_call_error(error, where), executed=executed)
+        call.responder.fail(call, as_call_error(error, where), executed=executed)
 
     def is_late(self, call: InboundCall, error: BaseException) -> bool:
-        """Whether it ended because its time is over. Calls that it made have no more time, and may notice first."""
+        """Whether it ended because its deadline passed: the calls that it made have the same one and may fail first."""
         if call.late or call.deadline is None:
             return call.late
-        return isinstance(error, DeadlineExceeded) and self.peer.process.loop.time() + _TICK >= call.deadline
+        return isinstance(error, DeadlineExceeded) and self._process.loop.time() + _TICK >= call.deadline
 
     def _refuse(self, call: InboundCall) -> None:
         executed = None if call.begun else False
         error = ActorDied(f"{self.name} was stopped: {self.stopping}", executed=executed)
         error.actor = self.name
-        call.caller_connection.fail(call, error, executed=executed)
+        call.responder.fail(call, error, executed=executed)
 
-    def end(self, call: InboundCall) -> None:
-        """It is over, and was answered if somebody waited for that."""
-        self.active -= 1
-        self.done += 1
-        if call.given_up:
-            self.abandoned.discard(call)
-        if call.rules.on_thread:
-            self.peer.connections.ring_poller.threads -= 1
-        # Its context knows the call: without this they would keep each other, and the arguments, alive.
-        call.task = call.context = None
-        # A timer that the method has cancelled may keep its context, and so the call, until it would have been due.
-        call.args = ()
-        if call.kwargs:
-            call.kwargs = {}
-        if call.timer is not None:
-            call.timer.cancel()
-        if self.mailbox.finished(call):
-            self.look_again()
-        if self._idle is not None and not self.active:
-            self._idle.set()
-
-    def running(self) -> list[InboundCall]:
-        """Calls that have started and not ended."""
-        return [call for call in self.peer.incoming_calls() if call.hosted is self and call.started]
+    def _end(self, call: InboundCall, answer: Callable[[], object] | None = None) -> None:
+        """On the loop: a call that was started is over. Answer it, and let other calls start."""
+        try:
+            if answer is not None:
+                answer()
+        finally:
+            del self.running[call]
+            self.done += 1
+            if call.given_up:
+                self.abandoned.discard(call)
+            if call.rules.on_thread:
+                self._host.ring_poller.threads -= 1
+            # Its context knows the call: without this they would keep each other, and the arguments, alive.
+            call.task = call.context = None
+            # A timer that the method has cancelled may keep its context, and so the call, until it would have been due.
+            call.args = ()
+            if call.kwargs:
+                call.kwargs = {}
+            if call.timer is not None:
+                call.timer.cancel()
+            if self.mailbox.finished(call):
+                self.look_again()
+            if self._idle is not None and not self.running:
+                self._idle.set()
 
     async def stop(self, reason: str, grace: float) -> None:
         """Take no more calls, let those under way end within the grace time, cancel the rest, leave the instance."""
@@ -321,15 +519,15 @@ class HostedActor:
         for call in self.mailbox.drain():
             self._refuse(call)
         await self._wait_idle(grace)
-        for call in self.running():
+        for call in list(self.running):
             if not call.over and not self._interrupt(call):
                 self._refuse(call)
         if not all(call.rules.on_thread for call in self.abandoned):
-            await self._wait_idle(self.peer.process.grace)
-        for call in self.running():
+            await self._wait_idle(self._process.grace)
+        for call in list(self.running):
             self._refuse(call)
         try:
-            async with asyncio.timeout(self.peer.process.grace):
+            async with asyncio.timeout(self._process.grace):
                 await self._leave_instance()
         except Exception:
             logger.exception("leaving %s failed", self.name)
@@ -357,24 +555,41 @@ class HostedActor:
             await self.thread.run(lambda: manager.__exit__(None, None, None))
 
     async def _wait_idle(self, seconds: float) -> None:
-        if not self.active or seconds <= 0:
+        if not self.running or seconds <= 0:
             return
         self._idle = asyncio.Event()
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
         except TimeoutError:
-            logger.info("%s still has %d calls under way", self.name, self.active)
+            logger.info("%s still has %d calls under way", self.name, len(self.running))
         finally:
             self._idle = None
 
 
-async def capture(hosted: HostedActor, result: Any, label: str, what: str, via: str | None) -> StoredValue:
-    """Encode what a method gave; copied, unless it is lent, before anything of the actor can change it."""
-    store = hosted.peer.store
-    lender = result if isinstance(result, Borrowed) else None
-    value = result if lender is None else lender.value
-    kept = await store.keep_anywhere(value, Names(label, ((what, value),)), via=via, lender=lender)
-    if not (kept.lent or store.pack_now(kept)):
-        await hosted.capture(kept)
-    return kept
+async def _give_items(call: InboundCall, items: AsyncGenerator[Any, None]) -> None:
+    try:
+        await call.wait_credit()
+        async for item in items:
+            await call.responder.item(call, item)
+            await call.wait_credit()
+    finally:
+        # Leaving the loop does not end an async generator, and garbage collection would do it too late.
+        await items.aclose()
+
+
+def _run_through(coro: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that never waits."""
+    try:
+        coro.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("a `def` method cannot wait on the loop")
+
+
+def _ignore(hosted: HostedActor) -> None:
+    """Until a search for deadlocks is there."""
+
+
+def _refuse_exit(error: BaseException) -> NoReturn:
+    raise LocalProtocolError(f"a system actor raised {type(error).__name__}")

@@ -1,65 +1,60 @@
-"""How a call is answered: over a connection, or to a caller in this very process."""
+"""Answer calls: over a connection, or to a caller in this process."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import ERROR, ITEM, REPLY, RESULT, STORED
-from aiodaft._runtime.actors.hosted_actor import capture
+from aiodaft._runtime.actors.hosted_actor import InboundCall
+from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.objects.ref_table import RefTable
+from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft._runtime.serialization.errors import encode_error, passed_on
 from aiodaft.ref import Borrowed
 
-if TYPE_CHECKING:
-    from aiodaft._runtime.actors.inbound_call import InboundCall
-    from aiodaft._runtime.calls.call import PendingCall
-    from aiodaft._runtime.connections.connection import Connection
-    from aiodaft._runtime.peer import Peer
-
 
 class RemoteResponder:
-    """A caller at the other end of a connection."""
+    """Answers the calls of the process at the other end of a connection."""
 
-    def __init__(self, peer: Peer, connection: Connection) -> None:
-        self._peer = peer
+    is_local = False
+
+    def __init__(self, connection: Connection, store: Store, refs: RefTable) -> None:
         self._connection = connection
+        self._store = store
+        self._refs = refs
         # Its calls that are not answered.
         self.calls: dict[CallId, InboundCall] = {}
         # Refs inside results that the caller has not registered yet, by call: they must not be freed meanwhile.
         self.pins: dict[CallId, deque[list[Any]]] = {}
-
-    @property
-    def id(self) -> PeerId:
-        return self._connection.remote
 
     def answer(self, call: InboundCall, result: Any) -> None:
         if not call.over:
             self._finish(call)
             self._connection.send((REPLY, call.number, result))
         if call.pulled:
-            call.tell_pullers(self._encode_plain(call, result))
+            stored = self._store.keep(result, Names(call.label))
+            self._store.pack_here(stored)
+            call.tell_pullers(stored)
 
-    async def answer_encoded(self, call: InboundCall, result: Any) -> None:
-        self.answer_kept(call, await self._capture(call, result))
-
-    def answer_kept(self, call: InboundCall, kept: StoredValue) -> None:
+    def answer_stored(self, call: InboundCall, stored: StoredValue) -> None:
         if call.over or self._connection.lost is not None:
-            # Nobody waits any more: the result goes as it came.
-            kept.release()
+            # The caller has its answer, or is gone.
+            stored.release()
             self._finish(call)
             return
         self._finish(call)
-        if kept.ready and kept.is_inline:
-            refs = self._pinned(call, kept)
-            self._connection.send((RESULT, call.number, kept.payload, kept.inline, refs))
+        if stored.ready and stored.is_inline:
+            refs = self._pinned(call, stored)
+            self._connection.send((RESULT, call.number, stored.payload, stored.inline, refs))
         else:
-            self._peer.store.entries[self.id, call.number] = kept
-            self._connection.send((STORED, call.number, kept.encoded.size))
-        call.tell_pullers(kept)
+            self._store.entries[call.caller, call.number] = stored
+            self._connection.send((STORED, call.number, stored.encoded.size))
+        call.tell_pullers(stored)
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         if not call.over:
@@ -68,15 +63,15 @@ class RemoteResponder:
         call.tell_pullers(error)
 
     async def item(self, call: InboundCall, value: Any) -> None:
-        kept = await self._capture(call, value)
+        stored = await call.hosted.capture(value, call.label, "item", call.spec.transport)
         try:
-            await self._peer.store.make_ready(kept)
+            await self._store.make_ready(stored)
             if not call.over and self._connection.lost is None:
-                blobs = kept.blobs_for(self._connection)
-                self._connection.send((ITEM, call.number, kept.payload, blobs, self._pinned(call, kept)))
+                blobs = stored.blobs_for(self._connection)
+                self._connection.send((ITEM, call.number, stored.payload, blobs, self._pinned(call, stored)))
         finally:
             # The grant keeps the block until the consumer is done with it.
-            kept.release()
+            stored.release()
 
     def adopted(self, number: CallId) -> None:
         """The caller has registered the refs inside a result or item."""
@@ -86,47 +81,40 @@ class RemoteResponder:
             if not pinned:
                 del self.pins[number]
 
-    def _pinned(self, call: InboundCall, kept: StoredValue) -> tuple[Any, ...]:
-        if not kept.refs:
+    def _pinned(self, call: InboundCall, stored: StoredValue) -> tuple[Any, ...]:
+        if not stored.refs:
             return ()
-        self.pins.setdefault(call.number, deque()).append(kept.refs)
-        return tuple(self._peer.refs.describe(ref) for ref in kept.refs)
+        self.pins.setdefault(call.number, deque()).append(stored.refs)
+        return tuple(self._refs.describe(ref) for ref in stored.refs)
 
     def _finish(self, call: InboundCall) -> None:
         call.over = True
         self.calls.pop(call.number, None)
 
-    async def _capture(self, call: InboundCall, result: Any) -> StoredValue:
-        what = "item" if call.wants_stream else "result"
-        return await capture(call.hosted, result, call.label, what, call.spec.transport)
 
-    def _encode_plain(self, call: InboundCall, value: Any) -> StoredValue:
-        kept = self._peer.store.keep(value, Names(call.label))
-        self._peer.store.pack_here(kept)
-        return kept
+class LocalCaller(Protocol):
+    """The state of a call that this process made to itself."""
+
+    def on_plain(self, value: Any) -> None: ...
+
+    def on_error(self, error: BaseException) -> None: ...
 
 
 class LocalResponder:
-    """A caller in this process: results are the objects themselves."""
+    """Answers the calls of this process: results are the objects themselves."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self.states: dict[CallId, PendingCall] = {}
+    is_local = True
+
+    def __init__(self) -> None:
+        self.states: dict[CallId, LocalCaller] = {}
         self.calls: dict[CallId, InboundCall] = {}
-
-    @property
-    def id(self) -> PeerId:
-        return self._peer.process.id
 
     def answer(self, call: InboundCall, result: Any) -> None:
         state = self._finish(call)
         if state is not None:
             state.on_plain(result.value if isinstance(result, Borrowed) else result)
 
-    async def answer_encoded(self, call: InboundCall, result: Any) -> None:
-        self.answer(call, result)
-
-    def answer_kept(self, call: InboundCall, kept: StoredValue) -> None:
+    def answer_stored(self, call: InboundCall, stored: StoredValue) -> None:
         raise AssertionError("results for callers in this process are not encoded")
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
@@ -140,7 +128,13 @@ class LocalResponder:
         if isinstance(state, StreamState):
             state.on_local_item(value)
 
-    def _finish(self, call: InboundCall) -> PendingCall | None:
+    def cancel(self, number: CallId) -> None:
+        """The caller cancels a call, which may be over by now."""
+        call = self.calls.get(number)
+        if call is not None:
+            call.hosted.cancel(call)
+
+    def _finish(self, call: InboundCall) -> LocalCaller | None:
         call.over = True
         self.calls.pop(call.number, None)
         return self.states.pop(call.number, None)

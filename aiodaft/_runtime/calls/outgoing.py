@@ -10,7 +10,7 @@ from weakref import ref
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft._protocol.messages import CALL, SEND, WANT_REPLY, Message
 from aiodaft._protocol.order import Entry, Order
-from aiodaft._runtime.actors.inbound_call import InboundCall, current_call
+from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import CallState, Request, TellState
 from aiodaft._runtime.objects.ref_state import state_of
@@ -253,7 +253,7 @@ class Outgoing:
         if not isinstance(request.state, TellState):
             # It may have waited elsewhere.
             request.state.connection = None
-        caller = peer.local_caller
+        caller = peer.inbound.local
         call = InboundCall(caller, peer.process.id, request.number, hosted, request.spec, request.mode, request.args)
         call.deadline = request.deadline
         call.attempt = request.attempt

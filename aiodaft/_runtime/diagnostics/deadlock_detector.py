@@ -19,8 +19,7 @@ from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError, DeadlockDetected, WaitingCall
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.actors.hosted_actor import HostedActor
-    from aiodaft._runtime.actors.inbound_call import InboundCall
+    from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
     from aiodaft._runtime.peer import Peer
 
 # Seconds between two looks at what is held up.

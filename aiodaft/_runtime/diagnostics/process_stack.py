@@ -17,13 +17,13 @@ from aiodaft.ref import Ref
 from aiodaft.stack import CallStack, Frame, ProcessStack, TaskStack, ThreadStack
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.actors.inbound_call import InboundCall
+    from aiodaft._runtime.actors.hosted_actor import InboundCall
     from aiodaft._runtime.peer import Peer
 
 
 def stack_here(peer: Peer) -> ProcessStack:
     """What this process is in the middle of. To be called on its loop."""
-    calls = [call for call in peer.incoming_calls() if call.hosted.id >= FIRST_USER_ACTOR]
+    calls = [call for call in peer.host.calls() if call.hosted.id >= FIRST_USER_ACTOR]
     calls.sort(key=lambda call: not call.begun)
     of_calls = {call.task for call in calls}
     tasks = [task for task in asyncio.all_tasks(peer.process.loop) if task not in of_calls]
@@ -39,7 +39,7 @@ def stack_here(peer: Peer) -> ProcessStack:
 
 def _call(peer: Peer, call: InboundCall) -> CallStack:
     waits = peer.deadlocks.waits
-    state = "running" if call.begun else "needs arguments" if call.bringing is not None else "queued"
+    state = "running" if call.begun else "needs arguments" if call.fetching is not None else "queued"
     seconds = peer.process.env.monotonic() - call.since if call.begun else None
     frames = frames_on_thread(call) if call.task is None or call.rules.on_thread else frames_of(call.task.get_coro())
     waits_for = tuple(waits.name_of(at) for at in waits.calls_before(call))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -11,8 +10,7 @@ from weakref import WeakKeyDictionary
 
 from aiodaft._protocol.deadlock import CallAt, Reason, Waiting
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._runtime.actors.hosted_actor import HostedActor
-from aiodaft._runtime.actors.inbound_call import InboundCall
+from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.calls.call import CallState
 from aiodaft._runtime.diagnostics.await_chains import (
     Frames,
@@ -33,14 +31,14 @@ if TYPE_CHECKING:
 _RUNNER: Final = asyncio.Runner.run.__code__
 
 
-_WORK: Final = frozenset({InboundCall.work.__code__, SegmentCall.work.__code__})
+_RUN: Final = HostedActor.run.__code__
 
 
 def on_thread(hosted: HostedActor) -> tuple[InboundCall | None, Frames]:
     """The call that an actor's thread is busy with, and the frames from its first line on."""
     frames = thread_stack(hosted.thread.ident)
     for index, frame in enumerate(frames):
-        if frame.f_code is HostedActor._execute.__code__:
+        if frame.f_code is _RUN:
             call: InboundCall = frame.f_locals["call"]
             return call, frames[index + 1 :]
     return None, []
@@ -55,7 +53,7 @@ def on_loop(ident: int) -> tuple[InboundCall | None, str]:
     codes = [frame.f_code for frame in frames]
     # Outside of the loop is what has started the process.
     inside = frames[codes.index(_RUNNER) + 1 :] if _RUNNER in codes else []
-    call = next((frame.f_locals["self"] for frame in inside if frame.f_code in _WORK), None)
+    call = next((frame.f_locals["call"] for frame in inside if frame.f_code is _RUN), None)
     return call, users_line(inside)
 
 
@@ -95,14 +93,14 @@ class Waits:
         """What a call waits for that has begun, or brings in its arguments."""
         if call.rules.on_thread and call.begun:
             return wait_of_thread(frames_on_thread(call))
-        task = call.task or call.bringing
+        task = call.task or call.fetching
         if task is not None:
             return wait_of_task(task)
         return Wait(known=False)
 
     def calls_before(self, call: InboundCall) -> list[CallAt]:
         """The calls that a call waits for, as far as that can be seen."""
-        return self.wait_of(call).calls if call.begun or call.bringing is not None else self._ahead_of(call)
+        return self.wait_of(call).calls if call.begun or call.fetching is not None else self._ahead_of(call)
 
     def name_of(self, at: CallAt) -> str:
         """What to call a call that this process waits for."""
@@ -121,14 +119,14 @@ class Waits:
 
     def in_the_way(self, hosted: HostedActor) -> list[InboundCall]:
         """The calls of an actor for which its other calls wait."""
-        found = hosted.mailbox.in_the_way(functools.cache(hosted.running)) if hosted.mailbox.holds_some else []
+        found = hosted.mailbox.in_the_way(lambda: list(hosted.running)) if hosted.mailbox.holds_some else []
         if hosted.thread.backlog:
             occupant, _ = on_thread(hosted)
             found += [] if occupant is None else [occupant]
         return found
 
     def _look_at_queued(self, call: InboundCall) -> Waiting | None:
-        if call.bringing is not None:
+        if call.fetching is not None:
             return self._awaiting(call, Reason.NEEDS, self.wait_of(call))
         if isinstance(call, SegmentCall) and not call.ready:
             needs = needed_by(call)
@@ -140,7 +138,9 @@ class Waits:
         if isinstance(call, SegmentCall) and not call.ready:
             return needed_by(call)
         if not call.started:
-            return [self.place(other) for other in call.hosted.mailbox.ahead_of(call, call.hosted.running)]
+            return [
+                self.place(other) for other in call.hosted.mailbox.ahead_of(call, lambda: list(call.hosted.running))
+            ]
         occupant = on_thread(call.hosted)[0] if call.rules.on_thread else None
         return [] if occupant is None else [self.place(occupant)]
 

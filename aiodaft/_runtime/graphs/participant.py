@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import FLOW, REPORT
 from aiodaft._protocol.plan import SubPlan
-from aiodaft._runtime.actors.inbound_call import InboundCall
+from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, Item, fetch, is_failure, item_of, value_of
 from aiodaft._runtime.graphs.segment_call import Job, SegmentCall, SegmentRun
@@ -282,10 +282,7 @@ class ParticipantRun:
 
     # As the caller of its rows.
 
-    @property
-    def id(self) -> PeerId:
-        """The graph's owner."""
-        return self.part.owner
+    is_local = False
 
     def answer(self, call: InboundCall, result: Any) -> None:
         """A row is over."""
@@ -308,10 +305,7 @@ class ParticipantRun:
         self._open -= 1
         self._forget_if_over()
 
-    async def answer_encoded(self, call: InboundCall, result: Any) -> None:
-        raise AssertionError("rows give their results themselves")
-
-    def answer_kept(self, call: InboundCall, kept: StoredValue) -> None:
+    def answer_stored(self, call: InboundCall, stored: StoredValue) -> None:
         raise AssertionError("rows give their results themselves")
 
     async def item(self, call: InboundCall, value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +11,6 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import FLOW, REPORT, RUN, SKIP, Message
 from aiodaft._runtime.graphs.graph_value import GraphValue, fetch
 from aiodaft._runtime.graphs.participant import Participant, Plan
-from aiodaft._runtime.graphs.segment_call import SegmentCall
 from aiodaft._runtime.serialization.encoder import PLAIN, SLOT
 from aiodaft.exceptions import DaftError
 
@@ -127,12 +126,6 @@ class Graphs:
     def parts_of(self, owner: PeerId) -> list[Participant]:
         """What this process does of a process's graphs."""
         return [part for (process, _), part in self._parts.items() if process == owner]
-
-    def calls(self) -> Iterator[SegmentCall]:
-        """Every call of a graph that is queued or runs here."""
-        for part in self._parts.values():
-            for run in part.runs.values():
-                yield from (call for call in run.calls if not call.over)
 
     def in_flight(self, connection: Connection) -> int:
         """Calls and runs under way that wait for a process: their errors tell of its end."""

@@ -10,8 +10,7 @@ from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.mailbox import Rules
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._protocol.plan import Segment, Step
-from aiodaft._runtime.actors.hosted_actor import capture
-from aiodaft._runtime.actors.inbound_call import InboundCall
+from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, NotAtHand
 from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error
@@ -79,7 +78,12 @@ class SegmentRun:
         # Where it matters that the last one begins.
         self.last = self.jobs[-1] if len(steps) > 1 else None
         self.rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, row=len(steps) > 1)
-        self.spec = MethodSpec(steps[0].label, rules.name, SegmentCall.run_on_thread, Options(self.rules))
+        self.spec = MethodSpec(
+            steps[0].label,
+            rules.name,
+            SegmentCall.run_on_thread if rules.on_thread else SegmentCall.run_on_loop,
+            Options(self.rules),
+        )
 
     def _method(self, step: Step[Arguments]) -> MethodSpec:
         if self.is_gone:
@@ -102,7 +106,7 @@ class SegmentCall(InboundCall):
     _batch: deque[Flowing] | None = None
 
     def __init__(self, run: ParticipantRun, row: SegmentRun) -> None:
-        self.run = self.caller_connection = run
+        self.run = self.responder = run
         self.row = row
         self.caller = run.part.owner
         self.hosted = row.hosted
@@ -123,66 +127,58 @@ class SegmentCall(InboundCall):
             error = ActorDied("the actor was stopped", executed=False)
             self.run.fail(self, error, executed=False)
             return
-        if self.rules.on_thread:
-            # Only now: it knows itself.
-            self.args = (self,)
+        # Only now: it knows itself.
+        self.args = (self,)
         self.hosted.deliver(self)
 
     # Running.
 
-    async def work(self) -> None:
-        """On the loop: do the steps. No error of theirs leaves this."""
-        hosted, run, row = self.hosted, self.run, self.row
+    @staticmethod
+    async def run_on_loop(instance: Any, call: SegmentCall) -> None:
+        """Do the steps on the loop, as a method of the actor; an error of a step is its value."""
+        # It would keep itself alive.
+        call.args = ()
+        hosted, row = call.hosted, call.row
         value: Flowing
-        hosted.enter(self)
-        try:
-            for job in row.jobs:
-                if self._given and self.given_up:
-                    # The step before this one ignored its cancellation.
-                    hosted.failed(self, asyncio.CancelledError(), ran=False)
-                    return
-                if job is row.last:
-                    hosted.last_begun(self)
-                executed = False
+        for job in row.jobs:
+            if job is not row.jobs[0] and call.given_up:
+                # The step before this one ignored its cancellation.
+                raise asyncio.CancelledError
+            if job is row.last:
+                hosted.last_begun(call)
+            executed = False
+            try:
                 try:
-                    try:
-                        args, kwargs = self._arguments(job, patient=False)
-                    except NotAtHand:
-                        await self._fetch_own(job)
-                        args, kwargs = self._arguments(job, patient=False)
-                    executed = True
-                    result = await job.fn(hosted.instance, *args, **kwargs)
-                    if self.late:
-                        hosted.fail_late(self)
-                        return
-                    if is_plain(result):
-                        value = result
-                    else:
-                        kept = await capture(hosted, result, job.label, "result", job.transport)
-                        await hosted.peer.store.pack(kept)
-                        value = GraphValue.of_kept(kept)
-                except (SystemExit, KeyboardInterrupt):
+                    args, kwargs = call._arguments(job, patient=False)
+                except NotAtHand:
+                    await call._fetch_own(job)
+                    args, kwargs = call._arguments(job, patient=False)
+                executed = True
+                result = await job.fn(instance, *args, **kwargs)
+                if call.late:
+                    return
+                if is_plain(result):
+                    value = result
+                else:
+                    stored = await hosted.capture(result, job.label, "result", job.transport)
+                    await call.run.part.peer.store.pack(stored)
+                    value = GraphValue.of_kept(stored)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                if hosted.is_late(call, error) or (call.given_up and isinstance(error, asyncio.CancelledError)):
+                    # Its actor knows why, and that goes for all that is left.
                     raise
-                except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
-                    if hosted.is_late(self, error) or (self.given_up and isinstance(error, asyncio.CancelledError)):
-                        # Its actor knows why, and that goes for all that is left.
-                        hosted.failed(self, error, executed)
-                        return
-                    value = self._failure(job, error, executed)
-                run.values[job.index] = value
-                self._give(value)
-            run.answer(self, None)
-        except (SystemExit, KeyboardInterrupt) as error:
-            hosted.peer.exit_requested(error)
-        finally:
-            hosted.end(self)
+                value = call._failure(job, error, executed)
+            call.run.values[job.index] = value
+            call._give(value)
 
     @staticmethod
     def run_on_thread(instance: Any, call: SegmentCall) -> None:
         """Do the steps on the actor's thread, as a method of the actor; no error of theirs leaves this."""
         # It would keep itself alive.
         call.args = ()
-        store, batch = call.hosted.peer.store, call._batch
+        store, batch = call.run.part.peer.store, call._batch
         assert batch is not None
         row = call.row
         value: Flowing
@@ -197,7 +193,7 @@ class SegmentCall(InboundCall):
                 try:
                     args, kwargs = call._arguments(job, patient=True)
                 except NotAtHand:
-                    peer = call.hosted.peer
+                    peer = call.run.part.peer
                     asyncio.run_coroutine_threadsafe(call._fetch_own(job), peer.process.loop).result()
                     args, kwargs = call._arguments(job, patient=True)
                 executed = True
@@ -222,10 +218,10 @@ class SegmentCall(InboundCall):
         for slot in job.slots:
             value = self.run.values.get(slot)
             if type(value) is GraphValue and value.kept is not None:
-                await value.fetch_own(self.hosted.peer)
+                await value.fetch_own(self.run.part.peer)
 
     def _arguments(self, job: Job, *, patient: bool) -> tuple[Any, Any]:
-        store, values = self.hosted.peer.store, self.run.values
+        store, values = self.run.part.peer.store, self.run.values
         taken: list[Any]
         if job.data.outside:
             outside = self.run.part.outside

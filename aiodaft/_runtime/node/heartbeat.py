@@ -20,7 +20,7 @@ from aiodaft._protocol.liveness import Health, Liveness, Order, Patience, Stalls
 from aiodaft._runtime.diagnostics.wait_graph import on_loop
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.actors.inbound_call import InboundCall
+    from aiodaft._runtime.actors.hosted_actor import InboundCall
     from aiodaft._runtime.peer import Peer
 
 _QUESTION: Final = b"?"
@@ -86,7 +86,7 @@ class Heartbeat:
             culprit, line = self._find_culprit()
         # A loop that changes its calls in this very moment is not stuck.
         with suppress(RuntimeError):
-            call = next((call for call in self._peer.incoming_calls() if _runs(call)), None)
+            call = next((call for call in self._peer.host.calls() if _runs(call)), None)
             key = None if call is None else (call.caller, call.number)
             if key != self._oldest:
                 self._oldest, self._name, self._since = key, "" if call is None else call.label[:_MAX_NAME], now

@@ -13,7 +13,7 @@ from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, number_of
 from aiodaft._protocol.ledger import Demand, Resources
 from aiodaft._protocol.liveness import Order, Patience
-from aiodaft._runtime.actors.inbound_call import current_call
+from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.connections.connection import introduce
 from aiodaft._runtime.diagnostics.native_dump import take_dump
 from aiodaft._runtime.node.environment import WorkerEnvironment

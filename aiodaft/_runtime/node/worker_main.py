@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 
 from aiodaft._protocol.codec import pack, unpack
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.actors.inbound_call import current_call
+from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.diagnostics.native_dump import offer_dump
 from aiodaft._runtime.node.heartbeat import Heartbeat
@@ -87,7 +87,7 @@ class Worker:
         )
         peer = Peer(options, Key(settings.key), self._env)
         peer.connections.explain = self._explain
-        peer.on_exit = self._exit_requested
+        peer.host.on_exit = self._exit_requested
         peer.objects.on_unheld = self._report_unheld
         peer.current_maker = current_call.get
         self._peer = peer

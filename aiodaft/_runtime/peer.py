@@ -17,8 +17,8 @@ from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.channels import Channels, how_ended
-from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.connections.connections import Connections, Handler
+from aiodaft._runtime.connections.connection import Connection, Handler
+from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
 from aiodaft._runtime.graphs.registry import Graphs
@@ -70,7 +70,7 @@ class Peer:
         self.on_forked: Callable[[], object] = lambda: None
         self.current_maker = partial(current_task, self.process.loop)
         self.channels = Channels(self)
-        self.connections.handlers = self._handlers()
+        self.connections.handlers += self._handlers()
         self.add_actor(AGENT, "agent", Agent(self))
         process.provide(Peer, self)
         process.provide(Store, self.store)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -20,8 +19,11 @@ from aiodaft._runtime.calls.call import PendingCall, TellState
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.ring_poller import RingPoller
+from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.sockets import Sockets
+from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft.exceptions import DaftError, PeerLost, RemoteProtocolError
+from aiodaft_transport import Key
 
 if TYPE_CHECKING:
     from aiodaft._runtime.peer import Peer
@@ -47,15 +49,8 @@ class Owner:
         self.ring_poller = RingPoller(asyncio.get_running_loop())
         self.sockets = Sockets()
 
-    @property
-    def handlers(self) -> Sequence[Callable[[Connection, Message], object]]:
-        return [lambda connection, message: self.came.append(message)] * KINDS
-
-    def connection_lost(self, connection: Connection, reason: Exception) -> None:
-        self.lost.set()
-
-    def dropped(self, connection: Connection, message: Message) -> None:
-        """What it has given away is its own again."""
+    def handle(self, connection: Connection, message: Message) -> None:
+        self.came.append(message)
 
 
 class Taker(Owner):
@@ -66,11 +61,7 @@ class Taker(Owner):
         self._count = count
         self.outcomes: list[str] = []
 
-    @property
-    def handlers(self) -> Sequence[Callable[[Connection, Message], object]]:
-        return [self._take] * KINDS
-
-    def _take(self, connection: Connection, message: Message) -> None:
+    def handle(self, connection: Connection, message: Message) -> None:
         try:
             self.sockets.close_all(connection.take_fds(self._count))
         except OSError as error:
@@ -95,7 +86,16 @@ class Told(TellState):
 
 def link_of(owner: Owner, *, max_pending: int = 1, window: int = 1) -> Connection:
     session: Session[PendingCall] = Session(HERE, 2, remote=THERE, max_pending=max_pending, window=window)
-    return Connection(owner, session, THERE, asyncio.get_running_loop())
+    options = ProcessOptions(HERE, "node", HERE, "shm", False, 0, max_pending)
+    return Connection(
+        Process(options, Key(bytes(32)), Env()),
+        session,
+        THERE,
+        owner.ring_poller,
+        [owner.handle] * KINDS,
+        on_lost=lambda connection, reason: owner.lost.set(),
+        on_dropped=lambda connection, message: None,
+    )
 
 
 async def test_a_peer_that_ends_with_something_unread_is_heard_to_its_last_word() -> None:

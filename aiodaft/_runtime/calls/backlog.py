@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.session import Session
-from aiodaft._runtime.calls.call import PendingCall, TellState
-from aiodaft._runtime.connections.connection import Connection
+from aiodaft._protocol.ids import CallId
+from aiodaft._runtime.calls.call import TellState
 from aiodaft._runtime.serialization.errors import unsent
 from aiodaft.exceptions import DeadlineExceeded
 
@@ -26,11 +24,7 @@ class Backlog:
         self._peer = peer
         self._waiting: dict[CallId, tuple[Request, asyncio.TimerHandle | None]] = {}
         # Never connected: it bounds the calls, and lets them be withdrawn as those in the window of a connection are.
-        limit = peer.process.options.max_pending
-        session: Session[PendingCall] = Session(
-            peer.process.id, peer.process.pid, remote=PeerId(towards), max_pending=limit
-        )
-        self._connection = Connection(peer.connections, session, peer.process.id, peer.process.loop)
+        self._connection = peer.connections.make(peer.process.id, towards)
 
     def admit(self, request: Request) -> bool:
         """Let a call wait, with its arguments as they are now; False if it failed, because an argument has.

@@ -28,14 +28,14 @@ class Replies:
     def replied(self, connection: Connection, message: Message) -> None:
         """REPLY came."""
         _, number, value = message
-        state = connection.session.settle(number)
+        state: PendingCall | None = connection.session.settle(number)
         if state is None:
             raise _unasked(connection, number)
         state.on_plain(value)
 
     def answered(self, connection: Connection, message: Message) -> None:
         """RESULT, STORED or ERROR came."""
-        state = connection.session.settle(message[1])
+        state: PendingCall | None = connection.session.settle(message[1])
         if state is None:
             raise _unasked(connection, message[1])
         kind = message[0]

@@ -1,8 +1,24 @@
-"""A control connection: one session over one socket. Coalesces writes per turn of the loop, and carries descriptors.
+"""The connection to one process: a session over a socket, and later over a pair of rings in shared memory.
 
-Links that are used by graphs go over to rings in shared memory, once and for good: RING_USED is then the last message
-of each direction that comes over the socket. What remains of the socket carries descriptors, each with one byte that
-means nothing, and says by its end that the peer is gone.
+             attach          RING_USED sent                  RING_USED received
+    waiting --------> socket --------------> ring to the peer ------------------> rings
+       |                |                           |                               |
+       +----------------+-------------+-------------+-------------------------------+
+                                      | close, BYE, or the end of the socket
+                                      v
+                                    lost
+
+State             Attributes                        Messages go to    Messages come from
+waiting           no `_socket`                      the session       -
+socket            `_socket`                         the socket        the socket
+ring to the peer  `_socket`, `_send_queue.ring`     the ring          the socket
+rings             `_socket`, both rings             the ring          the ring
+lost              `lost`                            nowhere           -
+
+RING_USED is the last message of its direction on the socket. After it the socket carries only descriptors, each with
+one byte without meaning, and shows by its end that the peer is gone.
+
+The first message of a turn of the loop is written at once; the others of that turn are written together at its end.
 """
 
 from __future__ import annotations
@@ -12,7 +28,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
@@ -24,66 +40,80 @@ from aiodaft._runtime.connections.send_queue import SendQueue
 from aiodaft._runtime.connections.shm_ring import RingPair
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.platform.error_log import log_error
-from aiodaft._runtime.platform.sockets import Sockets
+from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.calls.call import PendingCall
-
 
 # One read handles at most this much, so that a flood of calls does not hold the loop for long.
 _READ_SIZE: Final = 16 << 10
-
-
 # Messages that are written together.
 _BATCH: Final = 64
 
+# Handles a message of one kind; the first argument is the route that it came over.
+Handler: TypeAlias = Callable[[Any, Message], object]
+
 
 class Connection:
-    """The connection to one peer. Messages sent before it has a socket go out when it gets one."""
+    """The connection to one process.
+
+    Args:
+        process: The process that it belongs to.
+        session: The conversation. The caller chooses what it keeps with each own call.
+        remote: Id of the process at the other end.
+        ring_poller: Reads the rings of this process.
+        handlers: For each kind of message the function that handles it.
+        on_lost: Called once, when the connection ends, with the reason.
+        on_dropped: Called with the message of a call that will not be sent.
+    """
 
     def __init__(
-        self, owner: ConnectionOwner, session: Session[PendingCall], remote: PeerId, loop: asyncio.AbstractEventLoop
+        self,
+        process: Process,
+        session: Session[Any],
+        remote: PeerId,
+        ring_poller: RingPoller,
+        handlers: Sequence[Handler],
+        on_lost: Callable[[Connection, Exception], object],
+        on_dropped: Callable[[Connection, Message], object],
     ) -> None:
         self.session = session
-        # Id of the process at the other end.
         self.remote = remote
+        # The same, as transports call it.
+        self.peer: str = remote
         self.lost: Exception | None = None
-        # Without that, nothing was ever sent.
+        # Whether it had a socket at any time. Without one, nothing was sent.
         self.connected = False
-        # Set when it is lost: becomes the error that its calls fail with.
+        # Started when the connection is lost: finds the error that its calls fail with.
         self.explanation: asyncio.Task[DaftError] | None = None
-        # The peer has said that it ends the connection.
+        # BYE was received.
         self.dismissed = False
         self.traffic = Traffic()
-        self._owner = owner
-        self._loop = loop
+        self._handlers = handlers
+        self._on_lost = on_lost
+        self._on_dropped = on_dropped
+        self._loop = loop = process.loop
+        self._sockets = process.env.sockets
         self._pack, self._packed, self._take = session.send, session.packed, session.data_to_send
         self._socket: socket.socket | None = None
         self._buffer = bytearray(_READ_SIZE)
-        self._descriptors = Descriptors(owner.sockets)
-        self._ring_poller = ring_poller = owner.ring_poller
-        self._send_queue = SendQueue(loop, self.traffic, ring_poller.look, self._broken, owner.sockets)
-        # Rings that the peer may take, and what is sent when it has.
+        self._descriptors = Descriptors(self._sockets)
+        self._ring_poller = ring_poller
+        self._send_queue = SendQueue(loop, self.traffic, ring_poller.look, self._broken, self._sockets)
+        # Rings that the peer was offered, and the descriptor that goes with RING_USED.
         self._offered: tuple[RingPair, int] | None = None
-        # Where what the peer sends comes from, if not from the socket.
+        # The rings, once messages of the peer come through them.
         self._ring: RingPair | None = None
+        # Messages that are packed and not written.
         self._collected = 0
         self._watching_stall = False
-        # The last one in which something was sent through a ring, as the poller counts.
+        # `RingPoller.turns` when a message was last written to the ring.
         self._turn = -1
-        # Set while the turn's remaining messages are being collected.
+        # The messages of this turn are collected, and written at its end.
         self._corked = False
-        # Set while the last message of those that came is handled.
+        # The last received message is being handled: answers to it are written at once.
         self._prompt = False
 
-    @property
-    def peer(self) -> str:
-        """The same, as transports call it."""
-        return self.remote
-
     def attach(self, sock: socket.socket) -> None:
-        """Begin to talk over a connected socket."""
+        """Use a connected socket; send what was sent before."""
         sock.setblocking(False)
         self._socket = sock
         self.connected = True
@@ -153,7 +183,7 @@ class Connection:
                 self._ring_poller.before_looking(self._uncork)
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a note of a transport, with descriptors."""
+        """Send a note of a transport, and descriptors along with it."""
         self.send_fds(m.note(transport, note, len(fds)), fds)
 
     def send_fds(self, message: Message, fds: Sequence[int]) -> None:
@@ -168,7 +198,7 @@ class Connection:
             self.send(message)
             return
         # The caller may close its own before ours are sent.
-        self._send_with(message, self._owner.sockets.dup_all(fds))
+        self._send_with(message, self._sockets.dup_all(fds))
 
     def _send_with(self, message: Message, fds: Sequence[int]) -> None:
         self._take_packed()
@@ -179,7 +209,7 @@ class Connection:
 
     def socket_pair(self) -> tuple[socket.socket, socket.socket]:
         """Two connected sockets, whose descriptors can be sent."""
-        return self._owner.sockets.pair()
+        return self._sockets.pair()
 
     def take_fds(self, count: int) -> list[int]:
         """The descriptors that came along with the message that is being handled.
@@ -199,14 +229,14 @@ class Connection:
             raise RemoteProtocolError(f"{self.remote} announced descriptors that did not come: {error}") from None
 
     def submit(
-        self, call_id: CallId, call: PendingCall, message: Message | None, cost: int = 0, admitted: bool = False
+        self, call_id: CallId, call: Any, message: Message | None, cost: int = 0, admitted: bool = False
     ) -> None:
         """Send a call within the window; see `Session.submit`."""
         try:
             self.session.submit(call_id, call, message, cost, admitted)
         except Overloaded:
             if message is not None:
-                self._owner.dropped(self, message)
+                self._on_dropped(self, message)
             raise
         if self.session.waiting and not self._watching_stall:
             self._watching_stall = True
@@ -214,7 +244,7 @@ class Connection:
         self._sent_one()
 
     def submit_own(
-        self, call_id: CallId, call: PendingCall, message: Message | None, _cost: int = 0, _admitted: bool = True
+        self, call_id: CallId, call: Any, message: Message | None, _cost: int = 0, _admitted: bool = True
     ) -> None:
         """Send a call of the runtime itself; see `Session.submit_own`."""
         self.session.submit_own(call_id, call, message)
@@ -235,7 +265,7 @@ class Connection:
         """Take back a call that was not sent yet; see `Session.withdraw`."""
         message = self.session.unsent(call_id)
         if message is not None:
-            self._owner.dropped(self, message)
+            self._on_dropped(self, message)
         withdrawn = self.session.withdraw(call_id)
         if self._packed and self._socket is not None:
             # What waited behind it was sent.
@@ -269,7 +299,7 @@ class Connection:
         self._descriptors.close()
         # Lost connections are remembered for a while.
         self._buffer = bytearray()
-        self._owner.connection_lost(self, reason)
+        self._on_lost(self, reason)
 
     def _uncork(self) -> None:
         self._corked = False
@@ -316,14 +346,14 @@ class Connection:
         if self._offered is not None:
             ring, mark = self.take_offer()
             ring.close()
-            self._owner.sockets.close(mark)
+            self._sockets.close(mark)
 
     def write_rings(self, ring: RingPair, message: Message, mark: int) -> None:
         """Send a message, and everything after it through a ring. Takes over the descriptor that separates the two."""
         if self.lost is None:
             self._send_with(message, (mark,))
         else:
-            self._owner.sockets.close(mark)
+            self._sockets.close(mark)
         if self.lost is not None:
             ring.close()
             return
@@ -412,7 +442,7 @@ class Connection:
             messages = self.session.receive_data(data)
             if messages:
                 self.traffic.messages_received += len(messages)
-                handlers, last = self._owner.handlers, messages.pop()
+                handlers, last = self._handlers, messages.pop()
                 for message in messages:
                     handlers[message[0]](self, message)
                 # What is said to the last goes at once, where that costs little.
@@ -465,30 +495,3 @@ def introduce(first: Connection, second: Connection) -> None:
     for connection, other, end in ((first, second, ends[0]), (second, first, ends[1])):
         with end:
             connection.send_fds(m.introduce(other.remote), (end.fileno(),))
-
-
-class ConnectionOwner(Protocol):
-    """What a connection needs of its process."""
-
-    @property
-    def handlers(self) -> Sequence[Callable[[Any, Message], object]]:
-        """What handles each kind of message."""
-        ...
-
-    @property
-    def ring_poller(self) -> RingPoller:
-        """What looks at the rings."""
-        ...
-
-    @property
-    def sockets(self) -> Sockets:
-        """What makes sockets and duplicates descriptors."""
-        ...
-
-    def connection_lost(self, connection: Connection, reason: Exception) -> None:
-        """The connection ended; called once."""
-        ...
-
-    def dropped(self, connection: Connection, message: Message) -> None:
-        """A call will not be sent."""
-        ...

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, Final, Protocol, TypeAlias, cast
+from typing import Any, Final, Protocol, cast
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import Message
 from aiodaft._protocol.session import Session
-from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.connections.ring_upgrade import RingUpgrades
 from aiodaft._runtime.connections.route import Loopback, Route
@@ -26,8 +26,6 @@ from aiodaft_transport import TransportError
 
 # Lost connections that are kept to say why.
 _REMEMBERED: Final = 1024
-
-Handler: TypeAlias = Callable[[Any, Message], object]
 
 
 class ConnectionsOwner(Protocol):
@@ -65,11 +63,10 @@ class Connections:
         self._process = process
         self._owner = owner
         self._table: dict[PeerId, Connection] = {}
-        # What handles each kind of message.
-        self.handlers: Sequence[Handler] = ()
+        # For each kind of message the function that handles it; Peer fills it in.
+        self.handlers: list[Handler] = []
         self.ring_poller = RingPoller(process.loop)
-        self.sockets = process.env.sockets
-        self.loopback = Loopback(process, self, owner.take_note)
+        self.loopback = Loopback(process, self.handlers, owner.take_note)
         self.ring_upgrades = RingUpgrades(process)
         self.explain: Callable[[Connection, Exception], Awaitable[DaftError]] = _explain_plainly
         # Processes that do not answer, as far as the node agent has told.
@@ -101,7 +98,7 @@ class Connections:
         """The connection to a process: a known one, perhaps lost, or one that the node agent is asked for."""
         connection = self._table.get(remote)
         if connection is None:
-            connection = self._new(remote)
+            connection = self._table[remote] = self.make(remote)
             self._process.tasks.create_task(self._ask_introduction(connection), name=f"be introduced to {remote}")
         return connection
 
@@ -111,18 +108,20 @@ class Connections:
 
     def attach(self, remote: PeerId, sock: socket.socket) -> Connection:
         """Use a connected socket for the connection to a process."""
-        connection = self._table.get(remote) or self._new(remote)
+        connection = self._table.setdefault(remote, self.make(remote))
         if connection.lost is not None:
             sock.close()
         else:
             connection.attach(sock)
         return connection
 
-    def _new(self, remote: PeerId) -> Connection:
-        process = self._process
-        session: Session[Any] = Session(process.id, process.pid, remote=remote, max_pending=process.options.max_pending)
-        connection = self._table[remote] = Connection(self, session, remote, process.loop)
-        return connection
+    def make(self, remote: PeerId, towards: str | None = None) -> Connection:
+        """A connection that is in no table; errors call the other end `towards`, if that is given."""
+        process, name = self._process, remote if towards is None else PeerId(towards)
+        session: Session[Any] = Session(process.id, process.pid, remote=name, max_pending=process.options.max_pending)
+        return Connection(
+            process, session, remote, self.ring_poller, self.handlers, self._connection_lost, self._dropped
+        )
 
     async def _ask_introduction(self, connection: Connection) -> None:
         try:
@@ -134,9 +133,7 @@ class Connections:
         """What this process sent and received in all."""
         return total([self._past_traffic, *(connection.traffic for connection in self._table.values())])
 
-    # What connections tell.
-
-    def connection_lost(self, connection: Connection, reason: Exception) -> None:
+    def _connection_lost(self, connection: Connection, reason: Exception) -> None:
         """A connection ended: everything that went over it fails, with the best explanation there is."""
         self._lost.append(connection)
         while len(self._lost) > _REMEMBERED:
@@ -150,7 +147,7 @@ class Connections:
         else:
             self._owner.connection_explained(connection, RuntimeClosed(self._process.closed))
 
-    def dropped(self, connection: Connection, message: Message) -> None:
+    def _dropped(self, connection: Connection, message: Message) -> None:
         """A call will not be sent."""
         if message[0] == m.SEND:
             self._owner.revoke(connection, m.read_send_blobs(message))
@@ -190,9 +187,9 @@ class Connections:
         except OSError as error:
             # Only what is sent to that process fails.
             refused = exhausted(error, f"there is no connection to {remote}")
-            (self._table.get(remote) or self._new(remote)).close(refused)
+            self._table.setdefault(remote, self.make(remote)).close(refused)
             return
-        sock = self.sockets.of_fd(fd)
+        sock = self._process.env.sockets.of_fd(fd)
         if connection.remote != self._process.options.home:
             sock.close()
             raise RemoteProtocolError(f"{connection.remote} introduces peers, which only the node may")

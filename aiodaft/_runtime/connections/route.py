@@ -53,25 +53,19 @@ class Route(Control, Protocol):
         ...
 
 
-class Dispatch(Protocol):
-    """What the loopback needs of the connections."""
-
-    @property
-    def handlers(self) -> Sequence[Callable[[Any, Message], object]]:
-        """What handles each kind of message."""
-        ...
-
-
 class Loopback:
     """A process's connection to itself, for transports and graphs: what is sent is there at once."""
 
     is_asleep = False
 
     def __init__(
-        self, process: Process, dispatch: Dispatch, take_note: Callable[[str, Route, bytes, list[int]], object]
+        self,
+        process: Process,
+        handlers: Sequence[Callable[[Any, Message], object]],
+        take_note: Callable[[str, Route, bytes, list[int]], object],
     ) -> None:
         self._loop = process.loop
-        self._dispatch = dispatch
+        self._handlers = handlers
         self._take_note = take_note
         # The process itself; transports call it peer.
         self.remote = process.id
@@ -81,11 +75,11 @@ class Loopback:
 
     def send(self, message: Message) -> None:
         """What a graph says to this process; handled in the loop's next turn."""
-        self._loop.call_soon(self._dispatch.handlers[message[0]], self, message)
+        self._loop.call_soon(self._handlers[message[0]], self, message)
 
     def send_in_turn(self, message: Message) -> None:
         """What a graph says before the calls that this process makes next: those do not wait for a turn of the loop."""
-        self._dispatch.handlers[message[0]](self, message)
+        self._handlers[message[0]](self, message)
 
     send_quietly = send_in_turn
 

@@ -49,8 +49,7 @@ LOOK = """
             "import path": list(sys.path),
             "recursion": sys.getrecursionlimit(),
             "working directory": os.getcwd(),
-            # Other programs that use UCX make such files all the time; ours do not.
-            "shared memory": [name for name in os.listdir("/dev/shm") if not name.startswith("ucx_shm_posix_")],
+            "shared memory": [name for name in os.listdir("/dev/shm") if name.startswith("aiodaft")],
             "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
         }
 """

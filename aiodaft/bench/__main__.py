@@ -1,4 +1,4 @@
-"""`python -m aiodaft.bench [suite ...]`: run benchmarks and print a table; or `chaos`: random faults under load."""
+"""`python -m aiodaft.bench [suite ...]`: run benchmarks and print a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Final
 from aiodaft.program import run
 
 from . import calls, graphs, payloads, processes, transports
-from .chaos.command import main as chaos
 from .results import Result, as_json, table
 
 _SUITES: Final[dict[str, Callable[[int], Awaitable[list[Result]]]]] = {
@@ -33,9 +32,6 @@ async def _measure(suites: list[str], turns: int) -> list[Result]:
 
 def main() -> None:
     """Entry point."""
-    if sys.argv[1:2] == ["chaos"]:
-        chaos(sys.argv[2:])
-        return
     parser = argparse.ArgumentParser(prog="python -m aiodaft.bench", description=__doc__)
     parser.add_argument("suite", nargs="*", choices=[*_SUITES, []], help=f"which: {', '.join(_SUITES)} (default: all)")
     parser.add_argument("--turns", type=int, default=11, help="how often ours and the floor take turns (default: 11)")

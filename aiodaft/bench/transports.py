@@ -16,7 +16,7 @@ from typing import Any, Final
 from aiodaft_transport import Grant, Key, Transport, Unreachable, check_name, open_transport
 from aiodaft_transport.memory.address import address_of
 
-from . import footprint, ucxx_pair
+from . import footprint
 from .floors import Copy
 from .results import Result, Sample, in_turns
 
@@ -161,30 +161,11 @@ async def run(turns: int) -> list[Result]:
             if name == "shm":
                 results.append(await _second_consumer(link, turns))
             if name == "ucx":
-                results += [await _against_ucxx(link, turns), await footprint.idle(link)]
+                results.append(await footprint.idle(link))
         async with open_far(name) as link:
             # In processes that have done nothing else.
             results += await footprint.memory(link, name)
     return results
-
-
-async def _against_ucxx(link: Connection, turns: int) -> Result:
-    """The same as users of ucxx would do it; if there is none here, the name of the row says so."""
-    size, repeats = 64 * _MIB, 5
-    name = "ucx, 64 MiB, against ucxx"
-
-    async def ours() -> float:
-        grants = await link.ask("grant", size, repeats)
-        start = time.perf_counter()
-        for grant in grants:
-            await link.transport.fetch(tuple(grant), link)
-        return (time.perf_counter() - start) / repeats
-
-    await ours()
-    if not ucxx_pair.installed():
-        return Result(f"{name}: not installed", size / await ours() / 1e9, "GB/s")
-    mine, theirs, ratio = await in_turns(ours, lambda: ucxx_pair.seconds(size, repeats), min(turns, 5))
-    return Result(name, size / mine / 1e9, "GB/s", size / theirs / 1e9, "ucxx endpoints", 1 / ratio)
 
 
 async def _second_consumer(link: Connection, turns: int) -> Result:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from cancelled import Stuck, Subject
-from leaks import is_alive
+from leaks import descendants, is_alive
 
 import aiodaft
+from aiodaft._runtime.diagnostics.attach import address
 from aiodaft.stack import CallStack, ProcessStack
 
 SUPPORT = Path(__file__).parent.parent / "support"
@@ -153,8 +154,11 @@ def test_the_command_asks_a_running_controller_and_nothing_is_left_after_a_kill(
     environment = {**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{SUPPORT}", "TMPDIR": str(tmp_path)}
     environment["XDG_RUNTIME_DIR"] = str(tmp_path)
 
-    def sockets() -> list[str]:
-        return [line for line in Path("/proc/net/unix").read_text().splitlines() if "aiodaft" in line]
+    def listening(pids: set[int]) -> list[str]:
+        """Sockets of commands that ask one of these processes, among which is the fork server."""
+        # The kernel shows the zero byte of an abstract name as @.
+        names = {address(pid).replace("\0", "@") for pid in pids}
+        return [line for line in Path("/proc/net/unix").read_text().splitlines() if line.split()[-1] in names]
 
     def ask(pid: int) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "aiodaft.cli", "stack", "--pid", str(pid)]
@@ -165,7 +169,9 @@ def test_the_command_asks_a_running_controller_and_nothing_is_left_after_a_kill(
             assert controller.stdout is not None
             assert controller.stdout.readline() == b"ready\n"
             # Nothing listens before somebody asks, nor after.
-            assert sockets() == []
+            processes = descendants(controller.pid)
+            assert processes
+            assert listening(processes) == []
             found = ask(controller.pid)
             assert found.returncode == 0, found.stderr
             assert "waits for Sleeper.sleep of Sleeper-1" in found.stdout
@@ -173,7 +179,7 @@ def test_the_command_asks_a_running_controller_and_nothing_is_left_after_a_kill(
             assert is_alive(controller.pid)
         finally:
             controller.kill()
-    assert sockets() == []
+    assert listening(processes) == []
     assert list(tmp_path.iterdir()) == []
     found = ask(controller.pid)
     assert found.returncode == 1

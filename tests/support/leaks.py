@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-# How often it is looked whether a segment that is left belongs to somebody else.
+# How often the check looks whether another program uses what is left in shared memory.
 _LOOKS: Final = 40
+_OURS: Final = ("aiodaft", "ucx_")
 
 
 def descendants(pid: int | None = None) -> set[int]:
@@ -77,7 +78,7 @@ class Snapshot:
             frozenset(descendants()),
             frozenset(f"{thread.name} {thread.ident}" for thread in threading.enumerate()),
             tuple(sorted(_kind(target) for target in open_files().values())),
-            frozenset(os.listdir("/dev/shm")),
+            frozenset(in_shared_memory()),
             status_bytes("VmLck") + status_bytes("VmPin"),
         )
 
@@ -93,11 +94,16 @@ class Snapshot:
         return {name: found for name, found in more.items() if found}
 
 
-def left_in_shared_memory(before: Iterable[str]) -> set[str]:
-    """Segments that have come since and are nobody's but ours: other programs come and go meanwhile."""
-    left = set(os.listdir("/dev/shm")) - set(before)
-    for _ in range(_LOOKS):
-        left = {name for name in left if Path("/dev/shm", name).exists()}
+def in_shared_memory() -> set[str]:
+    """What lies in /dev/shm under a name that this framework, or UCX in it, gives."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(_OURS)}
+
+
+def left_in_shared_memory(before: Iterable[str], looks: int = _LOOKS) -> set[str]:
+    """What has come since and is not in use by another program that uses the framework or UCX."""
+    left = in_shared_memory() - set(before)
+    for look in range(looks):
+        left &= in_shared_memory()
         ours = {os.getpid(), *descendants()}
         others = (
             [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in ours] if left else []
@@ -105,8 +111,9 @@ def left_in_shared_memory(before: Iterable[str]) -> set[str]:
         left = {name for name in left if not any(_uses(pid, f"/dev/shm/{name}") for pid in others)}
         if not left:
             break
-        # A program that is about to map it, or to remove it, does so by the next look.
-        threading.Event().wait(0.05)
+        if look < looks - 1:
+            # A program that is about to map it, or to remove it, does so by the next look.
+            threading.Event().wait(0.05)
     return left
 
 

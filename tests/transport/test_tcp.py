@@ -32,9 +32,10 @@ def consumer_of(pair: LocalPair) -> TcpTransport:
 
 
 def listening_at(port: int) -> list[str]:
-    """Local addresses that listen at a port, in the kernel's hexadecimal, the lowest byte first."""
+    """Local addresses at which this process listens at a port, in the kernel's hexadecimal, the lowest byte first."""
+    inodes = {target[8:-1] for target in open_files().values() if target.startswith("socket:[")}
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    places = [fields[1].split(":") for fields in lines if fields[3] == "0A"]
+    places = [fields[1].split(":") for fields in lines if fields[3] == "0A" and fields[9] in inodes]
     return [address for address, number in places if int(number, 16) == port]
 
 

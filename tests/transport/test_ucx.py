@@ -11,7 +11,7 @@ import signal
 import pytest
 from ends import KEY, LocalHost, LocalPair, open_pair
 from far_end import digest, numbers_in, open_far_end, pattern
-from leaks import left_in_shared_memory
+from leaks import in_shared_memory, left_in_shared_memory
 from transports import needs_ucx
 
 from aiodaft_transport import PeerGone, TransportError, open_transport
@@ -239,7 +239,7 @@ async def test_a_cancelled_fetch_frees_its_memory_only_after_the_last_piece() ->
 
 @pytest.mark.parametrize("ticks", [0, 1, 2, 5])
 async def test_a_producer_killed_in_the_middle_is_gone_at_once_and_others_go_on(ticks: int) -> None:
-    shared = set(os.listdir("/dev/shm"))
+    shared = in_shared_memory()
     async with (
         open_far_end("ucx", peer="first") as first,
         open_far_end("ucx", peer="second", transport=first.transport) as second,

@@ -14,7 +14,7 @@ from ends import KEY, LocalHost, open_pair
 from far_end import open_far_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leaks import is_alive, left_in_shared_memory, open_files
+from leaks import in_shared_memory, is_alive, left_in_shared_memory, open_files
 from transports import needs_ucx
 
 from aiodaft_transport import GrantError, TransportError, Unreachable, check_name, open_transport
@@ -45,7 +45,7 @@ async def run_python(code: str, **environment: str) -> str:
 
 
 async def test_on_one_host_nothing_listens_and_no_file_is_left_in_the_open() -> None:
-    shared = set(os.listdir("/dev/shm"))
+    shared = in_shared_memory()
     async with open_pair("ucx") as pair:
         _, grant, _ = await granted(pair, 100)
         await fetched(pair, grant)
@@ -148,7 +148,7 @@ async def test_a_grant_beyond_its_segment_is_refused() -> None:
 
 
 async def test_a_process_that_is_killed_leaves_nothing_in_shared_memory() -> None:
-    shared = set(os.listdir("/dev/shm"))
+    shared = in_shared_memory()
     async with open_far_end("ucx") as far:
         await far.fetch(await far.ask("produce", "one", MIB, 1))
         await far.kill()

@@ -8,12 +8,13 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
+from chaos import run
+from chaos.deeds import WrongValue
+from chaos.judge import Hang, judge
+from chaos.plan import ACTORS, Deed, Fault, Harm, Op, Round, rounds, transport_of
+from chaos.run import _no_more_descriptors, torment
 
 from aiodaft import ActorDied, CallCancelled, Overloaded, PeerLost
-from aiodaft.bench.chaos.deeds import WrongValue
-from aiodaft.bench.chaos.judge import Hang, judge
-from aiodaft.bench.chaos.plan import ACTORS, Deed, Fault, Harm, Op, Round, rounds, transport_of
-from aiodaft.bench.chaos.run import _no_more_descriptors, torment
 
 CALL = Op(100, Deed.CALL, 0.0, (0, 1, 2), 10)
 CANCEL = Op(100, Deed.CANCEL, 0.0, (0, 1, 2), 10)
@@ -96,6 +97,6 @@ async def test_a_little_chaos(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_ten_minutes_of_chaos() -> None:
-    command = [sys.executable, "-m", "aiodaft.bench", "chaos", "--minutes", "10"]
+    command = [sys.executable, Path(run.__file__).parent, "--minutes", "10"]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert ended.returncode == 0, ended.stdout

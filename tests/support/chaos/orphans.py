@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from .procfs import descendants, is_alive
+from leaks import descendants, in_shared_memory, is_alive, left_in_shared_memory
 
 __all__ = ["kill_a_controller"]
 
@@ -21,9 +21,9 @@ _PATIENCE: Final = 5.0
 
 async def kill_a_controller(rng: random.Random, folder: Path) -> str | None:
     """Let another process torment actors of its own, kill it at any moment, and say what outlived it."""
-    shared_memory = set(os.listdir("/dev/shm"))
+    shared_memory = in_shared_memory()
     controller = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "aiodaft.bench", "chaos", "--seed", str(rng.randrange(1 << 30)), "--folder", folder),
+        *(sys.executable, Path(__file__).parent, "--seed", str(rng.randrange(1 << 30)), "--folder", folder),
         stdout=asyncio.subprocess.DEVNULL,
     )
     await asyncio.sleep(rng.uniform(0.3, 3.0))
@@ -35,6 +35,6 @@ async def kill_a_controller(rng: random.Random, folder: Path) -> str | None:
         if time.monotonic() > end:
             return f"processes outlived their controller: {left}"
         await asyncio.sleep(0.01)
-    if more := set(os.listdir("/dev/shm")) - shared_memory:
+    if more := left_in_shared_memory(shared_memory):
         return f"shared memory outlived its controller: {sorted(more)}"
     return None

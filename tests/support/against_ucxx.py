@@ -1,12 +1,21 @@
-"""Two processes that use ucxx as its users would: a listener that sends, an endpoint that receives into one buffer."""
+"""Compares the transport "ucx" with ucxx: `python tests/support/against_ucxx.py` prints both and the ratio.
+
+ucxx is used as its users would: a listener that sends, an endpoint that receives into one buffer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
-from importlib.util import find_spec
+import time
 from typing import Final
+
+from aiodaft.bench.results import Result, in_turns, table
+from aiodaft.bench.transports import Connection, open_far
+
+_SIZE: Final = 64 << 20
+_REPEATS: Final = 5
 
 _SERVE: Final = """
 import asyncio, sys, ucxx
@@ -39,11 +48,6 @@ async def main():
     sys.stdin.read()
 asyncio.run(main())
 """
-
-
-def installed() -> bool:
-    """Whether there is a ucxx to compare with."""
-    return find_spec("ucxx") is not None
 
 
 async def seconds(size: int, count: int) -> float:
@@ -81,3 +85,25 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.kill()
     await process.wait()
+
+
+async def _ours(link: Connection) -> float:
+    grants = await link.ask("grant", _SIZE, _REPEATS)
+    start = time.perf_counter()
+    for grant in grants:
+        await link.transport.fetch(tuple(grant), link)
+    return (time.perf_counter() - start) / _REPEATS
+
+
+async def main() -> None:
+    """Measure both in turns."""
+    async with open_far("ucx") as link:
+        await link.ask("prepare", _SIZE)
+        await _ours(link)
+        mine, theirs, ratio = await in_turns(lambda: _ours(link), lambda: seconds(_SIZE, _REPEATS), 5)
+        await link.ask("release", _SIZE)
+    print(table([Result("ucx, 64 MiB", _SIZE / mine / 1e9, "GB/s", _SIZE / theirs / 1e9, "ucxx endpoints", 1 / ratio)]))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -20,7 +20,7 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str]) -> None:
     """Torment actors and controllers, and exit with 1 if a promise was broken."""
-    parser = argparse.ArgumentParser(prog="python -m aiodaft.bench chaos", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tests/support/chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30), help="what a run printed, to replay it")
     parser.add_argument("--minutes", type=float, default=1.0, help="for how long (default: 1)")
     parser.add_argument("--folder", type=Path, help="for notes (default: a temporary one)")

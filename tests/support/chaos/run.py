@@ -16,6 +16,8 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Final
 
+from leaks import descendants
+
 from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.runtime import Runtime
 from aiodaft.supervision import Backoff, Restart
@@ -25,7 +27,6 @@ from .actors import Victim
 from .deeds import ALONE, DEEDS, WrongValue
 from .judge import Hang, judge
 from .plan import ACTORS, FOLLOWED, Fault, Harm, Op, Round, rounds, transport_of
-from .procfs import descendants
 
 __all__ = ["Report", "torment"]
 
@@ -116,7 +117,7 @@ async def _one_runtime(plan: Iterable[Round], report: Report, notes: Path) -> No
                 break
     finally:
         await runtime.aclose()
-    left = descendants(os.getpid())
+    left = descendants()
     if left:
         report.violations.append(f"processes are left after the runtime was closed: {left}")
 

@@ -21,7 +21,7 @@ from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.owner import GraphOwner
 from aiodaft._runtime.objects.ref_table import PutState
 from aiodaft._runtime.peer import Peer
-from aiodaft._runtime.process import current_process
+from aiodaft._runtime.process import Process, current_process
 from aiodaft._runtime.serialization.encoder import map_refs
 from aiodaft.actor import class_of, target_of
 from aiodaft.exceptions import DaftError
@@ -45,11 +45,9 @@ _OWN: Final = os.path.dirname(__file__) + os.sep
 class _Recorder:
     """Takes the place of what sends calls while `fn` runs."""
 
-    def __init__(self, peer: Peer, inputs: int) -> None:
-        self._peer = peer
-        # What the graph's own refs stand for: inputs first, then results in the order of the calls.
-        self.inputs = [PutState(peer.objects, None, f"input {index}") for index in range(inputs)]
-        self.numbers: dict[Any, int] = {state: index for index, state in enumerate(self.inputs)}
+    def __init__(self, inputs: list[PutState]) -> None:
+        # The values that the graph's own refs stand for: inputs first, then results in the order of the calls.
+        self.numbers: dict[Any, int] = {state: index for index, state in enumerate(inputs)}
         self.steps: list[Step[Arguments]] = []
         self.specs: list[tuple[Target, MethodSpec]] = []
 
@@ -101,12 +99,21 @@ class Graph(Generic[P, Out]):
     cancels those that run.
     """
 
-    def __init__(self, peer: Peer, core: GraphOwner, output: Any, numbers: dict[Any, int]) -> None:
-        self._peer = peer
+    def __init__(
+        self,
+        process: Process,
+        core: GraphOwner,
+        output: Any,
+        numbers: dict[Any, int],
+        is_capturing: Callable[[], bool],
+    ) -> None:
+        self._process = process
+        # Whether a graph of the process is being captured.
+        self._is_capturing = is_capturing
         self._core = core
         self._output = output
         # The value that it gives, if that is the result of one call.
-        self._only = core.flow.outputs[0] if isinstance(output, Ref) and parts_of(output) is None else None
+        self._only = core.dataflow.outputs[0] if isinstance(output, Ref) and parts_of(output) is None else None
         self._numbers = numbers
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out:
@@ -117,13 +124,13 @@ class Graph(Generic[P, Out]):
             SerializationError: An input cannot travel.
             RuntimeClosed: The graph is closed.
         """
-        core, peer = self._core, self._peer
+        core = self._core
         if kwargs or len(args) != core.inputs:
             raise TypeError(
                 f"the graph takes {core.inputs} positional inputs, not {len(args)} and {len(kwargs)} by name"
             )
-        _check_loop(peer, "a graph is run")
-        if isinstance(peer.outgoing, _Recorder):
+        _check_loop(self._process, "a graph is run")
+        if self._is_capturing():
             raise TypeError(f"{self!r} cannot run inside another ({_line()}): call there the function it was made of")
         refs = core.start(args)
         if self._only is not None:
@@ -175,7 +182,7 @@ class Graph(Generic[P, Out]):
         self._core.drop()
 
     def __repr__(self) -> str:
-        steps = self._core.flow.steps
+        steps = self._core.dataflow.steps
         return f"<Graph of {len(steps)} calls to {len({step.actor for step in steps})} actors>"
 
 
@@ -193,10 +200,10 @@ def _target(actor: object) -> Target:
     return target
 
 
-def _check_loop(peer: Peer, what: str) -> None:
-    if peer.process.closed is not None:
-        peer.process.check_open(f"{what} on an open runtime")
-    if asyncio._get_running_loop() is not peer.process.loop:
+def _check_loop(process: Process, what: str) -> None:
+    if process.closed is not None:
+        process.check_open(f"{what} on an open runtime")
+    if asyncio._get_running_loop() is not process.loop:
         raise RuntimeError(f"{what} on the event loop of its runtime, not in another thread")
 
 
@@ -226,12 +233,14 @@ def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -
         SerializationError: A constant cannot travel.
         CyclicGraph: Steps would wait for each other in a circle.
     """
-    peer = current_process().part(Peer)
-    _check_loop(peer, "a graph is captured")
+    process = current_process()
+    peer = process.part(Peer)
+    _check_loop(process, "a graph is captured")
     if max_in_flight < 1:
         raise ValueError(f"at least one run is under way, not {max_in_flight}")
-    recorder = _Recorder(peer, _count_inputs(fn))
-    inputs: list[Ref[Any]] = [Ref(state) for state in recorder.inputs]
+    states = [PutState(peer.objects, None, f"input {index}") for index in range(_count_inputs(fn))]
+    recorder = _Recorder(states)
+    inputs: list[Ref[Any]] = [Ref(state) for state in states]
     sender, peer.outgoing = peer.outgoing, recorder
     try:
         output = fn(*inputs)
@@ -249,7 +258,8 @@ def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -
     if not outputs or min(numbers) < len(inputs):
         raise TypeError(f"{getattr(fn, '__qualname__', fn)} must return the refs of calls it made, not {output!r:.80}")
     flow = Dataflow(len(inputs), tuple(recorder.steps), tuple(numbers))
-    return Graph(peer, GraphOwner(peer, flow, recorder.specs, max_in_flight), output, recorder.numbers)
+    core = peer.graphs.open(flow, recorder.specs, max_in_flight)
+    return Graph(process, core, output, recorder.numbers, lambda: isinstance(peer.outgoing, _Recorder))
 
 
 def _count_inputs(fn: Callable[..., Any]) -> int:

@@ -40,9 +40,8 @@ transport) and `refs` (descriptors of the refs that travel inside it).
 A *descriptor* is (owner, number, producer, label): the owner of the ref, its number there, the process that makes the
 value and the method that does; or (payload, blobs, refs): the value itself, when it is small and known.
 
-An *input* begins with the index of a value in its graph: (index, plain value), (index, encoded exception, whether the
-step ran), (index, payload, blobs, refs, descriptors of awaited refs), or (index,) alone: the sender keeps the value for
-the owner of the graph, or there is none and the step is over.
+An *input* is a tuple that begins with the index of a value in its graph; its length says what follows (PLAIN_VALUE and
+the constants beside it).
 
 For each kind, a function of its name builds the message, and `read_<kind>` returns its fields. No other module knows
 the position of a field. CALL and REPLY, the most frequent kinds, are built as tuples where they are sent. Use:
@@ -112,6 +111,17 @@ RING_REFUSED: Final = 3
 WANT_REPLY: Final = 0
 WANT_STREAM: Final = 1
 WANT_NOTHING: Final = 2
+
+# Lengths of inputs. (index,): the sender keeps the value for the owner of the graph, or the step is over and the owner
+# needs no value.
+STORED_VALUE: Final = 1
+# (index, value): the value travels in the frame as it is.
+PLAIN_VALUE: Final = 2
+# (index, encoded exception, whether the step ran)
+FAILED_VALUE: Final = 3
+# (index, payload, blobs, refs, descriptors of awaited refs)
+ENCODED_VALUE: Final = 5
+GraphItem: TypeAlias = tuple[Any, ...]
 
 _None: Final = type(None)
 _Types: TypeAlias = tuple[type, ...]
@@ -250,3 +260,41 @@ def ring(stage: int) -> Message:
 
 def read_ring(message: Message) -> int:
     return message[1]
+
+
+def run(
+    graph: int, number: int, oldest: int, left: int | None, results: tuple[CallId, ...], inputs: tuple[GraphItem, ...]
+) -> Message:
+    return RUN, graph, number, oldest, left, results, inputs
+
+
+def read_run(message: Message) -> tuple[int, int, int, int | None, tuple[CallId, ...], tuple[GraphItem, ...]]:
+    _, graph, number, oldest, left, results, inputs = message
+    return graph, number, oldest, left, results, inputs
+
+
+def flow(owner: PeerId, graph: int, number: int, result: GraphItem) -> Message:
+    return FLOW, owner, graph, number, (result,)
+
+
+def read_flow(message: Message) -> tuple[PeerId, int, int, tuple[GraphItem, ...]]:
+    _, owner, graph, number, results = message
+    return owner, graph, number, results
+
+
+def report(graph: int, number: int, result: GraphItem) -> Message:
+    return REPORT, graph, number, (result,)
+
+
+def read_report(message: Message) -> tuple[int, int, tuple[GraphItem, ...]]:
+    _, graph, number, results = message
+    return graph, number, results
+
+
+def skip(graph: int, number: int) -> Message:
+    return SKIP, graph, number
+
+
+def read_skip(message: Message) -> tuple[int, int]:
+    _, graph, number = message
+    return graph, number

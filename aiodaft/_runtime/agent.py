@@ -11,7 +11,7 @@ from aiodaft._protocol.ids import ActorId, CallId, PeerId, incarnation
 from aiodaft._protocol.mailbox import BoundedMailbox
 from aiodaft._runtime.actors.hosted_actor import HostedActor, current_call
 from aiodaft._runtime.diagnostics.process_stack import stack_here
-from aiodaft._runtime.graphs.captured_call import Sealed
+from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.serialization.errors import add_note
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, WaitingCall
@@ -119,7 +119,7 @@ class Agent(Actor):
     # Graphs of other processes.
 
     @method
-    async def install(self, number: int, plan: Sealed) -> None:
+    async def install(self, number: int, plan: Opaque) -> None:
         """Take part in a graph of the calling process; see `Graphs.install`."""
         await self._peer.graphs.install(_caller(), number, plan.content)
 

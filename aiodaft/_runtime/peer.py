@@ -21,6 +21,7 @@ from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
+from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.store import Store
@@ -65,7 +66,9 @@ class Peer:
         self.inbound = Inbound(self.host, self.transfer, self.refs)
         self.deadlocks = Deadlocks(self)
         self.host.suspect = self.deadlocks.suspect
-        self.graphs = Graphs(self)
+        self.graphs = Graphs(
+            GraphContext(process, self.connections, self.objects, self.sender, self.actors, self.agent_of)
+        )
         # Told, in a forked child, that it stayed behind.
         self.on_forked: Callable[[], object] = lambda: None
         self.current_maker = partial(current_task, self.process.loop)

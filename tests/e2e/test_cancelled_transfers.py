@@ -144,9 +144,8 @@ async def test_a_value_for_a_graph_that_is_no_more(module_rt: aiodaft.Runtime) -
     kept = await kept_here(module_rt)
     assert kept.block is not None
     item = (0, kept.payload, kept.blobs_for(peer.connections.loopback), (), ())
-    peer.graphs.flow_came(
-        peer.connections.loopback, (FLOW, peer.process.id, peer.process.next_number(), 1, (item, (1, "plain")))
-    )
+    message = (FLOW, peer.process.id, peer.process.next_number(), 1, (item, (1, "plain")))
+    peer.graphs.handlers[FLOW](peer.connections.loopback, message)
     assert kept.block.grants == 0
 
 

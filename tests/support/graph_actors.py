@@ -187,6 +187,6 @@ class Node(Actor):
     @method(ordered=False)
     async def state(self) -> tuple[int, int, int]:
         """Plans here, runs under way, bytes kept for others."""
-        graphs = current_peer().graphs
-        parts = graphs._parts.values()
-        return len(graphs._parts), sum(len(part.runs) for part in parts), graphs._peer.store.stored_bytes()
+        peer = current_peer()
+        participants = peer.graphs.participants.values()
+        return len(participants), sum(len(share.runs) for share in participants), peer.store.stored_bytes()

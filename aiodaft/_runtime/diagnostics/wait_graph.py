@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from aiodaft._protocol.deadlock import CallAt, Reason, Waiting
-from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.calls.call import CallState
 from aiodaft._runtime.diagnostics.await_chains import (
@@ -23,8 +21,6 @@ from aiodaft._runtime.diagnostics.await_chains import (
 from aiodaft._runtime.graphs.segment_call import SegmentCall
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.graphs.participant import Participant, ParticipantRun
-    from aiodaft._runtime.graphs.registry import Graphs
     from aiodaft._runtime.peer import Peer
 
 
@@ -73,12 +69,13 @@ class Waits:
 
     def place(self, call: InboundCall) -> CallAt:
         """What other processes call a call of this one."""
-        number = row_number(call) if isinstance(call, SegmentCall) else call.number
-        return CallAt(self._peer.process.id, call.caller, number)
+        if isinstance(call, SegmentCall):
+            return call.call_at
+        return CallAt(self._peer.process.id, call.caller, call.number)
 
     def find(self, at: CallAt) -> InboundCall | None:
         """A call of this process that is queued or runs."""
-        return self._peer.running_call(at.owner, at.number) or find_row(self._peer.graphs, at)
+        return self._peer.running_call(at.owner, at.number) or self._peer.graphs.find(at)
 
     def look(self, at: CallAt) -> Waiting | None:
         """What a call waits for; None if it does not, is not here, or waits for what nobody can see."""
@@ -129,14 +126,14 @@ class Waits:
         if call.fetching is not None:
             return self._awaiting(call, Reason.NEEDS, self.wait_of(call))
         if isinstance(call, SegmentCall) and not call.ready:
-            needs = needed_by(call)
+            needs = call.waits_for()
             return self._waiting(call, Reason.NEEDS, needs) if needs else None
         ahead = self._ahead_of(call)
         return self._waiting(call, Reason.QUEUED, ahead) if ahead else None
 
     def _ahead_of(self, call: InboundCall) -> list[CallAt]:
         if isinstance(call, SegmentCall) and not call.ready:
-            return needed_by(call)
+            return call.waits_for()
         if not call.started:
             return [
                 self.place(other) for other in call.hosted.mailbox.ahead_of(call, lambda: list(call.hosted.running))
@@ -160,55 +157,3 @@ class Waits:
         if future not in self._stamps:
             self._stamps[future] = next(self._numbers)
         return self._stamps[future]
-
-
-# A row has no number at the graph's owner. It is called by a value that it makes: the graph, the run and the value in
-# one number, below those of calls.
-_VALUE_BITS: Final = 32
-
-
-_RUN_BITS: Final = 64
-
-
-def _number(graph: int, run: int, value: int) -> CallId:
-    return CallId(-1 - ((graph << _RUN_BITS | run) << _VALUE_BITS | value))
-
-
-def row_number(call: SegmentCall) -> CallId:
-    """The number of a row, among the calls of the graph's owner."""
-    return _number(call.run.part.number, call.run.number, call.row.jobs[0].index)
-
-
-def find_row(graphs: Graphs, at: CallAt) -> SegmentCall | None:
-    """The row that has this number; or one that makes a result which has it."""
-    for run, value in _values_at(graphs, at):
-        for call in run.calls:
-            if any(job.index == value for job in call.row.jobs):
-                return call
-    return None
-
-
-def _values_at(graphs: Graphs, at: CallAt) -> Iterator[tuple[ParticipantRun, int]]:
-    for part in graphs.parts_of(at.owner):
-        for run in part.runs.values():
-            if at.number in run.numbers:
-                yield run, part.plan.outputs[run.numbers.index(at.number)]
-            elif at.number < 0:
-                yield from (
-                    (run, value) for value in part.plan.values if _number(part.number, run.number, value) == at.number
-                )
-
-
-def needed_by(call: SegmentCall) -> list[CallAt]:
-    """The rows that make what a row still has to wait for; nothing if it waits for anything else."""
-    run, part = call.run, call.run.part
-    segment = part.plan.segments[part.rows.index(call.row)]
-    missing = [value for value in segment.needs if value not in run.values]
-    if any(value in part.plan.inputs for value in missing):
-        return []
-    return [CallAt(_maker(part, value), part.owner, _number(part.number, run.number, value)) for value in missing]
-
-
-def _maker(part: Participant, value: int) -> PeerId:
-    received = (process for process, values in part.plan.receives.items() if value in values)
-    return next(received, part.plan.process)

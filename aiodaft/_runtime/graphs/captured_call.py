@@ -1,45 +1,42 @@
-"""Arguments of a captured call, encoded once: constants, and the places of values that each run brings."""
+"""The arguments of a captured call, encoded once: constants, and slots for the values that each run brings."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import state_of
+from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.serialization.encoder import Names, encode, is_plain
 from aiodaft._runtime.serialization.tensors import Places
+from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.calls.call import Target
-    from aiodaft._runtime.objects.store import Store
-    from aiodaft._runtime.peer import Peer
-    from aiodaft.methods import MethodSpec
 
 
 class Arguments:
-    """A method, and its arguments. Travels to the process of its actor; not a dataclass, so that refs stay refs."""
+    """A method and its arguments; travels to the process of the actor. Not a dataclass, so that refs stay refs."""
 
     __slots__ = ("blob", "flat", "method", "outside", "payload", "refs", "slots")
 
     def __init__(
         self, target: Target, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: dict[Any, int]
     ) -> None:
-        """Encode arguments; `numbers` are those of the values that the graph's own refs stand for.
+        """Encode arguments. `numbers` maps the states of the graph's own refs to the numbers of their values.
 
         Raises:
             SerializationError: A constant cannot travel.
-            TypeError: A ref of the graph is where only the method itself could find it.
+            TypeError: A ref of the graph is inside an object that only the method itself could search.
         """
         self.method = spec.name
         self.outside: list[Ref[Any]] = []
-        # Refs inside objects that are no plain containers.
+        # Refs inside objects other than plain containers: the method gets the refs themselves.
         self.refs: list[Ref[Any]] = []
         self.payload = b""
         self.blob: bytes | None = None
-        # Positional arguments where each is a slot (True, number) or needs no decoding (False, constant).
+        # Positional arguments that need no decoding: (True, position of a slot) or (False, constant).
         self.flat: tuple[tuple[bool, Any], ...] | None = None
-        if not kwargs and all(is_plain(arg) or _is_slot(arg, target.peer) for arg in args):
+        if not kwargs and all(is_plain(arg) or _is_slot(arg, target) for arg in args):
             slot = iter(range(len(args)))
             self.flat = tuple((True, next(slot)) if isinstance(arg, Ref) else (False, arg) for arg in args)
             slots = [arg for arg in args if isinstance(arg, Ref)]
@@ -47,7 +44,7 @@ class Arguments:
             slots = self._encode(target, spec, args, kwargs)
         if any(ref._state in numbers for ref in self.refs):
             raise TypeError(f"{spec.label}: a ref of the graph is inside an object that is no plain container")
-        # For each slot the number of a value; or, counted down from -1, of a ref from outside.
+        # For each slot the number of a value of the graph; for refs from outside, numbers from -1 down.
         self.slots = tuple(self._number_of(ref, numbers) for ref in slots)
 
     def _encode(
@@ -69,28 +66,33 @@ class Arguments:
 
     @property
     def needs(self) -> tuple[int, ...]:
-        """Numbers of the graph's values that they are made of."""
+        """Numbers of the graph's values among the arguments."""
         return tuple(number for number in self.slots if number >= 0)
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether the arguments are the values of the slots, and nothing else."""
+        return self.flat is not None and all(is_slot for is_slot, _ in self.flat)
+
     def make(self, store: Store, values: list[Any], *, patient: bool) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of one run, from the values of the slots. Nothing of them is shared with other runs."""
+        """The arguments of one run, from the values of the slots. Runs share no mutable part of them."""
         if self.flat is not None:
             return [values[part] if is_slot else part for is_slot, part in self.flat], {}
         blobs = [] if self.blob is None else [memoryview(bytearray(self.blob))]
-        arrived = ReceivedValue(self.payload, None, blobs, self.refs)
-        args, kwargs = store.decode_now(arrived, values, self.refs, patient=patient)
+        received = ReceivedValue(self.payload, None, blobs, self.refs)
+        args, kwargs = store.decode_now(received, values, self.refs, patient=patient)
         return args, kwargs
 
 
-def _is_slot(value: Any, peer: Peer) -> bool:
+def _is_slot(value: Any, target: Target) -> bool:
     if not isinstance(value, Ref):
         return False
     state = state_of(value)
-    return state.parts() is None and state.process is peer.process
+    return state.parts() is None and state.process is target.peer.process
 
 
-class Sealed:
-    """Something that travels as it is: nobody looks for refs in it that stand for values."""
+class Opaque:
+    """An argument that travels as it is: the encoder does not look for refs inside it."""
 
     __slots__ = ("content",)
 

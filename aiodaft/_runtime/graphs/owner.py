@@ -1,4 +1,10 @@
-"""The owner's side of a graph: starts its runs, at most so many at a time, and takes their results."""
+"""A graph at its owner: starts the runs, bounds how many are under way, and takes their results.
+
+    start --> [waits in `Order`, if it cannot begin at once] --> _send: RUN to each participant
+    REPORT of a participant --> reported --> OwnerRun.settle; after the last report --> _end, and the next run begins
+
+The states of the graph and of its runs, with their transitions, are in `_protocol.run`.
+"""
 
 from __future__ import annotations
 
@@ -7,159 +13,174 @@ import itertools
 from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.messages import RUN, SKIP
 from aiodaft._protocol.plan import Dataflow
+from aiodaft._protocol.run import GRAPH, UNSENT, GraphEvent, GraphState, RunEvent, RunState, may_begin
+from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
+from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.deployment import Deployment, Specs
-from aiodaft._runtime.graphs.graph_value import GraphValue, Item, item_of
+from aiodaft._runtime.graphs.graph_value import GraphValue, item_of
 from aiodaft._runtime.graphs.owner_run import OwnerRun, ResultState, input_names
 from aiodaft._runtime.platform.context import current_deadline, time_left
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
 from aiodaft.ref import Ref
 
-if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Connection
-    from aiodaft._runtime.connections.route import Route
-    from aiodaft._runtime.peer import Peer
-
-# Supervised actors may die once more while the processes are told.
+# Supervised actors may die again while the processes are told.
 _ATTEMPTS: Final = 10
 
 
 class GraphOwner:
     """A graph and its runs."""
 
-    def __init__(self, peer: Peer, flow: Dataflow[Arguments], specs: Specs, max_in_flight: int) -> None:
-        """Cut the dataflow up and begin to tell the actors' processes.
+    def __init__(
+        self,
+        context: GraphContext,
+        own: dict[int, GraphOwner],
+        dataflow: Dataflow[Arguments],
+        specs: Specs,
+        max_in_flight: int,
+    ) -> None:
+        """Cut the dataflow up and begin to tell the processes. `own` has the graphs of this process by deployment.
 
         Raises:
             CyclicGraph: Its steps would wait for each other in a circle.
         """
-        self.inputs = flow.inputs
+        self.inputs = dataflow.inputs
         self.specs = specs
+        self._context = context
+        self._own = own
         self._lanes = self._find_lanes()
-        self._layout = Deployment(peer, flow, specs)
+        self._deployment = Deployment(context, dataflow, specs)
         self._max_in_flight = max_in_flight
-        self._peer = peer
-        # Sent or not; those that are not wait, and the first of these until it is ready.
+        # All runs that are not over; and those of them that are not sent, in order.
         self._runs: dict[int, OwnerRun] = {}
         self._waiting: deque[OwnerRun] = deque()
         self._last_run = 0
-        # The next one, made while the processes work, so that nobody waits for it.
+        # The next run, made while the participants work: `start` does not wait for the making.
         self._next: OwnerRun | None = None
         self._idle: asyncio.Future[None] | None = None
         self._closed = False
-        # The layout is known to all, or it is known why it cannot be.
-        self._ready = False
+        self._state = GraphState.PREPARING
+        # Why it is BROKEN.
         self._broken: BaseException | None = None
         self._preparing = self._prepare()
 
     @property
-    def flow(self) -> Dataflow[Arguments]:
-        """The dataflow, with its actors where they are."""
-        return self._layout.flow
+    def dataflow(self) -> Dataflow[Arguments]:
+        """The dataflow, with the actors at their places."""
+        return self._deployment.dataflow
 
     def _find_lanes(self) -> tuple[Hashable, ...]:
-        """Where its runs stand in the order of what is submitted."""
+        """The lanes of its runs in the order of what this process submits."""
         return (self, *dict.fromkeys(target.lane for target, spec in self.specs if spec.rules.ordered))
 
+    def _on(self, event: GraphEvent, broken: BaseException | None = None) -> None:
+        self._state, self._broken = GRAPH[self._state][event], broken
+
     def _prepare(self) -> asyncio.Task[None]:
-        self._ready, self._broken = False, None
-        self._peer.graphs.own[self._layout.number] = self
-        return self._peer.process.tasks.create_task(self._install(), name="install a graph")
+        self._on(GraphEvent.MOVED)
+        self._own[self._deployment.number] = self
+        return self._context.process.tasks.create_task(self._install(), name="install a graph")
 
     async def _install(self) -> None:
+        broken: BaseException | None = None
         for _ in range(_ATTEMPTS):
+            broken = None
             try:
-                await self._layout.find_actors()
-                if self._layout.is_stale:
-                    self._change(self._layout)
-                await self._layout.install()
-                self._broken = None
+                await self._deployment.find_actors()
+                if self._deployment.is_stale:
+                    self._redeploy()
+                await self._deployment.install()
                 break
-            except Exception as error:  # noqa: BLE001 - whatever it is, every run says so
-                self._broken = error
-                if not (isinstance(error, ActorDied) and self._layout.is_stale):
+            except Exception as error:  # noqa: BLE001 - every run fails with it
+                broken = error
+                if not (isinstance(error, ActorDied) and self._deployment.is_stale):
                     break
-        self._ready = True
+        self._on(GraphEvent.INSTALLED if broken is None else GraphEvent.FAILED, broken)
         self._pump()
 
-    def _change(self, old: Deployment) -> None:
-        """Make a new layout; the old one goes with the last of its runs."""
-        self._layout = Deployment(self._peer, old.flow, self.specs)
-        self._peer.graphs.own[self._layout.number] = self
+    def _redeploy(self) -> None:
+        """Make a new deployment. The old one ends with the last of its runs."""
+        old = self._deployment
+        self._deployment = Deployment(self._context, old.dataflow, self.specs)
+        self._own[self._deployment.number] = self
         if self._is_idle(old):
             self._forget(old)
 
-    def _is_idle(self, layout: Deployment) -> bool:
-        """Whether it has no runs under way."""
-        return all(run.layout is not layout for run in self._runs.values())
+    def _is_idle(self, deployment: Deployment) -> bool:
+        """Whether a deployment has no runs under way."""
+        return all(run.deployment is not deployment for run in self._runs.values())
 
     async def replace(self, specs: Specs) -> None:
         """Call other actors from the next run on, and wait for the runs that are under way.
 
-        Cancellation: what is under way is cancelled.
+        Cancellation: the runs under way are cancelled.
         """
-        old = self._layout
+        old = self._deployment
         self.specs = specs
         self._move_waiting(self._find_lanes())
         self._preparing.cancel()
-        self._change(old)
+        self._redeploy()
         self._preparing = self._prepare()
         try:
             if not self._is_idle(old):
                 await old.wait_end()
         except asyncio.CancelledError:
-            for run in [run for run in self._runs.values() if run.layout is old]:
+            for run in [run for run in self._runs.values() if run.deployment is old]:
                 run.cancel("an actor of its graph was replaced")
             raise
 
     def _move_waiting(self, lanes: tuple[Hashable, ...]) -> None:
-        """Runs that wait are for other actors now."""
-        sender = self._peer.sender
+        """Move the runs that wait to the lanes of other actors."""
+        outgoing = self._context.outgoing
         before, self._lanes = self._lanes, lanes
         for run in self._waiting:
-            sender.order.move(run, lanes)
+            outgoing.order.move(run, lanes)
             run.lanes = lanes
-        sender.look_again((*before, *lanes))
+        outgoing.look_again((*before, *lanes))
 
-    # Running.
+    # Starting runs.
 
     def start(self, args: tuple[Any, ...]) -> dict[int, Ref[Any]]:
-        """Begin a run, or let it wait for its turn: the refs of its outputs.
+        """Begin a run, or let it wait for its turn. Returns the refs of its outputs, by value.
 
         Raises:
             SerializationError: An input cannot travel.
             RuntimeClosed: The graph is closed.
         """
-        peer = self._peer
         if self._closed:
             raise RuntimeClosed("the graph is closed")
-        layout = self._layout
-        if self._ready and layout.is_stale:
+        context, deployment = self._context, self._deployment
+        if self._state is not GraphState.PREPARING and deployment.is_stale:
             self._preparing = self._prepare()
         self._last_run = number = self._last_run + 1
         run = self._next or self._make_run()
         self._next = None
         run.number, run.deadline, run.lanes = number, current_deadline.get(), self._lanes
         try:
-            long = run.take_inputs(args, peer.store)
+            long = run.take_inputs(args, context.objects.store)
         except BaseException:
-            run.over()
+            run.release()
             raise
-        at_once = self._ready and self._broken is None and not (long or self._waiting)
-        at_once = at_once and len(self._runs) < self._max_in_flight
-        at_once = at_once and not (peer.sender.order.lanes and peer.sender.order.holds_up(self._lanes))
+        order = context.outgoing.order
+        at_once = (
+            self._state is GraphState.READY
+            and not (long or self._waiting)
+            and len(self._runs) < self._max_in_flight
+            and not (order.lanes and order.holds_up(self._lanes))
+        )
         self._runs[number] = run
         if at_once:
-            # The processes work while the refs are made.
+            # The participants work while the refs are made.
             self._send(run)
         refs: dict[int, Ref[Any]] = {}
-        for (value, (target, spec, connection)), result in zip(layout.results.items(), run.numbers, strict=True):
+        for (value, (target, spec, connection)), result in zip(deployment.results.items(), run.numbers, strict=True):
             state = run.states[value] = ResultState(run, target, spec, result)
             refs[value] = Ref(state)
             if at_once:
@@ -171,109 +192,101 @@ class GraphOwner:
         return refs
 
     def _make_run(self) -> OwnerRun:
-        return OwnerRun(self, tuple(itertools.islice(self._peer.process.numbers, len(self._layout.results))))
+        return OwnerRun(self, tuple(itertools.islice(self._context.process.numbers, len(self._deployment.results))))
 
     def _queue(self, run: OwnerRun, long: list[tuple[int, Any]]) -> None:
-        """Let a run wait for its turn, and for those of its inputs that take long."""
+        """Let a run wait for its turn, and for its large inputs."""
         self._waiting.append(run)
-        self._peer.sender.order.enter(run)
+        self._context.outgoing.order.enter(run)
         if long:
-            run.packed = False
-            packing = self._pack(run, long, self._peer.store.current_streams())
-            self._peer.process.tasks.create_task(packing, name="copy the inputs of a graph")
+            run.on(RunEvent.COPY)
+            copying = self._copy(run, long, self._context.objects.store.current_streams())
+            self._context.process.tasks.create_task(copying, name="copy the inputs of a graph")
         else:
             self._pump()
 
-    async def _pack(self, run: OwnerRun, long: list[tuple[int, Any]], streams: Sequence[Any]) -> None:
-        store = self._peer.store
+    async def _copy(self, run: OwnerRun, long: list[tuple[int, Any]], streams: Sequence[Any]) -> None:
+        store = self._context.objects.store
         try:
             for index, arg in long:
                 value = run.inputs[index]
-                kept = value.kept if type(value) is GraphValue else None
-                if kept is None:
-                    kept = await store.keep_anywhere(arg, input_names(index, arg), resolve=True, streams=streams)
-                    run.take(kept)
-                    run.inputs[index] = GraphValue.of_kept(kept)
-                await store.make_ready(kept)
-        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the run
-            if not run.sent:
+                stored = value.stored if type(value) is GraphValue else None
+                if stored is None:
+                    stored = await store.keep_anywhere(arg, input_names(index, arg), resolve=True, streams=streams)
+                    run.inputs[index] = run.take_input(stored)
+                await store.make_ready(stored)
+        except Exception as error:  # noqa: BLE001 - it belongs to the run
+            if run.state is RunState.COPYING:
                 run.fail(error)
                 self.withdraw(run)
-        run.packed = True
-        if run.sent:
-            # It was withdrawn meanwhile.
-            run.over()
+        run.on(RunEvent.COPIED)
+        if run.state is RunState.OVER:
+            run.release()
         self._pump()
 
     def _pump(self) -> None:
-        """Send the runs whose turn it is."""
-        self._peer.sender.look_again((self,))
+        """Send the runs that may begin now."""
+        self._context.outgoing.look_again((self,))
         if self._closed and not self._runs:
             self._drained()
 
     def may_begin(self) -> bool:
-        """Whether the graph is ready, and has room for one more run."""
-        if not self._ready or len(self._runs) - len(self._waiting) >= self._max_in_flight:
+        """Whether the graph is ready and has room for one more run."""
+        if not may_begin(self._state, len(self._runs) - len(self._waiting), self._max_in_flight):
             return False
-        if self._broken is None and self._layout.is_stale:
+        if self._state is GraphState.READY and self._deployment.is_stale:
             self._preparing = self._prepare()
             return False
         return True
 
     def turn_came(self, run: OwnerRun) -> None:
-        """Nothing that was submitted before a run waits any more, and it may begin."""
+        """Send a run, or fail it if the graph is broken."""
         self._waiting.popleft()
         if self._broken is not None:
-            run.sent = True
+            run.on(RunEvent.ENDED)
             run.fail(self._broken)
             self._over(run)
         else:
             self._send(run)
 
     def _send(self, run: OwnerRun) -> None:
-        peer, inputs = self._peer, run.inputs
-        run.sent = True
-        run.layout = layout = self._layout
+        context, inputs = self._context, run.inputs
+        run.on(RunEvent.SENT)
+        run.deployment = deployment = self._deployment
         for value, state in run.states.items():
-            _, _, state.connection = layout.results[value]
-        run.missing = layout.reports.copy()
-        left = time_left(run.deadline, peer.process.loop.time)
+            _, _, state.connection = deployment.results[value]
+        run.missing = deployment.reports.copy()
+        left = time_left(run.deadline, context.process.loop.time)
         oldest = next(iter(self._runs))
-        # Whoever may have to say that the time is over has to know when.
-        quiet = layout.some_follow and left is None and layout.may_be_quiet
-        # Who sleeps and waits for others is told first, and not woken: they do it. Else who begins is told first.
-        for value_route in reversed(layout.value_routes) if quiet else layout.value_routes:
-            route = value_route.route
-            chosen = (
-                enumerate(inputs)
-                if value_route.inputs is None
-                else [(index, inputs[index]) for index in value_route.inputs]
-            )
-            if run.plain:
+        # A participant that sleeps would not notice a deadline.
+        quiet = deployment.some_follow and left is None and deployment.may_be_quiet
+        # Quiet: tell the participants that follow first, without waking them; the values of the others will. Otherwise
+        # tell the participants that begin first.
+        for to in reversed(deployment.run_routes) if quiet else deployment.run_routes:
+            route = to.route
+            chosen = enumerate(inputs) if to.inputs is None else [(index, inputs[index]) for index in to.inputs]
+            if run.is_plain:
                 items = tuple(chosen)
             else:
-                items = tuple([item_of(value, index, peer, route, executed=False) for index, value in chosen])
-            numbers = (
-                run.numbers if value_route.results is None else tuple(map(run.numbers.__getitem__, value_route.results))
-            )
-            send = route.send_quietly if quiet and value_route.plan.follows else route.send_in_turn
-            send((RUN, layout.number, run.number, oldest, left, numbers, items))
+                refs = context.objects.refs
+                items = tuple([item_of(value, index, refs, route, executed=False) for index, value in chosen])
+            numbers = run.numbers if to.results is None else tuple(map(run.numbers.__getitem__, to.results))
+            send = route.send_quietly if quiet and to.follows else route.send_in_turn
+            send(m.run(deployment.number, run.number, oldest, left, numbers, items))
             if route.lost is not None:
-                peer.process.tasks.create_task(
-                    self._explain_loss(run, value_route.process), name="explain a lost actor"
-                )
+                context.process.tasks.create_task(self._explain_loss(run, to.process), name="explain a lost actor")
         run.drop_inputs()
 
     async def _explain_loss(self, run: OwnerRun, process: PeerId) -> None:
-        assert run.layout is not None
-        error = await self._peer.connections.explanation(cast("Connection", run.layout.routes[process]))
-        # It was gone before the run was sent.
+        """Fail a run that was sent to a process that was gone."""
+        assert run.deployment is not None
+        error = await self._context.connections.explanation(cast("Connection", run.deployment.routes[process]))
         self._lost_run(run, process, copy_error(error).with_executed(False))
 
     # Reports.
 
-    def reported(self, number: int, items: tuple[Item, ...], neighbour: Route) -> None:
-        """Results came, or the news that steps are over."""
+    def reported(self, number: int, items: tuple[m.GraphItem, ...], route: Route) -> None:
+        """REPORT came."""
         run = self._runs.get(number)
         if run is None:
             return
@@ -282,11 +295,11 @@ class GraphOwner:
             index = item[0]
             if index not in missing:
                 continue
-            if len(item) == 5 and item[3]:
-                self._peer.process.tasks.create_task(self._adopt(run, item, neighbour), name="adopt refs")
+            if len(item) == m.ENCODED_VALUE and item[3]:
+                self._context.process.tasks.create_task(self._adopt(run, item, route), name="adopt refs")
                 continue
             del missing[index]
-            if len(item) == 2 and index in run.states:
+            if len(item) == m.PLAIN_VALUE and index in run.states:
                 # The usual case.
                 run.states[index].on_plain(item[1])
             else:
@@ -294,8 +307,9 @@ class GraphOwner:
         if not missing:
             self._end(run)
 
-    async def _adopt(self, run: OwnerRun, item: Item, neighbour: Route) -> None:
-        refs = await self._peer.refs.adopt(item[3], neighbour)
+    async def _adopt(self, run: OwnerRun, item: m.GraphItem, route: Route) -> None:
+        """Register the refs inside a result before it settles."""
+        refs = await self._context.objects.refs.adopt(item[3], route)
         if item[0] in run.missing:
             del run.missing[item[0]]
             run.settle(item, refs)
@@ -309,48 +323,49 @@ class GraphOwner:
 
     def _over(self, run: OwnerRun) -> None:
         if self._runs.pop(run.number, None) is not None:
-            run.over()
-            layout = run.layout
-            if layout is not self._layout and layout is not None and self._is_idle(layout):
-                layout.end()
-                self._forget(layout)
+            if run.deployment is not None:
+                run.on(RunEvent.ENDED)
+            run.release()
+            deployment = run.deployment
+            if deployment is not self._deployment and deployment is not None and self._is_idle(deployment):
+                deployment.end()
+                self._forget(deployment)
 
-    # Ending.
+    # Failures and cancellation.
 
     def withdraw(self, run: OwnerRun) -> None:
-        """Take back a run that was not sent."""
-        if not run.sent:
+        """Forget a run that was not sent."""
+        if run.state in UNSENT:
             self._waiting.remove(run)
-            run.sent = True
-            self._peer.sender.order.leave(run)
+            run.on(RunEvent.ENDED)
+            self._context.outgoing.order.leave(run)
         self._end(run)
-        self._peer.sender.look_again(run.lanes)
+        self._context.outgoing.look_again(run.lanes)
 
     def skip(self, run: OwnerRun) -> None:
-        """Tell everybody that nobody wants a run's results."""
-        assert run.layout is not None
-        for route in run.layout.routes.values():
-            route.send_in_turn((SKIP, run.layout.number, run.number))
+        """Tell the participants that no result of a run is needed any more."""
+        assert run.deployment is not None
+        for route in run.deployment.routes.values():
+            route.send_in_turn(m.skip(run.deployment.number, run.number))
 
     def in_flight_with(self, remote: PeerId) -> int:
-        """Runs under way that a process takes part in."""
-        # Those that wait say so, too, if a process that is gone is one that they need.
-        return sum(remote in (run.layout or self._layout).plans for run in self._runs.values())
+        """The number of runs that need a process: those that wait fail of its loss, too."""
+        return sum(remote in (run.deployment or self._deployment).plans for run in self._runs.values())
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone: what it has not reported will not come."""
-        self._layout.leave(remote)
-        sent = [(run, run.layout) for run in self._runs.values() if run.layout is not None]
-        for layout in dict.fromkeys(layout for _, layout in sent):
-            layout.wake()
+        self._deployment.leave(remote)
+        sent = [(run, run.deployment) for run in self._runs.values() if run.deployment is not None]
+        for deployment in dict.fromkeys(deployment for _, deployment in sent):
+            deployment.wake()
         for run, _ in sent:
             self._lost_run(run, remote, error)
 
     def cut_off(self, number: int) -> None:
-        """A process of a layout is not woken by another one any more: the owner wakes it for every run."""
-        for layout in {self._layout, *(run.layout for run in self._runs.values())}:
-            if layout is not None and layout.number == number:
-                layout.cut_off()
+        """A participant of a deployment has lost another one."""
+        for deployment in {self._deployment, *(run.deployment for run in self._runs.values())}:
+            if deployment is not None and deployment.number == number:
+                deployment.cut_off()
 
     def _lost_run(self, run: OwnerRun, remote: PeerId, error: DaftError) -> None:
         for index in [index for index in run.missing if run.missing[index] == remote]:
@@ -361,19 +376,12 @@ class GraphOwner:
         if not run.missing:
             self._end(run)
 
-    async def wait_ready(self) -> None:
-        """Wait until every process knows its part, or it is known that one cannot: its runs say why.
-
-        Cancellation: only this wait ends.
-        """
-        while not self._preparing.done():
-            await asyncio.wait([self._preparing])
-
     def abandon(self, error: DaftError) -> None:
-        """The runtime is closed: no run that waits begins any more."""
-        self._ready, self._broken = True, error
+        """The runtime is closed: the runs that wait do not begin."""
+        self._preparing.cancel()
+        self._on(GraphEvent.FAILED, error)
         for run in list(self._waiting):
-            if not run.sent:
+            if run.state in UNSENT:
                 run.fail(error)
                 self.withdraw(run)
 
@@ -382,15 +390,25 @@ class GraphOwner:
         for run in list(self._runs.values()):
             run.cancel(why)
 
-    async def aclose(self) -> None:
-        """Start no more runs, wait for those under way, and free what the processes have of it. Idempotent.
+    # Opening and closing.
 
-        Cancellation: what is still under way is cancelled; what the processes have is freed when that is over.
+    async def wait_ready(self) -> None:
+        """Wait until every process knows its plan, or one of them cannot: the runs say why.
+
+        Cancellation: only this wait ends.
+        """
+        while not self._preparing.done():
+            await asyncio.wait([self._preparing])
+
+    async def aclose(self) -> None:
+        """Start no more runs, wait for those under way, and free the plans of the processes. Idempotent.
+
+        Cancellation: the runs under way are cancelled; the plans are freed when they are over.
         """
         self._closed = True
         try:
             while self._runs:
-                self._idle = self._idle or self._peer.process.loop.create_future()
+                self._idle = self._idle or self._context.process.loop.create_future()
                 await asyncio.shield(self._idle)
         except asyncio.CancelledError:
             self.cancel("its graph was closed")
@@ -398,15 +416,15 @@ class GraphOwner:
         self._uninstall()
 
     def drop(self) -> None:
-        """Nobody can start a run any more: the same as `aclose`, without waiting. Safe in any thread. Idempotent."""
+        """The same as `aclose`, without waiting. Safe in any thread. Idempotent."""
         if not self._closed:
             self._closed = True
-            # The loop may be closed: then the processes are gone.
+            # If the loop is closed, the processes are gone.
             with suppress(RuntimeError):
-                self._peer.process.loop.call_soon_threadsafe(self._drained)
+                self._context.process.loop.call_soon_threadsafe(self._drained)
 
     def _drained(self) -> None:
-        """There may be no runs left of a graph that is closed."""
+        """Free the plans of a closed graph, if no runs are left."""
         if self._runs:
             return
         idle, self._idle = self._idle, None
@@ -416,11 +434,11 @@ class GraphOwner:
 
     def _uninstall(self) -> None:
         self._preparing.cancel()
-        # It knows this.
+        # It refers to this graph: a cycle.
         self._next = None
-        self._forget(self._layout)
+        self._forget(self._deployment)
 
-    def _forget(self, layout: Deployment) -> None:
-        known = self._peer.graphs.own.pop(layout.number, None)
-        if known is not None and self._peer.process.closed is None:
-            layout.uninstall()
+    def _forget(self, deployment: Deployment) -> None:
+        known = self._own.pop(deployment.number, None)
+        if known is not None and self._context.process.closed is None:
+            deployment.uninstall()

@@ -1,74 +1,78 @@
-"""A process's part in one graph: takes in what comes for each run, starts the steps, and tells what became of them.
+"""The share of one process in a graph: takes the values of each run in, executes its steps, and tells the results.
 
-The steps of a run are calls in their actors' mailboxes like any others, in the lane of the graph's owner. Each process
-says of each of its results exactly once what became of it, to every process that needs it: whatever fails, is skipped
-or dies, nobody waits for ever, and a run is forgotten when the last value has come and the last step is over.
+    owner ---- RUN: inputs ------------------------> ParticipantRun.begin --> segments, into the actors' mailboxes
+    other participants ---- FLOW: results ---------> ParticipantRun.values_came --> segments that waited start
+    SegmentCall: a step is over ---> ParticipantRun.give --+--> segments of this process that wait for the result
+                                                           +--> FLOW to the participants that need it
+                                                           +--> REPORT to the owner
+
+A segment is a call in the lane of the graph's owner. Each process tells each of its results exactly once, to every
+process that needs it. So no process waits for ever when a step fails or is skipped or when an actor dies, and a run is
+forgotten when its last value has come and its last step is over (see `_protocol.run.Share`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, cast
 
+from aiodaft._protocol import messages as m
+from aiodaft._protocol.deadlock import CallAt
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import FLOW, REPORT
 from aiodaft._protocol.plan import SubPlan
+from aiodaft._protocol.run import Needs, Share, ShareEvent
 from aiodaft._runtime.actors.hosted_actor import InboundCall
+from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
-from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, Item, fetch, is_failure, item_of, value_of
-from aiodaft._runtime.graphs.segment_call import Job, SegmentCall, SegmentRun
+from aiodaft._runtime.graphs.context import GraphContext
+from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, fetch, is_failure, item_of, value_of
+from aiodaft._runtime.graphs.segment_call import BoundSegment, BoundStep, SegmentCall
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import deadline_of
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import DaftError
 
-if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Connection
-    from aiodaft._runtime.connections.route import Route
-    from aiodaft._runtime.peer import Peer
-
-Plan: TypeAlias = SubPlan[Arguments]
+# The deadlock search names a segment by one of its values: graph, run and value in one number, below those of calls.
+_VALUE_BITS = 32
+_RUN_BITS = 64
 
 
 class Participant:
-    """What this process does of one graph."""
+    """The share of this process in one graph."""
 
-    def __init__(self, peer: Peer, owner: PeerId, number: int, plan: Plan) -> None:
-        self.peer = peer
+    def __init__(self, context: GraphContext, owner: PeerId, number: int, plan: SubPlan[Arguments]) -> None:
+        """Bind the steps to their methods.
+
+        Raises:
+            AttributeError: An actor has no such method.
+        """
+        self.context = context
         self.owner = owner
         self.number = number
         self.plan = plan
+        self.needs = Needs(plan)
         self.runs: dict[int, ParticipantRun] = {}
-        # Which segments wait for a value.
-        self.waiting: dict[int, list[int]] = {}
-        for index, segment in enumerate(plan.segments):
-            for value in segment.needs:
-                self.waiting.setdefault(value, []).append(index)
-        self.missing = [len(segment.needs) for segment in plan.segments]
-        # The same, once all inputs are there.
-        self.missing_then = [len(set(segment.needs).difference(plan.inputs)) for segment in plan.segments]
-        self.foreign = len(plan.inputs) + sum(map(len, plan.receives.values()))
         others = {owner, *plan.receives, *itertools.chain.from_iterable(plan.sends.values())}
-        self.routes = {remote: peer.connections.route_to(remote) for remote in others}
+        self.routes = {remote: context.connections.route_to(remote) for remote in others}
         self.route = self.routes[owner]
-        self.rows = [SegmentRun(self, segment) for segment in plan.segments]
-        # The next run is made when one is over: that way nobody waits for it.
+        awaited = self.needs.segments.keys()
+        self.segments = [BoundSegment(context, plan, segment, self.routes, awaited) for segment in plan.segments]
+        # The next run, made when one is over: no message waits for the making.
         self._next: ParticipantRun | None = ParticipantRun(self)
-        # Called when the last run is over, once no more begin.
-        self._over: Callable[[], object] | None = None
-        # Refs inside results, by run: they are held until their receivers must have registered them.
+        # Called after the last run, once the owner has uninstalled the graph.
+        self._finished: Callable[[], object] | None = None
+        # Refs inside results, by run: held until the receivers have registered them.
         self.pins: dict[int, list[Any]] = {}
-        # Values of refs from outside the graph, by step and place.
-        self.outside: dict[tuple[int, int], GraphValue] = {}
 
     def unpin(self, oldest: int) -> None:
-        """All runs before that one are over."""
+        """All runs before `oldest` are over."""
         for number in [number for number in self.pins if number < oldest]:
             del self.pins[number]
 
     def run(self, number: int) -> ParticipantRun:
-        """A run; its values may come before its beginning does."""
+        """A run; its values may come before its RUN does."""
         run = self.runs.get(number)
         if run is None:
             run, self._next = self._next or ParticipantRun(self), None
@@ -77,37 +81,36 @@ class Participant:
             for remote in self.plan.receives:
                 route = self.routes[remote]
                 if route.lost is not None:
-                    self.peer.process.tasks.create_task(
-                        self._explain_loss(run, cast("Connection", route)), name="explain a lost actor"
-                    )
+                    explaining = self._explain_loss(run, cast("Connection", route))
+                    self.context.process.tasks.create_task(explaining, name="explain a lost actor")
         return run
 
     async def _explain_loss(self, run: ParticipantRun, connection: Connection) -> None:
-        run.lost(connection.remote, await self.peer.connections.explanation(connection))
+        run.lost(connection.remote, await self.context.connections.explanation(connection))
 
     def forget(self, run: ParticipantRun) -> None:
         """A run is over."""
         if self.runs.pop(run.number, None) is None:
             return
-        if self._over is not None:
+        if self._finished is not None:
             self._end()
         elif self._next is None:
             self._next = ParticipantRun(self)
 
-    def finish(self, over: Callable[[], object]) -> None:
-        """No more runs begin: call that once those under way are over."""
-        self._over = over
+    def finish(self, finished: Callable[[], object]) -> None:
+        """No more runs begin: call back once those under way are over."""
+        self._finished = finished
         self._end()
 
     def _end(self) -> None:
-        over = self._over
-        if over is not None and not self.runs:
+        finished = self._finished
+        if finished is not None and not self.runs:
             self.close()
-            over()
+            finished()
 
     def close(self) -> None:
-        """There will be no more runs."""
-        self._over = None
+        """Drop all runs."""
+        self._finished = None
         if self._next is not None:
             self._next.drop()
             self._next = None
@@ -115,205 +118,243 @@ class Participant:
             run.drop()
         self.runs.clear()
 
+    def number_of(self, run: int, value: int) -> CallId:
+        """What the deadlock search calls the segment that makes a value."""
+        return CallId(-1 - ((self.number << _RUN_BITS | run) << _VALUE_BITS | value))
+
+    def find(self, number: CallId) -> SegmentCall | None:
+        """The segment with a number of the deadlock search, or the one that makes a result with a number."""
+        for run in self.runs.values():
+            if number in run.numbers:
+                value = self.plan.outputs[run.numbers.index(number)]
+            else:
+                # The value is in the last bits.
+                value = -1 - number & (1 << _VALUE_BITS) - 1
+                if number >= 0 or self.number_of(run.number, value) != number:
+                    continue
+            for call in run.calls:
+                if call.makes(value):
+                    return call
+        return None
+
 
 class ParticipantRun:
-    """One run of a graph, in one process."""
+    """One run of a graph in one process; the caller of its segments."""
 
-    # Defaults live in the class, for what the beginning brings, or only some need.
+    # Defaults in the class: set by RUN, or only by some runs.
     calls: Sequence[SegmentCall] = ()
     number = 0
-    # The owner's numbers of the results.
-    numbers: tuple[int, ...] = ()
-    # What steps of this process may still look into.
-    _held: list[StoredValue] | None = None
+    # The owner's numbers of the results of this process.
+    numbers: tuple[CallId, ...] = ()
+    # Results that steps of this process may still read.
+    _read_here: list[StoredValue] | None = None
 
-    def __init__(self, part: Participant) -> None:
-        self.part = part
-        # What it will call.
-        self._rows: Sequence[SegmentCall] = [SegmentCall(self, row) for row in part.rows]
+    def __init__(self, participant: Participant) -> None:
+        self.participant = participant
+        self.share = Share(participant.needs)
         self.values: dict[int, Flowing] = {}
-        # Of each segment, how many values it waits for.
-        self.missing = part.missing.copy()
-        # Segments that are not over, and results that are not given; values that have not come.
-        self._open = len(part.rows)
-        self._to_come = part.foreign
+        # The calls, until they begin.
+        self._prepared: Sequence[SegmentCall] = [SegmentCall(self, segment) for segment in participant.segments]
 
     def drop(self) -> None:
-        """It will not begin, if it has not."""
-        # They know it.
-        self._rows = ()
+        """Do not begin. The prepared calls refer to the run: without this, only garbage collection frees them."""
+        self.share.on(ShareEvent.DROPPED)
+        self._prepared = ()
 
-    def begin(self, left: int | None, numbers: tuple[int, ...], items: tuple[Item, ...], neighbour: Route) -> None:
-        """The owner starts it."""
-        part = self.part
+    def begin(
+        self, left: int | None, numbers: tuple[CallId, ...], items: tuple[m.GraphItem, ...], route: Route
+    ) -> None:
+        """RUN came."""
+        share = self.share
         self.numbers = numbers
         if not self.values and _all_plain(items):
-            # The usual case: nothing came before, and all inputs come as they are.
+            # The usual case.
             self.values.update(items)
-            self.missing = part.missing_then.copy()
-            self._to_come -= len(items)
+            share.inputs_came(len(items))
         else:
-            self.came(items, neighbour)
-        calls, self._rows = self._rows, ()
+            self.values_came(items, route)
+        calls, self._prepared = self._prepared, ()
         if left is not None:
-            deadline = deadline_of(left, part.peer.process.loop.time)
+            deadline = deadline_of(left, self.participant.context.process.loop.time)
             for call in calls:
                 call.deadline = deadline
-        # All are known before the first may end.
+        # The run knows all calls before the first of them may end.
         self.calls = calls
-        if any(self.missing):
-            for call, missing in zip(calls, self.missing, strict=True):
+        share.on(ShareEvent.RUN_CAME)
+        if any(share.missing):
+            for call, missing in zip(calls, share.missing, strict=True):
                 call.ready = not missing
         for call in calls:
             call.deliver()
 
-    def came(self, items: tuple[Item, ...], neighbour: Route) -> None:
-        """Values came from another process."""
+    def values_came(self, items: tuple[m.GraphItem, ...], route: Route) -> None:
+        """Values of another process came."""
         for item in items:
-            if len(item) == 2:
+            if len(item) == m.PLAIN_VALUE:
                 self._put_foreign(*item)
                 continue
             value = value_of(item)
             if value is None:
-                self.part.peer.process.tasks.create_task(self._fetch(item, neighbour), name="fetch a value of a graph")
+                self.participant.context.process.tasks.create_task(
+                    self._fetch(item, route), name="fetch a value of a graph"
+                )
             else:
                 self._put_foreign(item[0], value)
 
-    async def _fetch(self, item: Item, neighbour: Route) -> None:
-        self._put_foreign(item[0], await fetch(self.part.peer, neighbour, item))
+    async def _fetch(self, item: m.GraphItem, route: Route) -> None:
+        self._put_foreign(item[0], await fetch(self.participant.context.objects, route, item))
 
     def _put_foreign(self, index: int, value: Flowing, *, at_once: bool = True) -> None:
         if index not in self.values:
-            self._to_come -= 1
+            self.share.to_come -= 1
             if type(value) is GraphValue:
-                value.for_uses(self.part.plan.uses[index])
-            self.put(index, value, at_once=at_once)
-            if not self._open:
-                self._forget_if_over()
+                value.expect_uses(self.participant.plan.uses[index])
+            self._put(index, value, at_once=at_once)
+            self._forget_if_done()
 
-    def put(self, index: int, value: Flowing, *, at_once: bool = True) -> None:
-        """A value is there: what waited for it may start (see `HostedActor.look_again`)."""
+    def _put(self, index: int, value: Flowing, *, at_once: bool = True) -> None:
+        """Start the segments that waited for a value (see `HostedActor.look_again`)."""
         self.values[index] = value
-        for segment in self.part.waiting.get(index, ()):
-            self.missing[segment] -= 1
-            if not self.missing[segment] and self.calls:
+        for segment in self.share.value_came(index):
+            if self.calls:
                 call = self.calls[segment]
                 call.ready = True
                 if not call.over:
                     call.hosted.look_again(at_once=at_once)
 
-    def give(self, job: Job, value: Flowing) -> None:
-        """A step of this process is over: tell everybody who needs to know, once they can have its result."""
-        if type(value) is not GraphValue or value.kept is None:
-            self._tell(job, value, None)
-        elif value.kept.ready and not self._outlives(job, value.kept):
-            self._tell(job, value, value.kept)
+    # Results of the steps of this process.
+
+    def give(self, step: BoundStep, value: Flowing) -> None:
+        """A step is over: tell the receivers, as soon as they can have its result."""
+        stored = value.stored if type(value) is GraphValue else None
+        if stored is None:
+            self._tell(step, value, None)
+        elif stored.ready and not self._outlives(step, stored):
+            self._tell(step, value, stored)
         else:
-            self._open += 1
-            self.part.peer.process.tasks.create_task(
-                self._give_later(job, value, value.kept), name="give a value of a graph"
-            )
+            self.share.unfinished += 1
+            giving = self._give_later(step, cast("GraphValue", value), stored)
+            self.participant.context.process.tasks.create_task(giving, name="give a value of a graph")
 
-    def _outlives(self, job: Job, kept: StoredValue) -> bool:
-        """Whether steps here may still look into it when its owner, who gets it, has freed it."""
-        return job.place is not None and job.used and not kept.is_inline
+    def _outlives(self, step: BoundStep, stored: StoredValue) -> bool:
+        """Whether steps of this process may read a result after its owner has freed it."""
+        return step.place is not None and step.is_used and not stored.is_inline
 
-    async def _give_later(self, job: Job, value: GraphValue, kept: StoredValue | None) -> None:
-        peer = self.part.peer
-        assert kept is not None
+    async def _give_later(self, step: BoundStep, value: GraphValue, stored: StoredValue) -> None:
+        context = self.participant.context
         try:
-            if self._outlives(job, kept):
-                await value.fetch_own(peer)
+            if self._outlives(step, stored):
+                await value.fetch_own(context.objects)
             else:
-                await peer.store.make_ready(kept)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the steps that need the value fail of it
-            kept.release()
-            value, kept = GraphValue.of_error(error, executed=True), None
-        self._tell(job, value, kept)
-        self._one_over()
-
-    def _tell(self, job: Job, value: Flowing, kept: StoredValue | None) -> None:
-        part, index = self.part, job.index
-        if kept is not None and kept.refs:
-            part.pins.setdefault(self.number, []).extend(kept.refs)
-        if job.waited:
-            self.put(index, value)
-        for route in job.flows:
-            item = item_of(value, index, part.peer, route, executed=True)
-            route.send((FLOW, part.owner, part.number, self.number, (item,)))
-        if job.reported and part.route.lost is None:
-            if kept is not None and job.place is not None and not (kept.ready and kept.is_inline):
-                part.peer.store.entries[part.owner, CallId(self.numbers[job.place])] = kept
-                kept, item = None, (index,)
-            elif job.place is not None or is_failure(value):
-                item = item_of(value, index, part.peer, part.route, executed=True)
-            else:
-                # The owner only has to know that the step is over.
-                item = (index,)
-            part.route.send((REPORT, part.number, self.number, (item,)))
-        if kept is not None:
-            self._let_go(job, kept)
-
-    def _let_go(self, job: Job, kept: StoredValue) -> None:
-        # The grants keep the block until the others are done with it.
-        if job.used:
-            self._held = [*(self._held or ()), kept]
+                await context.objects.store.make_ready(stored)
+        except Exception as error:  # noqa: BLE001 - the steps that need the value fail with the error
+            stored.release()
+            self._tell(step, GraphValue.of_error(error, executed=True), None)
         else:
-            kept.release()
+            self._tell(step, value, stored)
+        self._one_finished()
+
+    def _tell(self, step: BoundStep, value: Flowing, stored: StoredValue | None) -> None:
+        participant, index = self.participant, step.index
+        refs = participant.context.objects.refs
+        if stored is not None and stored.refs:
+            participant.pins.setdefault(self.number, []).extend(stored.refs)
+        if step.is_awaited:
+            self._put(index, value)
+        for route in step.routes:
+            item = item_of(value, index, refs, route, executed=True)
+            route.send(m.flow(participant.owner, participant.number, self.number, item))
+        if step.is_reported and participant.route.lost is None:
+            if stored is not None and step.place is not None and not (stored.ready and stored.is_inline):
+                participant.context.objects.store.entries[participant.owner, self.numbers[step.place]] = stored
+                stored, item = None, (index,)
+            elif step.place is not None or is_failure(value):
+                item = item_of(value, index, refs, participant.route, executed=True)
+            else:
+                # The owner only counts the step.
+                item = (index,)
+            participant.route.send(m.report(participant.number, self.number, item))
+        if stored is not None:
+            # The grants keep the block until the other processes have read it.
+            if step.is_used:
+                self._read_here = [*(self._read_here or ()), stored]
+            else:
+                stored.release()
+
+    # Ends.
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
-        """A process is gone: what it has not given will not come."""
-        for index in self.part.plan.receives.get(remote, ()):
+        """A process is gone: the values that it has not sent fail with the error."""
+        for index in self.participant.plan.receives.get(remote, ()):
             value = GraphValue.of_error(copy_error(error), executed=error.executed)
             self._put_foreign(index, value, at_once=False)
 
     def skip(self) -> None:
-        """Nobody wants its results: what has not begun will not, what runs is cancelled."""
+        """The owner needs no result: cancel the segments that run, and never start the others."""
         for call in self.calls:
             if not call.over:
                 call.hosted.cancel(call)
 
-    def _forget_if_over(self) -> None:
-        if not (self._open or self._to_come):
-            self.calls = ()
-            self.part.forget(self)
-            for kept in self._held or ():
-                kept.release()
+    def _one_finished(self) -> None:
+        self.share.unfinished -= 1
+        self._forget_if_done()
 
-    # As the caller of its rows.
+    def _forget_if_done(self) -> None:
+        if self.share.is_done:
+            self.share.on(ShareEvent.DONE)
+            self.calls = ()
+            self.participant.forget(self)
+            for stored in self._read_here or ():
+                stored.release()
+
+    # As the caller of its segments.
 
     is_local = False
 
+    @property
+    def owner(self) -> PeerId:
+        """The owner of the graph."""
+        return self.participant.owner
+
     def answer(self, call: InboundCall, result: Any) -> None:
-        """A row is over."""
+        """A segment is over."""
         assert isinstance(call, SegmentCall)
         if call.rules.on_thread:
             call.flush()
         if not call.over:
             call.over = True
-            self._one_over()
+            self._one_finished()
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
-        """A row will not go on."""
+        """A segment ends early."""
         assert isinstance(call, SegmentCall)
         if not call.over:
             call.flush()
             call.give_up(error, executed=executed)
-            self._one_over()
-
-    def _one_over(self) -> None:
-        self._open -= 1
-        self._forget_if_over()
+            self._one_finished()
 
     def answer_stored(self, call: InboundCall, stored: StoredValue) -> None:
-        raise AssertionError("rows give their results themselves")
+        raise AssertionError("segments give their results themselves")
 
     async def item(self, call: InboundCall, value: Any) -> None:
-        raise AssertionError("rows are no streams")
+        raise AssertionError("segments are no streams")
+
+    # For the deadlock search.
+
+    def call_at(self, value: int) -> CallAt:
+        """What the search calls the segment that makes a value."""
+        plan, owner = self.participant.plan, self.participant.owner
+        maker = next((process for process, values in plan.receives.items() if value in values), plan.process)
+        return CallAt(maker, owner, self.participant.number_of(self.number, value))
+
+    def makers_of(self, values: Sequence[int]) -> list[CallAt]:
+        """The segments that make those of the values that have not come; nothing if inputs are among them."""
+        missing = [value for value in values if value not in self.values]
+        return [] if any(value in self.participant.plan.inputs for value in missing) else [*map(self.call_at, missing)]
 
 
-def _all_plain(items: tuple[Item, ...]) -> bool:
+def _all_plain(items: tuple[m.GraphItem, ...]) -> bool:
     for item in items:  # noqa: SIM110 - on the path of every run
-        if len(item) != 2:
+        if len(item) != m.PLAIN_VALUE:
             return False
     return True

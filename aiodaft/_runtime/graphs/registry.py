@@ -1,155 +1,169 @@
-"""The graphs that a process owns or takes part in: what comes for them goes from here to where it belongs."""
+"""The graphs that a process owns or takes part in; handles the messages of graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.codec import pack, pack_exts
+from aiodaft._protocol.deadlock import CallAt
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.messages import FLOW, REPORT, RUN, SKIP, Message
+from aiodaft._protocol.plan import Dataflow, SubPlan
+from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.route import Route
+from aiodaft._runtime.graphs.captured_call import Arguments
+from aiodaft._runtime.graphs.context import GraphContext
+from aiodaft._runtime.graphs.deployment import Specs
 from aiodaft._runtime.graphs.graph_value import GraphValue, fetch
-from aiodaft._runtime.graphs.participant import Participant, Plan
+from aiodaft._runtime.graphs.owner import GraphOwner
+from aiodaft._runtime.graphs.participant import Participant
+from aiodaft._runtime.graphs.segment_call import SegmentCall
 from aiodaft._runtime.serialization.encoder import PLAIN, SLOT
 from aiodaft.exceptions import DaftError
 
-if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Connection
-    from aiodaft._runtime.connections.route import Route
-    from aiodaft._runtime.graphs.owner import GraphOwner
-    from aiodaft._runtime.peer import Peer
-
-# A value that is the value of a ref.
+# The skeleton of a value that is the value of a ref.
 _FIRST_SLOT: Final = bytes((PLAIN,)) + pack(pack_exts(SLOT, 0))
 
 
 class Graphs:
-    """The graphs that a process owns or takes part in."""
+    """The graphs of one process."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self._parts: dict[tuple[PeerId, int], Participant] = {}
+    def __init__(self, context: GraphContext) -> None:
+        self._context = context
+        self.participants: dict[tuple[PeerId, int], Participant] = {}
+        # By the numbers of their deployments.
         self.own: dict[int, GraphOwner] = {}
-        self.handlers: dict[int, Callable[[Route, Message], object]] = {
-            RUN: self.run_came,
-            FLOW: self.flow_came,
-            REPORT: self.report_came,
-            SKIP: self.skip_came,
+        self.handlers: dict[int, Callable[[Route, m.Message], object]] = {
+            m.RUN: self._run_came,
+            m.FLOW: self._flow_came,
+            m.REPORT: self._report_came,
+            m.SKIP: self._skip_came,
         }
 
-    # Parts.
+    def open(self, dataflow: Dataflow[Arguments], specs: Specs, max_in_flight: int) -> GraphOwner:
+        """Own a graph.
 
-    async def install(self, owner: PeerId, number: int, plan: Plan) -> None:
-        """Take part in a graph. Refs from outside are waited for: their values are constants.
+        Raises:
+            CyclicGraph: Its steps would wait for each other in a circle.
+        """
+        return GraphOwner(self._context, self.own, dataflow, specs, max_in_flight)
+
+    # As a participant.
+
+    async def install(self, owner: PeerId, number: int, plan: SubPlan[Arguments]) -> None:
+        """Take part in a graph. Refs from outside are constants: their values are fetched now.
 
         Raises:
             AttributeError: An actor of the plan has no such method.
         """
-        part = Participant(self._peer, owner, number, plan)
-        for route in part.routes.values():
-            self._peer.connections.ring_upgrades.want(route)
-        for position, step in enumerate(plan.steps):
-            for place, ref in enumerate(step.data.outside):
-                part.outside[position, place] = await self._constant(ref)
-        self._parts[owner, number] = part
-        if any(part.routes[remote].lost is not None for remote in plan.receives):
-            self._say_cut_off(part)
+        participant = Participant(self._context, owner, number, plan)
+        for route in participant.routes.values():
+            self._context.connections.ring_upgrades.want(route)
+        for step in (step for segment in participant.segments for step in segment.steps):
+            for ref in step.data.outside:
+                step.outside.append(await self._constant(ref))
+        self.participants[owner, number] = participant
+        if any(participant.routes[remote].lost is not None for remote in plan.receives):
+            self._report_cut_off(participant)
 
     async def _constant(self, ref: Any) -> GraphValue:
-        peer = self._peer
-        descriptor = peer.refs.describe(ref)
-        return await fetch(peer, peer.connections.loopback, (0, _FIRST_SLOT, None, (), (descriptor,)))
+        descriptor = self._context.objects.refs.describe(ref)
+        item = (0, _FIRST_SLOT, None, (), (descriptor,))
+        return await fetch(self._context.objects, self._context.connections.loopback, item)
 
-    def _say_cut_off(self, part: Participant) -> None:
-        """A process that sends values to this one, and thereby wakes it, does so no more. It may live."""
-        self._peer.process.tasks.create_task(self._tell_cut_off(part), name="tell the owner of a graph")
+    def uninstall(self, owner: PeerId, number: int) -> None:
+        """Begin no more runs of a graph. Runs that the owner gave up when a process died may still be under way."""
+        participant = self.participants.get((owner, number))
+        if participant is not None:
+            participant.finish(lambda: self.participants.pop((owner, number), None))
 
-    async def _tell_cut_off(self, part: Participant) -> None:
-        # The parts of an owner that is gone end with it.
+    def _report_cut_off(self, participant: Participant) -> None:
+        """Another participant, whose values wake this process, is lost to it; the owner may still reach both."""
+        self._context.process.tasks.create_task(self._tell_cut_off(participant), name="tell the owner of a graph")
+
+    async def _tell_cut_off(self, participant: Participant) -> None:
+        # If the owner is gone, the participant ends anyway.
         with suppress(DaftError):
-            await self._peer.agent_of(part.owner).cut_off(part.number)
+            await self._context.agent_of(participant.owner).cut_off(participant.number)
+
+    def _run_came(self, route: Route, message: m.Message) -> None:
+        graph, number, oldest, left, numbers, items = m.read_run(message)
+        participant = self.participants[route.remote, graph]
+        if participant.pins:
+            participant.unpin(oldest)
+        participant.run(number).begin(left, numbers, items, route)
+
+    def _flow_came(self, route: Route, message: m.Message) -> None:
+        owner, graph, number, items = m.read_flow(message)
+        participant = self.participants.get((owner, graph))
+        if participant is None:
+            for _, _, blobs, *_ in (item for item in items if len(item) == m.ENCODED_VALUE):
+                self._context.objects.store.decline(route, blobs)
+            return
+        if number not in participant.runs:
+            # The RUN may have come before, quietly.
+            self._context.connections.ring_poller.look()
+        participant.run(number).values_came(items, route)
+
+    def _skip_came(self, route: Route, message: m.Message) -> None:
+        graph, number = m.read_skip(message)
+        participant = self.participants.get((route.remote, graph))
+        run = None if participant is None else participant.runs.get(number)
+        if run is not None:
+            run.skip()
+
+    # As the owner.
 
     def cut_off(self, number: int) -> None:
-        """A process that takes part in a graph of this one does not hear of its runs from another one any more."""
+        """A participant of a graph of this process has lost another one."""
         own = self.own.get(number)
         if own is not None:
             own.cut_off(number)
 
-    def uninstall(self, owner: PeerId, number: int) -> None:
-        """Begin no more runs of a graph. Some may be under way that their owner gave up with a process that died."""
-        part = self._parts.get((owner, number))
-        if part is not None:
-            part.finish(lambda: self._parts.pop((owner, number), None))
-
-    def run_came(self, connection: Route, message: Message) -> None:
-        """RUN came."""
-        _, graph, run, oldest, left, numbers, items = message
-        part = self._parts[connection.remote, graph]
-        if part.pins:
-            part.unpin(oldest)
-        part.run(run).begin(left, numbers, items, connection)
-
-    def flow_came(self, connection: Route, message: Message) -> None:
-        """FLOW came; nobody may want it any more."""
-        _, owner, graph, run, items = message
-        part = self._parts.get((owner, graph))
-        if part is not None:
-            if run not in part.runs:
-                # It may have been sent before this, and woken nobody.
-                self._peer.connections.ring_poller.look()
-            part.run(run).came(items, connection)
-            return
-        for _, _, blobs, *_ in (item for item in items if len(item) == 5):
-            self._peer.store.decline(connection, blobs)
-
-    def skip_came(self, connection: Route, message: Message) -> None:
-        """SKIP came; the run may be over."""
-        _, graph, number = message
-        part = self._parts.get((connection.remote, graph))
-        run = None if part is None else part.runs.get(number)
-        if run is not None:
-            run.skip()
-
-    def report_came(self, connection: Route, message: Message) -> None:
-        """REPORT came."""
-        _, graph, run, items = message
+    def _report_came(self, route: Route, message: m.Message) -> None:
+        graph, number, items = m.read_report(message)
         own = self.own.get(graph)
         if own is not None:
-            own.reported(run, items, connection)
+            own.reported(number, items, route)
 
     def abandon(self, error: DaftError) -> None:
-        """The runtime is closed: runs that wait here do not begin."""
+        """The runtime is closed: runs that wait do not begin."""
         for own in list(self.own.values()):
             own.abandon(error)
 
-    def parts_of(self, owner: PeerId) -> list[Participant]:
-        """What this process does of a process's graphs."""
-        return [part for (process, _), part in self._parts.items() if process == owner]
+    # For the rest of the process.
+
+    def find(self, at: CallAt) -> SegmentCall | None:
+        """The segment that the deadlock search means by a call."""
+        mine = (participant for (owner, _), participant in self.participants.items() if owner == at.owner)
+        return next(filter(None, (participant.find(at.number) for participant in mine)), None)
 
     def in_flight(self, connection: Connection) -> int:
-        """Calls and runs under way that wait for a process: their errors tell of its end."""
+        """The number of calls and runs under way that wait for a process: their errors tell of its end."""
         remote, session = connection.remote, connection.session
         calls = len(session.calls) - session.waiting
         own = sum(graph.in_flight_with(remote) for graph in self.own.values())
-        return calls + own + sum(len(part.runs) for part in self._parts.values() if remote in part.plan.receives)
+        taking_part = self.participants.values()
+        return calls + own + sum(len(share.runs) for share in taking_part if remote in share.plan.receives)
 
     def owner_lost(self, remote: PeerId) -> None:
-        """A process is gone: nobody wants its graphs any more."""
-        for key in [key for key in self._parts if key[0] == remote]:
-            part = self._parts.pop(key)
-            for run in list(part.runs.values()):
+        """A process is gone: its graphs end here."""
+        for key in [key for key in self.participants if key[0] == remote]:
+            participant = self.participants.pop(key)
+            for run in list(participant.runs.values()):
                 run.skip()
-            part.close()
+            participant.close()
 
     def connection_lost(self, remote: PeerId, error: DaftError) -> None:
-        """A process is gone, and this is why: its values will not come."""
-        # There may be runs that wait for them, and have not been noticed yet.
-        self._peer.connections.ring_poller.look()
-        for part in self._parts.values():
-            for run in list(part.runs.values()):
+        """A process is gone for this reason: its values do not come."""
+        # Quiet messages may tell of runs that wait for them.
+        self._context.connections.ring_poller.look()
+        for participant in self.participants.values():
+            for run in list(participant.runs.values()):
                 run.lost(remote, error)
-            if remote in part.plan.receives:
-                self._say_cut_off(part)
+            if remote in participant.plan.receives:
+                self._report_cut_off(participant)
         for own in list(self.own.values()):
             own.lost(remote, error)

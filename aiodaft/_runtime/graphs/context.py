@@ -1,0 +1,52 @@
+"""What graphs use of their process, and what a graph's owner asks of the other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._runtime.actors.hosted_actor import HostedActor
+from aiodaft._runtime.calls.outgoing import Outgoing
+from aiodaft._runtime.connections.connections import Connections
+from aiodaft._runtime.graphs.captured_call import Opaque
+from aiodaft._runtime.objects.objects import Objects
+from aiodaft._runtime.process import Process
+
+
+class GraphAgent(Protocol):
+    """The methods of a process's agent that serve graphs."""
+
+    def install(self, number: int, plan: Opaque, /) -> Awaitable[None]:
+        """Take part in a graph of the calling process."""
+        ...
+
+    def uninstall(self, number: int, /) -> Awaitable[None]:
+        """Take no more part in it."""
+        ...
+
+    def cut_off(self, number: int, /) -> Awaitable[None]:
+        """Tell the owner of a graph that the calling process has lost another participant."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GraphContext:
+    """The parts of a process that its graphs use.
+
+    Attributes:
+        process: The process.
+        connections: Its connections.
+        objects: Its values and refs.
+        outgoing: Orders runs among the calls of this process.
+        actors: The actors of this process.
+        agent_of: Gives the agent of a process.
+    """
+
+    process: Process
+    connections: Connections
+    objects: Objects
+    outgoing: Outgoing
+    actors: Mapping[ActorId, HostedActor]
+    agent_of: Callable[[PeerId], GraphAgent]

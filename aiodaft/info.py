@@ -1,23 +1,22 @@
-"""How an actor is doing, as far as that can be known without waiting for it."""
+"""How an actor is doing, without waiting for its calls."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from aiodaft._runtime.agent import Agent
+from aiodaft._runtime.calls.call import Target
+from aiodaft._runtime.controller import Controller
 from aiodaft._runtime.diagnostics.process_stack import is_answered
+from aiodaft._runtime.node.worker_table import WorkerProcess
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.calls.call import Target
-    from aiodaft._runtime.node.worker_table import WorkerProcess
-    from aiodaft._runtime.supervision.directory import Child
-    from aiodaft.ref import Ref
+from aiodaft.ref import Ref
 
 __all__ = ["ActorInfo", "look_at"]
 
-# How long a process whose loop is busy is waited for.
+# Seconds that a process gets to answer.
 _REPORT_PATIENCE: Final = 1.0
 
 
@@ -70,20 +69,19 @@ class ActorInfo:
     last_error: BaseException | None = None
 
 
-async def look_at(target: Target, cls: type, names: tuple[str, ...], node: str, life: Child | None) -> ActorInfo:
-    """What its process says, or else what the node knows: of one that does not answer within a second, that is all.
-
-    Its `life` is what is known of its restarts, if it is supervised.
-    """
-    node_agent = target.peer.node_agent()
-    before: WorkerProcess | None = await node_agent.process_of(target.remote)
-    report = None if before is None else await _report(target)
-    process = await node_agent.process_of(target.remote)
+async def look_at(controller: Controller, target: Target, cls: type) -> ActorInfo:
+    """Ask an actor's process how it is doing; if that does not answer within a second, its node."""
+    node, node_name = controller.node, controller.options.node_name
+    names = await controller.coordinator.names_of(*target.identity)
+    child = controller.directory.find(target)
+    before: WorkerProcess | None = await node.process_of(target.remote)
+    report = None if before is None else await _report(controller.agent_of(target.remote), target)
+    process = await node.process_of(target.remote)
     restarts: dict[str, Any] = {}
-    if life is not None:
-        restarts = {"epoch": life.epoch, "restarts": life.restarts, "last_error": life.last_error}
+    if child is not None:
+        restarts = {"epoch": child.epoch, "restarts": child.restarts, "last_error": child.last_error}
     if process is None:
-        return ActorInfo(target.label, cls.__name__, names, 0, node, (), alive=False, **restarts)
+        return ActorInfo(target.label, cls.__name__, names, 0, node_name, (), alive=False, **restarts)
     vitals = process.vitals
     known: dict[str, Any] = {"running": (vitals.last_method,)} if report == {} and vitals.last_method else {}
     return ActorInfo(
@@ -91,10 +89,10 @@ async def look_at(target: Target, cls: type, names: tuple[str, ...], node: str, 
         class_name=cls.__name__,
         names=names,
         pid=process.pid,
-        node=node,
+        node=node_name,
         gpus=process.gpus,
         alive=report is not None,
-        # Nothing is as sure a sign of life as an answer.
+        # An answer is newer than what the node knows.
         suspect=vitals.suspect and not report,
         silent_for=0.0 if report else vitals.silent_for,
         loop_lag=vitals.loop_lag,
@@ -103,9 +101,9 @@ async def look_at(target: Target, cls: type, names: tuple[str, ...], node: str, 
     )
 
 
-async def _report(target: Target) -> dict[str, Any] | None:
-    """None if the actor is gone; nothing in it if the process has no time to answer."""
-    report: Ref[dict[str, Any]] = target.peer.agent_of(target.remote).report(target.actor)
+async def _report(agent: Agent, target: Target) -> dict[str, Any] | None:
+    """What the agent says; None if the actor is gone, nothing in it if the process did not answer in time."""
+    report: Ref[dict[str, Any]] = agent.report(target.actor)
     if not await is_answered(report, _REPORT_PATIENCE):
         return {}
     try:

@@ -6,19 +6,15 @@ import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
-from aiodaft._protocol.ledger import Demand
 from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.mailbox import check_max_queue
-from aiodaft.actor import Actor
+from aiodaft._runtime.scope_actors import Constraints
+from aiodaft.actor import Actor, Handle
+from aiodaft.group import Group
 from aiodaft.service import Service, ServiceGroup
 from aiodaft.supervision import Kind, Restart, check_alone
-
-if TYPE_CHECKING:
-    from aiodaft.group import Group
-    from aiodaft.scope import Scope
 
 __all__ = ["Placement", "Spawned"]
 
@@ -73,45 +69,24 @@ class Spawned(Generic[T]):
                 warnings.warn(f"{self._what} was never awaited", RuntimeWarning, stacklevel=2, source=self)
 
 
-@dataclass(frozen=True, slots=True)
-class Constraints:
-    """What was said to `on(...)`; None where nothing was."""
+class SpawningScope(Protocol):
+    """What spawning needs of a scope."""
 
-    cpus: float | None = None
-    gpus: float | None = None
-    resources: Mapping[str, float] | None = None
-    node: str | None = None
-    beside: Any = None
-    patience: Patience | None = None
-    restart: Restart | Kind | None = None
-    max_queue: int | None = None
-
-    def demand(self, cls: type) -> Demand:
-        """What an actor of this class needs here."""
-        base: Demand = getattr(cls, "__aiodaft_demand__", Demand())
-        if self.beside is not None:
-            # What lives with another actor uses that one's GPUs, whatever its class line says.
-            base = replace(base, gpus=0)
-        return Demand(
-            cpus=base.cpus if self.cpus is None else self.cpus,
-            gpus=base.gpus if self.gpus is None else self.gpus,
-            custom=base.custom if self.resources is None else dict(self.resources),
-        )
-
-    def patience_with(self, cls: type) -> Patience | None:
-        """How long an actor of this class is waited for here; None where nothing was said."""
-        return self.patience or getattr(cls, "__aiodaft_patience__", None)
-
-    def max_queue_with(self, cls: type) -> int | None:
-        """How many calls may wait at an actor of this class here; None if that is not bounded."""
-        return self.max_queue or getattr(cls, "__aiodaft_max_queue__", None)
+    async def spawn_one(
+        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints, label: str = ""
+    ) -> Handle: ...
+    async def spawn_group(
+        self, n: int, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
+    ) -> Group[Any]: ...
+    async def stop(self, actor: object) -> None: ...
+    async def stop_group(self, group: Group[Any]) -> None: ...
 
 
 class Spawner(ABC):
     """What can spawn: a runtime, a scope, a placement."""
 
     @abstractmethod
-    def _spawning(self) -> tuple[Scope, Constraints]:
+    def _spawning(self) -> tuple[SpawningScope, Constraints]:
         """Who owns what is spawned, and where it goes."""
 
     def on(
@@ -229,11 +204,11 @@ class Spawner(ABC):
 class Placement(Spawner):
     """Where actors go; spawn with it as with the runtime."""
 
-    def __init__(self, scope: Scope, constraints: Constraints) -> None:
+    def __init__(self, scope: SpawningScope, constraints: Constraints) -> None:
         self._scope = scope
         self._constraints = constraints
 
-    def _spawning(self) -> tuple[Scope, Constraints]:
+    def _spawning(self) -> tuple[SpawningScope, Constraints]:
         return self._scope, self._constraints
 
 

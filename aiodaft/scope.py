@@ -5,27 +5,25 @@ from __future__ import annotations
 import asyncio
 import gc
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
+from typing import Any, NoReturn, Self, TypeVar, cast
 
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.unhandled import Unhandled
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
+from aiodaft._runtime.controller import Controller
+from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import logger, see_through, shield_from_anyio
-from aiodaft._runtime.scope_actors import ScopeActors
+from aiodaft._runtime.scope_actors import Constraints, ScopeActors
 from aiodaft._runtime.supervision.child_spec import ChildSpec
 from aiodaft.actor import Actor, Handle, class_of, target_of
 from aiodaft.exceptions import CallCancelled, OutcomeUnknown, RuntimeClosed
 from aiodaft.group import Group
 from aiodaft.info import ActorInfo, look_at
-from aiodaft.placement import Constraints, Spawner
+from aiodaft.placement import Spawner
 from aiodaft.service import Service, ServiceGroup
 from aiodaft.supervision import Restart
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.objects.ref_state import RefState
-    from aiodaft.runtime import Runtime
 
 __all__ = ["Scope"]
 
@@ -41,10 +39,10 @@ class Scope(Spawner):
     are raised in an ExceptionGroup, together with those that still wait in refs. A `Runtime` does not cancel its body.
     """
 
-    def __init__(self, runtime: Runtime, parent: Scope | None = None, restart: Restart | None = None) -> None:
-        self._runtime = runtime
+    def __init__(self, controller: Controller, parent: Scope | None = None, restart: Restart | None = None) -> None:
+        self._controller = controller
         self._parent = parent
-        self._scope_actors = ScopeActors(runtime, self, restart)
+        self._scope_actors = ScopeActors(controller, self, restart)
         self._children: list[Scope] = []
         self._unhandled = Unhandled()
         self._held: dict[RefState, None] = {}
@@ -61,7 +59,7 @@ class Scope(Spawner):
     async def __aexit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._runtime.stayed_behind:
+        if self._controller.is_left_behind:
             # A forked child leaves the block as well: what it owns is the parent's.
             return
         cancelled = await self._uncancel(error)
@@ -94,10 +92,10 @@ class Scope(Spawner):
     async def _close(self, *, graceful: bool) -> asyncio.CancelledError | None:
         """Close everything, whatever happens to the task meanwhile; returns a cancellation that came in between."""
         self._closing = True
-        if self._runtime.is_closed:
+        if self._controller.is_closed:
             # It was closed with everything in it.
             return None
-        closing = self._runtime.start_task(self._close_all(graceful=graceful), "close a scope")
+        closing = self._controller.start_task(self._close_all(graceful=graceful), "close a scope")
         interrupted: asyncio.CancelledError | None = None
         with shield_from_anyio():
             while not closing.done():
@@ -105,7 +103,7 @@ class Scope(Spawner):
                     await asyncio.wait([closing])
                 except asyncio.CancelledError as cancelled:
                     if interrupted is None:
-                        self._runtime.peer.process.tasks.create_task(
+                        self._controller.process.tasks.create_task(
                             self._scope_actors.kill_all(), name="kill the actors of a scope"
                         )
                     interrupted = cancelled
@@ -124,10 +122,10 @@ class Scope(Spawner):
 
     def _unseen(self) -> list[RefState]:
         """The refs that still hold an error which no code has seen; asked once, at the end."""
-        if self._held and not self._runtime.is_closed:
+        if self._held and not self._controller.is_closed:
             # An error that was raised knows frames, and these know refs. Only the collector drops such a circle.
             gc.collect()
-            self._runtime.peer.objects.drop_now()
+            self._controller.objects.drop_now()
         # Other threads may look at errors too.
         unseen = [state for state in list(self._held) if not state.seen]
         self._held = {}
@@ -187,7 +185,7 @@ class Scope(Spawner):
         if restart is not None and not isinstance(restart, Restart):
             raise TypeError(f"restart={restart!r:.80} is no aiodaft.Restart")
         self.check_open("a scope cannot be opened")
-        child = Scope(self._runtime, self, restart)
+        child = Scope(self._controller, self, restart)
         self._children.append(child)
         return child
 
@@ -201,7 +199,7 @@ class Scope(Spawner):
         """Raise RuntimeClosed unless the scope is open."""
         if self._closing:
             raise RuntimeClosed(f"{what}: its scope is closed")
-        self._runtime.check_running(what)
+        self._controller.check_running(what)
 
     def _spawning(self) -> tuple[Scope, Constraints]:
         return self, Constraints()
@@ -212,12 +210,13 @@ class Scope(Spawner):
         """Make an actor (what `spawn` does when awaited)."""
         what = f"{cls.__name__} cannot be spawned"
         self.check_open(what)
-        runtime = self._runtime
-        if constraints.node not in (None, runtime.node_name):
-            raise ValueError(f"{what}: there is no node {constraints.node!r}; this runtime has {runtime.node_name!r}")
+        node = self._controller.options.node_name
+        if constraints.node not in (None, node):
+            raise ValueError(f"{what}: there is no node {constraints.node!r}; this runtime has {node!r}")
         beside = None if constraints.beside is None else self._target(constraints.beside)
-        recipe = ChildSpec(cls, label or runtime.new_label(cls), args, kwargs, constraints.max_queue_with(cls))
-        return await self._scope_actors.make(recipe, constraints, beside)
+        label = label or self._controller.new_label(cls)
+        spec = ChildSpec(cls, label, args, kwargs, constraints.max_queue_with(cls))
+        return await self._scope_actors.make(spec, constraints, beside)
 
     async def spawn_group(
         self, n: int, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
@@ -225,7 +224,7 @@ class Scope(Spawner):
         """Make a group of actors, or of services (what `group` and `host_group` do when awaited)."""
 
         async def grow(first: int, count: int) -> list[Any]:
-            base = self._runtime.new_label(cls)
+            base = self._controller.new_label(cls)
             made: dict[int, Handle] = {}
 
             async def make(rank: int) -> None:
@@ -260,7 +259,7 @@ class Scope(Spawner):
         Cancellation: raised when the process has ended.
         """
         target = self._target(actor)
-        await see_through(self._runtime.start_task(self._scope_actors.kill(target), f"kill {target.label}"))
+        await see_through(self._controller.start_task(self._scope_actors.kill(target), f"kill {target.label}"))
 
     async def stop_group(self, group: Group[Any]) -> None:
         """Stop every member of a group, the last rank first.
@@ -275,22 +274,17 @@ class Scope(Spawner):
 
         def kill() -> None:
             # A runtime that was closed meanwhile has ended them all.
-            for target in targets if not self._runtime.is_closed else ():
-                self._runtime.peer.process.tasks.create_task(
-                    self._scope_actors.kill(target), name=f"kill {target.label}"
-                )
+            for target in targets if not self._controller.is_closed else ():
+                self._controller.process.tasks.create_task(self._scope_actors.kill(target), name=f"kill {target.label}")
 
         what = ", ".join(target.label for target in targets)
-        await see_through(self._runtime.start_task(self._scope_actors.stop(targets), f"stop {what}"), kill)
+        await see_through(self._controller.start_task(self._scope_actors.stop(targets), f"stop {what}"), kill)
 
     # Looking.
 
     async def info(self, actor: object) -> ActorInfo:
         """How an actor is doing; also of one that does not answer, from what its node knows."""
-        target, runtime = self._target(actor), self._runtime
-        names = await runtime.coordinator.names_of(*target.identity)
-        life = runtime.supervisor.find(target)
-        return await look_at(target, class_of(handle_of(actor)), names, runtime.node_name, life)
+        return await look_at(self._controller, self._target(actor), class_of(handle_of(actor)))
 
     async def rebind(self, actor: T) -> T:
         """A handle of the actor's incarnation that is there now, or comes next; the same one if it follows by itself.
@@ -301,7 +295,7 @@ class Scope(Spawner):
         handle, target = handle_of(actor), self._target(actor)
         if not isinstance(target, FollowingTarget):
             return actor
-        address = await self._runtime.supervisor.address(target.number)
+        address = await self._controller.directory.address(target.number)
         if address is target_of(handle):
             return actor
         new = Handle(address, class_of(handle))
@@ -310,7 +304,7 @@ class Scope(Spawner):
     def _target(self, actor: object) -> Target:
         """Where an actor is, whatever incarnation of it the handle leads to."""
         target = cast("Target", target_of(handle_of(actor)))
-        if target.peer is not self._runtime.peer:
+        if target.peer.process is not self._controller.process:
             raise ValueError(f"{target.label} belongs to another runtime, that of {target.peer.process.runtime_name}")
         return target.life if isinstance(target, PinnedTarget) else target
 

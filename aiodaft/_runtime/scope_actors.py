@@ -1,42 +1,82 @@
-"""The actors of a scope: how they are made, and how they end."""
+"""The actors of one scope: makes, stops and kills them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.ledger import Demand
+from aiodaft._protocol.liveness import Patience
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import Location, PinnedTarget
+from aiodaft._runtime.controller import Controller
 from aiodaft._runtime.node.environment import WorkerEnvironment
-from aiodaft._runtime.node.worker_table import Conditions
+from aiodaft._runtime.node.worker_table import Conditions, Place
+from aiodaft._runtime.objects.ref_state import UnhandledErrors
 from aiodaft._runtime.platform.tasks import shield_from_anyio
 from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, ChildSpec, stop_actor, stop_in_turn
 from aiodaft._runtime.supervision.directory import Child
 from aiodaft._runtime.supervision.supervisor import Supervisor
 from aiodaft.actor import Handle
 from aiodaft.exceptions import CallCancelled, SerializationError, SpawnFailed
+from aiodaft.ref import Ref
 from aiodaft.supervision import Kind, Restart
 
-if TYPE_CHECKING:
-    from aiodaft._runtime.node.worker_table import Place
-    from aiodaft.placement import Constraints
-    from aiodaft.ref import Ref
-    from aiodaft.runtime import Runtime
-    from aiodaft.scope import Scope
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What `on(...)` was given; None where nothing was."""
+
+    cpus: float | None = None
+    gpus: float | None = None
+    resources: Mapping[str, float] | None = None
+    node: str | None = None
+    beside: Any = None
+    patience: Patience | None = None
+    restart: Restart | Kind | None = None
+    max_queue: int | None = None
+
+    def demand(self, cls: type) -> Demand:
+        """The resources that an actor of this class needs."""
+        base: Demand = getattr(cls, "__aiodaft_demand__", Demand())
+        if self.beside is not None:
+            # An actor in another actor's process uses that process's GPUs.
+            base = replace(base, gpus=0)
+        return Demand(
+            cpus=base.cpus if self.cpus is None else self.cpus,
+            gpus=base.gpus if self.gpus is None else self.gpus,
+            custom=base.custom if self.resources is None else dict(self.resources),
+        )
+
+    def patience_with(self, cls: type) -> Patience | None:
+        """The patience with an actor of this class; None where neither `on` nor the class line gives one."""
+        return self.patience or getattr(cls, "__aiodaft_patience__", None)
+
+    def max_queue_with(self, cls: type) -> int | None:
+        """How many calls may wait at an actor of this class; None if that is not bounded."""
+        return self.max_queue or getattr(cls, "__aiodaft_max_queue__", None)
+
+
+class OwningScope(UnhandledErrors, Protocol):
+    """What actors need of their scope."""
+
+    def check_open(self, what: str) -> None:
+        """Raise RuntimeClosed unless the scope is open."""
+        ...
 
 
 class ScopeActors:
-    """What one scope owns."""
+    """The actors that one scope owns."""
 
-    def __init__(self, runtime: Runtime, scope: Scope, restart: Restart | None) -> None:
-        self._runtime = runtime
+    def __init__(self, controller: Controller, scope: OwningScope, restart: Restart | None) -> None:
+        self._controller = controller
         self._scope = scope
         self._restart = restart
-        # Those that the scope's policy watches.
-        self._family: Supervisor | None = None
+        # Supervises actors by the scope's own policy; made for the first of them.
+        self._supervisor: Supervisor | None = None
         self._owned: dict[tuple[PeerId, ActorId], Target] = {}
         # Actors that are being made, by the call that makes them.
         self._making: dict[Ref[Any], Target] = {}
@@ -53,70 +93,69 @@ class ScopeActors:
 
     # Making.
 
-    async def make(self, recipe: ChildSpec, constraints: Constraints, beside: Target | None) -> Handle:
-        """Make an actor, and take it back if that does not work out.
+    async def make(self, spec: ChildSpec, constraints: Constraints, beside: Target | None) -> Handle:
+        """Make an actor; if that fails, free its place.
 
-        Cancellation: an actor that is being made is taken back.
+        Cancellation: the actor is taken back.
         """
-        runtime, cls, label = self._runtime, recipe.cls, recipe.label
+        controller, cls, label = self._controller, spec.cls, spec.label
         watched = self._supervision(cls, constraints)
-        host = None if beside is None else await runtime.supervisor.host_of(beside)
-        place = await self._find_place(recipe, constraints, host, keep=watched is not None)
+        host = None if beside is None else await controller.directory.host_of(beside)
+        place = await self._find_place(spec, constraints, host, keep=watched is not None)
         if watched is None:
-            target = Target(runtime.peer, place.peer, place.actor, label, self._scope)
-            await self._host(target, recipe)
+            target = controller.target(place.peer, place.actor, label, self._scope)
+            await self._host(target, spec)
             self._owned[target.identity] = target
             return Handle(target, cls)
-        family, kind = watched
-        whereabouts = Location(place.peer, place.actor)
-        followed = runtime.peer.followers.get(runtime.peer.process.id, whereabouts, label, self._scope)
-        life = runtime.supervisor.begin(Child(followed, recipe, family, beside))
+        supervisor, kind = watched
+        location = Location(place.peer, place.actor)
+        followed = controller.follow(location, label, self._scope)
+        child = controller.directory.begin(Child(followed, spec, supervisor, beside))
         try:
-            await self._host(followed, recipe, again=True)
+            await self._host(followed, spec, again=True)
         except BaseException:
-            runtime.supervisor.forget(life)
+            controller.directory.forget(child)
             raise
         self._owned[followed.identity] = followed
-        family.join(life, kind)
-        return Handle(followed if family.policy.follow else PinnedTarget(followed, whereabouts), cls)
+        supervisor.join(child, kind)
+        return Handle(followed if supervisor.policy.follow else PinnedTarget(followed, location), cls)
 
     def _supervision(self, cls: type, constraints: Constraints) -> tuple[Supervisor, Kind] | None:
-        """Who watches an actor, and of what kind it is; None if nobody does."""
+        """An actor's supervisor and its kind of restart; None if it is not supervised."""
         own = constraints.restart
         if self._restart is not None and not isinstance(own, Restart):
-            self._family = self._family or self._new_family(self._restart)
-            return self._family, own or self._restart.kind
+            self._supervisor = self._supervisor or self._new_supervisor(self._restart)
+            return self._supervisor, own or self._restart.kind
         policy: Restart | None = own if isinstance(own, Restart) else getattr(cls, "__aiodaft_restart__", None)
         if isinstance(own, str):
             policy = replace(policy or Restart(), kind=own)
-        return None if policy is None else (self._new_family(policy), policy.kind)
+        return None if policy is None else (self._new_supervisor(policy), policy.kind)
 
-    def _new_family(self, policy: Restart) -> Supervisor:
-        return Supervisor(self._runtime.supervisor, policy, self._runtime.stop_grace, self._scope.fail)
+    def _new_supervisor(self, policy: Restart) -> Supervisor:
+        controller = self._controller
+        return Supervisor(controller.directory, policy, controller.options.stop_grace, self._scope.fail)
 
-    async def _find_place(
-        self, recipe: ChildSpec, constraints: Constraints, host: PeerId | None, *, keep: bool
-    ) -> Place:
-        runtime, cls = self._runtime, recipe.cls
-        worker_environment = WorkerEnvironment.here() if host is None else None
-        conditions = Conditions(constraints.patience_with(cls), worker_environment)
-        placing: Ref[Place] = runtime.node.place(recipe.label, constraints.demand(cls), host, conditions, keep)
+    async def _find_place(self, spec: ChildSpec, constraints: Constraints, host: PeerId | None, *, keep: bool) -> Place:
+        cls = spec.cls
+        environment = WorkerEnvironment.here() if host is None else None
+        conditions = Conditions(constraints.patience_with(cls), environment)
+        placing: Ref[Place] = self._controller.node.place(spec.label, constraints.demand(cls), host, conditions, keep)
         try:
             return await placing
         except asyncio.CancelledError:
             if placing.done() and placing.exception() is None:
-                # The place was found in the very moment of the cancellation: nobody else knows of it.
+                # The place was found while the cancellation was on its way: only this code can free it.
                 place = await placing
                 with shield_from_anyio():
-                    await self._undo(Target(runtime.peer, place.peer, place.actor, recipe.label, self._scope))
+                    await self._undo(self._controller.target(place.peer, place.actor, spec.label, self._scope))
             raise
 
-    async def _host(self, target: Target, recipe: ChildSpec, *, again: bool = False) -> None:
-        """Have the actor's process make it."""
-        what = f"{recipe.cls.__name__} cannot be spawned"
+    async def _host(self, target: Target, spec: ChildSpec, *, again: bool = False) -> None:
+        """Make the actor in its process."""
+        what = f"{spec.cls.__name__} cannot be spawned"
         try:
             self._scope.check_open(what)
-            making = recipe.make(self._runtime.peer, target.remote, target.actor, again=again)
+            making = spec.make(self._controller.peer, target.remote, target.actor, again=again)
             self._making[making] = target
             try:
                 await making
@@ -130,12 +169,12 @@ class ScopeActors:
                 self._scope.check_open(what)
             if isinstance(error, SerializationError) and isinstance(error.__cause__, ImportError):
                 raise SpawnFailed(
-                    f"{recipe.label} cannot be made: its process cannot load what it needs: {error}"
+                    f"{spec.label} cannot be made: its process cannot load what it needs: {error}"
                 ) from error
             raise
 
     async def _undo(self, target: Target) -> None:
-        undoing = self._runtime.start_task(self._vacate(target), f"take back {target.label}")
+        undoing = self._controller.start_task(self._vacate(target), f"take back {target.label}")
         await asyncio.wait([undoing])
 
     # Ending.
@@ -148,42 +187,40 @@ class ScopeActors:
 
     async def kill(self, target: Target) -> None:
         """End an actor's process at once. Idempotent."""
-        life = self._runtime.supervisor.retire(target)
-        await self._runtime.node.kill(target.remote if life is None else life.place.peer, "killed by its owner")
-        if life is not None:
-            await life.settled()
+        controller = self._controller
+        child = controller.directory.retire(target)
+        await controller.node.kill(target.remote if child is None else child.place.peer, "killed by its owner")
+        if child is not None:
+            await child.settled()
         self._owned.pop(target.identity, None)
 
     async def kill_all(self) -> None:
-        """End the processes of all, and let `stop_all` see to the rest."""
-        node = self._runtime.node
+        """End the processes of all actors; `stop_all` still has to free their places."""
+        node = self._controller.node
         await asyncio.gather(*(node.kill(target.remote, "its scope was cancelled").ready() for target in self))
 
     async def stop_all(self, *, graceful: bool) -> None:
-        """Stop all, the last one first; without grace all at once. Those that are being made are taken back."""
-        await self._stop_making()
-        await self._end(list(self), graceful=graceful)
-
-    async def _end(self, targets: Sequence[Target], *, graceful: bool) -> None:
-        runtime = self._runtime
-        ending = [life for target in targets if (life := runtime.supervisor.retire(target)) is not None]
-        await asyncio.gather(*(life.settled() for life in ending))
-        if graceful:
-            answers = await stop_in_turn(runtime.peer, targets, WHY_STOPPED, runtime.stop_grace)
-        else:
-            answers = await asyncio.gather(*(stop_actor(runtime.peer, target, WHY_STOPPED, 0) for target in targets))
-        await asyncio.gather(*map(self._vacate, targets, answers))
-
-    async def _stop_making(self) -> None:
+        """Take back the actors that are being made, then stop all others: the last one first, or all at once."""
         making = dict(self._making)
         for ref in making:
             ref.cancel()
         await asyncio.gather(*(ref.ready() for ref in making))
         await asyncio.gather(*(self._vacate(target) for target in making.values()))
+        await self._end(list(self), graceful=graceful)
+
+    async def _end(self, targets: Sequence[Target], *, graceful: bool) -> None:
+        controller, peer = self._controller, self._controller.peer
+        children = [child for target in targets if (child := controller.directory.retire(target)) is not None]
+        await asyncio.gather(*(child.settled() for child in children))
+        if graceful:
+            answers = await stop_in_turn(peer, targets, WHY_STOPPED, controller.options.stop_grace)
+        else:
+            answers = await asyncio.gather(*(stop_actor(peer, target, WHY_STOPPED, 0) for target in targets))
+        await asyncio.gather(*map(self._vacate, targets, answers))
 
     async def _vacate(self, target: Target, answers: bool = True) -> None:
         self._owned.pop(target.identity, None)
-        runtime = self._runtime
-        await runtime.coordinator.release(*target.identity)
-        await runtime.node.vacate(target.remote, target.actor, WHY_STOPPED, answers=answers)
-        runtime.supervisor.close(target)
+        controller = self._controller
+        await controller.coordinator.release(*target.identity)
+        await controller.node.vacate(target.remote, target.actor, WHY_STOPPED, answers=answers)
+        controller.directory.close(target)

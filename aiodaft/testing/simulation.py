@@ -82,7 +82,8 @@ class Simulation:
     def peers(self) -> list[tuple[Peer, SimulatedProcess]]:
         """What runs in each process, also in those that have ended."""
         workers = [worker for launcher in self._launchers for worker in launcher.workers]
-        found = [(runtime._peer, self.controller) for runtime in self._runtimes]
+        found: list[tuple[Peer | None, SimulatedProcess]] = []
+        found += [(one._controller.peer, self.controller) for one in self._runtimes if one._controller.name]
         found += [(worker.peer, worker.process) for worker in workers]
         return [(peer, process) for peer, process in found if peer is not None]
 

@@ -336,6 +336,6 @@ async def test_cancelling_races_with_the_result_and_there_is_one_outcome(rt: aio
         del task
     assert "cancelled" in outcomes
     assert await echo.echo("still in order") == "still in order"
-    assert not rt.peer.connections[next(iter(rt.peer.connections))].session.calls
+    assert not rt._controller.peer.connections[next(iter(rt._controller.peer.connections))].session.calls
     while (await rt.info(echo)).stored_bytes:
         pass

@@ -245,14 +245,14 @@ async def test_the_wait_is_over_when_the_call_is(
     # Results that came too late go with the refs of them.
     while (await module_rt.info(it.subject)).stored_bytes:
         pass
-    assert not any(connection.session.calls for connection in module_rt.peer.connections.values())
+    assert not any(connection.session.calls for connection in module_rt._controller.peer.connections.values())
 
 
 async def test_what_a_cancelled_call_gives_all_the_same_is_dropped(
     module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The call ends before its grace time does.
-    monkeypatch.setattr(module_rt.peer.process, "grace", 3600)
+    monkeypatch.setattr(module_rt._controller.peer.process, "grace", 3600)
     subject = await module_rt.spawn(Subject)
     ref = subject.stubborn(subject)
     await subject.has_begun()
@@ -271,7 +271,7 @@ async def test_what_a_cancelled_call_gives_all_the_same_is_dropped(
 async def test_a_run_of_a_graph_that_is_cancelled_starts_no_more_steps_on_the_thread(
     module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module_rt.peer.process, "grace", 3600)
+    monkeypatch.setattr(module_rt._controller.peer.process, "grace", 3600)
     subject = await module_rt.spawn(Subject)
     await subject.remember_loop()
 

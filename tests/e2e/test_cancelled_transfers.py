@@ -68,12 +68,12 @@ async def test_an_argument_whose_call_is_cancelled_before_anybody_looks_at_it(
     fifo.write_bytes(b"")
     with pytest.raises(aiodaft.CallCancelled):
         await call
-    while in_use(module_rt.peer):
+    while in_use(module_rt._controller.peer):
         await warden.in_use()
 
 
 async def test_a_value_that_is_freed_in_the_moment_in_which_it_is_there(module_rt: aiodaft.Runtime) -> None:
-    peer = module_rt.peer
+    peer = module_rt._controller.peer
     helper = Helper(peer)
     ref = module_rt.put(bytes(LARGE))
     _, number, *_ = peer.refs.describe(ref)
@@ -89,7 +89,7 @@ async def test_a_value_that_is_freed_in_the_moment_in_which_it_is_there(module_r
 
 @pytest.mark.parametrize("case", ["a call that was cancelled", "a call too many"])
 async def test_grants_in_a_message_that_is_never_sent(module_rt: aiodaft.Runtime, case: str) -> None:
-    peer, packer = module_rt.peer, await module_rt.spawn(Packer)
+    peer, packer = module_rt._controller.peer, await module_rt.spawn(Packer)
     first = packer.take_at_last(bytes(MEDIUM))
     session = peer.connections[state_of(first).producer].session
     window, session._window_bytes, session._max_pending = session._window_bytes, 1, 2
@@ -140,7 +140,7 @@ async def test_results_of_a_graph_whose_closing_is_cancelled(module_rt: aiodaft.
 
 
 async def test_a_value_for_a_graph_that_is_no_more(module_rt: aiodaft.Runtime) -> None:
-    peer = module_rt.peer
+    peer = module_rt._controller.peer
     kept = await kept_here(module_rt)
     assert kept.block is not None
     item = (0, kept.payload, kept.blobs_for(peer.connections.loopback), (), ())
@@ -162,7 +162,7 @@ async def kept_here(module_rt: aiodaft.Runtime) -> StoredValue:
 
 @pytest.mark.parametrize("how", ["dropped", "before the first step"])
 async def test_a_delivery_that_nobody_has_any_more_is_declined(module_rt: aiodaft.Runtime, how: str) -> None:
-    peer = module_rt.peer
+    peer = module_rt._controller.peer
     kept = await kept_here(module_rt)
     assert kept.block is not None
     delivery = Delivery(
@@ -181,14 +181,14 @@ async def test_a_delivery_that_nobody_has_any_more_is_declined(module_rt: aiodaf
 
 async def test_what_was_lent_is_not_read_any_more_when_everybody_has_dropped_it(module_rt: aiodaft.Runtime) -> None:
     lent = Borrowed(bytes(MEDIUM))
-    kept = module_rt.peer.store.keep(lent.value, Names("a value"), lender=lent)
+    kept = module_rt._controller.peer.store.keep(lent.value, Names("a value"), lender=lent)
     assert not kept.packed
     del kept
     await lent.released()
 
 
 async def test_a_value_that_cannot_be_granted_as_a_whole_is_not_granted_in_part(module_rt: aiodaft.Runtime) -> None:
-    peer = module_rt.peer
+    peer = module_rt._controller.peer
     tensors = [aiodaft.empty((MEDIUM,)) for _ in range(2)]
     kept = peer.store.keep(tensors, Names("tensors"))
     peer.store.pack_here(kept)
@@ -218,7 +218,7 @@ class Breaking:
 async def test_a_process_that_is_lost_while_it_is_told_of_a_value_is_granted_nothing(
     module_rt: aiodaft.Runtime,
 ) -> None:
-    peer = module_rt.peer
+    peer = module_rt._controller.peer
     tensors = [aiodaft.empty((MEDIUM,)) for _ in range(2)]
     kept = peer.store.keep(tensors, Names("tensors"))
     peer.store.pack_here(kept)

@@ -41,7 +41,7 @@ async def nothing_is_left(rt: aiodaft.Runtime, *actors: Courier) -> None:
     for actor in actors:
         while await actor.traces() != [0, 0, 0, 0]:
             await asyncio.sleep(0)
-    while rt.peer.channels.keepers or rt.peer.channels.ends:
+    while rt._controller.peer.channels.keepers or rt._controller.peer.channels.ends:
         await asyncio.sleep(0)
 
 

@@ -72,9 +72,9 @@ async def test_c36_the_kernel_that_kills_for_want_of_memory_is_named_and_others_
 
 async def kill_one_of_four(rt: aiodaft.Runtime, group: Path) -> None:
     other = await rt.spawn(Echo)
-    assert rt._launcher is not None
+    assert rt._controller.launcher is not None
     # What is forked from here on belongs to it.
-    move(rt._launcher.pid, group)
+    move(rt._controller.launcher.pid, group)
     victims = [await rt.spawn(Failing) for _ in range(3)]
     waiting = victims[0].wait()
     os.kill((await rt.info(victims[0])).pid, signal.SIGKILL)
@@ -95,7 +95,7 @@ async def kill_one_of_four(rt: aiodaft.Runtime, group: Path) -> None:
 async def test_the_last_method_is_known_whoever_called_it(rt: aiodaft.Runtime) -> None:
     b, a = await rt.on(patience=aiodaft.Patience(0.1, None)).spawn(Sleeper), await rt.spawn(Sleeper)
     ref = a.call(b, 60)
-    while (await rt.node.process_of(rt._target(b).remote)).vitals.last_method != "Sleeper.sleep":
+    while (await rt._controller.node.process_of(rt._target(b).remote)).vitals.last_method != "Sleeper.sleep":
         pass
     os.kill((await rt.info(b)).pid, signal.SIGKILL)
     with pytest.raises(aiodaft.ActorDied, match=r"under way: Sleeper.sleep, for [\d.]+ s or more") as caught:
@@ -183,9 +183,9 @@ async def test_c42_killing_the_fork_server_ends_actors_and_says_so(
     echo = await rt.spawn(Sleeper)
     ref = echo.sleep(60)
     await echo.history()
-    assert rt._launcher is not None
-    assert rt._launcher.pid is not None
-    os.kill(rt._launcher.pid, signal.SIGKILL)
+    assert rt._controller.launcher is not None
+    assert rt._controller.launcher.pid is not None
+    os.kill(rt._controller.launcher.pid, signal.SIGKILL)
     with pytest.raises(aiodaft.ActorDied):
         await ref
     with pytest.raises(aiodaft.SpawnFailed, match="fork server is gone"):
@@ -198,16 +198,16 @@ async def test_a_death_is_seen_while_the_fork_server_is_stopped(
     # Nothing is settled by waiting for long.
     monkeypatch.setattr(node, "_REPORT_TIMEOUT", 3600)
     killed, exiting = await rt.spawn(Failing), await rt.spawn(Failing)
-    assert rt._launcher is not None
-    assert rt._launcher.pid is not None
-    os.kill(rt._launcher.pid, signal.SIGSTOP)
+    assert rt._controller.launcher is not None
+    assert rt._controller.launcher.pid is not None
+    os.kill(rt._controller.launcher.pid, signal.SIGSTOP)
     with pytest.raises(aiodaft.ActorDied, match="was killed by SIGKILL") as caught:
         await killed.kill_itself()
     assert (caught.value.signal, caught.value.exit_code) == ("SIGKILL", None)
     with pytest.raises(aiodaft.ActorDied, match="ended with exit code 0") as caught:
         await exiting.exit(0)
     assert (caught.value.signal, caught.value.exit_code) == (None, 0)
-    os.kill(rt._launcher.pid, signal.SIGCONT)
+    os.kill(rt._controller.launcher.pid, signal.SIGCONT)
     assert await (await rt.spawn(Failing)).count() == 0
 
 

@@ -26,7 +26,7 @@ def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
 @pytest.fixture
 def here(module_rt: aiodaft.Runtime) -> HostDriver:
     """The devices of this process."""
-    peer = module_rt.peer
+    peer = module_rt._controller.peer
     return install(peer, 0) if peer.store._devices is None else peer.store.devices.transport.driver  # type: ignore[return-value]  # see above
 
 
@@ -184,7 +184,7 @@ async def test_into_goes_between_host_and_device_and_between_devices(rt: aiodaft
 
 async def test_a_producer_that_dies_fails_what_is_not_here_yet_and_nothing_else() -> None:
     async with aiodaft.Runtime() as rt:
-        install(rt.peer, 0)
+        install(rt._controller.peer, 0)
         a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
         here = await a.make(SIZE, 1.0)
         waiting = b.where(a.make_slowly(SIZE, 5.0))

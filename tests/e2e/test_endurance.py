@@ -37,14 +37,14 @@ async def test_spawning_and_stopping_over_and_over_grows_nothing(rt: aiodaft.Run
 
     await come_and_go()
     gc.collect()
-    assert rt._launcher is not None
-    assert rt._launcher.pid is not None
-    before, server = Snapshot.take(), len(os.listdir(f"/proc/{rt._launcher.pid}/fd"))
+    assert rt._controller.launcher is not None
+    assert rt._controller.launcher.pid is not None
+    before, server = Snapshot.take(), len(os.listdir(f"/proc/{rt._controller.launcher.pid}/fd"))
     for _ in range(count):
         await come_and_go()
     gc.collect()
     assert Snapshot.take().new_since(before) == {}
-    assert len(os.listdir(f"/proc/{rt._launcher.pid}/fd")) == server
+    assert len(os.listdir(f"/proc/{rt._controller.launcher.pid}/fd")) == server
 
 
 async def test_sixty_four_actors_on_however_few_cores_answer_and_go(rt: aiodaft.Runtime) -> None:
@@ -79,8 +79,8 @@ async def test_tiny_calls_by_the_thousand_leave_nothing(rt: aiodaft.Runtime, cou
     gc.collect()
     for now, earlier in zip((resident(os.getpid()), resident(pid)), before, strict=True):
         assert now - earlier < 2 * MIB
-    (connection,) = (connection for connection in rt.peer.connections.values() if connection.lost is None)
-    assert (connection.session.calls, rt.peer.host.calls()) == ({}, [])
+    (connection,) = (connection for connection in rt._controller.peer.connections.values() if connection.lost is None)
+    assert (connection.session.calls, rt._controller.peer.host.calls()) == ({}, [])
 
 
 @counts(300, 30_000)

@@ -111,7 +111,7 @@ async def test_a_graph_does_without_rings_where_an_actor_has_no_descriptors(rt: 
         assert await graph(torch.ones(10)) == 10
         with pytest.raises(aiodaft.ResourceExhausted, match=rf"cannot be received: {NO_DESCRIPTORS}"):
             await graph(torch.ones(LARGE))
-    connection = rt.peer.connections.to(rt._target(actor).remote)
+    connection = rt._controller.peer.connections.to(rt._target(actor).remote)
     assert connection.ring is None
     assert await actor.release() == "released"
     async with aiodaft.compile(actor.total) as graph:
@@ -124,7 +124,7 @@ async def test_every_run_of_a_graph_fails_whose_actors_cannot_be_connected_with_
     async with aiodaft.compile(second.total) as graph:
         assert await graph(torch.ones(10)) == 10
     await second.hoard()
-    connection = rt.peer.connections.to(rt._target(second).remote)
+    connection = rt._controller.peer.connections.to(rt._target(second).remote)
     async with aiodaft.compile(lambda count: second.total(first.ones(count))) as graph:
         for _ in range(3):
             # A process that sleeps is told of a run in such a way that the process before it wakes it.
@@ -172,7 +172,7 @@ async def test_a_value_beyond_the_limit_on_files_fails_and_says_so(rt: aiodaft.R
 
 async def test_an_actor_never_ends_with_code_0_because_its_connection_broke(rt: aiodaft.Runtime) -> None:
     actor = await rt.on(restart="temporary").spawn(Hoarder)
-    connection = rt.peer.connections.to(rt._target(actor).remote)
+    connection = rt._controller.peer.connections.to(rt._target(actor).remote)
     connection.send_note("shm", b"nonsense")
     with pytest.raises(aiodaft.ActorDied) as caught:
         await actor.release()

@@ -349,7 +349,7 @@ async def test_what_is_old_news_changes_nothing(module_rt: aiodaft.Runtime) -> N
 async def test_those_who_wait_for_an_actor_do_not_change_what_others_hear_of_its_end(
     module_rt: aiodaft.Runtime,
 ) -> None:
-    peer = module_rt.peer
+    peer = module_rt._controller.peer
     life = FollowingTarget(peer, Location(NOWHERE, ActorId(1 << 30)), peer.process.id, "a ghost", None)
     waiting = Handle(life, Mortal).get()
     error = aiodaft.ActorDied("calls that were under way get copies of this")

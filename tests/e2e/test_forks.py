@@ -101,8 +101,8 @@ async def test_a_child_that_lives_on_does_not_keep_the_runtime_from_ending() -> 
     try:
         async with aiodaft.Runtime(preload=()) as rt:
             pid = await (await rt.spawn(Echo)).pid()
-            assert rt._launcher is not None
-            fork_server = rt._launcher._process
+            assert rt._controller.launcher is not None
+            fork_server = rt._controller.launcher._process
             child.start()
             await asyncio.to_thread(ready.wait)
         # By itself, when its connection ended: nobody had to kill it.

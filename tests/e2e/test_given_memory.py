@@ -22,7 +22,7 @@ STRAIGHT = ["plain", "bytes", "bfloat16", "bool", "complex", "transposed", "chan
 
 
 def transport_of(rt: aiodaft.Runtime, name: str) -> Any:
-    return rt.peer.store.transport_named(name)
+    return rt._controller.peer.store.transport_named(name)
 
 
 def landed(rt: aiodaft.Runtime, name: str) -> tuple[int, int]:
@@ -205,7 +205,7 @@ async def test_a_write_before_it_was_read_is_found_out(module_rt: aiodaft.Runtim
 
 
 async def test_it_ends_with_the_tensor_but_not_before_its_readers(module_rt: aiodaft.Runtime) -> None:
-    giver, store = await module_rt.spawn(Giver), module_rt.peer.store
+    giver, store = await module_rt.spawn(Giver), module_rt._controller.peer.store
     tensor = torch.ones(SIZE)
     registration = aiodaft.register(tensor[1000:])
     ref = module_rt.put(tensor[1000:], transport="tcp")
@@ -253,4 +253,4 @@ async def test_what_cannot_be_registered_is_refused_with_the_reason(module_rt: a
     registration.close()
     aiodaft.register(torch.zeros(0, 3)).close()
     with aiodaft.register(whole[:50]), aiodaft.register(whole[50:]):
-        assert len(module_rt.peer.store._registered) == 2
+        assert len(module_rt._controller.peer.store._registered) == 2

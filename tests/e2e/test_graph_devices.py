@@ -22,7 +22,7 @@ SIZE = 1 << 18
 @pytest.fixture
 def here(module_rt: aiodaft.Runtime) -> HostDriver:
     """The devices of this process."""
-    peer = module_rt.peer
+    peer = module_rt._controller.peer
     return install(peer, 0) if peer.store._devices is None else peer.store.devices.transport.driver  # type: ignore[return-value]  # see above
 
 

@@ -203,5 +203,5 @@ async def test_cancelling_the_end_of_a_group_leaves_no_member(
         ending.cancel()
     await asyncio.wait([ending])
     assert ending.cancelled()
-    assert await rt.node.processes() == ()
+    assert await rt._controller.node.processes() == ()
     assert (await rt.resources())[1]["gpus"] == 4

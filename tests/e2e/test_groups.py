@@ -384,5 +384,5 @@ async def test_a_group_whose_making_is_cancelled_leaves_no_member(rt: aiodaft.Ru
     making.cancel()
     await asyncio.wait([making])
     assert making.cancelled()
-    assert await rt.node.processes() == ()
+    assert await rt._controller.node.processes() == ()
     assert not len(rt._scope_actors)

@@ -80,7 +80,7 @@ async def test_d60_one_that_stays_stopped_is_given_up_and_everybody_hears(rt: ai
     assert not is_alive(pid)
     ours, theirs = socket.socketpair()
     with theirs:
-        rt.peer.connections.attach(remote, ours)
+        rt._controller.peer.connections.attach(remote, ours)
         assert theirs.recv(1 << 10) == b""
 
 
@@ -175,7 +175,7 @@ async def test_a_controller_that_is_blocked_accuses_nobody(
     echo = await rt.on(patience=Patience(None, 0.8)).spawn(Echo)
     # A notebook cell that computes, for longer than any actor may be silent.
     threading.Event().wait(1.2)
-    while (seen := await rt.node.process_of(rt._target(echo).remote)) and seen.vitals.silent_for > 0.4:
+    while (seen := await rt._controller.node.process_of(rt._target(echo).remote)) and seen.vitals.silent_for > 0.4:
         pass
     assert seen is not None
     assert await echo.echo("still here") == "still here"
@@ -188,14 +188,14 @@ async def test_one_that_is_given_up_goes_also_if_the_fork_server_is_stopped(monk
     async with aiodaft.Runtime(preload=(), patience=Patience(None, 0.5)) as rt:
         stuck = await rt.spawn(Stuck)
         pid = (await rt.info(stuck)).pid
-        assert rt._launcher is not None
-        assert rt._launcher.pid is not None
-        os.kill(rt._launcher.pid, signal.SIGSTOP)
+        assert rt._controller.launcher is not None
+        assert rt._controller.launcher.pid is not None
+        os.kill(rt._controller.launcher.pid, signal.SIGSTOP)
         with pytest.raises(aiodaft.PeerLost):
             await stuck.stop_itself()
         while is_alive(pid):
             pass
-        os.kill(rt._launcher.pid, signal.SIGCONT)
+        os.kill(rt._controller.launcher.pid, signal.SIGCONT)
         assert await (await rt.spawn(Echo)).echo("goes on") == "goes on"
 
 

@@ -78,7 +78,7 @@ async def test_a_process_is_remembered_for_a_while_and_forgotten_for_good(
         await rt.stop(echo)
         gone.append(echo)
     gc.collect()
-    assert len(rt.peer.connections) <= 4
+    assert len(rt._controller.peer.connections) <= 4
     for echo in gone:
         with pytest.raises(aiodaft.ActorDied) as caught:
             await echo.echo(2)

@@ -116,7 +116,7 @@ async def test_naming_an_actor_that_is_gone_is_refused(rt: aiodaft.Runtime) -> N
 async def test_the_coordinator_takes_no_part_in_calls(rt: aiodaft.Runtime) -> None:
     echo, relay = await rt.spawn(Echo), await rt.spawn(Relay)
     assert await relay.call_other(echo, 0) == 0
-    hosted = next(hosted for hosted in rt.peer.actors.values() if hosted.name == "coordinator")
+    hosted = next(hosted for hosted in rt._controller.peer.actors.values() if hosted.name == "coordinator")
     before = hosted.done
     await asyncio.gather(*(relay.call_other(echo, index) for index in range(1000)))
     assert hosted.done == before
@@ -136,7 +136,7 @@ async def test_info_says_how_an_actor_is_doing(rt: aiodaft.Runtime) -> None:
     sleeper = await rt.on(gpus=2).spawn(Sleeper)
     info = await rt.info(sleeper)
     assert (info.name, info.class_name, info.names, info.gpus, info.node, info.alive) == (
-        "Sleeper-1", "Sleeper", (), (0, 1), rt.node_name, True,
+        "Sleeper-1", "Sleeper", (), (0, 1), rt._controller.options.node_name, True,
     )  # fmt: skip
     assert is_alive(info.pid)
     assert (info.running, info.queued, info.done, info.stored_bytes) == ((), 0, 0, 0)

@@ -141,10 +141,10 @@ async def test_c41_and_c42_in_a_pid_namespace_nothing_survives_its_actor_or_the_
             await asyncio.sleep(0)
         left = descendants() - mine
         # The fork server itself, not `unshare`, which waits for it.
-        assert rt._launcher is not None
-        assert rt._launcher.pid is not None
+        assert rt._controller.launcher is not None
+        assert rt._controller.launcher.pid is not None
         ref = other.hold_interpreter()
-        os.kill(only_child(rt._launcher.pid), signal.SIGKILL)
+        os.kill(only_child(rt._controller.launcher.pid), signal.SIGKILL)
         with pytest.raises(aiodaft.ActorDied):
             await ref
         with pytest.raises(aiodaft.SpawnFailed, match="the fork server is gone"):

@@ -79,7 +79,7 @@ async def test_a_value_put_here_lives_as_long_as_its_ref(rt: aiodaft.Runtime) ->
     echo = await rt.spawn(Echo)
     ref = rt.put(bytes(1_000_000))
     assert await echo.echo(ref) == bytes(1_000_000)
-    arena = rt.peer.store.transport.arena  # type: ignore[attr-defined]  # its pool
+    arena = rt._controller.peer.store.transport.arena  # type: ignore[attr-defined]  # its pool
     assert arena.live_blocks() == 1
     del ref
     gc.collect()

@@ -62,7 +62,7 @@ async def test_spawns_that_are_cancelled_at_any_moment_leave_nothing(rt: aiodaft
 async def spawn_more_than_there_is_room_for(rt: aiodaft.Runtime, count: int) -> tuple[int, list[asyncio.Task[Echo]]]:
     """Stop the fork server and have it start more than its socket can hold: its pid, and who waits."""
     await rt.stop(await rt.spawn(Echo))
-    launcher = rt._launcher
+    launcher = rt._controller.launcher
     assert launcher is not None
     assert launcher.pid is not None
     assert launcher._socket is not None
@@ -92,7 +92,7 @@ async def test_spawns_that_are_cancelled_leave_nobody_also_if_the_fork_server_he
     for task in spawning:
         task.cancel()
     await asyncio.wait(spawning)
-    assert await rt.node.processes() == ()
+    assert await rt._controller.node.processes() == ()
     os.kill(pid, signal.SIGCONT)
     # It has done what it was told before.
     await rt.stop(await rt.spawn(Echo))
@@ -104,9 +104,9 @@ async def test_spawns_that_are_cancelled_leave_nobody_also_if_the_fork_server_he
 async def test_a_runtime_whose_fork_server_died_before_it_said_anything_can_be_closed() -> None:
     async with aiodaft.Runtime() as rt:
         spawning = asyncio.get_running_loop().create_task(waited_for(rt.spawn(Echo)))
-        while rt._launcher is None or rt._launcher.pid is None:
+        while rt._controller.launcher is None or rt._controller.launcher.pid is None:
             await asyncio.sleep(0)
-        os.kill(rt._launcher.pid, signal.SIGKILL)
+        os.kill(rt._controller.launcher.pid, signal.SIGKILL)
         with pytest.raises(aiodaft.SpawnFailed):
             await spawning
 
@@ -150,9 +150,9 @@ async def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end(monkeypatc
     async with asyncio.timeout(15):
         async with aiodaft.Runtime(preload=(), cancel_grace=0.1, stop_grace=0.1) as rt:
             pid = (await rt.info(await rt.spawn(Echo))).pid
-            assert rt._launcher is not None
-            assert rt._launcher.pid is not None
-            os.kill(rt._launcher.pid, signal.SIGSTOP)
+            assert rt._controller.launcher is not None
+            assert rt._controller.launcher.pid is not None
+            os.kill(rt._controller.launcher.pid, signal.SIGSTOP)
     await gone(pid)
 
 
@@ -160,8 +160,8 @@ async def test_a_stopped_fork_server_is_reported_and_then_fails_what_waits_for_i
     rt: aiodaft.Runtime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, loop = await rt.spawn(Echo), asyncio.get_running_loop()
-    assert rt._launcher is not None
-    fork_server = rt._launcher.pid
+    assert rt._controller.launcher is not None
+    fork_server = rt._controller.launcher.pid
     assert fork_server is not None
     with pytest.raises(ExceptionGroup) as limit, monkeypatch.context() as patch:
         async with rt.scope(restart=Restart(intensity=2, backoff=AT_ONCE)) as scope:
@@ -194,7 +194,7 @@ async def test_a_stopped_fork_server_is_reported_and_then_fails_what_waits_for_i
     while f"the fork server (pid {fork_server}) answers again" not in caplog.text:
         await asyncio.sleep(0)
     assert await (await rt.spawn(Echo)).echo("works again") == "works again"
-    assert len(await rt.node.processes()) == 2
+    assert len(await rt._controller.node.processes()) == 2
 
 
 async def test_a_fork_server_that_is_stuck_in_an_import_fails_what_waits_for_it(
@@ -232,12 +232,12 @@ async def test_what_actors_had_started_ends_with_the_runtime_though_the_fork_ser
     async with aiodaft.Runtime(preload=(), stop_grace=0.1, cancel_grace=0.1) as rt:
         parent = await rt.spawn(Parent)
         pids = [await parent.pid(), *await parent.fork_a_family(), await parent.start_a_daemon()]
-        assert rt._launcher is not None
-        assert rt._launcher.pid is not None
+        assert rt._controller.launcher is not None
+        assert rt._controller.launcher.pid is not None
         if how == "stopped":
-            os.kill(rt._launcher.pid, signal.SIGSTOP)
+            os.kill(rt._controller.launcher.pid, signal.SIGSTOP)
         else:
-            rt._launcher._preload = ("deaf" if how == "deaf" else "endless",)
+            rt._controller.launcher._preload = ("deaf" if how == "deaf" else "endless",)
             spawning = asyncio.get_running_loop().create_task(waited_for(rt.spawn(Echo)))
             while not reached.exists():
                 await asyncio.sleep(0)

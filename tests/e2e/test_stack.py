@@ -132,7 +132,7 @@ async def test_a_stopped_actor_that_was_looked_at_can_be_killed(module_rt: aioda
 
 def asked_of(rt: aiodaft.Runtime, actor: object) -> bool:
     """Whether calls of an actor's process are under way."""
-    return bool(rt.peer.connections[rt._target(actor).remote].session.calls)
+    return bool(rt._controller.peer.connections[rt._target(actor).remote].session.calls)
 
 
 _CONTROLLER = """

@@ -273,7 +273,7 @@ class Arriving:
 
 
 async def test_consumers_that_are_cancelled_leave_the_items_in_their_order(rt: aiodaft.Runtime) -> None:
-    stream = Arriving(rt.peer, 3)
+    stream = Arriving(rt._controller.peer, 3)
     tasks = await stream.consumers(2)
     for task in tasks:
         task.cancel()
@@ -283,7 +283,7 @@ async def test_consumers_that_are_cancelled_leave_the_items_in_their_order(rt: a
 
 
 async def test_what_a_cancelled_consumer_leaves_another_one_gets_that_waits_already(rt: aiodaft.Runtime) -> None:
-    stream = Arriving(rt.peer, 1)
+    stream = Arriving(rt._controller.peer, 1)
     first, second = await stream.consumers(2)
     first.cancel()
     await asyncio.wait([first])

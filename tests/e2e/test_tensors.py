@@ -204,7 +204,7 @@ async def test_released_at_the_caller_waits_for_readers(rt: aiodaft.Runtime) -> 
     a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
     ref = a.make_shared(MIB, 1.0)
     await b.keep(ref)
-    if rt.peer.store.transport.name == "shm":
+    if rt._controller.peer.store.transport.name == "shm":
         waiting = asyncio.get_running_loop().create_task(ref.released())
         await a.address()
         assert not waiting.done()

@@ -34,14 +34,14 @@ class Maker(Actor):
 
 def opened(rt: aiodaft.Runtime) -> set[str]:
     """Transports that this process has used."""
-    return set(rt.peer.store._transports)
+    return set(rt._controller.peer.store._transports)
 
 
 @pytest.mark.parametrize("name", ["by_tcp", "by_tcp_on_thread"])
 async def test_a_method_chooses_how_its_results_travel(name: str) -> None:
     async with aiodaft.Runtime(preload=()) as rt:
         maker = await rt.spawn(Maker)
-        if rt.peer.store.transport.name == "shm":
+        if rt._controller.peer.store.transport.name == "shm":
             assert len(await maker.usual()) == SIZE
             assert "tcp" not in opened(rt)
         assert await getattr(maker, name)() == bytes(SIZE)

@@ -24,8 +24,8 @@ async def family(rt: aiodaft.Runtime) -> Parent:
     """An actor with descendants of every kind, which are told of."""
     parent = await rt.spawn(Parent)
     pids = [await parent.pid(), *await parent.fork_a_family(), await parent.start_a_daemon()]
-    assert rt._launcher is not None
-    print(rt._launcher.pid, *pids, await parent.start_in_background(), flush=True)
+    assert rt._controller.launcher is not None
+    print(rt._controller.launcher.pid, *pids, await parent.start_in_background(), flush=True)
     return parent
 
 
@@ -46,9 +46,9 @@ async def stop_the_fork_server() -> None:
     """So that it cannot clear up."""
     async with aiodaft.Runtime(preload=()) as rt:
         await family(rt)
-        assert rt._launcher is not None
-        assert rt._launcher.pid is not None
-        os.kill(rt._launcher.pid, signal.SIGSTOP)
+        assert rt._controller.launcher is not None
+        assert rt._controller.launcher.pid is not None
+        os.kill(rt._controller.launcher.pid, signal.SIGSTOP)
         await asyncio.Event().wait()
 
 

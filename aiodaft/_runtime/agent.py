@@ -128,11 +128,6 @@ class Agent(Actor):
         """Take no more part in it."""
         self._peer.graphs.uninstall(_caller(), number)
 
-    @method(ordered=False)
-    async def cut_off(self, number: int) -> None:
-        """The calling process gets no values from a process any more, in a graph of this one."""
-        self._peer.graphs.cut_off(number)
-
     # Refs that this process owns or keeps.
 
     @method

@@ -67,11 +67,7 @@ async def test_runs_fail_of_actors_that_live_and_have_lost_each_other(rt: aiodaf
         with pytest.raises(RemoteProtocolError, match="it broke"):
             await under_way
         await first.open()
-        connection = rt._controller.peer.connections.to(processes[1])
         for run in range(3):
-            # A process that sleeps is told of a run in such a way that values from the process before it wake it.
-            while not connection.is_asleep:
-                await asyncio.sleep(0)
             with pytest.raises(RemoteProtocolError, match="it broke"):
                 await graph(run)
     while any([any((await actor.state())[1:]) for actor in (first, second)]):

@@ -107,30 +107,23 @@ async def test_a_run_is_one_message_to_each_process_and_one_back_and_no_socket(m
     assert after.control == before.control
 
 
-@pytest.mark.parametrize("asleep", [True, False])
-async def test_who_begins_is_told_first_unless_others_sleep_and_are_not_woken(
-    module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch, asleep: bool
+async def test_the_process_of_the_first_step_is_told_first(
+    module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = await spawn(module_rt, 2)
-    told: list[tuple[str, str]] = []
-    loud, quiet = Connection.send_in_turn, Connection.send_quietly
+    told: list[str] = []
+    send = Connection.send_in_turn
 
-    def note(name: str, send: Any) -> Any:
-        def noted(connection: Connection, message: Any) -> None:
-            if message[0] == RUN:
-                told.append((connection.remote, name))
-            send(connection, message)
-
-        return noted
+    def note(connection: Connection, message: Any) -> None:
+        if message[0] == RUN:
+            told.append(connection.remote)
+        send(connection, message)
 
     async with aiodaft.compile(lambda x: second.same(first.same(x))) as graph:
         expected = await graph(5)
-        monkeypatch.setattr(Connection, "is_asleep", asleep)
-        monkeypatch.setattr(Connection, "send_in_turn", note("loud", loud))
-        monkeypatch.setattr(Connection, "send_quietly", note("quiet", quiet))
+        monkeypatch.setattr(Connection, "send_in_turn", note)
         assert await graph(5) == expected
-    begins, follows = [target_of(actor).remote for actor in (first, second)]
-    assert told == ([(follows, "quiet"), (begins, "loud")] if asleep else [(begins, "loud"), (follows, "loud")])
+    assert told == [target_of(actor).remote for actor in (first, second)]
 
 
 async def test_many_runs_are_under_way_and_the_others_wait_here(module_rt: aiodaft.Runtime) -> None:

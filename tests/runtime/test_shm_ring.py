@@ -89,36 +89,6 @@ def test_who_sleeps_is_woken_once_and_who_looks_is_not(pair: tuple[RingPair, Rin
         assert not rang(second)
 
 
-def test_what_is_written_quietly_is_read_with_the_rest_or_when_it_is_said(pair: tuple[RingPair, RingPair]) -> None:
-    first, second = pair
-    second.reader.sleep()
-    barrier()
-    first.writer.write(b"quiet, ", wake=False)
-    assert second.reader.filled
-    assert not rang(second)
-    first.writer.write(b"loud")
-    assert rang(second)
-    assert second.reader.read(100) == b"quiet, loud"
-    second.reader.sleep()
-    barrier()
-    first.writer.write(b"later", wake=False)
-    first.writer.wake_reader()
-    assert rang(second)
-
-
-def test_who_was_left_asleep_by_what_fills_a_ring_is_woken_for_what_has_no_room(
-    pair: tuple[RingPair, RingPair],
-) -> None:
-    first, second = pair
-    second.reader.sleep()
-    barrier()
-    assert first.writer.write(bytes(CAPACITY), wake=False) == CAPACITY
-    assert first.writer.write(b"quiet", wake=False) == 0
-    assert not rang(second)
-    assert first.writer.write(b"loud") == 0
-    assert rang(second)
-
-
 def test_a_full_ring_rings_the_writer_when_there_is_room(pair: tuple[RingPair, RingPair]) -> None:
     first, second = pair
     assert first.writer.write(bytes(CAPACITY + 1)) == CAPACITY

@@ -134,29 +134,6 @@ class Connection:
             self.session.line_up(message)
             self._sent_one()
 
-    def send_quietly(self, message: Message) -> None:
-        """Send a message in turn that the peer has no use for before something else wakes it: saves that wake-up."""
-        if self._send_queue.ring is not None:
-            # What was said before may be awaited. This may end the connection.
-            self._write()
-        if self._send_queue.ring is None or self.session.waiting:
-            self.send_in_turn(message)
-            return
-        self._pack(message)
-        self.traffic.messages_sent += 1
-        self._send_queue.write(self._take(), wake=False)
-
-    @property
-    def is_asleep(self) -> bool:
-        """Whether the peer would have to be woken for what comes through a ring."""
-        ring = self._send_queue.ring
-        return ring is not None and ring.writer.reader_sleeps
-
-    def wake(self) -> None:
-        """Let the peer notice what was sent quietly."""
-        if self._send_queue.ring is not None:
-            self._send_queue.ring.writer.wake_reader()
-
     def _sent_one(self) -> None:
         self.traffic.messages_sent += 1
         self._collected += 1

@@ -35,28 +35,13 @@ class Route(Control, Protocol):
         """Say something to the process. What is said after the end is lost."""
         ...
 
-    @property
-    def is_asleep(self) -> bool:
-        """Whether `send` has to wake the process, which takes a while."""
-        ...
-
     def send_in_turn(self, message: Message) -> None:
         """The same, behind the calls that were submitted before."""
-        ...
-
-    def send_quietly(self, message: Message) -> None:
-        """The same; if the process sleeps, it may notice only when something else wakes it."""
-        ...
-
-    def wake(self) -> None:
-        """See to it that the process notices what was sent quietly."""
         ...
 
 
 class Loopback:
     """A process's connection to itself, for transports and graphs: what is sent is there at once."""
-
-    is_asleep = False
 
     def __init__(
         self,
@@ -80,11 +65,6 @@ class Loopback:
     def send_in_turn(self, message: Message) -> None:
         """What a graph says before the calls that this process makes next: those do not wait for a turn of the loop."""
         self._handlers[message[0]](self, message)
-
-    send_quietly = send_in_turn
-
-    def wake(self) -> None:
-        """It never sleeps."""
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
         """Hand a note to the transport."""

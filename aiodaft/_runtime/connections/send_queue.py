@@ -45,8 +45,8 @@ class SendQueue:
         """Queue bytes, and descriptors, which are closed once they are sent."""
         self._waiting.append((memoryview(data), fds, self.ring))
 
-    def write(self, data: bytes, *, wake: bool = True) -> None:
-        """Send bytes, after what waits. Through a ring, they need not wake who reads it."""
+    def write(self, data: bytes) -> None:
+        """Send bytes, after what waits."""
         connection, ring = self._socket, self.ring
         assert connection is not None
         if self._waiting:
@@ -60,7 +60,7 @@ class SendQueue:
                 self._traffic.control_sent += sent
             else:
                 self._look()
-                sent = ring.writer.write(data, wake=wake)
+                sent = ring.writer.write(data)
         except BlockingIOError:
             sent = 0
         except OSError as error:

@@ -69,16 +69,13 @@ class RingWriter(_Direction):
         self._head = 0
         self._ring_doorbell = ring_doorbell
 
-    def write(self, data: bytes | memoryview, *, wake: bool = True) -> int:
-        """Write as much as there is room for; returns how many bytes that was. A reader that sleeps may sleep on."""
+    def write(self, data: bytes | memoryview) -> int:
+        """Write as much as there is room for, and return how many bytes that was. Wakes a reader that sleeps."""
         words, head = self.words, self._head
         count, room = len(data), CAPACITY - (head - words[_TAIL])
         if count > room:
             count, data = room, data[:room]
         if not count:
-            if wake:
-                # Who sleeps may have been left asleep by what fills it.
-                self.wake_reader()
             return 0
         at, start, mapping = head % CAPACITY, self._start, self._mapping
         first = CAPACITY - at
@@ -88,22 +85,11 @@ class RingWriter(_Direction):
             mapping[start + at : start + CAPACITY] = data[:first]
             mapping[start : start + count - first] = data[first:]
         words[HEAD] = self._head = head + count
-        if wake:
-            self.wake_reader()
-        return count
-
-    def wake_reader(self) -> None:
-        """See to it that what was written is noticed soon."""
-        words = self.words
         barrier()
         if words[_READER_SLEEPS] or not ORDERED:
             words[_READER_SLEEPS] = 0
             self._ring_doorbell()
-
-    @property
-    def reader_sleeps(self) -> bool:
-        """Whether the reader has to be woken."""
-        return bool(self.words[_READER_SLEEPS])
+        return count
 
     def wait_for_room(self) -> bool:
         """Ask for the doorbell when there is room; False if there is some already."""

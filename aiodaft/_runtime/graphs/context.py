@@ -26,10 +26,6 @@ class GraphAgent(Protocol):
         """Take no more part in it."""
         ...
 
-    def cut_off(self, number: int, /) -> Awaitable[None]:
-        """Tell the owner of a graph that the calling process has lost another participant."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class GraphContext:

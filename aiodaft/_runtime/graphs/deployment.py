@@ -27,17 +27,15 @@ class RunRoute:
     Attributes:
         process: The participant.
         route: The route to it.
-        follows: Whether its steps begin only after values of other participants.
         inputs: The inputs that it needs; None for all, in their order.
         results: Its results, as positions among the numbers of a run; None for all, in their order.
     """
 
-    __slots__ = ("follows", "inputs", "process", "results", "route")
+    __slots__ = ("inputs", "process", "results", "route")
 
     def __init__(self, route: Route, plan: SubPlan[Arguments], inputs: int, results: list[int]) -> None:
         self.process = plan.process
         self.route = route
-        self.follows = plan.follows
         self.inputs = _none_if_all(plan.inputs, inputs)
         self.results = _none_if_all(tuple(map(results.index, plan.outputs)), len(results))
 
@@ -58,7 +56,6 @@ class Deployment:
             is made in this process).
         routes: The routes to the processes.
         run_routes: What a RUN to each process carries; processes that follow others come last.
-        some_follow: Whether there are such.
     """
 
     def __init__(self, context: GraphContext, dataflow: Dataflow[Arguments], specs: Specs) -> None:
@@ -75,7 +72,6 @@ class Deployment:
         self.plans = make_plan(self.dataflow)
         self.reports = {value: process for process, plan in self.plans.items() for value in plan.reports}
         self.routes = {process: context.connections.route_to(process) for process in self.plans}
-        self.some_follow = any(plan.follows for plan in self.plans.values())
         self.results: dict[int, tuple[Target, MethodSpec, Connection | None]] = {}
         for value in dataflow.outputs:
             route = self.routes[self.reports[value]]
@@ -88,8 +84,6 @@ class Deployment:
         # Settled after the last run.
         self._end: asyncio.Future[None] | None = None
         self._failed = False
-        # Two participants have lost each other, and may both live.
-        self._some_cut_off = False
         self._places = [(target, _place(target)) for target in dict.fromkeys(target for target, _ in specs)]
         self._followed = [target for target, _ in self._places if isinstance(target, FollowingTarget)]
 
@@ -99,24 +93,6 @@ class Deployment:
         if not self._followed:
             return False
         return self._failed or any(_place(target) != place for target, place in self._places)
-
-    @property
-    def may_be_quiet(self) -> bool:
-        """Whether sleeping participants may be told quietly: the values of the others, which all live, wake them."""
-        if self._some_cut_off:
-            return False
-        routes = self.routes.values()
-        return any(route.is_asleep for route in routes) and all(route.lost is None for route in routes)
-
-    def cut_off(self) -> None:
-        """A participant gets no values from another one any more: from now on every RUN wakes its receiver."""
-        self._some_cut_off = True
-        self.wake()
-
-    def wake(self) -> None:
-        """Wake all participants, so that they notice quiet messages."""
-        for route in self.routes.values():
-            route.wake()
 
     async def find_actors(self) -> None:
         """Wait until every actor has a process.

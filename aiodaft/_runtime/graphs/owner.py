@@ -258,11 +258,7 @@ class GraphOwner:
         run.missing = deployment.reports.copy()
         left = time_left(run.deadline, context.process.loop.time)
         oldest = next(iter(self._runs))
-        # A participant that sleeps would not notice a deadline.
-        quiet = deployment.some_follow and left is None and deployment.may_be_quiet
-        # Quiet: tell the participants that follow first, without waking them; the values of the others will. Otherwise
-        # tell the participants that begin first.
-        for to in reversed(deployment.run_routes) if quiet else deployment.run_routes:
+        for to in deployment.run_routes:
             route = to.route
             chosen = enumerate(inputs) if to.inputs is None else [(index, inputs[index]) for index in to.inputs]
             if run.is_plain:
@@ -271,8 +267,7 @@ class GraphOwner:
                 refs = context.objects.refs
                 items = tuple([item_of(value, index, refs, route, executed=False) for index, value in chosen])
             numbers = run.numbers if to.results is None else tuple(map(run.numbers.__getitem__, to.results))
-            send = route.send_quietly if quiet and to.follows else route.send_in_turn
-            send(m.run(deployment.number, run.number, oldest, left, numbers, items))
+            route.send_in_turn(m.run(deployment.number, run.number, oldest, left, numbers, items))
             if route.lost is not None:
                 context.process.tasks.create_task(self._explain_loss(run, to.process), name="explain a lost actor")
         run.drop_inputs()
@@ -355,17 +350,8 @@ class GraphOwner:
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone: what it has not reported will not come."""
         self._deployment.leave(remote)
-        sent = [(run, run.deployment) for run in self._runs.values() if run.deployment is not None]
-        for deployment in dict.fromkeys(deployment for _, deployment in sent):
-            deployment.wake()
-        for run, _ in sent:
+        for run in [run for run in self._runs.values() if run.deployment is not None]:
             self._lost_run(run, remote, error)
-
-    def cut_off(self, number: int) -> None:
-        """A participant of a deployment has lost another one."""
-        for deployment in {self._deployment, *(run.deployment for run in self._runs.values())}:
-            if deployment is not None and deployment.number == number:
-                deployment.cut_off()
 
     def _lost_run(self, run: OwnerRun, remote: PeerId, error: DaftError) -> None:
         for index in [index for index in run.missing if run.missing[index] == remote]:

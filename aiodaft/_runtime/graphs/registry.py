@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Final
 
 from aiodaft._protocol import messages as m
@@ -65,8 +64,6 @@ class Graphs:
             for ref in step.data.outside:
                 step.outside.append(await self._constant(ref))
         self.participants[owner, number] = participant
-        if any(participant.routes[remote].lost is not None for remote in plan.receives):
-            self._report_cut_off(participant)
 
     async def _constant(self, ref: Any) -> GraphValue:
         descriptor = self._context.objects.refs.describe(ref)
@@ -78,15 +75,6 @@ class Graphs:
         participant = self.participants.get((owner, number))
         if participant is not None:
             participant.finish(lambda: self.participants.pop((owner, number), None))
-
-    def _report_cut_off(self, participant: Participant) -> None:
-        """Another participant, whose values wake this process, is lost to it; the owner may still reach both."""
-        self._context.process.tasks.create_task(self._tell_cut_off(participant), name="tell the owner of a graph")
-
-    async def _tell_cut_off(self, participant: Participant) -> None:
-        # If the owner is gone, the participant ends anyway.
-        with suppress(DaftError):
-            await self._context.agent_of(participant.owner).cut_off(participant.number)
 
     def _run_came(self, route: Route, message: m.Message) -> None:
         graph, number, oldest, left, numbers, items = m.read_run(message)
@@ -102,9 +90,6 @@ class Graphs:
             for _, _, blobs, *_ in (item for item in items if len(item) == m.ENCODED_VALUE):
                 self._context.objects.store.decline(route, blobs)
             return
-        if number not in participant.runs:
-            # The RUN may have come before, quietly.
-            self._context.connections.ring_poller.look()
         participant.run(number).values_came(items, route)
 
     def _skip_came(self, route: Route, message: m.Message) -> None:
@@ -115,12 +100,6 @@ class Graphs:
             run.skip()
 
     # As the owner.
-
-    def cut_off(self, number: int) -> None:
-        """A participant of a graph of this process has lost another one."""
-        own = self.own.get(number)
-        if own is not None:
-            own.cut_off(number)
 
     def _report_came(self, route: Route, message: m.Message) -> None:
         graph, number, items = m.read_report(message)
@@ -158,12 +137,8 @@ class Graphs:
 
     def connection_lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone for this reason: its values do not come."""
-        # Quiet messages may tell of runs that wait for them.
-        self._context.connections.ring_poller.look()
         for participant in self.participants.values():
             for run in list(participant.runs.values()):
                 run.lost(remote, error)
-            if remote in participant.plan.receives:
-                self._report_cut_off(participant)
         for own in list(self.own.values()):
             own.lost(remote, error)

@@ -6,36 +6,12 @@ import re
 from collections import deque
 
 import pytest
+from dataflows import BOUNDED, THREAD, actor, flows, step
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.mailbox import Rules
-from aiodaft._protocol.plan import ActorKey, Dataflow, Step, SubPlan, make_plan
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.plan import Dataflow, Step, SubPlan, make_plan
 from aiodaft.exceptions import CyclicGraph
-
-LOOP, THREAD, BOUNDED = Rules("go"), Rules("work", on_thread=True), Rules("few", concurrency=1)
-
-
-def actor(process: int, number: int = 16) -> ActorKey:
-    return PeerId(f"worker-{process}"), ActorId(number)
-
-
-def step(key: ActorKey, *needs: int, rules: Rules = LOOP, line: str = "x.py:1") -> Step[None]:
-    return Step(key, f"A-{key[1]}", f"A.{rules.name}", line, rules, needs, None)
-
-
-@st.composite
-def flows(draw: st.DrawFn) -> Dataflow[None]:
-    inputs = draw(st.integers(0, 3))
-    steps: list[Step[None]] = []
-    for index in range(draw(st.integers(1, 12))):
-        known = inputs + index
-        needs = draw(st.lists(st.integers(0, known - 1), max_size=3)) if known else []
-        key = actor(draw(st.integers(0, 2)), draw(st.integers(16, 17)))
-        steps.append(step(key, *needs, rules=draw(st.sampled_from([LOOP, THREAD, BOUNDED]))))
-    outputs = draw(st.lists(st.integers(inputs, inputs + len(steps) - 1), min_size=1, max_size=3))
-    return Dataflow(inputs, tuple(steps), tuple(outputs))
 
 
 def run(plans: dict[PeerId, SubPlan[None]], inputs: int) -> tuple[list[int], set[int]]:
@@ -95,7 +71,7 @@ def test_every_plan_runs_each_step_once_and_reports_outputs_and_ends(flow: Dataf
 @settings(max_examples=100, deadline=None)
 def test_steps_of_an_actor_keep_their_order(flow: Dataflow[None]) -> None:
     for plan in make_plan(flow).values():
-        for key in {step.actor for step in plan.steps}:
+        for key in {planned.actor for planned in plan.steps}:
             order = [
                 position for segment in plan.segments for position in segment.steps if plan.steps[position].actor == key
             ]

@@ -74,6 +74,19 @@ async def test_runs_fail_of_actors_that_live_and_have_lost_each_other(rt: aiodaf
         pass
 
 
+async def test_a_run_that_waits_behind_another_graph_calls_the_new_actor(rt: aiodaft.Runtime) -> None:
+    gate, old, new = await spawn(rt, 3)
+    async with (
+        aiodaft.compile(lambda x: old.same(gate.wait(x)), max_in_flight=1) as ahead,
+        aiodaft.compile(lambda x: old.mark(x)) as graph,
+    ):
+        runs = [ahead(1), ahead(2), graph((3, None))]
+        await graph.replace(old, new)
+        await gate.open()
+        await asyncio.gather(*runs)
+        assert (await old.notes(), await new.notes()) == ([], [3])
+
+
 @pytest.mark.parametrize("how", ["closed", "replaced"])
 async def test_steps_of_a_run_that_was_given_up_go_on_and_hold_nobody_up(rt: aiodaft.Runtime, how: str) -> None:
     slow, between, dead = await spawn(rt, 3)

@@ -124,10 +124,11 @@ class GraphOwner:
         """
         old = self._deployment
         self.specs = specs
-        self._move_waiting(self._find_lanes())
         self._preparing.cancel()
         self._redeploy()
         self._preparing = self._prepare()
+        # Not before: a run that stands first in its new lanes would be sent to the old actors.
+        self._move_waiting(self._find_lanes())
         try:
             if not self._is_idle(old):
                 await old.wait_end()

@@ -114,7 +114,7 @@ class Agent(Actor):
     @method(ordered=False)
     async def stack(self) -> ProcessStack:
         """What this process is in the middle of."""
-        return stack_here(self._peer)
+        return stack_here(self._peer.deadlocks.waits)
 
     # Graphs of other processes.
 

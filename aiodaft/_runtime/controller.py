@@ -149,7 +149,13 @@ class Controller:
     def _make_agent(self, root: Root) -> NodeAgent:
         options, peer = self.options, self.peer
         agent = NodeAgent(
-            peer, self.launcher, self._resources, options.gpu_names, uvloop=options.uvloop, patience=options.patience
+            peer.process,
+            peer.connections,
+            self.launcher,
+            self._resources,
+            options.gpu_names,
+            uvloop=options.uvloop,
+            patience=options.patience,
         )
         agent.on_died = root.actor_died
         agent.on_unheld = root.fail
@@ -275,7 +281,7 @@ class Controller:
 
     async def stack(self, patience: float) -> RuntimeStack:
         """The stacks of every process, each of which gets `patience` seconds to answer."""
-        return await stack_of_all(self.peer, self.node, patience)
+        return await stack_of_all(self.peer.deadlocks.waits, self.node, self.agent_of, patience)
 
     def _show_stacks(self, fork_server: int) -> None:
         async def text() -> str:

@@ -21,6 +21,7 @@ from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
+from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.objects.objects import Objects
@@ -64,11 +65,12 @@ class Peer:
         self.host = Host(process, self.store, self.connections.ring_poller)
         self.actors = self.host.actors
         self.inbound = Inbound(self.host, self.transfer, self.refs)
-        self.deadlocks = Deadlocks(self)
-        self.host.suspect = self.deadlocks.suspect
         self.graphs = Graphs(
             GraphContext(process, self.connections, self.objects, self.sender, self.actors, self.agent_of)
         )
+        waits = WaitGraph(self.host, self.connections, self.graphs, self.inbound.find)
+        self.deadlocks = Deadlocks(waits, self.agent_of)
+        self.host.suspect = self.deadlocks.suspect
         # Told, in a forked child, that it stayed behind.
         self.on_forked: Callable[[], object] = lambda: None
         self.current_maker = partial(current_task, self.process.loop)

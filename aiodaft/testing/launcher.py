@@ -41,7 +41,7 @@ class SimulatedWorker(Worker):
         self.launcher.ended(self.process, int(code or 0), None)
 
     def _start_heartbeat(self, peer: Peer) -> None:
-        SimulatedHeartbeat(self._heartbeat, peer).start()
+        SimulatedHeartbeat(self._heartbeat, peer.host).start()
 
 
 class SimulatedOutput:
@@ -94,7 +94,7 @@ class SimulatedHeartbeat(Heartbeat):
 
     def start(self) -> None:
         line: Any = self._connection
-        line.answer = lambda: self._answer(self._peer.process.env.monotonic())
+        line.answer = lambda: self._answer(self._process.env.monotonic())
 
 
 class SimulatedChild(ChildProcess):

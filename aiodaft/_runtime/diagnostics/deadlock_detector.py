@@ -8,30 +8,53 @@ it has connections to all of them, so there is one search per deadlock, and no c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextvars import Context
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from aiodaft._protocol.deadlock import CallAt, Deadlock, Search, Waiting
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.diagnostics.wait_graph import Waits
+from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
+from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError, DeadlockDetected, WaitingCall
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
-    from aiodaft._runtime.peer import Peer
 
 # Seconds between two looks at what is held up.
 _PATIENCE: Final = 0.25
 
 
+class SearchAgent(Protocol):
+    """The agent of a process, as far as a search calls it."""
+
+    @property
+    def investigate(self) -> Investigate:
+        """Search from these calls on; called in the home process."""
+        ...
+
+    def waits_of(self, calls: list[CallAt]) -> Awaitable[list[Waiting | None]]:
+        """What each of these calls waits for."""
+        ...
+
+    def give_up(self, at: CallAt, waiting: Waiting, story: str, cycle: tuple[WaitingCall, ...]) -> Awaitable[object]:
+        """End a deadlock by an error in a call, if the call waits as it did."""
+        ...
+
+
+class Investigate(Protocol):
+    """`SearchAgent.investigate`."""
+
+    def tell(self, roots: list[CallAt]) -> None:
+        """Call it without a reply."""
+        ...
+
+
 class Deadlocks:
     """The search for deadlocks, in one process."""
 
-    def __init__(self, peer: Peer) -> None:
-        self.waits = Waits(peer)
-        self._peer = peer
+    def __init__(self, waits: WaitGraph, agent_of: Callable[[PeerId], SearchAgent]) -> None:
+        self.waits = waits
+        self._process = waits.process
+        self._agent_of = agent_of
         self._actors: set[HostedActor] = set()
         # What was in the way when we last looked.
         self._seen: set[InboundCall] = set()
@@ -49,11 +72,11 @@ class Deadlocks:
 
     def _look_later(self) -> None:
         # In a context of its own: the deadline of whichever call came first is not that of a search.
-        self._peer.process.loop.call_later(_PATIENCE, self._look, context=Context())
+        self._process.loop.call_later(_PATIENCE, self._look, context=Context())
 
     def _look(self) -> None:
         self._actors = {hosted for hosted in self._actors if hosted.stopping is None and hosted.holds_some_up}
-        self._looking = bool(self._actors) and self._peer.process.closed is None
+        self._looking = bool(self._actors) and self._process.closed is None
         if not self._looking:
             self._seen.clear()
             return
@@ -62,11 +85,11 @@ class Deadlocks:
         lasting, self._seen = seen & self._seen, seen
         # Most wait for nothing that is not in this process, and are alive: that costs no message.
         roots = [root for root in map(self.waits.place, lasting) if self._may_be_stuck(root)]
-        home = self._peer.process.options.home
-        if roots and home == self._peer.process.id:
+        home = self._process.options.home
+        if roots and home == self._process.id:
             self.investigate(roots)
         elif roots:
-            self._peer.agent_of(home).investigate.tell(roots)
+            self._agent_of(home).investigate.tell(roots)
 
     def _may_be_stuck(self, root: CallAt) -> bool:
         search = Search([root])
@@ -74,7 +97,7 @@ class Deadlocks:
         return bool(search.questions or search.deadlocks)
 
     def _answer_here(self, search: Search) -> None:
-        while here := [call for call in search.questions if call.host == self._peer.process.id]:
+        while here := [call for call in search.questions if call.host == self._process.id]:
             search.handle_answers({call: self.waits.look(call) for call in here})
 
     # In the home process.
@@ -84,7 +107,7 @@ class Deadlocks:
         self._roots.update(roots)
         if not self._searching:
             self._searching = True
-            self._peer.process.tasks.create_task(self._search(), name="search for deadlocks")
+            self._process.tasks.create_task(self._search(), name="search for deadlocks")
 
     async def _search(self) -> None:
         try:
@@ -105,15 +128,13 @@ class Deadlocks:
         by_host: dict[PeerId, list[CallAt]] = {}
         for call in sorted(search.questions):
             by_host.setdefault(call.host, []).append(call)
-        asked = [self._peer.agent_of(host).waits_of(calls) for host, calls in by_host.items()]
+        asked = [self._agent_of(host).waits_of(calls) for host, calls in by_host.items()]
         for calls, answers in zip(by_host.values(), await asyncio.gather(*asked), strict=True):
             search.handle_answers(dict(zip(calls, answers, strict=True)))
 
     async def _give_up(self, deadlock: Deadlock) -> None:
         calls = tuple(WaitingCall(one.actor, one.method, one.line) for one in deadlock.waiting)
-        await self._peer.agent_of(deadlock.victim.host).give_up(
-            deadlock.victim, deadlock.waiting[-1], str(deadlock), calls
-        )
+        await self._agent_of(deadlock.victim.host).give_up(deadlock.victim, deadlock.waiting[-1], str(deadlock), calls)
 
     # In the process of the call to give up.
 

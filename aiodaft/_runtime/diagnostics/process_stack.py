@@ -7,47 +7,43 @@ import linecache
 import sys
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
+from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.diagnostics.await_chains import Frames, frames_of, is_ours, stack_of, users_line, wait_of_task
-from aiodaft._runtime.diagnostics.wait_graph import frames_on_thread
+from aiodaft._runtime.diagnostics.wait_graph import WaitGraph, frames_on_thread
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft.ref import Ref
 from aiodaft.stack import CallStack, Frame, ProcessStack, TaskStack, ThreadStack
 
-if TYPE_CHECKING:
-    from aiodaft._runtime.actors.hosted_actor import InboundCall
-    from aiodaft._runtime.peer import Peer
 
-
-def stack_here(peer: Peer) -> ProcessStack:
-    """What this process is in the middle of. To be called on its loop."""
-    calls = [call for call in peer.host.calls() if call.hosted.id >= FIRST_USER_ACTOR]
+def stack_here(waits: WaitGraph) -> ProcessStack:
+    """The stack of this process; called on its loop."""
+    calls = [call for call in waits.host.calls() if call.hosted.id >= FIRST_USER_ACTOR]
     calls.sort(key=lambda call: not call.begun)
     of_calls = {call.task for call in calls}
-    tasks = [task for task in asyncio.all_tasks(peer.process.loop) if task not in of_calls]
+    tasks = [task for task in asyncio.all_tasks(waits.process.loop) if task not in of_calls]
     return ProcessStack(
-        id=peer.process.id,
-        pid=peer.process.pid,
-        actors=tuple(hosted.name for hosted in peer.actors.values() if hosted.id >= FIRST_USER_ACTOR),
-        calls=tuple(_call(peer, call) for call in calls),
+        id=waits.process.id,
+        pid=waits.process.pid,
+        actors=tuple(hosted.name for hosted in waits.host.actors.values() if hosted.id >= FIRST_USER_ACTOR),
+        calls=tuple(_call(waits, call) for call in calls),
         threads=tuple(_threads()),
-        tasks=tuple(_task(peer, task) for task in sorted(tasks, key=asyncio.Task.get_name) if _is_users(task)),
+        tasks=tuple(_task(waits, task) for task in sorted(tasks, key=asyncio.Task.get_name) if _is_users(task)),
     )
 
 
-def _call(peer: Peer, call: InboundCall) -> CallStack:
-    waits = peer.deadlocks.waits
+def _call(waits: WaitGraph, call: InboundCall) -> CallStack:
     state = "running" if call.begun else "needs arguments" if call.fetching is not None else "queued"
-    seconds = peer.process.env.monotonic() - call.since if call.begun else None
+    seconds = waits.process.env.monotonic() - call.since if call.begun else None
     frames = frames_on_thread(call) if call.task is None or call.rules.on_thread else frames_of(call.task.get_coro())
     waits_for = tuple(waits.name_of(at) for at in waits.calls_before(call))
     return CallStack(call.hosted.name, call.label, call.caller, state, seconds, waits_for, _frames(frames))
 
 
-def _task(peer: Peer, task: asyncio.Task[object]) -> TaskStack:
-    waits_for = tuple(peer.deadlocks.waits.name_of(at) for at in wait_of_task(task).calls)
+def _task(waits: WaitGraph, task: asyncio.Task[object]) -> TaskStack:
+    waits_for = tuple(waits.name_of(at) for at in wait_of_task(task).calls)
     return TaskStack(task.get_name(), waits_for, _frames(frames_of(task.get_coro())))
 
 

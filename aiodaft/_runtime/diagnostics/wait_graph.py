@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from aiodaft._protocol.deadlock import CallAt, Reason, Waiting
-from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.calls.call import CallState
+from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.diagnostics.await_chains import (
     Frames,
     Wait,
@@ -18,11 +21,8 @@ from aiodaft._runtime.diagnostics.await_chains import (
     wait_of_task,
     wait_of_thread,
 )
+from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.graphs.segment_call import SegmentCall
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.peer import Peer
-
 
 _RUNNER: Final = asyncio.Runner.run.__code__
 
@@ -59,11 +59,21 @@ def frames_on_thread(call: InboundCall) -> Frames:
     return frames if busy_with is call else []
 
 
-class Waits:
-    """Looks at the calls of one process."""
+class WaitGraph:
+    """What the calls of one process wait for."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    def __init__(
+        self,
+        host: Host,
+        connections: Connections,
+        graphs: Graphs,
+        find_call: Callable[[PeerId, CallId], InboundCall | None],
+    ) -> None:
+        self.process = host.process
+        self.host = host
+        self._find_call = find_call
+        self._connections = connections
+        self._graphs = graphs
         self._stamps: WeakKeyDictionary[asyncio.Future[Any], int] = WeakKeyDictionary()
         self._numbers = itertools.count(1)
 
@@ -71,11 +81,11 @@ class Waits:
         """What other processes call a call of this one."""
         if isinstance(call, SegmentCall):
             return call.call_at
-        return CallAt(self._peer.process.id, call.caller, call.number)
+        return CallAt(self.process.id, call.caller, call.number)
 
     def find(self, at: CallAt) -> InboundCall | None:
         """A call of this process that is queued or runs."""
-        return self._peer.running_call(at.owner, at.number) or self._peer.graphs.find(at)
+        return self._find_call(at.owner, at.number) or self._graphs.find(at)
 
     def look(self, at: CallAt) -> Waiting | None:
         """What a call waits for; None if it does not, is not here, or waits for what nobody can see."""
@@ -101,14 +111,12 @@ class Waits:
 
     def name_of(self, at: CallAt) -> str:
         """What to call a call that this process waits for."""
-        running = self.find(at) if at.host == self._peer.process.id else None
+        running = self.find(at) if at.host == self.process.id else None
         if running is not None:
             return f"{running.label} of {running.hosted.name}"
-        connection = self._peer.connections.get(at.host)
+        connection = self._connections.get(at.host)
         state = (
-            connection.session.calls.get(at.number)
-            if connection is not None and at.owner == self._peer.process.id
-            else None
+            connection.session.calls.get(at.number) if connection is not None and at.owner == self.process.id else None
         )
         if isinstance(state, CallState):
             return f"{state.label} of {state.target.label}"

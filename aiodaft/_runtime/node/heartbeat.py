@@ -13,15 +13,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
 from aiodaft._protocol.liveness import Health, Liveness, Order, Patience, Stalls
+from aiodaft._runtime.actors.hosted_actor import Host, InboundCall
 from aiodaft._runtime.diagnostics.wait_graph import on_loop
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.actors.hosted_actor import InboundCall
-    from aiodaft._runtime.peer import Peer
 
 _QUESTION: Final = b"?"
 # Lag of the loop, and age of the oldest call, in seconds. Texts follow, with a zero byte between them: the call's name;
@@ -54,10 +51,11 @@ class Vitals:
 class Heartbeat:
     """The worker's end."""
 
-    def __init__(self, connection: socket.socket, peer: Peer) -> None:
-        """To be made in the thread of the peer's loop."""
+    def __init__(self, connection: socket.socket, host: Host) -> None:
+        """To be made in the thread of the process's loop."""
         self._connection = connection
-        self._peer = peer
+        self._process = host.process
+        self._host = host
         self._loop_thread = threading.get_ident()
         self._lag = 0.0
         # When the loop was asked to turn; None once it has.
@@ -74,19 +72,19 @@ class Heartbeat:
     def _answer_all(self) -> None:
         with suppress(OSError):
             while self._connection.recv(len(_QUESTION)):
-                self._connection.send(self._answer(self._peer.process.env.monotonic()))
+                self._connection.send(self._answer(self._process.env.monotonic()))
 
     def _answer(self, now: float) -> bytes:
         culprit = line = ""
         if self._asked is None:
             self._asked = now
-            self._peer.process.call_soon(self._turned)
+            self._process.call_soon(self._turned)
         else:
             self._lag = now - self._asked
             culprit, line = self._find_culprit()
         # A loop that changes its calls in this very moment is not stuck.
         with suppress(RuntimeError):
-            call = next((call for call in self._peer.host.calls() if _runs(call)), None)
+            call = next((call for call in self._host.calls() if _runs(call)), None)
             key = None if call is None else (call.caller, call.number)
             if key != self._oldest:
                 self._oldest, self._name, self._since = key, "" if call is None else call.label[:_MAX_NAME], now
@@ -105,7 +103,7 @@ class Heartbeat:
 
     def _turned(self) -> None:
         if self._asked is not None:
-            self._lag = self._peer.process.env.monotonic() - self._asked
+            self._lag = self._process.env.monotonic() - self._asked
             self._asked = None
 
 

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, number_of
@@ -15,6 +15,7 @@ from aiodaft._protocol.ledger import Demand, Resources
 from aiodaft._protocol.liveness import Order, Patience
 from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.connections.connection import introduce
+from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.diagnostics.native_dump import take_dump
 from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.launcher import ChildProcess, Ending, WorkerLauncher
@@ -23,13 +24,11 @@ from aiodaft._runtime.node.worker_main import WorkerSettings
 from aiodaft._runtime.node.worker_table import Conditions, Place, Worker, WorkerProcess
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.platform.tasks import logger
+from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import decode_error
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, DaftError, InsufficientResources, OutcomeUnknown, PeerLost
 from aiodaft.methods import method
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.peer import Peer
 
 # How long a lost connection waits for the report of the process's end.
 _REPORT_TIMEOUT: Final = 2.0
@@ -46,7 +45,8 @@ class NodeAgent(Actor):
 
     def __init__(
         self,
-        peer: Peer,
+        process: Process,
+        connections: Connections,
         launcher: WorkerLauncher,
         ledger: Resources[ActorId],
         gpu_names: Sequence[str],
@@ -54,7 +54,8 @@ class NodeAgent(Actor):
         uvloop: bool,
         patience: Patience,
     ) -> None:
-        self._peer = peer
+        self._process = process
+        self._connections = connections
         self._launcher = launcher
         # What actors have, by their numbers: a restart changes nothing.
         self._ledger = ledger
@@ -143,17 +144,17 @@ class NodeAgent(Actor):
 
     async def _start_worker(self, label: str, number: ActorId, worker_environment: WorkerEnvironment) -> Worker:
         cpus, gpus = self._ledger.share_of(number)
-        options = self._peer.process.options
-        worker_id = self._peer.process.env.new_peer_id("worker")
+        options = self._process.options
+        worker_id = self._process.env.new_peer_id("worker")
         settings = WorkerSettings(
             id=worker_id,
             node=options.node,
-            home=self._peer.process.id,
+            home=self._process.id,
             transport=options.transport,
             direct=options.direct,
             grace=options.grace,
             max_pending=options.max_pending,
-            key=self._peer.process.key.secret(),
+            key=self._process.key.secret(),
             uvloop=self._uvloop,
             log_level=logging.getLogger().level,
             argv=worker_environment.argv,
@@ -161,7 +162,7 @@ class NodeAgent(Actor):
         environment = self._own_environment(cpus, gpus, worker_environment)
         child, sock = await self._launcher.spawn(settings.packed(), worker_environment, environment, label)
         worker = self._workers[worker_id] = Worker(worker_id, child, label, gpus=gpus)
-        self._peer.connections.attach(worker_id, sock)
+        self._connections.attach(worker_id, sock)
         try:
             worker.pid = await asyncio.shield(child.started)
             worker.oom_counter = self._oom_kills.watch(worker.pid)
@@ -209,8 +210,8 @@ class NodeAgent(Actor):
             await asyncio.shield(worker.child.ended)
             return
         worker.wanted = reason
-        self._peer.connections.to(worker.id).send(m.bye(reason))
-        if not answers or not await self._launcher.wait_end(worker.child, self._peer.process.grace):
+        self._connections.to(worker.id).send(m.bye(reason))
+        if not answers or not await self._launcher.wait_end(worker.child, self._process.grace):
             await self._launcher.end(worker.child)
 
     def _free(self, number: ActorId, *, keep_gpus: bool = False) -> None:
@@ -243,7 +244,7 @@ class NodeAgent(Actor):
         if pair not in self._introduced:
             self._introduced.add(pair)
             try:
-                introduce(self._peer.connections.to(first), self._peer.connections.to(second))
+                introduce(self._connections.to(first), self._connections.to(second))
             except OSError as error:
                 self._introduced.discard(pair)
                 raise exhausted(error, f"{first} and {second} cannot be connected") from error
@@ -296,7 +297,7 @@ class NodeAgent(Actor):
         if worker is not None:
             worker.blamed = worker.blamed or in_flight > 0
             if not await self._launcher.wait_end(worker.child, _REPORT_TIMEOUT):
-                if self._peer.connections.to(peer).lost is None:
+                if self._connections.to(peer).lost is None:
                     # Two processes fell out with each other; this one can still be worked with.
                     return PeerLost(f"the connection to {worker} ended")
                 # It cannot be reached and does not end: nobody can work with it any more.
@@ -308,12 +309,12 @@ class NodeAgent(Actor):
         if worker is None:
             return
         del self._workers[worker.id]
-        self._peer.connections.suspects.discard(worker.id)
+        self._connections.suspects.discard(worker.id)
         self._introduced = {pair for pair in self._introduced if worker.id not in pair}
         error = self._endings[worker.id] = worker.lost or self._post_mortem(worker, ending)
         if not child.pid:
             # If it is yet to start, it finds that nobody wants it.
-            self._peer.connections.to(worker.id).close(error)
+            self._connections.to(worker.id).close(error)
         while len(self._endings) > _REMEMBERED:
             del self._endings[next(iter(self._endings))]
         for actor in worker.placed:
@@ -321,21 +322,21 @@ class NodeAgent(Actor):
         self.on_ended(worker.id, error, worker.wanted is not None)
         if worker.wanted is None:
             self._unreported[worker.id] = worker
-            self._peer.process.loop.call_later(_BLAME_DELAY, self._report, worker, error)
+            self._process.loop.call_later(_BLAME_DELAY, self._report, worker, error)
 
     def _post_mortem(self, worker: Worker, ending: Ending) -> ActorDied:
         killed = worker.wanted is None and ending.signal == "SIGKILL"
         oom = killed and self._oom_kills.take(worker.oom_counter)
-        return died(worker, ending, activity(worker, self._peer.connections.to(worker.id)), oom=oom)
+        return died(worker, ending, activity(worker, self._connections.to(worker.id)), oom=oom)
 
     def _pulse_changed(self, worker: Worker, order: Order) -> None:
         """A worker does not answer, or does again."""
-        connection = self._peer.connections.to(worker.id)
+        connection = self._connections.to(worker.id)
         if order is Order.CLEAR:
-            self._peer.connections.suspects.discard(worker.id)
+            self._connections.suspects.discard(worker.id)
             logger.warning("%s answers again", worker)
         elif order is Order.SUSPECT:
-            self._peer.connections.suspects.add(worker.id)
+            self._connections.suspects.add(worker.id)
             logger.warning("%s", silence(worker, activity(worker, connection)))
         elif order is Order.GIVE_UP and worker.wanted is None:
             worker.lost = given_up(worker, activity(worker, connection))

@@ -6,17 +6,14 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
-from aiodaft._runtime.calls.call import CallState
+from aiodaft._runtime.calls.call import CallState, PendingCall
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.node.launcher import Ending
+from aiodaft._runtime.node.worker_table import Worker
 from aiodaft.exceptions import ActorDied, OutcomeUnknown, PeerLost
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.calls.call import PendingCall
-    from aiodaft._runtime.connections.connection import Connection
-    from aiodaft._runtime.node.worker_table import Worker
 
 _CGROUPS: Final = "/sys/fs/cgroup"
 # What the state of a thread in /proc means for somebody who waits for its process. What says most comes first.

@@ -104,7 +104,7 @@ class Worker:
         return self._status
 
     def _start_heartbeat(self, peer: Peer) -> None:
-        Heartbeat(self._heartbeat, peer).start()
+        Heartbeat(self._heartbeat, peer.host).start()
 
     def _end(self, status: int) -> None:
         self._status = status

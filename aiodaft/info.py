@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from aiodaft._runtime.agent import Agent
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.controller import Controller
 from aiodaft._runtime.diagnostics.process_stack import is_answered
@@ -15,9 +14,6 @@ from aiodaft.exceptions import DaftError
 from aiodaft.ref import Ref
 
 __all__ = ["ActorInfo", "look_at"]
-
-# Seconds that a process gets to answer.
-_REPORT_PATIENCE: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +71,7 @@ async def look_at(controller: Controller, target: Target, cls: type) -> ActorInf
     names = await controller.coordinator.names_of(*target.identity)
     child = controller.directory.find(target)
     before: WorkerProcess | None = await node.process_of(target.remote)
-    report = None if before is None else await _report(controller.agent_of(target.remote), target)
+    report = None if before is None else await _report(controller, target)
     process = await node.process_of(target.remote)
     restarts: dict[str, Any] = {}
     if child is not None:
@@ -101,10 +97,10 @@ async def look_at(controller: Controller, target: Target, cls: type) -> ActorInf
     )
 
 
-async def _report(agent: Agent, target: Target) -> dict[str, Any] | None:
-    """What the agent says; None if the actor is gone, nothing in it if the process did not answer in time."""
-    report: Ref[dict[str, Any]] = agent.report(target.actor)
-    if not await is_answered(report, _REPORT_PATIENCE):
+async def _report(controller: Controller, target: Target) -> dict[str, Any] | None:
+    """The report of its process; None if the actor is gone, nothing in it if the process did not answer in time."""
+    report: Ref[dict[str, Any]] = controller.agent_of(target.remote).report(target.actor)
+    if not await is_answered(report, controller.options.env.timeouts.report):
         return {}
     try:
         return await report

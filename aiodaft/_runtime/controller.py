@@ -130,7 +130,13 @@ class Controller:
         self.connections = peer.connections
         self.agent_of = peer.agent_of
         launcher: Callable[..., WorkerLauncher] = options.env.launcher or WorkerLauncher
-        self.launcher = launcher(process.loop, fork=options.fork, preload=options.preload, prefix=options.isolation)
+        self.launcher = launcher(
+            process.loop,
+            fork=options.fork,
+            preload=options.preload,
+            prefix=options.isolation,
+            timeouts=options.env.timeouts,
+        )
         self.launcher.on_rung = self._show_stacks
         agent = self._make_agent(root)
         self.node = peer.node_agent()

@@ -99,6 +99,10 @@ class Peer:
         """The agent of a process."""
         return cast("Agent", self.handle(remote, AGENT, f"agent of {remote}", Agent))
 
+    def target(self, remote: PeerId, actor: ActorId, label: str) -> Target:
+        """An actor, whose errors belong to no scope."""
+        return Target(self, remote, actor, label, None)
+
     def node_agent(self) -> NodeAgent:
         """The agent of this process's machine."""
         from aiodaft._runtime.node.node_agent import NodeAgent  # noqa: PLC0415 - the node agent is itself hosted by a peer

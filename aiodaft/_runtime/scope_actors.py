@@ -18,8 +18,7 @@ from aiodaft._runtime.node.worker_table import Conditions, Place
 from aiodaft._runtime.objects.ref_state import UnhandledErrors
 from aiodaft._runtime.platform.tasks import shield_from_anyio
 from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, ChildSpec, stop_actor, stop_in_turn
-from aiodaft._runtime.supervision.directory import Child
-from aiodaft._runtime.supervision.supervisor import Supervisor
+from aiodaft._runtime.supervision.supervisor import Child, Supervisor
 from aiodaft.actor import Handle
 from aiodaft.exceptions import CallCancelled, SerializationError, SpawnFailed
 from aiodaft.ref import Ref
@@ -133,7 +132,7 @@ class ScopeActors:
 
     def _new_supervisor(self, policy: Restart) -> Supervisor:
         controller = self._controller
-        return Supervisor(controller.directory, policy, controller.options.stop_grace, self._scope.fail)
+        return controller.directory.new_supervisor(policy, controller.options.stop_grace, self._scope.fail)
 
     async def _find_place(self, spec: ChildSpec, constraints: Constraints, host: PeerId | None, *, keep: bool) -> Place:
         cls = spec.cls

@@ -12,9 +12,9 @@ import pytest
 from actors import Box, Echo, Relay, Sleeper
 from cgroups import little_memory, move
 from failing import Failing
+from timeouts import timeouts_of
 
 import aiodaft
-from aiodaft._runtime.node import node_agent as node
 from aiodaft._runtime.platform.linux import UNKNOWN, status_of
 
 
@@ -179,7 +179,7 @@ async def test_c42_killing_the_fork_server_ends_actors_and_says_so(
     rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The actor ends some time after the fork server; until then, nobody's call has failed of it.
-    monkeypatch.setattr(node, "_BLAME_DELAY", 60)
+    monkeypatch.setattr(timeouts_of(rt), "blame", 60)
     echo = await rt.spawn(Sleeper)
     ref = echo.sleep(60)
     await echo.history()
@@ -196,7 +196,7 @@ async def test_a_death_is_seen_while_the_fork_server_is_stopped(
     rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing is settled by waiting for long.
-    monkeypatch.setattr(node, "_REPORT_TIMEOUT", 3600)
+    monkeypatch.setattr(timeouts_of(rt), "exit_report", 3600)
     killed, exiting = await rt.spawn(Failing), await rt.spawn(Failing)
     assert rt._controller.launcher is not None
     assert rt._controller.launcher.pid is not None

@@ -14,11 +14,11 @@ from actors import Echo, Relay
 from leaks import is_alive
 from stuck import Stuck, Unhurried
 from supervised import AT_ONCE
+from timeouts import timeouts_of
 
 import aiodaft
-from aiodaft import Patience, Restart, info
-from aiodaft._runtime.node import launcher as launcher
-from aiodaft._runtime.node import node_agent as node
+from aiodaft import Patience, Restart
+from aiodaft._runtime.platform.env import Env, Timeouts
 
 # What is tested uses timers of the loop and nothing else of it.
 pytestmark = pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])
@@ -28,7 +28,7 @@ QUICK = Patience(suspect_after=0.3, lost_after=1)
 
 @pytest.fixture
 def rt(module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch) -> aiodaft.Runtime:
-    monkeypatch.setattr(info, "_REPORT_PATIENCE", 0.1)
+    monkeypatch.setattr(timeouts_of(module_rt), "report", 0.1)
     return module_rt
 
 
@@ -47,7 +47,7 @@ async def test_d60_a_stopped_actor_is_suspected_and_cleared_when_it_goes_on(
     assert not ref.done()
     os.kill(seen.pid, signal.SIGCONT)
     assert await ref == "continued"
-    monkeypatch.setattr(info, "_REPORT_PATIENCE", 20)
+    monkeypatch.setattr(timeouts_of(rt), "report", 20)
     now = await rt.info(stuck)
     assert (now.suspect, now.silent_for) == (False, 0)
     while f"{seen.name} (pid {seen.pid}) answers again" not in caplog.text:
@@ -182,10 +182,9 @@ async def test_a_controller_that_is_blocked_accuses_nobody(
     assert "not answered" not in caplog.text
 
 
-async def test_one_that_is_given_up_goes_also_if_the_fork_server_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "_REPORT_TIMEOUT", 0.1)
-    monkeypatch.setattr(launcher, "_KILL_PATIENCE", 0.1)
-    async with aiodaft.Runtime(preload=(), patience=Patience(None, 0.5)) as rt:
+async def test_a_process_that_is_given_up_ends_though_the_fork_server_is_stopped() -> None:
+    env = Env(timeouts=Timeouts(exit_report=0.1, kill=0.1))
+    async with aiodaft.Runtime(preload=(), patience=Patience(None, 0.5), env=env) as rt:
         stuck = await rt.spawn(Stuck)
         pid = (await rt.info(stuck)).pid
         assert rt._controller.launcher is not None

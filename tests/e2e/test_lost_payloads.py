@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from receiving import Receiver
+from timeouts import timeouts_of
 from vanishing import Vanishing
 
 import aiodaft
-from aiodaft._runtime.node import node_agent as node
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -78,10 +78,10 @@ async def test_a_producer_that_lives_is_not_said_to_be_dead(scope: aiodaft.Scope
 
 
 async def test_dp7_a_sender_that_is_killed_in_the_middle_costs_its_value_and_nothing_else(
-    scope: aiodaft.Scope, monkeypatch: pytest.MonkeyPatch
+    module_rt: aiodaft.Runtime, scope: aiodaft.Scope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The end of a process is not found out by waiting for it.
-    monkeypatch.setattr(node, "_REPORT_TIMEOUT", 60)
+    monkeypatch.setattr(timeouts_of(module_rt), "exit_report", 60)
     receiver, other = await scope.spawn(Receiver), await scope.spawn(Receiver)
     doomed = await scope.on(restart="temporary").spawn(Receiver)
     await receiver.watch_pulls()

@@ -19,7 +19,7 @@ from leaks import descendants, is_alive
 from odd_actors import Parent
 
 import aiodaft
-from aiodaft._runtime.node import pid_namespace as isolation
+from aiodaft._runtime.node.pid_namespace import prefix_of
 from aiodaft._runtime.platform import linux as processes
 
 CONTROLLERS = Path(__file__).parents[1] / "support" / "controllers.py"
@@ -153,24 +153,22 @@ async def test_c41_and_c42_in_a_pid_namespace_nothing_survives_its_actor_or_the_
             await asyncio.sleep(0)
 
 
-def test_an_isolation_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_isolation_that_the_machine_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="isolation='jail': there is None"):
         aiodaft.Runtime(isolation="jail")
-    monkeypatch.setattr(isolation, "_PID_NAMESPACE", ("unshare", "--no-such-option"))
     with pytest.raises(aiodaft.SpawnFailed, match='isolation="pidns" cannot be had here: unshare: unrecognized option'):
-        aiodaft.Runtime(isolation="pidns")
-    monkeypatch.setattr(isolation, "_PID_NAMESPACE", ("no-such-program",))
+        prefix_of("pidns", ("unshare", "--no-such-option"))
     with pytest.raises(aiodaft.SpawnFailed, match="No such file or directory: 'no-such-program'"):
-        aiodaft.Runtime(isolation="pidns")
+        prefix_of("pidns", ("no-such-program",))
 
 
 async def test_without_privileges_a_pid_namespace_works_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     try:
         rt = aiodaft.Runtime(preload=(), isolation="pidns")
     except aiodaft.SpawnFailed as error:
         pytest.skip(str(error))
-    assert "--user" in rt._isolation
+    assert "--user" in prefix_of("pidns")
     async with rt:
         echo = await rt.spawn(Echo)
         assert len(await echo.echo(bytes(1_000_000))) == 1_000_000

@@ -8,9 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +17,14 @@ from leaks import descendants, is_alive
 from odd_actors import Parent
 from stuck import Stuck
 from supervised import AT_ONCE
+from timeouts import timeouts_of
 from transport_probes import no_more_files
 
 import aiodaft
 from aiodaft import Restart
-from aiodaft._runtime.node import forkserver_watch as server_watch
-from aiodaft._runtime.node import launcher as launcher
 from aiodaft._runtime.node.postmortem import condition
 from aiodaft._runtime.platform import linux as processes
-from aiodaft._runtime.supervision import child_spec as making
+from aiodaft._runtime.platform.env import Env, Timeouts
 
 
 async def waited_for(spawned: aiodaft.Spawned[Echo]) -> Echo:
@@ -144,11 +141,10 @@ async def test_a_runtime_that_ends_during_a_large_copy_ends_well() -> None:
     assert ref.done()
 
 
-async def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "_PATIENCE", 0.2)
-    monkeypatch.setattr(launcher, "_KILL_PATIENCE", 0.2)
+async def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end() -> None:
+    env = Env(timeouts=Timeouts(fork_server_end=0.2, kill=0.2))
     async with asyncio.timeout(15):
-        async with aiodaft.Runtime(preload=(), cancel_grace=0.1, stop_grace=0.1) as rt:
+        async with aiodaft.Runtime(preload=(), cancel_grace=0.1, stop_grace=0.1, env=env) as rt:
             pid = (await rt.info(await rt.spawn(Echo))).pid
             assert rt._controller.launcher is not None
             assert rt._controller.launcher.pid is not None
@@ -168,7 +164,7 @@ async def test_a_stopped_fork_server_is_reported_and_then_fails_what_waits_for_i
             supervised = await scope.spawn(Echo)
             pid = await supervised.pid()
             os.kill(fork_server, signal.SIGSTOP)
-            patch.setattr(server_watch, "_PERIOD", 0.01)
+            patch.setattr(timeouts_of(rt), "fork_server_look", 0.01)
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(aiodaft.ActorDied):
                 await supervised.echo("to the first incarnation")
@@ -208,7 +204,7 @@ async def test_a_fork_server_that_is_stuck_in_an_import_fails_what_waits_for_it(
         spawning = asyncio.get_running_loop().create_task(waited_for(rt.spawn(Echo)))
         # Now it is in the import.
         writing = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)
-        monkeypatch.setattr(server_watch, "_PERIOD", 0.01)
+        monkeypatch.setattr(timeouts_of(rt), "fork_server_look", 0.01)
         with pytest.raises(aiodaft.SpawnFailed, match=r"has not answered for \d+ s: it imports endless; .*preload="):
             await spawning
         os.close(writing)
@@ -228,8 +224,8 @@ async def test_what_actors_had_started_ends_with_the_runtime_though_the_fork_ser
         f"take(lock); open({str(reached)!r}, 'w').close(); take(lock)"
     )
     # It is killed only where nothing else helps.
-    monkeypatch.setattr(launcher, "_PATIENCE", 0.1 if how == "deaf" else 3600)
-    async with aiodaft.Runtime(preload=(), stop_grace=0.1, cancel_grace=0.1) as rt:
+    env = Env(timeouts=Timeouts(fork_server_end=0.1 if how == "deaf" else 3600))
+    async with aiodaft.Runtime(preload=(), stop_grace=0.1, cancel_grace=0.1, env=env) as rt:
         parent = await rt.spawn(Parent)
         pids = [await parent.pid(), *await parent.fork_a_family(), await parent.start_a_daemon()]
         assert rt._controller.launcher is not None
@@ -269,19 +265,12 @@ def test_a_process_is_not_taken_for_dead_because_there_is_no_descriptor_to_look_
         assert processes.signs_of_life(os.getpid(), ()) != processes.signs_of_life(os.getpid(), ())
 
 
-async def test_the_end_of_a_block_waits_once_for_all_that_do_not_answer_and_stops_the_others_in_order(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+async def test_the_end_of_a_block_kills_actors_that_do_not_answer_and_stops_the_others_in_order(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(making, "_ANSWER_TIME", 0)
-    deadlines: list[float] = []
-
-    def is_over(ref: aiodaft.Ref[None], deadline: float, wait: Callable[..., Awaitable[bool]] = making._is_over) -> Any:
-        deadlines.append(deadline)
-        return wait(ref, deadline)
-
-    monkeypatch.setattr(making, "_is_over", is_over)
     log = tmp_path / "log"
-    async with aiodaft.Runtime(preload=(), stop_grace=0.1, cancel_grace=0) as rt:
+    env = Env(timeouts=Timeouts(answer=0))
+    async with aiodaft.Runtime(preload=(), stop_grace=0.1, cancel_grace=0, env=env) as rt:
         await rt.spawn(Entered, str(log), "first")
         stuck = [await rt.spawn(Stuck) for _ in range(3)]
         await rt.spawn(Entered, str(log), "last")
@@ -290,10 +279,6 @@ async def test_the_end_of_a_block_waits_once_for_all_that_do_not_answer_and_stop
             os.kill(pid, signal.SIGSTOP)
     assert log.read_text() == "last\nfirst\n"
     assert not any(map(is_alive, pids))
-    # Each of the two others is asked, asked again with the order to stop, and left. All share the first deadline.
-    assert len(deadlines) == 3 + 3 + 3
-    asked = [deadlines[index] for index in (0, 3, 4, 5, 6)]
-    assert len(set(asked)) == 1
 
 
 async def test_a_block_that_fails_ends_within_the_two_grace_times_though_an_actor_does_not_answer() -> None:

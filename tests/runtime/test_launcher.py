@@ -16,18 +16,20 @@ import pytest
 
 from aiodaft._protocol.codec import unpack
 from aiodaft._runtime.node import forkserver_watch as server_watch
-from aiodaft._runtime.node import launcher as launcher_module
 from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.worker_logs import LogPump
+from aiodaft._runtime.platform.env import Timeouts
 from aiodaft.exceptions import SpawnFailed
 
 
 @asynccontextmanager
-async def nursery_and_server() -> AsyncGenerator[tuple[WorkerLauncher, socket.socket], None]:
+async def launcher_and_server(
+    timeouts: Timeouts | None = None,
+) -> AsyncGenerator[tuple[WorkerLauncher, socket.socket], None]:
     """A launcher, and what would be its fork server's end of the socket."""
     loop = asyncio.get_running_loop()
-    launcher: Any = WorkerLauncher(loop, fork=True, preload=())
+    launcher: Any = WorkerLauncher(loop, fork=True, preload=(), timeouts=timeouts or Timeouts())
     launcher._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher._socket.setblocking(False)
     server.setblocking(False)
@@ -53,7 +55,7 @@ def received(server: socket.socket) -> list[list[Any]]:
 
 
 async def test_a_path_that_is_too_long_to_be_told_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with nursery_and_server() as (launcher, server):
+    async with launcher_and_server() as (launcher, server):
         monkeypatch.syspath_prepend("/" + "x" * (4 << 20))
         with pytest.raises(SpawnFailed, match=r"4,\d+,\d+ bytes \(sys.path, the environment\) are too many"):
             await launcher.spawn(b"", WorkerEnvironment.here(), {}, "actor")
@@ -61,10 +63,9 @@ async def test_a_path_that_is_too_long_to_be_told_is_named(monkeypatch: pytest.M
 
 
 async def test_no_answer_is_expected_to_an_order_that_could_not_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_watch, "_PERIOD", 0)
     looked = asyncio.Event()
     monkeypatch.setattr(server_watch, "signs_of_life", lambda pid, others: looked.set())
-    async with nursery_and_server() as (launcher, _):
+    async with launcher_and_server(Timeouts(fork_server_look=0)) as (launcher, _):
         monkeypatch.setattr(launcher._watch, "_pid", lambda: 0)
         with monkeypatch.context() as patch:
             patch.syspath_prepend("/" + "x" * (4 << 20))
@@ -80,7 +81,7 @@ async def test_no_answer_is_expected_to_an_order_that_could_not_be_told(monkeypa
 
 async def test_only_what_has_changed_in_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIODAFT_TEST_MARK", "")
-    async with nursery_and_server() as (launcher, server):
+    async with launcher_and_server() as (launcher, server):
         launcher._environment = {**os.environ, "AIODAFT_TEST_GONE": "1"}
         monkeypatch.setenv("AIODAFT_TEST_MARK", "changed")
         _, connection = await launcher.spawn(b"", WorkerEnvironment.here(), {}, "actor")
@@ -114,11 +115,11 @@ async def test_a_fork_server_that_imports_what_takes_long_is_not_waited_for(
     how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # It has all the time in the world to end by itself.
-    monkeypatch.setattr(launcher_module, "_PATIENCE", 3600)
     monkeypatch.syspath_prepend(tmp_path)
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "endless.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()")
-    launcher = WorkerLauncher(asyncio.get_running_loop(), fork=True, preload=("endless",))
+    timeouts = Timeouts(fork_server_end=3600)
+    launcher = WorkerLauncher(asyncio.get_running_loop(), fork=True, preload=("endless",), timeouts=timeouts)
     child, connection = await launcher.spawn(b"", WorkerEnvironment.here(), {}, "actor")
     connection.close()
     writing = await asyncio.to_thread(os.open, tmp_path / "fifo", os.O_WRONLY)

@@ -167,7 +167,7 @@ class FollowingTarget(Target):
             DaftError: It is gone for good; this says why.
         """
         if self.ended is None and self.place.peer == NOWHERE:
-            found = await self.supervisor().whereabouts(self.number, wait=True)
+            found = await self.supervisor().locate(self.number, wait=True)
             if found.ended is None:
                 self.move(found)
             else:
@@ -180,7 +180,7 @@ class FollowingTarget(Target):
         try:
             # Its process is gone if the supervisor is to know more; two processes may also have fallen out.
             lost = None if connection is None else await self.peer.connections.explanation(connection)
-            found = await self.supervisor().whereabouts(self.number, wait=True)
+            found = await self.supervisor().locate(self.number, wait=True)
         except asyncio.CancelledError:
             self._backlog.fail(RuntimeClosed(self.peer.process.closed or "the runtime is closed"))
             raise
@@ -313,7 +313,7 @@ class PinnedTarget(Target):
     async def _refuse(self, state: PendingCall, connection: Connection | None) -> None:
         try:
             lost = None if connection is None else await self.peer.connections.explanation(connection)
-            found = await self.life.supervisor().whereabouts(number_of(self.actor), wait=False)
+            found = await self.life.supervisor().locate(number_of(self.actor), wait=False)
         except Exception as problem:  # noqa: BLE001 - the caller gets it
             state.on_error(unsent(problem))
             return

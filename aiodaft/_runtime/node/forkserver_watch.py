@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
 
 from aiodaft._protocol.standstill import Standstill, Verdict
+from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.platform.linux import is_stopped, signs_of_life
 from aiodaft._runtime.platform.tasks import logger
-
-# Seconds between two looks.
-_PERIOD: Final = 1.0
 
 
 class ForkServerWatch:
@@ -21,7 +18,8 @@ class ForkServerWatch:
         loop: Where the looks are taken.
         pid: Gives the process to look at.
         workers: Gives the processes whose life is no sign of the fork server's life.
-        on_lost: Told why, when it is not waited for any longer.
+        on_lost: Called with the reason when the fork server is given up.
+        timeouts: Have the seconds between two looks.
     """
 
     def __init__(
@@ -30,11 +28,13 @@ class ForkServerWatch:
         pid: Callable[[], int],
         workers: Callable[[], set[int]],
         on_lost: Callable[[str], object],
+        timeouts: Timeouts,
     ) -> None:
         self._loop = loop
         self._pid = pid
         self._workers = workers
         self._on_lost = on_lost
+        self._timeouts = timeouts
         self._standstill = Standstill()
         self._timer: asyncio.TimerHandle | None = None
         self._reported = False
@@ -47,7 +47,7 @@ class ForkServerWatch:
         """It is told something, and has to answer."""
         if self._timer is None and self.problem is None:
             self._standstill = Standstill()
-            self._timer = self._loop.call_later(_PERIOD, self._look)
+            self._timer = self._loop.call_later(self._timeouts.fork_server_look, self._look)
 
     def heard(self, *, more: bool) -> None:
         """It said something; `more` if it still has to answer something else."""
@@ -74,10 +74,10 @@ class ForkServerWatch:
         if verdict is Verdict.REPORT:
             self._reported = True
             logger.warning("actors wait for their processes: %s", self._describe())
-        self._timer = self._loop.call_later(_PERIOD, self._look)
+        self._timer = self._loop.call_later(self._timeouts.fork_server_look, self._look)
 
     def _describe(self) -> str:
-        pid, seconds = self._pid(), self._standstill.looks * _PERIOD
+        pid, seconds = self._pid(), self._standstill.looks * self._timeouts.fork_server_look
         server = f"the fork server (pid {pid}), which starts actors, has not answered for {seconds:.0f} s"
         if is_stopped(pid):
             return f"{server}: it is stopped (SIGSTOP); continue it with `kill -CONT {pid}`"

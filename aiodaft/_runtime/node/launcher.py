@@ -21,6 +21,7 @@ from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.forkserver_watch import ForkServerWatch
 from aiodaft._runtime.node.heartbeat import HeartbeatWatch
 from aiodaft._runtime.node.worker_logs import LogPump, WorkerOutput
+from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.platform.exhaustion import refusal
 from aiodaft._runtime.platform.linux import (
     UNKNOWN,
@@ -37,9 +38,7 @@ from aiodaft.exceptions import SpawnFailed
 # Imported once by the fork server, if this process has them: slow to import, and safe to fork with.
 _PRELOADED: Final = ("numpy", "torch")
 
-# Seconds that the fork server gets to end, and to kill a worker; and what it takes to tell that one has ended.
-_PATIENCE: Final = 5.0
-_KILL_PATIENCE: Final = 1.0
+# Seconds that a report of the fork server takes.
 _REPORT_TIME: Final = 0.1
 
 
@@ -85,12 +84,14 @@ class WorkerLauncher:
         fork: bool,
         preload: tuple[str, ...] | None,
         prefix: tuple[str, ...] = (),
+        timeouts: Timeouts,
     ) -> None:
         self._loop = loop
         # What the fork server is started by, if not directly: see isolation.py.
         self._prefix = prefix
         self._fork = fork
         self._preload = preload
+        self._timeouts = timeouts
         self._logs = LogPump()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -99,7 +100,7 @@ class WorkerLauncher:
         self._children: dict[int, ChildProcess] = {}
         self._last_number = 0
         self._lost: str | None = None
-        self._watch = ForkServerWatch(loop, self._server_pid, self._worker_pids, self._give_up)
+        self._watch = ForkServerWatch(loop, self._server_pid, self._worker_pids, self._give_up, timeouts)
         # The fork server has carried out an order, and so is not still busy with its first imports.
         self._heard = False
         self._sending = asyncio.Lock()
@@ -192,7 +193,7 @@ class WorkerLauncher:
         """Kill a worker and wait until it has ended, also if the fork server is stopped, or busy importing."""
         self.kill(child)
         # One that has not said anything yet has started nobody.
-        if not await self.wait_end(child, _KILL_PATIENCE if self._heard else 0.0):
+        if not await self.wait_end(child, self._timeouts.kill if self._heard else 0.0):
             if child.pid:
                 # Not reaped by its parent, it still has its pid.
                 with suppress(ProcessLookupError):
@@ -256,13 +257,13 @@ class WorkerLauncher:
             fd = os.pidfd_open(process.pid)
         except (AttributeError, OSError):
             # Not on this system, or there is no descriptor left.
-            await asyncio.to_thread(_end, process)
+            await asyncio.to_thread(_end, process, self._timeouts.fork_server_end)
             return
         # No thread: one of the loop's executor would stay with the user's loop.
         ended = asyncio.Event()
         self._loop.add_reader(fd, ended.set)
         try:
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(self._timeouts.fork_server_end):
                 await ended.wait()
         except TimeoutError:
             kill_family(process.pid)
@@ -293,7 +294,7 @@ class WorkerLauncher:
         self.leave()
         if self._process is not None:
             self._hasten(self._process)
-            _end(self._process)
+            _end(self._process, self._timeouts.fork_server_end)
             self._process = None
         self._logs.close()
 
@@ -455,10 +456,10 @@ def _has_failed(task: asyncio.Task[None]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is not None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
     """Wait for the fork server; one that is stuck is killed, after its workers and what these have started."""
     try:
-        process.wait(_PATIENCE)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
         kill_family(process.pid)
         process.wait()

@@ -30,10 +30,6 @@ from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, DaftError, InsufficientResources, OutcomeUnknown, PeerLost
 from aiodaft.methods import method
 
-# How long a lost connection waits for the report of the process's end.
-_REPORT_TIMEOUT: Final = 2.0
-# Who was using a dead actor says so within this time; if nobody does, its scope has to hear of it.
-_BLAME_DELAY: Final = 0.1
 # How many threads OpenMP, MKL, OpenBLAS and torch compute with.
 _THREADS: Final = "OMP_NUM_THREADS"
 # Processes that ended and are remembered to say how.
@@ -296,7 +292,7 @@ class NodeAgent(Actor):
         worker = self._workers.get(peer) or self._unreported.get(peer)
         if worker is not None:
             worker.blamed = worker.blamed or in_flight > 0
-            if not await self._launcher.wait_end(worker.child, _REPORT_TIMEOUT):
+            if not await self._launcher.wait_end(worker.child, self._process.env.timeouts.exit_report):
                 if self._connections.to(peer).lost is None:
                     # Two processes fell out with each other; this one can still be worked with.
                     return PeerLost(f"the connection to {worker} ended")
@@ -322,7 +318,7 @@ class NodeAgent(Actor):
         self.on_ended(worker.id, error, worker.wanted is not None)
         if worker.wanted is None:
             self._unreported[worker.id] = worker
-            self._process.loop.call_later(_BLAME_DELAY, self._report, worker, error)
+            self._process.loop.call_later(self._process.env.timeouts.blame, self._report, worker, error)
 
     def _post_mortem(self, worker: Worker, ending: Ending) -> ActorDied:
         killed = worker.wanted is None and ending.signal == "SIGKILL"

@@ -12,15 +12,19 @@ from typing import Final
 
 from aiodaft.exceptions import SpawnFailed
 
-# The namespace dies with `unshare`, and `unshare` with the thread that has started it.
-_PID_NAMESPACE: Final = ("setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child")
+# The namespace ends with `unshare`, and `unshare` with the thread that has started it.
+_UNSHARE: Final = ("setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child")
 # What makes it possible without privileges, and without seeming to be root.
 _ROOTLESS: Final = ("--user", "--map-current-user")
 _PATIENCE: Final = 5.0
 
 
-def prefix_of(isolation: str | None) -> tuple[str, ...]:
-    """What to put before the command of the fork server. Blocks for some milliseconds: it is tried.
+def prefix_of(isolation: str | None, unshare: tuple[str, ...] = _UNSHARE) -> tuple[str, ...]:
+    """The command that starts the fork server in its isolation. Blocks for some milliseconds: the command is tried.
+
+    Args:
+        isolation: What the user asked for.
+        unshare: Makes a PID namespace.
 
     Raises:
         ValueError: There is no such isolation.
@@ -30,9 +34,9 @@ def prefix_of(isolation: str | None) -> tuple[str, ...]:
         return ()
     if isolation != "pidns":
         raise ValueError(f'isolation={isolation!r}: there is None, and "pidns"')
-    rootless = (*_PID_NAMESPACE, *_ROOTLESS)
+    rootless = (*unshare, *_ROOTLESS)
     problems: list[str] = []
-    for prefix in (_PID_NAMESPACE, rootless) if os.geteuid() == 0 else (rootless,):
+    for prefix in (unshare, rootless) if os.geteuid() == 0 else (rootless,):
         problem = _try(prefix)
         if problem is None:
             return prefix

@@ -17,6 +17,29 @@ from aiodaft._runtime.platform.sockets import Sockets
 from aiodaft._runtime.platform.threads import HelperThread
 
 
+@dataclass(slots=True)
+class Timeouts:
+    """How long the runtime waits, in seconds.
+
+    Attributes:
+        answer: For the answer of a process to the order to stop an actor, at least.
+        report: For the answer of an actor's process to `rt.info`.
+        exit_report: For the exit report of a process whose connection is lost.
+        blame: For callers of a dead actor to report that its end failed their calls; else its scope gets the error.
+        kill: For the fork server to kill a worker.
+        fork_server_end: For the fork server to end.
+        fork_server_look: Between two looks at a fork server that has not answered.
+    """
+
+    answer: float = 1.0
+    report: float = 1.0
+    exit_report: float = 2.0
+    blame: float = 0.1
+    kill: float = 1.0
+    fork_server_end: float = 5.0
+    fork_server_look: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Env:
     """Where the runtime gets what differs from run to run.
@@ -31,6 +54,7 @@ class Env:
         sockets: What connects processes.
         thread: Makes a thread beside a loop, from the thread's name and the loop.
         launcher: Starts worker processes; takes the arguments of `WorkerLauncher`. None: `WorkerLauncher`.
+        timeouts: How long the runtime waits.
     """
 
     monotonic: Callable[[], float] = time.monotonic
@@ -42,6 +66,7 @@ class Env:
     sockets: Sockets = field(default_factory=Sockets)
     thread: Callable[[str, asyncio.AbstractEventLoop], HelperThread] = HelperThread
     launcher: Callable[..., Any] | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     def new_peer_id(self, kind: str) -> PeerId:
         """An id for a process that no other process has."""

@@ -1,39 +1,59 @@
-"""Making actors and stopping them, by calls to the agents of their processes."""
+"""How supervised and other actors are made and stopped: calls to the agents of their processes."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from aiodaft._protocol.ids import AGENT, ActorId, PeerId, epoch_of
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._runtime.agent import Agent
-from aiodaft._runtime.calls.call import CallState, Request, Target
+from aiodaft._runtime.calls.call import CallSink, CallState, Request, Target
+from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.objects.ref_state import state_of
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.tasks import logger
+from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError
 from aiodaft.methods import MethodSpec, Options, specs_of
 from aiodaft.ref import Ref
 
-if TYPE_CHECKING:
-    from aiodaft._runtime.objects.stored import StoredValue
-    from aiodaft._runtime.peer import Peer
-
-
-# Said to whom it concerns when an actor is stopped.
+# The reason that callers of a stopped actor get.
 WHY_STOPPED: Final = "stopped by its owner"
 
 
-# Seconds in which a process that lives answers, however short the grace times are.
-_ANSWER_TIME: Final = 1.0
+class SupervisionOwner(Protocol):
+    """What supervision needs of its process."""
+
+    @property
+    def process(self) -> Process:
+        """The process."""
+        ...
+
+    @property
+    def sender(self) -> CallSink:
+        """Sends calls."""
+        ...
+
+    def agent_of(self, remote: PeerId) -> Agent:
+        """The agent of a process."""
+        ...
+
+    def node_agent(self) -> NodeAgent:
+        """The node agent."""
+        ...
+
+    def target(self, remote: PeerId, actor: ActorId, label: str) -> Target:
+        """An actor, whose errors belong to no scope."""
+        ...
 
 
 class ChildSpec:
     """How an actor is made: its class, and the arguments of its constructor.
 
-    One that is to be used again encodes the arguments once. Refs among them are held, and resolved anew each time.
+    A spec that is used again encodes the arguments once. Refs among them are held, and resolved for each use.
     """
 
     def __init__(
@@ -46,79 +66,78 @@ class ChildSpec:
         self._kwargs = kwargs
         self._request: Request | None = None
 
-    def make(self, peer: Peer, remote: PeerId, actor: ActorId, *, again: bool) -> Ref[Any]:
-        """Have a process make the actor; `again` if the recipe is to be used another time."""
-        target = Target(peer, remote, AGENT, f"agent of {remote}", None)
-        spec, number = host_spec(self.cls), peer.process.next_number()
+    def make(self, owner: SupervisionOwner, remote: PeerId, actor: ActorId, *, again: bool) -> Ref[Any]:
+        """Have a process make the actor; `again` if the spec is to be used another time."""
+        target, spec = owner.target(remote, AGENT, f"agent of {remote}"), host_spec(self.cls)
+        number = owner.process.next_number()
         state = CallState(target, spec, number)
         arguments = (actor, self.label, self._max_queue, self.cls, *self._args)
         request = Request(target, spec, arguments, self._kwargs, number, WANT_REPLY, state)
-        request.again, request.attempt, request.kept = again, epoch_of(actor), self._kept
+        request.again, request.attempt, request.kept = again, epoch_of(actor), self._stored
         self._request = request
-        peer.sender.submit(request)
+        owner.sender.submit(request)
         return Ref(state)
 
     def made(self) -> None:
-        """The first one was made: from now on the encoded arguments are all there is."""
+        """Let go of the arguments: from the first success on, only their encoding is used."""
         assert self._request is not None
         self._args = self._request.args = ()
         self._kwargs = self._request.kwargs = {}
 
     @property
-    def _kept(self) -> StoredValue | None:
+    def _stored(self) -> StoredValue | None:
         return None if self._request is None else self._request.kept
 
     def free(self) -> None:
-        """It is not used again. Idempotent."""
-        kept, self._request = self._kept, None
-        if kept is not None:
-            kept.release()
+        """Release the arguments. Idempotent."""
+        stored, self._request = self._stored, None
+        if stored is not None:
+            stored.release()
 
 
-async def stop_actor(peer: Peer, target: Target, reason: str, grace: float) -> bool:
+async def stop_actor(owner: SupervisionOwner, target: Target, reason: str, grace: float) -> bool:
     """Have an actor end its calls within the grace time, and leave its instance. Nothing if it is gone.
 
     Returns:
-        Whether its process answers. One that has not said anything within the two grace times (it is stopped, or a call
-        keeps its interpreter or its loop) can only be killed.
+        Whether its process answers. A process that is silent for the two grace times (it is stopped, or a call keeps
+        its interpreter or its loop) can only be killed.
     """
-    stopping = peer.agent_of(target.remote).stop(target.actor, reason, grace)
-    # What becomes of it concerns nobody else.
+    stopping = owner.agent_of(target.remote).stop(target.actor, reason, grace)
+    # Its error is of no interest.
     state_of(stopping).mark_seen()
-    now = asyncio.get_running_loop().time
+    process = owner.process
     # The answer comes when the process has begun to stop the actor.
-    answers = await _is_over(_ask(peer, target), now() + _answer_time(peer, grace))
-    ended = answers and await _is_over(stopping, now() + grace + 2 * peer.process.grace + 1.0)
+    answers = await _wait_until(_ask(owner, target), _answer_deadline(process, grace))
+    ended = answers and await _wait_until(stopping, process.loop.time() + grace + 2 * process.grace + 1.0)
     if not ended:
         logger.debug("%s does not answer, and is killed", target.label)
     return answers
 
 
-async def stop_in_turn(peer: Peer, targets: Sequence[Target], reason: str, grace: float) -> list[bool]:
+async def stop_in_turn(owner: SupervisionOwner, targets: Sequence[Target], reason: str, grace: float) -> list[bool]:
     """Stop actors, each when the one before it has been left. For each of them, see `stop_actor`.
 
     All are asked at the beginning whether they answer, so the time for that passes once, however many do not.
     """
-    asked = [_ask(peer, target) for target in targets]
-    deadline = asyncio.get_running_loop().time() + _answer_time(peer, grace)
+    asked = [_ask(owner, target) for target in targets]
+    deadline = _answer_deadline(owner.process, grace)
     return [
-        await _is_over(answer, deadline) and await stop_actor(peer, target, reason, grace)
+        await _wait_until(answer, deadline) and await stop_actor(owner, target, reason, grace)
         for target, answer in zip(targets, asked, strict=True)
     ]
 
 
-def _ask(peer: Peer, target: Target) -> Ref[None]:
-    answer = peer.agent_of(target.remote).answer()
-    # What becomes of it concerns nobody else.
+def _ask(owner: SupervisionOwner, target: Target) -> Ref[None]:
+    answer = owner.agent_of(target.remote).answer()
     state_of(answer).mark_seen()
     return answer
 
 
-def _answer_time(peer: Peer, grace: float) -> float:
-    return grace + max(peer.process.grace, _ANSWER_TIME)
+def _answer_deadline(process: Process, grace: float) -> float:
+    return process.loop.time() + grace + max(process.grace, process.env.timeouts.answer)
 
 
-async def _is_over(ref: Ref[None], deadline: float) -> bool:
+async def _wait_until(ref: Ref[None], deadline: float) -> bool:
     """Wait for a call until a time of the loop's clock. The call is not cancelled, which would take time."""
     with suppress(TimeoutError, DaftError):
         async with asyncio.timeout_at(deadline):

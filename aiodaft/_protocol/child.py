@@ -1,0 +1,92 @@
+"""The life of a supervised child, from the spawn of its first incarnation to the end of its last. Pure.
+
+    STARTING --MADE--> UP --FAILED--> DOWN --TURN--> STARTING
+        |              |                ^
+        |  RESTART     | RESTART        | STOPPED
+        +------------> LEAVING ---------+
+
+`NO_MORE` leads from UP to RETIRED and from DOWN to OVER. From STARTING and LEAVING, where a process has to be stopped
+first, it leads to ENDING, and from there to OVER.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+
+class ChildState(enum.Enum):
+    """What a child is doing."""
+
+    STARTING = "a process makes it"
+    UP = "it takes calls, and is restarted when it dies"
+    LEAVING = "it is stopped, and then started again with its siblings"
+    ENDING = "it is stopped for good"
+    DOWN = "it waits for its turn to be started"
+    RETIRED = "it takes calls, and is not restarted"
+    OVER = "it is gone for good"
+
+
+class ChildEvent(enum.Enum):
+    """What happens to a child."""
+
+    MADE = "its process has made it"
+    FAILED = "it died, or could not be made"
+    RESTART = "a sibling died, and is restarted together with it"
+    DROP = "a sibling died; it is stopped with that one, and not restarted"
+    NO_MORE = "its owner stops it, or its policy allows no more restarts"
+    STOPPED = "its process has stopped it"
+    TURN = "it is started again now"
+    ENDED = "nothing is left of it"
+
+
+_S: Final = ChildState
+_E: Final = ChildEvent
+
+_TRANSITIONS: Final[dict[tuple[ChildState, ChildEvent], ChildState]] = {
+    (_S.STARTING, _E.MADE): _S.UP,
+    (_S.STARTING, _E.FAILED): _S.DOWN,
+    # It is made in vain: it is stopped when its process has made it.
+    (_S.STARTING, _E.RESTART): _S.LEAVING,
+    (_S.STARTING, _E.NO_MORE): _S.ENDING,
+    (_S.UP, _E.FAILED): _S.DOWN,
+    (_S.UP, _E.RESTART): _S.LEAVING,
+    (_S.UP, _E.DROP): _S.ENDING,
+    # Its owner stops it in its own turn; it takes calls until then.
+    (_S.UP, _E.NO_MORE): _S.RETIRED,
+    (_S.LEAVING, _E.MADE): _S.LEAVING,
+    (_S.LEAVING, _E.RESTART): _S.LEAVING,
+    (_S.LEAVING, _E.STOPPED): _S.DOWN,
+    # It could not be made, and so there is nothing to stop.
+    (_S.LEAVING, _E.FAILED): _S.DOWN,
+    (_S.LEAVING, _E.NO_MORE): _S.ENDING,
+    (_S.ENDING, _E.MADE): _S.ENDING,
+    (_S.ENDING, _E.NO_MORE): _S.ENDING,
+    (_S.ENDING, _E.STOPPED): _S.OVER,
+    (_S.ENDING, _E.FAILED): _S.OVER,
+    (_S.DOWN, _E.TURN): _S.STARTING,
+    (_S.DOWN, _E.RESTART): _S.DOWN,
+    # It has no process to stop.
+    (_S.DOWN, _E.NO_MORE): _S.OVER,
+    (_S.RETIRED, _E.NO_MORE): _S.RETIRED,
+    **{(state, _E.ENDED): _S.OVER for state in _S},
+}
+
+# Its handles lead to its process.
+REACHABLE: Final = frozenset({_S.UP, _S.RETIRED})
+# Its process has to stop it.
+STOPPING: Final = frozenset({_S.LEAVING, _S.ENDING})
+# Its supervisor does nothing more with it.
+SETTLED: Final = frozenset({_S.RETIRED, _S.OVER})
+
+
+def next_state(state: ChildState, event: ChildEvent) -> ChildState:
+    """The state of a child after an event.
+
+    Raises:
+        ValueError: The event cannot happen in that state.
+    """
+    try:
+        return _TRANSITIONS[state, event]
+    except KeyError:
+        raise ValueError(f"a child that is {state.name} gets no {event.name}") from None

@@ -1,0 +1,79 @@
+"""The states of a supervised child."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from aiodaft._protocol.child import REACHABLE, SETTLED, STOPPING, ChildEvent, ChildState, next_state
+
+
+def walk(*events: ChildEvent) -> list[ChildState]:
+    states = [ChildState.STARTING]
+    for event in events:
+        states.append(next_state(states[-1], event))
+    return states[1:]
+
+
+def test_a_child_that_dies_waits_for_its_turn_and_is_made_again() -> None:
+    assert walk(ChildEvent.MADE, ChildEvent.FAILED, ChildEvent.TURN, ChildEvent.MADE) == [
+        ChildState.UP,
+        ChildState.DOWN,
+        ChildState.STARTING,
+        ChildState.UP,
+    ]
+
+
+def test_a_sibling_of_a_child_that_died_is_stopped_before_it_waits_for_its_turn() -> None:
+    assert walk(ChildEvent.MADE, ChildEvent.RESTART, ChildEvent.STOPPED) == [
+        ChildState.UP,
+        ChildState.LEAVING,
+        ChildState.DOWN,
+    ]
+
+
+def test_a_child_that_was_made_in_vain_is_stopped() -> None:
+    assert walk(ChildEvent.RESTART, ChildEvent.MADE, ChildEvent.STOPPED)[-2:] == [ChildState.LEAVING, ChildState.DOWN]
+    assert walk(ChildEvent.NO_MORE, ChildEvent.MADE, ChildEvent.STOPPED)[-2:] == [ChildState.ENDING, ChildState.OVER]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((ChildEvent.MADE,), ChildState.RETIRED),
+        ((ChildEvent.MADE, ChildEvent.FAILED), ChildState.OVER),
+        ((ChildEvent.MADE, ChildEvent.RESTART), ChildState.ENDING),
+        ((ChildEvent.MADE, ChildEvent.FAILED, ChildEvent.TURN), ChildState.ENDING),
+        ((ChildEvent.MADE, ChildEvent.DROP), ChildState.ENDING),
+    ],
+)
+def test_no_more_restarts_leave_a_process_to_stop_only_where_there_is_one(
+    before: tuple[ChildEvent, ...], after: ChildState
+) -> None:
+    assert walk(*before, ChildEvent.NO_MORE)[-1] is after
+    # A second wish changes nothing.
+    if after is not ChildState.OVER:
+        assert walk(*before, ChildEvent.NO_MORE, ChildEvent.NO_MORE)[-1] is after
+
+
+def test_what_is_over_stays_over() -> None:
+    for event in ChildEvent:
+        if event is ChildEvent.ENDED:
+            assert next_state(ChildState.OVER, event) is ChildState.OVER
+        else:
+            with pytest.raises(ValueError, match="OVER"):
+                next_state(ChildState.OVER, event)
+
+
+def test_a_child_that_settles_is_never_started_again() -> None:
+    for state, event in product(SETTLED, ChildEvent):
+        try:
+            assert next_state(state, event) in SETTLED
+        except ValueError:
+            continue
+
+
+def test_every_state_can_end() -> None:
+    assert {next_state(state, ChildEvent.ENDED) for state in ChildState} == {ChildState.OVER}
+    assert not REACHABLE & STOPPING

@@ -21,6 +21,7 @@ from leaks import Snapshot
 import aiodaft
 from aiodaft._runtime.diagnostics.await_chains import frames_of
 from aiodaft.actor import Handle
+from aiodaft.testing.devices import HostDriver, use_host_devices
 
 # Workers load the packages hundreds of times: with this setting they would compile them each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -174,6 +175,12 @@ async def module_rt(shared_runtime: aiodaft.Runtime, nothing_left_behind: None) 
     yield shared_runtime
     for target in shared_runtime._scope_actors:
         await shared_runtime.stop(Handle(target, Echo))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def here(shared_runtime: aiodaft.Runtime) -> HostDriver:
+    """The fake GPU of this process, for all tests of a module."""
+    return use_host_devices(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

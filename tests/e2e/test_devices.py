@@ -7,10 +7,10 @@ import gc
 
 import pytest
 import torch
-from device_actors import DeviceKeeper, install
-from host_devices import HostAccelerators, HostDriver
+from device_actors import DeviceKeeper
 
 import aiodaft
+from aiodaft.testing.devices import HostAccelerators, HostDriver, use_host_devices
 from aiodaft_transport import Unreachable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -21,13 +21,6 @@ SIZE = 1 << 18
 @pytest.fixture
 def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
     return module_rt
-
-
-@pytest.fixture
-def here(module_rt: aiodaft.Runtime) -> HostDriver:
-    """The devices of this process."""
-    peer = module_rt._controller.peer
-    return install(peer, 0) if peer.store._devices is None else peer.store.devices.transport.driver  # type: ignore[return-value]  # see above
 
 
 async def test_a_tensor_goes_from_device_to_device_and_touches_no_host_memory(rt: aiodaft.Runtime) -> None:
@@ -184,7 +177,7 @@ async def test_into_goes_between_host_and_device_and_between_devices(rt: aiodaft
 
 async def test_a_producer_that_dies_fails_what_is_not_here_yet_and_nothing_else() -> None:
     async with aiodaft.Runtime() as rt:
-        install(rt._controller.peer, 0)
+        use_host_devices(0)
         a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
         here = await a.make(SIZE, 1.0)
         waiting = b.where(a.make_slowly(SIZE, 5.0))

@@ -7,23 +7,16 @@ import gc
 from typing import Any
 
 import pytest
-from device_actors import DeviceKeeper, install
+from device_actors import DeviceKeeper
 from graph_actors import Node
-from host_devices import HostAccelerators, HostDriver
 
 import aiodaft
 from aiodaft import Ref
+from aiodaft.testing.devices import HostAccelerators, HostDriver
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SIZE = 1 << 18
-
-
-@pytest.fixture
-def here(module_rt: aiodaft.Runtime) -> HostDriver:
-    """The devices of this process."""
-    peer = module_rt._controller.peer
-    return install(peer, 0) if peer.store._devices is None else peer.store.devices.transport.driver  # type: ignore[return-value]  # see above
 
 
 async def test_they_go_from_actor_to_actor_and_touch_no_host_memory(

@@ -7,22 +7,11 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from here import current_peer
-from host_devices import Gate, HostAccelerators, HostDriver
 from torch import Tensor
 
 import aiodaft
 from aiodaft import Actor, method
-from aiodaft._runtime.objects.devices import Devices
-from aiodaft._runtime.peer import Peer
-
-
-def install(peer: Peer, *devices: int) -> HostDriver:
-    """Give a process devices; without a number it has none, but hears of those of others."""
-    driver = HostDriver(*devices)
-    if not devices:
-        driver.identities = []
-    peer.store._devices = Devices(HostAccelerators(driver), peer.process, peer.process.id)
-    return driver
+from aiodaft.testing.devices import Gate, use_host_devices
 
 
 class DeviceKeeper(Actor):
@@ -30,7 +19,7 @@ class DeviceKeeper(Actor):
 
     def __init__(self, *devices: int) -> None:
         self.peer = current_peer()
-        self.driver = install(self.peer, *devices)
+        self.driver = use_host_devices(*devices)
         self.tensor: Any = None
         self.gate: Gate | None = None
 

@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 
 from ends import LocalHost
 from far_end import SocketLink, digest, pattern
-from host_devices import Gate, HostDriver, LandingPlace
 
 from aiodaft._runtime.platform.threads import HelperThread
-from aiodaft_transport import Block, Grant, TransportError
+from aiodaft.testing.devices import Gate, HostDriver
+from aiodaft_transport import Block, Grant, TransportError, Unreachable
 from aiodaft_transport.conformance import LoopbackControl
 from aiodaft_transport.cuda.device import DeviceBlock, Landing, Span
 from aiodaft_transport.cuda.transport import CudaTransport
-from aiodaft_transport.memory.address import address_of, check_target
+from aiodaft_transport.memory.address import ALIGNMENT, address_of, check_target
 
 T = TypeVar("T")
 
@@ -42,6 +42,26 @@ class ThreadedHost(LocalHost):
     async def aclose(self) -> None:
         await super().aclose()
         await self._helper_thread.aclose()
+
+
+class LandingPlace:
+    """Provides memory of a process's own devices: the one that the bytes come from if it is there, else the first."""
+
+    def __init__(self, driver: HostDriver, stream: int = 7) -> None:
+        self._driver = driver
+        self.stream = stream
+        self.landed: list[tuple[int, int]] = []
+
+    def __call__(self, source: bytes, nbytes: int) -> Landing:
+        if not self._driver.identities:
+            raise Unreachable("this process sees no device")
+        known = source in self._driver.identities
+        device = self._driver.identities.index(source) if known else 0
+        self.landed.append((device, nbytes))
+        memory = bytearray(nbytes + ALIGNMENT)
+        start = -address_of(memory) % ALIGNMENT
+        owner = memoryview(memory)[start : start + nbytes]
+        return Landing(owner, device, address_of(owner), nbytes, self.stream)
 
 
 class DeviceEnd:

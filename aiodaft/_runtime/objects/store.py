@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from aiodaft._runtime.connections.route import Route
-    from aiodaft._runtime.objects.devices import Devices
+    from aiodaft._runtime.objects.devices import Accelerators, Devices
 
 T = TypeVar("T")
 
@@ -86,6 +86,12 @@ class Store:
 
                 self._devices = Devices(Gpus(), self._process, self._process.id)
             return self._devices
+
+    def use_accelerators(self, kind: Accelerators) -> None:
+        """Use another kind of accelerator from now on, before any value is on one."""
+        from aiodaft._runtime.objects.devices import Devices  # noqa: PLC0415 - few programs have accelerators
+
+        self._devices = Devices(kind, self._process, self._process.id)
 
     def current_streams(self) -> Sequence[Any]:
         """Where this thread's work on accelerators goes; nothing if there never was any."""

@@ -1,7 +1,7 @@
-"""Devices whose memory is memory of the host, for tests of what is said to a real driver.
+"""GPUs that are memory of the host, for tests without a GPU: tensors on them move as those on real GPUs do.
 
-It lies in memfds, which other processes open through /proc. Streams are queues whose work is done when somebody asks
-how far it is, up to a closed gate.
+Their memory lies in memfds, which other processes open through /proc. Streams are queues whose work is done when the
+framework asks how far it is, up to a closed gate.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
+from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.process import current_process
 from aiodaft_transport.cuda.device import IDENTITY_SIZE, Event, Export, Landing, Span
 from aiodaft_transport.exceptions import DeviceError, Unreachable
-from aiodaft_transport.memory.address import ALIGNMENT, address_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +42,21 @@ class Gate:
         self.open = False
 
 
+def use_host_devices(*devices: int) -> HostDriver:
+    """Give the process that runs this fake GPUs in place of real ones; call it before any value is on a GPU.
+
+    Args:
+        devices: Which GPUs of the machine the process sees, by their numbers. None: it has no GPU.
+    """
+    driver = HostDriver(*devices)
+    if not devices:
+        driver.identities = []
+    current_process().part(Store).use_accelerators(HostAccelerators(driver))
+    return driver
+
+
 class HostDriver:
-    """Some devices. `devices` says which of the machine this process sees, in its order."""
+    """Drives fake GPUs. `devices` says which of the machine this process sees, in its order."""
 
     def __init__(self, *devices: int, memory: int = 1 << 40) -> None:
         self.identities: Sequence[bytes] = [identity(number) for number in devices or (0,)]
@@ -102,7 +117,7 @@ class HostDriver:
 
     def copy(self, device: int, spans: Sequence[Span], stream: int) -> None:
         for span in spans:
-            self.enqueue(stream, lambda span=span: self._move(span))
+            self.enqueue(stream, partial(self._move, span))
 
     def record(self, device: int, stream: int) -> Event:
         number = next(self._numbers)
@@ -155,7 +170,7 @@ class HostDriver:
 
     def tensor(self, size: int, device: int = 0) -> torch.Tensor:
         """A tensor of float32 in new memory of a device."""
-        import torch
+        import torch  # noqa: PLC0415 - optional
 
         return self.bytes(size * 4, device).view(torch.float32)
 
@@ -168,7 +183,7 @@ class HostDriver:
 
     def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
         """A tensor of bytes that looks at an address."""
-        import torch
+        import torch  # noqa: PLC0415 - optional
 
         memory = (ctypes.c_char * nbytes).from_address(address)
         return torch.frombuffer(memory, dtype=torch.uint8)
@@ -186,26 +201,6 @@ class HostDriver:
     def _move(self, span: Span) -> None:
         ctypes.memmove(*span)
         self.copied += span.nbytes
-
-
-class LandingPlace:
-    """Provides memory of a process's own devices: the one that the bytes come from if it is there, else the first."""
-
-    def __init__(self, driver: HostDriver, stream: int = 7) -> None:
-        self._driver = driver
-        self.stream = stream
-        self.landed: list[tuple[int, int]] = []
-
-    def __call__(self, source: bytes, nbytes: int) -> Landing:
-        if not self._driver.identities:
-            raise Unreachable("this process sees no device")
-        known = source in self._driver.identities
-        device = self._driver.identities.index(source) if known else 0
-        self.landed.append((device, nbytes))
-        memory = bytearray(nbytes + ALIGNMENT)
-        start = -address_of(memory) % ALIGNMENT
-        owner = memoryview(memory)[start : start + nbytes]
-        return Landing(owner, device, address_of(owner), nbytes, self.stream)
 
 
 class HostAccelerators:

@@ -221,6 +221,53 @@ def read_credit(message: Message) -> tuple[CallId, int]:
     return number, count
 
 
+def pull(owner: PeerId, number: CallId) -> Message:
+    return PULL, owner, number
+
+
+def read_pull(message: Message) -> tuple[PeerId, CallId]:
+    _, owner, number = message
+    return owner, number
+
+
+def value(owner: PeerId, number: CallId, payload: bytes, blobs: Any, refs: tuple[Any, ...]) -> Message:
+    return VALUE, owner, number, payload, blobs, refs
+
+
+def read_value(message: Message) -> tuple[bytes, Any, tuple[Any, ...]]:
+    _, _, _, payload, blobs, refs = message
+    return payload, blobs, refs
+
+
+def moved(owner: PeerId, number: CallId, to: PeerId) -> Message:
+    return MOVED, owner, number, to
+
+
+def read_moved(message: Message) -> PeerId:
+    return message[3]
+
+
+def broken(owner: PeerId, number: CallId, error: bytes) -> Message:
+    return BROKEN, owner, number, error
+
+
+def read_broken(message: Message) -> bytes:
+    return message[3]
+
+
+def read_pulled(message: Message) -> tuple[PeerId, CallId]:
+    """The owner and number of the value that a VALUE, MOVED or BROKEN is about."""
+    return message[1], message[2]
+
+
+def release(number: CallId) -> Message:
+    return RELEASE, (number,)
+
+
+def read_release(message: Message) -> tuple[CallId, ...]:
+    return message[1]
+
+
 def adopted(number: CallId) -> Message:
     return ADOPTED, number
 
@@ -252,6 +299,32 @@ def bye(reason: str) -> Message:
 
 def read_bye(message: Message) -> str:
     return message[1]
+
+
+def borrow(number: CallId) -> Message:
+    return BORROW, number
+
+
+def read_borrow(message: Message) -> CallId:
+    return message[1]
+
+
+def join(owner: PeerId, number: CallId, keep: bool) -> Message:
+    return JOIN, owner, number, keep
+
+
+def read_join(message: Message) -> tuple[PeerId, CallId, bool]:
+    _, owner, number, keep = message
+    return owner, number, keep
+
+
+def leave(owner: PeerId, number: CallId, member: PeerId) -> Message:
+    return LEAVE, owner, number, member
+
+
+def read_leave(message: Message) -> tuple[PeerId, CallId, PeerId]:
+    _, owner, number, member = message
+    return owner, number, member
 
 
 def ring(stage: int) -> Message:

@@ -78,7 +78,7 @@ async def test_a_value_that_is_freed_in_the_moment_in_which_it_is_there(module_r
     ref = module_rt.put(bytes(LARGE))
     _, number, *_ = peer.refs.describe(ref)
     found: list[object] = []
-    peer.transfer.locate(peer.process.id, CallId(number), found.append)
+    peer.transfer.locate((peer.process.id, CallId(number)), found.append)
     del ref
     await helper.let_go()
     while not found:

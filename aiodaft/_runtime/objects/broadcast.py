@@ -1,8 +1,7 @@
-"""Values that many want pass from consumer to consumer: the producer says who asks whom, and sends only twice itself.
+"""Values that many processes pull go from consumer to consumer; `_protocol.broadcast` says from which to which.
 
-Only for values of 1 MiB or more whose bytes are really sent; where memory is shared, one block serves everybody. A
-consumer's own value is its own to change, so a process that passes one on has a copy for that: made when the value
-comes, if others wait by then or the producer asked for it, and freed with the value.
+Only for values of 1 MiB or more whose bytes are sent; where memory is shared, one block serves all. A consumer may
+change its own value, so a process that passes one on has a copy for that: made when the value comes, and freed with it.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from aiodaft._protocol.fanout import Fanout
+from aiodaft._protocol import messages as m
+from aiodaft._protocol.broadcast import Fanout
+from aiodaft._protocol.broadcast import Fetching as Fetch
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import JOIN, LEAVE, Message
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.objects.received import ReceivedValue
@@ -24,40 +24,28 @@ from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError
 from aiodaft_transport import TransportError
 
+# Called with the place of a value.
+Found: TypeAlias = Callable[[Any], object]
+Fetching: TypeAlias = Fetch[Found]
+
 SMALLEST: Final = 1 << 20
-# Of the machine's memory, what one process keeps for others at most.
+# One process keeps at most this part of the machine's memory for others.
 _SHARE: Final = 8
 
 
-class Fetching:
-    """One value that this process is getting, for one or several pulls."""
-
-    __slots__ = ("keep", "pulls", "root", "waiting")
-
-    def __init__(self) -> None:
-        self.pulls = 0
-        # Who says which process gets the value where; known if it may pass through other processes.
-        self.root: PeerId | None = None
-        # The root wants a copy to be here for others.
-        self.keep = False
-        # Others who were sent here.
-        self.waiting: list[Callable[[Any], object]] = []
-
-
 class Relays:
-    """What one process passes on, and whom it sends to others."""
+    """The values that one process passes on, and the processes that it sends to others."""
 
     def __init__(
         self,
         process: Process,
         connections: Connections,
         store: Store,
-        locate_elsewhere: Callable[[PeerId, CallId, Callable[[Any], object]], object],
+        locate_elsewhere: Callable[[PeerId, CallId, Found], object],
     ) -> None:
         self._process = process
         self._connections = connections
         self._store = store
-        # Says where a value is that this process does not store.
         self._locate_elsewhere = locate_elsewhere
         self._fetching: dict[Key, Fetching] = {}
         self._fanouts: dict[Key, Fanout] = {}
@@ -65,31 +53,29 @@ class Relays:
 
     # Of values that are made here.
 
-    def source_for(self, connection: Connection, key: Key, kept: StoredValue) -> PeerId | None:
-        """Who gives a value to the peer that asks for it; None if this process does."""
-        if not kept.can_be_relayed(SMALLEST):
+    def source_for(self, connection: Connection, key: Key, stored: StoredValue) -> PeerId | None:
+        """The process that gives a value to the peer that asks for it; None for this one."""
+        if not stored.can_be_relayed(SMALLEST):
             return None
         fanout = self._fanouts.get(key)
         if fanout is None:
             fanout = self._fanouts[key] = Fanout()
-            kept.on_release = lambda: self._free(key)
+            stored.on_release = lambda: self._free(key)
         source = fanout.join(connection.remote)
         if source != connection.remote:
-            connection.send((JOIN, *key, source is None and fanout.keeps(connection.remote)))
+            connection.send(m.join(*key, source is None and fanout.keeps(connection.remote)))
         return source
 
     def _free(self, key: Key) -> None:
         for member in self._fanouts.pop(key).members:
-            connection = self._connections.get(member)
-            if connection is not None:
-                connection.send((LEAVE, *key, member))
+            self._tell(member, key, member)
 
     # Of values that are fetched.
 
     @contextmanager
     def fetching(self, key: Key) -> Generator[Fetching]:
-        """While a value is being fetched, others may be sent here for it."""
-        fetching = self._fetching.setdefault(key, Fetching())
+        """While a value is being fetched, other processes may be sent here for it."""
+        fetching = self._fetching.setdefault(key, Fetch())
         fetching.pulls += 1
         try:
             yield fetching
@@ -104,92 +90,87 @@ class Relays:
                 if fetching.root is not None and key not in self._store.entries:
                     self._tell(fetching.root, key, self._process.id)
 
-    def wait(self, key: Key, found: Callable[[Any], object]) -> bool:
-        """Tell `found` of the copy when it is here, or where else the value is; False if none is on its way."""
+    def wait(self, key: Key, found: Found) -> bool:
+        """Call `found` with the copy when it is here, or with another place; False if the value is not on its way."""
         fetching = self._fetching.get(key)
         if fetching is None:
             return False
-        fetching.waiting.append(found)
+        fetching.wait(found)
         return True
 
-    def let_down(self, root: PeerId, key: Key, source: PeerId) -> None:
-        """The process that the root said to ask gave nothing."""
-        self._tell(root, key, source)
+    def let_down(self, root: PeerId, key: Key, relay: PeerId) -> None:
+        """Tell the root that a relay gave nothing."""
+        self._tell(root, key, relay)
 
     def answered(self, fetching: Fetching, key: Key) -> None:
-        """The value is about to come: if nobody else is to be sent here, whoever waits here is mistaken."""
-        if fetching.root is None:
+        """The value is about to come."""
+        if fetching.is_alone:
             self._send_away(key, fetching)
 
-    async def keep(self, fetching: Fetching, key: Key, arrived: ReceivedValue, via: str) -> None:
-        """The value is here, and nobody has changed it yet: make a copy for others if there are any."""
-        store = self._store
-        if fetching.root is None or key in store.entries or not (fetching.keep or fetching.waiting):
+    async def keep(self, fetching: Fetching, key: Key, received: ReceivedValue, via: str) -> None:
+        """Make a copy for others if there are any: the value is here, and nothing has changed it yet."""
+        store, root = self._store, fetching.root
+        if root is None or key in store.entries or not fetching.wants_copy:
             return
-        kept = StoredValue.copy_of(arrived, via, fetching.root)
-        if store.relayed_bytes() + kept.encoded.size > self._room:
+        stored = StoredValue.copy_of(received, via, root)
+        if store.relayed_bytes() + stored.encoded.size > self._room:
             self._send_away(key, fetching)
             return
-        # What comes meanwhile finds it, and waits until it is packed.
-        store.entries[key] = kept
+        # Processes that ask meanwhile find it, and wait until it is packed.
+        store.entries[key] = stored
         try:
-            await store.pack(kept)
+            await store.pack(stored)
         except BaseException as error:
-            if store.entries.get(key) is kept:
+            if store.entries.get(key) is stored:
                 store.drop(key)
             self._send_away(key, fetching)
             # This process has its value all the same.
             if not isinstance(error, (DaftError, TransportError, MemoryError, OSError)):
                 raise
-        if store.entries.get(key) is not kept:
-            # The value was freed meanwhile, or there is no memory for it.
-            return
-        waiting, fetching.waiting = fetching.waiting, []
-        for found in waiting:
-            found(kept)
+        if store.entries.get(key) is stored:
+            for found in fetching.take_waiting():
+                found(stored)
 
     def _send_away(self, key: Key, fetching: Fetching) -> None:
-        waiting, fetching.waiting = fetching.waiting, []
-        for found in waiting:
+        for found in fetching.take_waiting():
             self._locate_elsewhere(*key, found)
 
-    def _tell(self, root: PeerId, key: Key, who: PeerId) -> None:
-        connection = self._connections.get(root)
+    def _tell(self, remote: PeerId, key: Key, member: PeerId) -> None:
+        connection = self._connections.get(remote)
         if connection is not None:
-            connection.send((LEAVE, *key, who))
+            connection.send(m.leave(*key, member))
 
-    # What peers say.
+    # Messages.
 
-    def join_came(self, connection: Connection, message: Message) -> None:
+    def join_came(self, connection: Connection, message: m.Message) -> None:
         """JOIN came."""
-        _, owner, number, keep = message
+        owner, number, keep = m.read_join(message)
         fetching = self._fetching.get((owner, number))
         if fetching is None:
-            # Nobody here wants it any more.
+            # The value is not wanted here any more.
             self._tell(connection.remote, (owner, number), self._process.id)
         else:
-            fetching.root = connection.remote
-            fetching.keep = fetching.keep or keep
+            fetching.joined(connection.remote, keep=keep)
 
-    def leave_came(self, connection: Connection, message: Message) -> None:
-        """LEAVE came."""
-        key, who = (message[1], message[2]), message[3]
+    def leave_came(self, connection: Connection, message: m.Message) -> None:
+        """LEAVE came: to the root from a member, or to a member from the root that has freed the value."""
+        owner, number, member = m.read_leave(message)
+        key, remote = (owner, number), connection.remote
         fanout = self._fanouts.get(key)
         if fanout is not None:
-            if who == connection.remote:
-                fanout.leave(who)
+            if member == remote:
+                fanout.leave(member)
             else:
-                fanout.fail(connection.remote, who)
+                fanout.fail(remote, member)
             return
-        self._store.drop_relayed(key, connection.remote)
+        self._store.drop_relayed(key, remote)
         fetching = self._fetching.get(key)
-        if fetching is not None and fetching.root == connection.remote:
-            fetching.root = None
+        if fetching is not None:
+            fetching.left_by(remote)
 
     def connection_lost(self, remote: PeerId) -> None:
         """A process is gone."""
         for fanout in self._fanouts.values():
             fanout.leave(remote)
         for fetching in self._fetching.values():
-            if fetching.root == remote:
-                fetching.root = None
+            fetching.left_by(remote)

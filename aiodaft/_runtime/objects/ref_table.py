@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Final
 
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import BORROW, Message
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.ref_state import HERE, RefHost, RefState, state_of
@@ -155,14 +155,14 @@ class RefTable:
         else:
             state.on_kept()
 
-    def keep(self, state: RefState) -> StoredValue:
+    def stored(self, state: RefState) -> StoredValue:
         """What other processes get for a settled ref whose value is here."""
-        if state.arrived is not None:
-            return StoredValue.again(state.arrived)
-        names = Names(state.label, (("result", state.value),))
-        kept = self._store.keep(state.value, names, patient=True)
-        self._store.pack_now(kept)
-        return kept
+        if state.kept is None and state.arrived is not None:
+            state.kept = StoredValue.again(state.arrived)
+        elif state.kept is None:
+            state.kept = self._store.keep(state.value, Names(state.label, (("result", state.value),)), patient=True)
+            self._store.pack_now(state.kept)
+        return state.kept
 
     # Telling others.
 
@@ -189,18 +189,16 @@ class RefTable:
         """What a peer needs to get a ref's value: the value itself if it is small and here."""
         state = state_of(ref)
         if state.own and state.status is HERE and state.error is None:
-            if state.kept is None and state.parts() is None:
-                state.kept = self.keep(state)
-            kept = state.kept
+            kept = state.kept if state.parts() is not None else self.stored(state)
             if kept is not None and kept.ready and kept.is_inline:
                 return (kept.payload, kept.inline, tuple(self.describe(inner) for inner in kept.refs))
         return self.describe(ref)
 
     # Being told.
 
-    def borrow_came(self, connection: Route, message: Message) -> None:
+    def borrow_came(self, connection: Route, message: m.Message) -> None:
         """BORROW came."""
-        self.lend(message[1], connection.remote)
+        self.lend(m.read_borrow(message), connection.remote)
 
     async def adopt(self, descriptors: tuple[Any, ...], connection: Route) -> list[Ref[Any]]:
         """Refs that came inside a value; registered with their owners before anything else is said to the sender."""
@@ -228,7 +226,7 @@ class RefTable:
     async def _register(self, state: BorrowedState, connection: Route) -> None:
         if state.owner == connection.remote:
             # No call: the owner must know before it handles the next message, which may end what holds the ref there.
-            self._connections.to(state.owner).send((BORROW, state.number))
+            self._connections.to(state.owner).send(m.borrow(state.number))
             return
         try:
             await self.objects.owner.borrow(state.owner, state.number)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import INLINE_LIMIT, Message
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.threads import SYNC_COPY
@@ -131,7 +131,7 @@ class Store:
         shared = self._shared.get(source.address) if name == self._preferred else None
         if shared is not None:
             return shared[0]
-        if not self._registered or source.nbytes <= INLINE_LIMIT:
+        if not self._registered or source.nbytes <= m.INLINE_LIMIT:
             # Small ones travel better together.
             return None
         return self.transport_named(name).block_at(view_at(source.address, source.nbytes, source.keep))
@@ -258,9 +258,9 @@ class Store:
         for name, grant in blobs if isinstance(blobs, tuple) else ():
             self.transport_named(name).revoke(grant, connection)
 
-    def release_came(self, route: Route, message: Message) -> None:
+    def release_came(self, route: Route, message: m.Message) -> None:
         """RELEASE came: the owner does not need these values any more."""
-        for number in message[1]:
+        for number in m.read_release(message):
             self.drop((route.remote, number))
 
     def drop(self, key: Key) -> None:

@@ -1,7 +1,6 @@
-"""Values between processes: pulled by key, from whoever has them.
+"""Values between processes: pulled by key, from the process that `_protocol.pull` says.
 
-Whoever wants a value asks its producer, also before the value is made; the producer answers when it is. A process
-that does not have it says so, and the question goes to the owner, who always knows.
+A process may ask for a value before it is made; the producer answers when it is.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import BROKEN, MOVED, PULL, VALUE, Message
+from aiodaft._protocol.pull import Answer, Next, Pull
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.objects.broadcast import Fetching, Relays
@@ -22,7 +22,7 @@ from aiodaft._runtime.objects.owner import InboundProducer
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import THERE, RefState
 from aiodaft._runtime.objects.ref_table import RefTable
-from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.objects.store import Key, Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.process import Process
@@ -30,15 +30,11 @@ from aiodaft._runtime.serialization.errors import add_note, copy_error, decode_e
 from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost, RemoteProtocolError
 from aiodaft_transport import DEVICE_NAME, DeviceError, TransportError, Unreachable, size_of
 
-# Where a value is: kept here, at another process, or nowhere because making it failed.
+# The process to ask for a value, or why there is none.
 Elsewhere: TypeAlias = PeerId | BaseException
 Place: TypeAlias = StoredValue | Elsewhere
 
-# owner -> producer -> owner is the longest honest chain, and two processes on the way may have had nothing to pass on;
-# more means that somebody lies.
-_MAX_HOPS: Final = 8
-
-_BY_WAY_OF_HOST: Final = (
+_THROUGH_HOST: Final = (
     "the value is in the memory of a GPU: return x.cpu(), or let it travel by way of host memory "
     "(@method(transport='shm'), rt.put(x, transport='shm'), or Runtime(transport='shm') for all)"
 )
@@ -60,129 +56,122 @@ class Transfer:
         self._store = store
         self._refs = refs
         self._running_call = running_call
-        self.relays = Relays(process, connections, store, self.locate_elsewhere)
-        self._pulls: dict[tuple[PeerId, PeerId, CallId], deque[asyncio.Future[Delivery | Elsewhere]]] = {}
+        self.relays = Relays(process, connections, store, self._locate_elsewhere)
+        # By asked process, owner and number.
+        self._pulls: dict[tuple[PeerId, Key], deque[asyncio.Future[Delivery | Elsewhere]]] = {}
 
-    # Wanting a value.
+    # The consumer.
 
     async def pull(
-        self, owner: PeerId, number: CallId, producer: PeerId, landing: IntoTensor | None = None
+        self, owner: PeerId, number: CallId, producer: PeerId, into: IntoTensor | None = None
     ) -> ReceivedValue:
-        """Get a value, straight into the landing if there is one that fits it.
+        """Get a value, straight into a tensor if there is one that it fits.
 
         Raises:
             OwnerDied: Its owner is gone.
-            ValueError: It is a tensor that the landing has no place for.
+            ValueError: It is a tensor that does not fit.
             BaseException: What making it raised.
         """
-        asked = self._process.id if (owner, number) in self._store.entries else producer
-        for _ in range(_MAX_HOPS):
-            place: ReceivedValue | Place
-            if asked == self._process.id:
-                place = await self._locate_here(owner, number)
-            else:
-                with self.relays.fetching((owner, number)) as fetching:
-                    place = await self._follow(fetching, asked, owner, number, landing)
-            if isinstance(place, ReceivedValue):
-                return place
-            if isinstance(place, StoredValue):
-                return await self.take_own(place, landing)
-            if isinstance(place, BaseException):
-                raise place
-            asked = place
-        raise _nobody_has(owner, number)
+        key, local = (owner, number), self._process.id
+        route = Pull(local, owner, number, local if key in self._store.entries else producer)
+        while True:
+            if route.is_here:
+                place = await self._locate_here(key)
+                if isinstance(place, StoredValue):
+                    return await self.take_own(place, into)
+                self._choose_next(route, key, place)
+                continue
+            with self.relays.fetching(key) as fetching:
+                while not route.is_here:
+                    answer, lost = await self._ask(fetching, route.asked, key, into)
+                    if isinstance(answer, ReceivedValue):
+                        return answer
+                    self._choose_next(route, key, answer, fetching.root, lost=lost)
 
-    async def _follow(
-        self, fetching: Fetching, asked: PeerId, owner: PeerId, number: CallId, landing: IntoTensor | None
-    ) -> ReceivedValue | Elsewhere:
-        """Ask one process after the other, until one has the value or the way leads back here."""
-        sender: PeerId | None = None
-        for _ in range(_MAX_HOPS):
-            answer = await self._ask(fetching, asked, owner, number, landing)
-            if isinstance(answer, ReceivedValue):
-                return answer
-            if sender is not None and sender == fetching.root:
-                # It was to pass the value on, and died, or had none: whoever said so knows others.
-                self.relays.let_down(sender, (owner, number), asked)
-                asked, sender = sender, None
-            elif isinstance(answer, BaseException) or answer == self._process.id:
-                return answer
-            else:
-                sender, asked = asked, answer
-        raise _nobody_has(owner, number)
+    def _choose_next(
+        self, route: Pull, key: Key, answer: Elsewhere, root: PeerId | None = None, *, lost: bool = False
+    ) -> None:
+        asked = route.asked
+        if not isinstance(answer, BaseException):
+            step = route.handle(Answer.MOVED, answer, root)
+        else:
+            step = route.handle(Answer.LOST if lost else Answer.BROKEN, None, root)
+            if step is Next.FAIL and lost and asked == key[0]:
+                raise OwnerDied(f"the owner of a ref, {asked}, is gone: {answer}") from answer
+            if step is Next.FAIL:
+                raise answer
+        if step is Next.ASK_ROOT:
+            self.relays.let_down(route.asked, key, asked)
 
     async def _ask(
-        self, fetching: Fetching, asked: PeerId, owner: PeerId, number: CallId, landing: IntoTensor | None
-    ) -> ReceivedValue | Elsewhere:
+        self, fetching: Fetching, asked: PeerId, key: Key, into: IntoTensor | None
+    ) -> tuple[ReceivedValue | Elsewhere, bool]:
+        """Ask a process. The second item is true if the process is lost."""
         connection = self._connections.to(asked)
         try:
-            answer = await self._question(connection, owner, number)
+            answer = await self._question(connection, key)
             if not isinstance(answer, Delivery):
-                return answer
-            self.relays.answered(fetching, (owner, number))
+                return answer, False
+            self.relays.answered(fetching, key)
             first = answer.granted()
-            arrived = await self.receive(answer, landing)
+            received = await self.receive(answer, into)
         except TransportError as error:
-            # Nobody is gone; this process cannot have the value.
-            return error
+            # The asked process lives; this one cannot have the value.
+            return error, False
         except (PeerLost, ActorDied) as error:
-            if owner == self._process.id or connection.lost is None:
-                return error
-            if asked != owner:
-                # The owner may have the value, and knows best how its producer ended.
-                return owner
-            raise OwnerDied(f"the owner of a ref, {owner}, is gone: {error}") from error
+            return error, connection.lost is not None
         if first is not None:
-            await self.relays.keep(fetching, (owner, number), arrived, first[0])
-        return arrived
+            await self.relays.keep(fetching, key, received, first[0])
+        return received, False
 
-    async def _question(self, connection: Connection, owner: PeerId, number: CallId) -> Delivery | Elsewhere:
+    async def _question(self, connection: Connection, key: Key) -> Delivery | Elsewhere:
         if connection.lost is not None:
             raise copy_error(await self._connections.explanation(connection))
-        key = (connection.remote, owner, number)
         answer: asyncio.Future[Delivery | Elsewhere] = self._process.loop.create_future()
-        self._pulls.setdefault(key, deque()).append(answer)
-        connection.send((PULL, owner, number))
+        self._pulls.setdefault((connection.remote, key), deque()).append(answer)
+        connection.send(m.pull(*key))
         return await answer
 
-    def answered(self, connection: Connection, message: Message) -> None:
-        """A VALUE, MOVED or BROKEN came."""
-        key = (connection.remote, message[1], message[2])
-        waiting = self._pulls.get(key)
+    def answered(self, connection: Connection, message: m.Message) -> None:
+        """VALUE, MOVED or BROKEN came."""
+        asked = connection.remote, m.read_pulled(message)
+        waiting = self._pulls.get(asked)
         if not waiting:
-            raise RemoteProtocolError(f"{connection.remote} answers a question that was not asked")
+            raise RemoteProtocolError(f"{connection.remote} answers a pull that was not made")
         answer = waiting.popleft()
         if not waiting:
-            del self._pulls[key]
-        if answer.done():
-            # Whoever asked was cancelled.
-            self._store.decline(connection, message[4] if message[0] == VALUE else None)
-        elif message[0] == VALUE:
-            _, _, _, payload, blobs, refs = message
-            answer.set_result(Delivery(self._store, connection, payload, blobs, refs))
+            del self._pulls[asked]
+        came: Delivery | Elsewhere
+        if message[0] == m.VALUE:
+            # If the pull was cancelled, the grants go back with the delivery.
+            came = Delivery(self._store, connection, *m.read_value(message))
+        elif message[0] == m.MOVED:
+            came = m.read_moved(message)
         else:
-            answer.set_result(PeerId(message[3]) if message[0] == MOVED else decode_error(message[3]))
+            came = decode_error(m.read_broken(message))
+        if not answer.done():
+            answer.set_result(came)
 
     def connection_lost(self, connection: Connection, error: DaftError) -> None:
         """Nothing more will be answered over a connection."""
-        for key in [key for key in self._pulls if key[0] == connection.remote]:
-            for answer in self._pulls.pop(key):
+        for asked in [asked for asked in self._pulls if asked[0] == connection.remote]:
+            for answer in self._pulls.pop(asked):
                 if not answer.done():
                     answer.set_exception(copy_error(error))
 
-    async def receive(self, delivery: Delivery, landing: IntoTensor | None = None) -> ReceivedValue:
-        """Bring in a value that was granted. What went straight into the landing is memory of its target.
+    async def receive(self, delivery: Delivery, into: IntoTensor | None = None) -> ReceivedValue:
+        """Fetch a value that was granted. What went straight into the tensor is memory of that.
 
         Raises:
             TransportError: This process cannot have it: it is out of reach, or a device failed.
             PeerLost, ActorDied: How its process ended; or it lives, and the bytes do not come all the same.
             ResourceExhausted: This process has no memory or descriptor for it.
         """
-        views: list[Any] = []
+        blobs: list[Any] = []
         try:
-            states = await self._refs.adopt(delivery.refs, delivery.connection)
+            refs = await self._refs.adopt(delivery.refs, delivery.connection)
             while (blob := delivery.granted()) is not None:
-                views.append(await self._fetch(delivery, blob, landing))
+                blobs.append(await self._fetch(delivery, blob, into))
         except (Unreachable, DeviceError):
             raise
         except TransportError as error:
@@ -191,154 +180,129 @@ class Transfer:
         except OSError as error:
             raise exhausted(error, f"a value from {delivery.connection.remote} cannot be received") from error
         finally:
-            # Nothing, if all of it is here.
             delivery.decline()
-        return ReceivedValue(delivery.payload, delivery.inline, views, states)
+        return ReceivedValue(delivery.payload, delivery.inline, blobs, refs)
 
-    async def _fetch(self, delivery: Delivery, blob: Blob, landing: IntoTensor | None) -> Any:
-        """Bring one blob here, or into the landing if there is one that fits."""
-        name, grant = blob
-        connection, traffic = delivery.connection, delivery.connection.traffic
-        transport = self._store.transport_named(name)
+    async def _fetch(self, delivery: Delivery, blob: Blob, into: IntoTensor | None) -> Any:
+        """Fetch one blob, into the tensor if it fits."""
+        (name, grant), connection = blob, delivery.connection
+        transport, size = self._store.transport_named(name), size_of(grant)
         try:
-            memory = None if landing is None else self._memory_in(landing, delivery, blob)
+            memory = None
+            if into is not None and into.fits(delivery.payload, size):
+                memory = self._store.memory_in(into.target, name, grant, connection)
             delivery.taken()
-            if landing is None or memory is None:
+            if into is None or memory is None:
                 view = await transport.fetch(grant, connection)
             else:
-                await landing.fill(transport.fetch_into(grant, connection, memory))
+                await into.fill(transport.fetch_into(grant, connection, memory))
                 view = memory
         except Unreachable as error:
             if name == DEVICE_NAME:
-                add_note(error, _BY_WAY_OF_HOST)
+                add_note(error, _THROUGH_HOST)
             raise
-        traffic.payloads_received += 1
-        traffic.payload_received += size_of(grant)
-        traffic.device_received += size_of(grant) if name == DEVICE_NAME else 0
+        connection.traffic.payloads_received += 1
+        connection.traffic.payload_received += size
+        connection.traffic.device_received += size if name == DEVICE_NAME else 0
         return view
 
-    def _memory_in(self, landing: IntoTensor, delivery: Delivery, blob: Blob) -> Any:
-        """Where in the target the transport is to write; None if it cannot."""
-        name, grant = blob
-        fits = landing.fits(delivery.payload, size_of(grant))
-        return self._store.memory_in(landing.target, name, grant, delivery.connection) if fits else None
+    async def _locate_here(self, key: Key) -> Place:
+        place: asyncio.Future[Place] = self._process.loop.create_future()
+        self.locate(key, lambda found: None if place.done() else place.set_result(found))
+        return await place
 
-    async def _locate_here(self, owner: PeerId, number: CallId) -> Place:
-        found: asyncio.Future[Place] = self._process.loop.create_future()
+    async def take_own(self, stored: StoredValue, into: IntoTensor | None = None) -> ReceivedValue:
+        """A value stored in this process: its own objects where they are unchanged."""
+        await self._store.make_ready(stored)
+        loopback = self._connections.loopback
+        delivery = Delivery(self._store, loopback, stored.payload, stored.blobs_for(loopback), ())
+        received = await self.receive(delivery, into)
+        received.refs = stored.refs
+        received.origin = stored.origin
+        return received
 
-        def settle(place: Place) -> None:
-            if not found.done():
-                found.set_result(place)
+    # The producer, and the owner.
 
-        self.locate(owner, number, settle)
-        return await found
+    def locate(self, key: Key, found: Callable[[Place], object]) -> None:
+        """Call `found` with the place of a value, as soon as it is known."""
+        stored = self._store.entries.get(key)
+        if stored is not None:
+            found(stored)
+        elif not self.relays.wait(key, found):
+            self._locate_elsewhere(*key, found)
 
-    async def take_own(self, kept: StoredValue, landing: IntoTensor | None = None) -> ReceivedValue:
-        """A value kept in this very process: the objects themselves where they still are what they were."""
-        await self._store.make_ready(kept)
-        connection = self._connections.loopback
-        arrived = await self.receive(
-            Delivery(self._store, connection, kept.payload, kept.blobs_for(connection), ()), landing
-        )
-        arrived.refs = kept.refs
-        arrived.origin = kept.origin
-        return arrived
-
-    # Having a value.
-
-    def locate(self, owner: PeerId, number: CallId, found: Callable[[Place], object]) -> None:
-        """Say where a value is, as soon as that is known."""
-        kept = self._store.entries.get((owner, number))
-        if kept is not None:
-            found(kept)
-        elif not self.relays.wait((owner, number), found):
-            self.locate_elsewhere(owner, number, found)
-
-    def locate_elsewhere(self, owner: PeerId, number: CallId, found: Callable[[Place], object]) -> None:
-        """Say where a value is that this process does not keep, and is not getting either."""
-        if owner == self._process.id:
-            self._locate_own(number, found)
-        else:
+    def _locate_elsewhere(self, owner: PeerId, number: CallId, found: Callable[[Place], object]) -> None:
+        """The same, for a value that this process neither stores nor fetches."""
+        if owner != self._process.id:
             call = self._running_call(owner, number)
             if call is not None:
                 call.add_puller(found)
             else:
                 # Not here yet, or no longer: the owner knows.
                 found(owner)
-
-    def _locate_own(self, number: CallId, found: Callable[[Place], object]) -> None:
+            return
         state = self._refs.find(number)
         if state is None:
-            found(_freed(self._process.id, number))
+            found(_freed(owner, number))
         else:
             state.watch(lambda settled: self._locate_settled(settled, found))
 
     def _locate_settled(self, state: RefState, found: Callable[[Place], object]) -> None:
         connection = self._connections.get(state.producer)
         if state.free:
-            # By now nobody needs it any more, the asker included: keeping it anew would keep it for ever.
+            # The process that asks does not need it any more either: a copy stored now would stay for ever.
             found(_freed(state.owner, state.number))
         elif state.status is THERE and connection is not None and connection.lost is not None:
-            self._process.tasks.create_task(
-                self._explain_loss(connection, found), name=f"explain the loss of {state.label}"
-            )
+            explaining = self._explain_loss(connection, found)
+            self._process.tasks.create_task(explaining, name=f"explain the loss of {state.label}")
+        elif state.error is not None:
+            state.mark_seen()
+            found(state.error)
+        elif state.status is THERE:
+            found(state.producer)
         else:
-            found(self._place_of(state))
+            found(self._refs.stored(state))
 
     async def _explain_loss(self, connection: Connection, found: Callable[[Place], object]) -> None:
         found(copy_error(await self._connections.explanation(connection)))
 
-    def _place_of(self, state: RefState) -> Place:
-        if state.error is not None:
-            state.mark_seen()
-            return state.error
-        if state.status is THERE:
-            return state.producer
-        if state.kept is None:
-            state.kept = self._refs.keep(state)
-        return state.kept
+    def asked(self, connection: Connection, message: m.Message) -> None:
+        """PULL came."""
+        key = m.read_pull(message)
+        self.locate(key, lambda place: self._tell(connection, key, place))
 
-    def asked(self, connection: Connection, message: Message) -> None:
-        """A PULL came."""
-        _, owner, number = message
-        self.locate(owner, number, lambda place: self._tell(connection, owner, number, place))
-
-    def _tell(self, connection: Connection, owner: PeerId, number: CallId, place: Place) -> None:
+    def _tell(self, connection: Connection, key: Key, place: Place) -> None:
         if connection.lost is not None:
             return
         if isinstance(place, BaseException):
-            connection.send((BROKEN, owner, number, encode_error(place)))
+            connection.send(m.broken(*key, encode_error(place)))
         elif not isinstance(place, StoredValue):
-            connection.send((MOVED, owner, number, place))
+            connection.send(m.moved(*key, place))
         elif place.ready:
-            self._give(connection, owner, number, place)
+            self._give(connection, key, place)
         else:
-            self._process.tasks.create_task(self._pack_and_give(connection, owner, number, place), name="pack")
+            self._process.tasks.create_task(self._pack_and_give(connection, key, place), name="pack")
 
-    async def _pack_and_give(self, connection: Connection, owner: PeerId, number: CallId, kept: StoredValue) -> None:
+    async def _pack_and_give(self, connection: Connection, key: Key, stored: StoredValue) -> None:
         try:
-            await self._store.make_ready(kept)
-        except Exception as error:  # noqa: BLE001 - the asker gets it
-            self._tell(connection, owner, number, error)
+            await self._store.make_ready(stored)
+        except Exception as error:  # noqa: BLE001 - the process that asked gets it
+            self._tell(connection, key, error)
         else:
-            self._give(connection, owner, number, kept)
+            self._give(connection, key, stored)
 
-    def _give(self, connection: Connection, owner: PeerId, number: CallId, kept: StoredValue) -> None:
-        source = self.relays.source_for(connection, (owner, number), kept)
+    def _give(self, connection: Connection, key: Key, stored: StoredValue) -> None:
+        source = self.relays.source_for(connection, key, stored)
         if source is not None:
-            connection.send((MOVED, owner, number, source))
+            connection.send(m.moved(*key, source))
             return
         try:
-            blobs = kept.blobs_for(connection)
+            blobs = stored.blobs_for(connection)
         except (DaftError, TransportError) as error:
-            connection.send((BROKEN, owner, number, encode_error(error)))
+            connection.send(m.broken(*key, encode_error(error)))
             return
-        refs = tuple(self._refs.describe(ref) for ref in kept.refs)
-        connection.send((VALUE, owner, number, kept.payload, blobs, refs))
-
-
-def _nobody_has(owner: PeerId, number: CallId) -> RemoteProtocolError:
-    return RemoteProtocolError(f"nobody has the value of ref {number} of {owner}")
+        refs = tuple(self._refs.describe(ref) for ref in stored.refs)
+        connection.send(m.value(*key, stored.payload, blobs, refs))
 
 
 def _freed(owner: PeerId, number: CallId) -> OwnerDied:

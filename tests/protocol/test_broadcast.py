@@ -1,10 +1,10 @@
-"""Who gets a value from whom: the producer sends it twice, nobody waits in a circle."""
+"""Which process gets a value from which: the producer sends it twice, and no processes wait in a circle."""
 
 from __future__ import annotations
 
 import random
 
-from aiodaft._protocol.fanout import PATIENCE, SENDS, Fanout
+from aiodaft._protocol.broadcast import PATIENCE, SENDS, Fanout, Fetching
 from aiodaft._protocol.ids import PeerId
 
 
@@ -12,7 +12,7 @@ def peers(count: int) -> list[PeerId]:
     return [PeerId(f"p{number}") for number in range(count)]
 
 
-def test_of_those_who_ask_together_two_are_served_and_the_others_sent_on_evenly() -> None:
+def test_of_processes_that_ask_together_two_are_served_and_the_others_sent_on_evenly() -> None:
     fanout = Fanout()
     names = peers(32)
     sources = {name: fanout.join(name) for name in names}
@@ -27,7 +27,7 @@ def test_of_those_who_ask_together_two_are_served_and_the_others_sent_on_evenly(
     assert max(map(depth, names)) <= 5
 
 
-def test_whoever_comes_late_finds_the_copy_of_the_second() -> None:
+def test_a_late_process_finds_the_copy_of_the_second() -> None:
     fanout = Fanout()
     first, second, *late = peers(6)
     assert fanout.join(first) is None
@@ -62,7 +62,7 @@ def test_a_process_that_asks_twice_is_told_that_it_is_getting_it() -> None:
     assert fanout.join(name) is None
 
 
-def test_who_was_let_down_gets_it_elsewhere_and_in_the_end_from_the_producer() -> None:
+def test_a_process_that_relays_let_down_is_served_by_the_producer_in_the_end() -> None:
     fanout = Fanout()
     first, second, third = peers(3)
     fanout.join(first)
@@ -86,7 +86,7 @@ def waits_in_a_circle(sources: dict[PeerId, PeerId | None], name: PeerId | None)
     return False
 
 
-def test_whatever_dies_and_leaves_nobody_waits_in_a_circle_and_everybody_is_served_soon() -> None:
+def test_no_deaths_and_departures_make_processes_wait_in_a_circle() -> None:
     for seed in range(200):
         chance = random.Random(seed)
         fanout = Fanout()
@@ -110,3 +110,50 @@ def test_whatever_dies_and_leaves_nobody_waits_in_a_circle_and_everybody_is_serv
                         fanout.leave(other)
                         del waiting[other]
             assert not any(waits_in_a_circle(waiting, other) for other in waiting)
+
+
+# A consumer.
+
+ROOT, OTHER = PeerId("root"), PeerId("other")
+
+
+def fetching(*, joined: bool = True, keep: bool = False) -> Fetching[str]:
+    value: Fetching[str] = Fetching()
+    if joined:
+        value.joined(ROOT, keep=keep)
+    return value
+
+
+def test_a_member_makes_a_copy_only_if_another_process_waits() -> None:
+    value = fetching()
+    assert not value.is_alone
+    assert not value.wants_copy
+    value.wait("a")
+    value.wait("b")
+    assert value.wants_copy
+    assert value.take_waiting() == ["a", "b"]
+    assert not value.wants_copy
+
+
+def test_a_keeper_makes_a_copy_in_any_case_and_stays_one() -> None:
+    value = fetching(keep=True)
+    assert value.wants_copy
+    value.joined(ROOT, keep=False)
+    assert value.wants_copy
+
+
+def test_a_process_that_takes_no_part_makes_no_copy() -> None:
+    value = fetching(joined=False)
+    value.wait("a")
+    assert value.is_alone
+    assert not value.wants_copy
+
+
+def test_the_end_of_the_root_ends_the_part_and_no_other_end_does() -> None:
+    value = fetching(keep=True)
+    value.left_by(OTHER)
+    assert value.root == ROOT
+    value.left_by(ROOT)
+    assert value.root is None
+    assert value.is_alone
+    assert not value.wants_copy

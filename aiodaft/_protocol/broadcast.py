@@ -1,0 +1,196 @@
+"""How one value reaches many processes, so that its producer sends it only twice. Pure.
+
+Each process that pulls the value from its producer, the root, joins the broadcast. The root sends the value to the
+first two. To each later one it names a member that will be done with one copy more before any other member. Processes
+that ask at the same time form a binomial tree, in which no member sends more often than the root. A member leaves once
+it has the value and no copy for others. Only the second one keeps a copy without being asked for it, so that a process
+that asks late, when all others have left, still finds one.
+
+    root                      consumer                         relay (an earlier consumer)
+     | <------- PULL ----------- |                                |
+     | -------- JOIN ----------> |  member                        |
+     | -------- MOVED (relay) -> |                                |
+     |                           | ----------- PULL ------------> |
+     |                           | <---------- VALUE ------------ |
+     | <------- LEAVE ---------- |  has no copy for others        |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Generic, TypeVar
+
+from .ids import PeerId
+
+WaiterT = TypeVar("WaiterT")
+
+# How often the root, or one of the members that ask at the same time, sends a value.
+SENDS: Final = 2
+# The root itself serves a process that got nothing from so many relays.
+PATIENCE: Final = 2
+
+
+# The root.
+
+
+@dataclass(slots=True)
+class _Member:
+    # The relay that it gets the value from; None for the root.
+    source: PeerId | None = None
+    # When it has the value, in units of one transfer, and how many members get it from here.
+    ready: int = 0
+    given: int = 0
+    # The root names it to no more members; earlier ones may be waiting there.
+    failing: bool = False
+    # Its relay gave it nothing.
+    let_down: bool = False
+    disappointments: int = 0
+
+
+class Fanout:
+    """The members that are getting one value, or passing it on."""
+
+    def __init__(self) -> None:
+        self._members: dict[PeerId, _Member] = {}
+        # How often the root itself has sent it.
+        self.sent = 0
+
+    @property
+    def members(self) -> list[PeerId]:
+        """The processes that have a copy, or are getting one."""
+        return list(self._members)
+
+    def join(self, peer: PeerId) -> PeerId | None:
+        """Choose the process that gives the value to `peer`.
+
+        Returns:
+            A relay; None for the root; `peer` itself if it is getting the value already.
+        """
+        member = self._members.get(peer)
+        if member is None:
+            member = _Member()
+        elif not member.let_down:
+            return peer
+        member.let_down = False
+        member.source = self._relay_for(peer) if self.sent >= SENDS and member.disappointments < PATIENCE else None
+        if member.source is None:
+            self.sent += 1
+            member.ready = self.sent
+        else:
+            source = self._members[member.source]
+            source.given += 1
+            member.ready = source.ready + source.given
+        self._members[peer] = member
+        return member.source
+
+    def keeps(self, peer: PeerId) -> bool:
+        """Whether a process that just joined is to keep a copy though no other process waits there."""
+        return self._members[peer].source is None and self.sent >= SENDS
+
+    def leave(self, peer: PeerId) -> None:
+        """A process has no copy for others, and no other process waits there."""
+        self._members.pop(peer, None)
+
+    def fail(self, peer: PeerId, relay: PeerId) -> None:
+        """A process got nothing from a relay; it will join again."""
+        if relay in self._members:
+            self._members[relay].failing = True
+        member = self._members.get(peer)
+        if member is not None:
+            member.let_down = True
+            member.disappointments += 1
+
+    def _relay_for(self, peer: PeerId) -> PeerId | None:
+        able = [name for name, member in self._members.items() if not (member.failing or self._waits_for(name, peer))]
+
+        def done(name: PeerId) -> tuple[bool, int, int]:
+            member = self._members[name]
+            return member.given >= SENDS, member.ready + member.given + 1, member.given
+
+        return min(able, key=done, default=None)
+
+    def _waits_for(self, name: PeerId | None, peer: PeerId) -> bool:
+        """Whether one process, directly or not, waits for another, which must not wait for it in turn."""
+        while name is not None and name != peer:
+            member = self._members.get(name)
+            name = None if member is None else member.source
+        return name == peer
+
+
+# A consumer.
+
+
+class Part(Enum):
+    """The part of a consumer in the broadcast of one value."""
+
+    ALONE = "the value is pulled; no other process is sent here for it"
+    MEMBER = "other processes may be sent here: a copy is made if one comes before the value does"
+    KEEPER = "the root wants a copy to be here in any case"
+
+
+class Event(Enum):
+    """What a consumer hears of the root."""
+
+    JOIN = "the root counts this process as a member"
+    JOIN_TO_KEEP = "the root wants a copy to be here"
+    ROOT_LEFT = "the root has freed the value, or ended"
+
+
+_PARTS: Final = {
+    (Part.ALONE, Event.JOIN): Part.MEMBER,
+    (Part.ALONE, Event.JOIN_TO_KEEP): Part.KEEPER,
+    (Part.ALONE, Event.ROOT_LEFT): Part.ALONE,
+    (Part.MEMBER, Event.JOIN): Part.MEMBER,
+    (Part.MEMBER, Event.JOIN_TO_KEEP): Part.KEEPER,
+    (Part.MEMBER, Event.ROOT_LEFT): Part.ALONE,
+    (Part.KEEPER, Event.JOIN): Part.KEEPER,
+    (Part.KEEPER, Event.JOIN_TO_KEEP): Part.KEEPER,
+    (Part.KEEPER, Event.ROOT_LEFT): Part.ALONE,
+}
+
+
+class Fetching(Generic[WaiterT]):
+    """One value that this process is getting, for one or several pulls.
+
+    Attributes:
+        root: The root of the broadcast, if this process takes part in one.
+        pulls: The pulls under way.
+    """
+
+    def __init__(self) -> None:
+        self.root: PeerId | None = None
+        self.pulls = 0
+        self._part = Part.ALONE
+        # Processes that were sent here.
+        self._waiting: list[WaiterT] = []
+
+    def joined(self, root: PeerId, *, keep: bool) -> None:
+        """The root counts this process as a member."""
+        self.root = root
+        self._part = _PARTS[self._part, Event.JOIN_TO_KEEP if keep else Event.JOIN]
+
+    def left_by(self, peer: PeerId) -> None:
+        """A process has freed the value, or ended; it may be the root."""
+        if peer == self.root:
+            self.root = None
+            self._part = _PARTS[self._part, Event.ROOT_LEFT]
+
+    def wait(self, waiter: WaiterT) -> None:
+        """Another process was sent here."""
+        self._waiting.append(waiter)
+
+    def take_waiting(self) -> list[WaiterT]:
+        """The processes that wait here, which the caller serves or sends away."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether processes that wait here are mistaken."""
+        return self._part is Part.ALONE
+
+    @property
+    def wants_copy(self) -> bool:
+        """Whether to make a copy for others, now that the value is here."""
+        return self._part is Part.KEEPER or (self._part is Part.MEMBER and bool(self._waiting))

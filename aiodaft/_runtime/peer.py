@@ -76,7 +76,7 @@ class Peer:
         self.current_maker = partial(current_task, self.process.loop)
         self.channels = Channels(self)
         self.connections.handlers += self._handlers()
-        self.add_actor(AGENT, "agent", Agent(self))
+        self.add_actor(AGENT, "agent", Agent(self.host, self.objects, self.graphs, self.deadlocks))
         process.provide(Peer, self)
         process.provide(Store, self.store)
         process.provide(Channels, self.channels)

@@ -22,16 +22,16 @@ R = TypeVar("R")
 
 
 class Actor:
-    """Base of classes whose instances live in processes of their own; adds no public names.
+    """Base class of actors, whose instances live in processes of their own; adds no public names.
 
-    What an instance needs is said in the class line, `class Model(Actor, gpus=1)`, and overridden by
-    `rt.on(gpus=...)`. If the class is a context manager, the runtime enters the instance before its first call and
-    leaves it when the actor is stopped: on the actor's loop if it is an async one, else on the actor's thread.
+    The class line says what an instance needs, `class Model(Actor, gpus=1)`; `rt.on(gpus=...)` overrides it. If the
+    class is a context manager, the runtime enters the instance before its first call and leaves it when the actor is
+    stopped: on the actor's loop if it is an async one, else on the actor's thread.
 
     With a restart policy, `class Model(Actor, restart=Restart(...))`, the class may have a method
     `on_restart(self, epoch: int)`, `def` or `async def`: it runs in each new incarnation, after the constructor and
-    before any call, to get back state (a checkpoint, say). `epoch` counts the attempts to restart the actor; if the
-    method fails, that is one more death.
+    before any call, for instance to load a checkpoint. `epoch` counts the attempts to restart the actor; a failure of
+    the method counts as one more death.
     """
 
     __aiodaft_demand__: ClassVar[Demand] = Demand()
@@ -75,7 +75,7 @@ def _check_hook(cls: type) -> None:
 
 
 class CallTarget(Protocol):
-    """Where a handle leads."""
+    """The actor that a handle calls."""
 
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]: ...
     def stream(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]: ...
@@ -131,9 +131,9 @@ class BoundMethod:
 def local(method: DefMethod[P, R], /) -> Callable[P, R]:
     """Tell a type checker that a `def` method is called on `self`: `local(self.loss)(batch)` is `self.loss(batch)`.
 
-    Inside its class, a method that is called on `self` (or on `super()`) is a plain function: it runs in place, and a
-    `def` method gives its result, not a ref. Type checkers cannot tell `self` from a handle, and take such a call for
-    a remote one. Does nothing at run time. An `async def` method needs none of this: `await self.load()` is right.
+    Inside its class, a method called on `self` or `super()` is a plain function: it runs in place, and a `def` method
+    gives its result, not a ref. Type checkers cannot tell `self` from a handle and assume a remote call. Does nothing
+    at run time. An `async def` method does not need it: `await self.load()` is correct.
 
     Raises:
         TypeError: The method is that of a handle: its result is in another process.
@@ -144,7 +144,7 @@ def local(method: DefMethod[P, R], /) -> Callable[P, R]:
 
 
 class Handle:
-    """What `spawn` gives at run time; statically it is the actor class. Travels to other processes."""
+    """What `spawn` gives: to type checkers an instance of the actor class. Can be sent to other processes."""
 
     def __init__(self, target: CallTarget, cls: type) -> None:
         self.__dict__["_target"] = target
@@ -155,7 +155,7 @@ class Handle:
         spec = specs_of(cls).get(name)
         if spec is None:
             raise AttributeError(_why_no_method(cls, name))
-        # From now on found without coming here.
+        # Later lookups find it in the instance.
         bound = self.__dict__[name] = BoundMethod(self.__dict__["_target"], spec)
         return bound
 
@@ -181,7 +181,7 @@ class Handle:
 
 
 def target_of(handle: object) -> CallTarget:
-    """Where a handle leads.
+    """The target of a handle.
 
     Raises:
         TypeError: It is no handle.

@@ -1,4 +1,4 @@
-"""Calls that are made again: which time this is."""
+"""The number of the attempt at a call that may be made again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["current_attempt"]
 
 
 def current_attempt() -> int:
-    """Inside a method: the how manieth attempt at this call it is; 1 unless the method is `@method(idempotent=True)`.
+    """The number of this attempt at the running call, from 1; above 1 only in `@method(idempotent=True)` methods.
 
     Raises:
         RuntimeError: No call runs here.

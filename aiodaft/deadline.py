@@ -1,4 +1,4 @@
-"""Deadlines that travel: what is called inside inherits the time that is left."""
+"""Deadlines that travel with calls."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from aiodaft.exceptions import DaftError, DeadlineExceeded
 
 __all__ = ["deadline"]
 
-# Ten years. Beyond that, timers and the wire have no room.
+# Ten years: timers and the wire have room for it.
 _FOR_EVER: Final = 10 * 365 * 86400.0
 
 
 @asynccontextmanager
 async def deadline(seconds: float) -> AsyncGenerator[None, None]:
-    """Give the block that many seconds, and every call made inside what is left of them, however deeply nested.
+    """Give the block so many seconds, and every call made inside, at any depth, the time that is left.
 
-    Inside another deadline the earlier one counts. Unlike `asyncio.timeout`, which ends only the waiting task, the
-    actors know the deadline: a call that is still queued when it passes never starts, and one that runs is cancelled.
-    As with any cancellation the error comes when its cleanup has run, or the grace time is over.
+    Of nested deadlines the earliest counts. Unlike with `asyncio.timeout`, which ends only the waiting task, the actors
+    know the deadline: a call that is queued when it passes never starts, a running call is cancelled. The error comes
+    when the call's cleanup has run, or the grace time is over.
 
     Raises:
-        DeadlineExceeded: The time is over; also a TimeoutError. If the block awaited a call, it names that, and its
-            `executed` is that of the call.
-        ValueError: That is no number of seconds.
+        DeadlineExceeded: The time is over; also a TimeoutError. If the block awaited a call, the message names it, and
+            `.executed` is that of the call.
+        ValueError: `seconds` is negative, or no number.
     """
     loop = asyncio.get_running_loop()
     outer = current_deadline.get()
@@ -44,7 +44,7 @@ async def deadline(seconds: float) -> AsyncGenerator[None, None]:
         if not scope.expired() or isinstance(error, DeadlineExceeded):
             raise
         late = f"not done within {seconds:g} s"
-        # What ended the wait knows how the call ended that was awaited.
+        # The cancellation of an awaited call says how the call ended.
         call = None if error.__context__ is None else error.__context__.__cause__
         if isinstance(call, DaftError):
             raise DeadlineExceeded(f"{late}: {call}", executed=call.executed) from error

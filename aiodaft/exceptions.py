@@ -1,13 +1,13 @@
 """Every error that aiodaft itself raises.
 
-What a remote method raised arrives as its own type; these are the errors of the runtime. Each says by `.executed`
-whether the call in question ran: True, False (it did not: safe to retry) or None (nobody can know).
+What a remote method raises arrives as its own type; these are the errors of the runtime. The `.executed` of each says
+whether the call ran: True, False (it did not: safe to retry) or None (unknown).
 
 DaftError
 ├── SerializationError       a value cannot travel; names the path to it
-├── CyclicGraph          the steps of a graph would wait for each other in a circle
+├── CyclicGraph              the steps of a graph would wait for each other in a circle
 ├── ResourceExhausted        the system refuses a descriptor or memory for a value; names the limit
-├── Closed                   you closed it
+├── Closed                   you closed what you use
 │   ├── RuntimeClosed        the runtime, or the scope that owned the actor
 │   └── ChannelClosed        the channel
 ├── NotDelivered             the call never ran
@@ -16,20 +16,20 @@ DaftError
 │   ├── SpawnFailed          the actor's process did not come up
 │   ├── StaleHandle          the handle leads to an earlier incarnation of the actor
 │   ├── NameTaken            another actor has the name
-│   └── NameNotFound         nobody has the name
+│   └── NameNotFound         no actor has the name
 ├── OutcomeUnknown           the world broke while the call was under way
 │   ├── ActorDied            the actor's process ended, or the actor was stopped
 │   │   └── RestartLimitReached  it died more often than its restart policy allows; has all the deaths
 │   ├── PeerLost             the connection to a process ended, or it did not answer and was killed
-│   └── OwnerDied            the process that owned a ref ended, and the value with it
+│   └── OwnerDied            the process that owned a ref ended; the value is lost with it
 ├── DeadlineExceeded         the time given to a call is over; also a TimeoutError
 ├── DeadlockDetected         calls wait for each other; names every one of them
-├── CallCancelled            somebody else cancelled the call; deliberately not asyncio.CancelledError
+├── CallCancelled            another task cancelled the call; deliberately not asyncio.CancelledError
 ├── RemoteError              a remote exception that cannot be rebuilt here; carries its text
 ├── BorrowError              a lent buffer was written to while others were reading it
 └── ProtocolError
-    ├── LocalProtocolError   this side broke the protocol: a bug in aiodaft
-    └── RemoteProtocolError  the other side did: a stranger, or another version
+    ├── LocalProtocolError   this process broke the protocol: a bug in aiodaft
+    └── RemoteProtocolError  the other process did: not aiodaft, or another version
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ __all__ = [
 
 
 class DaftError(Exception):
-    """Root of everything that aiodaft raises by itself.
+    """Root of all errors that aiodaft raises itself.
 
     Attributes:
         executed: Whether the call ran: True, False (safe to retry) or None (unknown).
@@ -83,7 +83,7 @@ class DaftError(Exception):
             self.executed = executed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # BaseException would rebuild by positional arguments alone and so lose, or reject, the keyword ones.
+        # BaseException rebuilds from positional arguments alone, which would lose or reject the keyword arguments.
         return (_rebuild, (type(self), self.args, self.__dict__.copy()))
 
     def with_executed(self, executed: bool | None) -> Self:
@@ -140,13 +140,11 @@ class NotDelivered(DaftError):
 
 
 class Overloaded(NotDelivered):
-    """More calls have no answer yet than `Runtime(max_pending=...)` allows, or more wait at the actor than `max_queue`
-    allows.
-    """
+    """Too many calls are without an answer (`Runtime(max_pending=...)`), or wait at the actor (`max_queue`)."""
 
 
 class InsufficientResources(NotDelivered):
-    """What was asked for is not there, or is in use; the message says how much there is and who has it."""
+    """The resources do not exist or are in use; the message says how many exist and which actors have them."""
 
 
 class SpawnFailed(NotDelivered):
@@ -154,9 +152,7 @@ class SpawnFailed(NotDelivered):
 
 
 class StaleHandle(NotDelivered):
-    """The actor was restarted, and the handle, as declared, does not follow: `rt.rebind(handle)` gives one that leads
-    to the new incarnation.
-    """
+    """The actor was restarted, and the handle does not follow: `rt.rebind(handle)` gives one of the new incarnation."""
 
 
 class NameTaken(NotDelivered):
@@ -173,7 +169,7 @@ class OutcomeUnknown(DaftError):
     Attributes:
         actor: Name of the actor, or of all actors of its process.
         last_method: The oldest call that was under way there, such as "Model.step"; "" if none is known.
-        last_method_for: Seconds for which that was seen to be under way; None if it was only just made.
+        last_method_for: Seconds for which it was under way; None if it had just been made.
         last_lines: The last lines that the process wrote to standard error.
     """
 
@@ -212,8 +208,8 @@ class RestartLimitReached(ActorDied):
 class PeerLost(OutcomeUnknown):
     """The connection to another process ended, or the process did not answer for longer than its `Patience`.
 
-    In the second case it was killed, because it was stopped for longer than `Patience(lost_after=...)`, or was silent
-    for longer than `Patience(give_up=...)`. The message says which.
+    In the second case it was killed: it was stopped for longer than `Patience(lost_after=...)`, or silent for longer
+    than `Patience(give_up=...)`. The message says which.
     """
 
 
@@ -240,7 +236,7 @@ class WaitingCall(NamedTuple):
 
 
 class DeadlockDetected(DaftError):
-    """Calls wait for each other, so that none of them can go on. One of them, the youngest, fails with this.
+    """Calls wait for each other, so none can continue. The youngest of them fails with this.
 
     Attributes:
         cycle: The calls: each waits for the next, the last one (which failed) for the first.
@@ -250,9 +246,9 @@ class DeadlockDetected(DaftError):
 
 
 class CallCancelled(DaftError):
-    """The remote call was cancelled by somebody else than the task that awaits it.
+    """The remote call was cancelled, but not by the task that awaits it.
 
-    Not an asyncio.CancelledError: a TaskGroup would take that for its own and finish as if nothing had happened.
+    Not an asyncio.CancelledError: a TaskGroup would take that for its own cancellation and swallow it.
     """
 
 
@@ -274,12 +270,12 @@ class BorrowError(DaftError):
 
 
 class ProtocolError(DaftError):
-    """What came over a connection does not follow the protocol."""
+    """A message does not follow the protocol."""
 
 
 class LocalProtocolError(ProtocolError):
-    """This side was about to break the protocol: a bug in aiodaft."""
+    """This process was about to break the protocol: a bug in aiodaft."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The other side broke the protocol: it is a stranger, or speaks another version."""
+    """The other process broke the protocol: it is no aiodaft process, or one of another version."""

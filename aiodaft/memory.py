@@ -1,4 +1,4 @@
-"""Tensors whose memory transports can use as it is: made in shared memory, or registered."""
+"""Tensors in memory that transports use without a copy: made in shared memory, or registered."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Registration", "empty", "register"]
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """An uninitialised CPU tensor in memory that other processes can map.
 
-    Returned from a method, or passed to one, it travels without any copy. Do not write to it while others may read
-    it: `await ref.released()` tells when nobody does. (A write in between is found out: the reader gets BorrowError.)
-    A forked child (`multiprocessing` with "fork") shares the tensor: each sees what the other writes to it.
+    As an argument or result of a method it travels without a copy. Do not write to it while other processes may read
+    it: `await ref.released()` returns when none does. (An earlier write is detected: the reader gets BorrowError.)
+    A forked child (`multiprocessing` with "fork") shares the tensor, and sees what the parent writes.
 
     Args:
         size: The shape, as numbers or as one sequence.
-        dtype: The element type; torch's default, unless said.
+        dtype: The element type. Default: torch's.
 
     Raises:
         RuntimeClosed: No runtime surrounds the caller.
@@ -66,22 +66,21 @@ class Registration:
 
 
 def register(tensor: torch.Tensor) -> Registration:
-    """Register the memory of a tensor once, to send it, or receive into it by `ref.into(tensor)`, any number of times.
+    """Register the memory of a tensor once, to send it or receive into it (`ref.into(tensor)`) any number of times.
 
-    What is sent of it, all or part, is read by the consumer where it lies, as with `empty()`, and the same holds: do
-    not write to it while others may read it (`await ref.released()` tells when nobody does; for an argument, when the
-    call has ended). Over `ucx` that saves the copy and the preparation of memory for each transfer; over `tcp` the
-    copy. Over `shm` it changes nothing: processes can map only what was made there, so what is sent is copied as ever;
-    use `empty()` where that matters.
+    Consumers read the tensor, or a part of it, in place, as with `empty()`: do not write to it while other processes
+    may read it (`await ref.released()` returns when none does; an argument is read until the call has ended). Over
+    `ucx` this saves the copy and the preparation of memory for each transfer, over `tcp` the copy. Over `shm` it
+    changes nothing: processes can only map memory that was made shared, so the value is copied; use `empty()` there.
 
-    It ends with `close()`, or with the tensor's storage, which must not be resized meanwhile. Dropping the result does
-    not end it.
+    The registration ends with `close()`, or with the tensor's storage, which must not be resized meanwhile. Dropping
+    the `Registration` does not end it.
 
     Args:
         tensor: A CPU tensor without gaps: contiguous, or transposed, or channels last.
 
     Raises:
-        TypeError: It is no plain tensor: sparse, a subclass of Tensor, or nothing of torch's.
+        TypeError: It is not a plain tensor, but sparse, a subclass of Tensor, or not of torch.
         ValueError: It is not on the CPU, has gaps, or part of its memory is registered already.
         RuntimeClosed: No runtime surrounds the caller.
     """

@@ -1,4 +1,4 @@
-"""What every process of a runtime is in the middle of: what `rt.stack()` gives and `aiodaft stack` prints."""
+"""Stacks of all processes of a runtime: what `rt.stack()` gives and `aiodaft stack` prints."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class CallStack:
-    """A call that an actor has: it runs, or waits for its turn.
+    """A call that runs in an actor, or waits there.
 
     Attributes:
         actor: Name of the actor.
         method: What was called, such as "Model.step".
         caller: Id of the process that called.
         state: "running", "queued", or "needs arguments".
-        seconds: For how long it has run; None if it has not begun.
-        waits_for: The calls it waits for, such as "Server.get of Server-1": their results, or that they let it in.
-        frames: Where it is, outermost first, without the runtime's own frames.
+        seconds: The time for which it has run; None if it has not begun.
+        waits_for: The calls it waits for, such as "Server.get of Server-1": for their results, or for their end.
+        frames: Its stack, outermost first, without the runtime's own frames.
     """
 
     actor: str
@@ -57,7 +57,7 @@ class ThreadStack:
 
     Attributes:
         name: Its name; an actor's thread has that of the actor.
-        frames: Where it is, outermost first.
+        frames: Its stack, outermost first.
     """
 
     name: str
@@ -66,11 +66,11 @@ class ThreadStack:
 
 @dataclass(frozen=True, slots=True)
 class TaskStack:
-    """An asyncio task that is no call: of the program itself, or one that a method has started.
+    """An asyncio task that is not a call: one of the program, or one that a method has started.
 
     Attributes:
         name: Its name.
-        waits_for: The calls whose results it awaits, as far as that can be seen.
+        waits_for: The calls that it is seen to await.
         frames: The chain of coroutines, outermost first.
     """
 
@@ -87,12 +87,12 @@ class ProcessStack:
         id: Its id in the runtime.
         pid: Its pid.
         actors: The actors in it.
-        asked_for: None if it answered; else the seconds for which it was asked in vain, because its loop does not turn.
-        calls: The calls of its actors, those that run first.
+        asked_for: None if it answered; else the seconds for which it has not, because its loop does not turn.
+        calls: The calls of its actors, running calls first.
         threads: Its threads.
-        tasks: Its tasks besides those of calls.
-        dump: Of a process that did not answer: its threads as Python's `faulthandler` sees them, which works also
-            while C code keeps the interpreter to itself. Empty if it is stopped.
+        tasks: Its other tasks.
+        dump: The threads of a process that did not answer, from Python's `faulthandler`, which also works while C code
+            holds the interpreter. Empty if the process is stopped.
     """
 
     id: str
@@ -106,12 +106,12 @@ class ProcessStack:
 
     @property
     def answered(self) -> bool:
-        """Whether it gave this itself."""
+        """Whether the process answered."""
         return self.asked_for is None
 
     @property
     def title(self) -> str:
-        """What to call it."""
+        """The names of its actors, or "the controller"."""
         return " and ".join(self.actors) or "the controller"
 
     def _lines(self, titles: Mapping[str, str]) -> Iterator[str]:
@@ -137,10 +137,10 @@ class ProcessStack:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeStack:
-    """Every process of a runtime, the controller first. As text, something to read.
+    """The stacks of every process of a runtime; `str()` gives them as text.
 
     Attributes:
-        processes: They.
+        processes: One entry per process, controller first.
     """
 
     processes: tuple[ProcessStack, ...]
@@ -152,7 +152,7 @@ class RuntimeStack:
 
 def _named(waits_for: tuple[str, ...], titles: Mapping[str, str]) -> Iterator[str]:
     for call in waits_for:
-        # Of a call that a process awaits without having made it, it knows only where it is.
+        # A process knows only the location of a call that another process made.
         what, inside, process = call.rpartition(" in ")
         yield f"waits for {what}{inside}{titles.get(process, process)}"
 

@@ -1,4 +1,4 @@
-"""Restart policies, in the words of OTP supervisors: what happens when an actor dies by itself."""
+"""Restart policies, in the words of OTP supervisors."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class Restart:
     with the original arguments, then the class's `on_restart(epoch)` if it has one. Calls that were under way fail
     with `ActorDied` and are never made again by themselves.
 
-    Given to an actor, in its class line or by `on`, it is for that actor alone. Given to a scope, it is for all
-    actors spawned in that scope itself, which then are siblings with one strategy and one count of restarts.
+    A policy of an actor, in its class line or by `on`, applies to that actor alone. A policy of a scope applies to all
+    actors spawned in that scope itself: siblings with one strategy and one count of restarts.
 
     Attributes:
         kind: "permanent" actors are always restarted; "transient" ones unless they ended with exit code 0;
             "temporary" ones never, and their death is no error of the scope.
-        strategy: Who is restarted when one dies: "one_for_one" that one; "one_for_all" all siblings; "rest_for_one"
-            that one and those spawned after it. Siblings are stopped in the reverse order of their spawning, and
-            started in that order.
-        intensity: How many restarts are allowed within the period; one more is `RestartLimitReached`, an error of the
-            scope, which cancels it. A `Runtime` logs it, and raises it when its block ends.
+        strategy: The actors to restart when one dies: "one_for_one" the dead actor; "one_for_all" all siblings;
+            "rest_for_one" the dead actor and the siblings spawned after it. Siblings are started in the order in which
+            they were spawned, and stopped in the reverse order.
+        intensity: The restarts allowed within the period; one more is `RestartLimitReached`, an error of the scope,
+            which cancels it. A `Runtime` logs the error, and raises it when its block ends.
         period: Seconds.
-        backoff: How long a restart waits.
-        follow: Whether handles lead to the new incarnation. Calls made in between wait for it; with False, handles
-            of an earlier one refuse with `StaleHandle`, and `rt.rebind(handle)` gives a new one.
+        backoff: The wait before a restart.
+        follow: Whether handles lead to the new incarnation. Calls made while it starts wait for it. With False, handles
+            of an earlier incarnation raise `StaleHandle`, and `rt.rebind(handle)` gives a new one.
 
     Raises:
-        ValueError: A value is none of these, or the back-off is so slow that the intensity is never reached.
+        ValueError: A value is not allowed, or the backoff is so slow that the intensity is never reached.
     """
 
     kind: Kind = "permanent"
@@ -67,7 +67,7 @@ class Restart:
 
 
 def check_alone(policy: Restart) -> Restart:
-    """Return a policy if it can be that of a single actor.
+    """Return a policy that fits a single actor.
 
     Raises:
         TypeError: It is no policy.

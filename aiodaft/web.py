@@ -1,4 +1,4 @@
-"""For web servers: work for a client ends when the client leaves."""
+"""Web servers: cancel the work for a client that disconnects."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["ClientDisconnected", "cancel_on_disconnect"]
 
 
 class ClientDisconnected(DaftError):
-    """The client left before it was answered; what was done for it was cancelled."""
+    """The client left before it was answered; the work for it was cancelled."""
 
 
 @cache
 def _answered_by_starlette(http_exception: type[Exception]) -> type[ClientDisconnected]:
-    """The same error as one that Starlette and FastAPI answer; others they log with a long traceback."""
-    # As nginx counts clients that leave. The answer goes nowhere.
+    """The error as an HTTPException, which Starlette and FastAPI answer; other errors they log with a traceback."""
+    # nginx's status for clients that left. The answer goes nowhere.
     answer = {"status_code": 499, "detail": "the client left", "headers": None, "__init__": Exception.__init__}
     return type("ClientDisconnected", (ClientDisconnected, http_exception), answer)
 
@@ -34,7 +34,7 @@ def _client_disconnected() -> ClientDisconnected:
 
 
 class Receiver(Protocol):
-    """What is needed of a request: ASGI's `receive`, as Starlette's and FastAPI's requests have it."""
+    """A request with ASGI's `receive`, such as Starlette's and FastAPI's."""
 
     @property
     def receive(self) -> Callable[[], Awaitable[Any]]:
@@ -46,14 +46,14 @@ class Receiver(Protocol):
 async def cancel_on_disconnect(request: Receiver) -> AsyncGenerator[None, None]:
     """Cancel the block when the client of a request disconnects; remote calls awaited in it are cancelled as well.
 
-    Use it where the request's body has been read already: it takes the messages that follow.
+    Use it after the request's body has been read: it consumes the messages that follow.
 
     Args:
         request: A Starlette or FastAPI request.
 
     Raises:
-        ClientDisconnected: The client left, so nothing has to be answered. Starlette and FastAPI handle the error
-            themselves: it counts as status 499 and is not logged as an error of the application.
+        ClientDisconnected: The client left. Starlette and FastAPI handle the error: it counts as status 499 and is not
+            logged as an error of the application.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -77,7 +77,7 @@ async def cancel_on_disconnect(request: Receiver) -> AsyncGenerator[None, None]:
             with shield_from_anyio():
                 await watchers.aclose()
             if gone:
-                # Where the body ended before the cancellation reached it, it arrives here.
+                # If the body ended before the cancellation reached it, the cancellation arrives here.
                 await asyncio.sleep(0)
     except asyncio.CancelledError:
         if gone and task.uncancel() == 0:

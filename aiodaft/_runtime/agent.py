@@ -128,11 +128,6 @@ class Agent(Actor):
         """Leave a graph of the calling process."""
         self._graphs.uninstall(_caller(), number)
 
-    @method(ordered=False)
-    async def cut_off(self, number: int) -> None:
-        """The calling process lost its connection to another participant of a graph that this process owns."""
-        self._graphs.cut_off(number)
-
     # Refs that this process owns, and values that it stores.
 
     @method

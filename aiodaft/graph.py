@@ -22,7 +22,7 @@ from aiodaft._runtime.graphs.owner import GraphOwner
 from aiodaft._runtime.objects.ref_table import PutState
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import Process, current_process
-from aiodaft._runtime.serialization.encoder import map_refs
+from aiodaft._runtime.serialization.containers import map_refs
 from aiodaft.actor import class_of, target_of
 from aiodaft.exceptions import DaftError
 from aiodaft.methods import MethodSpec, specs_of

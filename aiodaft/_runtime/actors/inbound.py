@@ -18,8 +18,8 @@ from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.streams import CREDIT_WINDOW
 from aiodaft._runtime.objects.transfer import Transfer
 from aiodaft._runtime.platform.context import deadline_of
+from aiodaft._runtime.serialization.containers import contains_ref, resolved
 from aiodaft._runtime.serialization.decoder import is_heavy
-from aiodaft._runtime.serialization.encoder import contains_ref, resolved
 from aiodaft._runtime.serialization.errors import add_note, encode_error, passed_on
 from aiodaft.exceptions import ActorDied, RemoteProtocolError, StaleHandle
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from aiodaft._runtime.connections.connection import Connection
     from aiodaft._runtime.objects.ref_state import UnhandledErrors
     from aiodaft._runtime.peer import Peer
+    from aiodaft._runtime.process import Process
     from aiodaft.methods import MethodSpec
 
 
@@ -174,6 +175,11 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.label} in {self.remote}"
+
+    @property
+    def process(self) -> Process:
+        """The process that the handle belongs to."""
+        return self.peer.process
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Target) and self.identity == other.identity

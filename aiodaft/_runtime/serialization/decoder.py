@@ -9,6 +9,7 @@ from typing import Any, Final
 from aiodaft._protocol.codec import Ext, pack, pack_exts, unpack, unpack_stream
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization import encoder as wire
+from aiodaft._runtime.serialization.containers import rebuild_dataclass
 from aiodaft._runtime.serialization.pickling import unpickle, yield_gil
 from aiodaft._runtime.serialization.tensors import Spec, TensorMaker
 from aiodaft.exceptions import SerializationError
@@ -115,7 +116,7 @@ class Decoder:
 
     def load_dataclass(self, content: list[Any]) -> Any:
         cls, fields = content
-        return wire.rebuild_dataclass(cls, fields)
+        return rebuild_dataclass(cls, fields)
 
     def load_slot(self, index: int) -> Any:
         return self._slots[index]

@@ -9,96 +9,46 @@ between them.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, Final, NamedTuple, cast
 
 from aiodaft._protocol.codec import pack, pack_exts
 from aiodaft._protocol.messages import INLINE_LIMIT, PLAIN_TEXT_LIMIT
-from aiodaft._runtime.process import Process
+from aiodaft._runtime.serialization.containers import FLAT, contains_ref, field_names
 from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
 from aiodaft._runtime.serialization.encoded import Encoded, Source, blob_table, lay_out
-from aiodaft._runtime.serialization.pickling import PicklerHooks, TooLong, pickle_into, yield_gil
+from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into, yield_gil
 from aiodaft._runtime.serialization.tensors import Places, TensorTable, is_dense_tensor
 from aiodaft.exceptions import SerializationError
 from aiodaft.ref import Ref, parts_of
 
-if TYPE_CHECKING:
-    pass
-
-
 # Extension codes; 1 is the codec's own for big integers.
 TUPLE: Final = 2
-
-
 SET: Final = 3
-
-
 FROZENSET: Final = 4
-
-
 BYTEARRAY: Final = 5
-
-
 BUFFER: Final = 6
-
-
 TENSOR: Final = 7
-
-
 SLOT: Final = 8
-
-
 REF: Final = 9
-
-
 PICKLE: Final = 10
-
-
 DATACLASS: Final = 11
-
-
 NAMEDTUPLE: Final = 12
-
-
 CHUNKS: Final = 13
-
-
 # First byte of a payload: what follows.
 PLAIN: Final = 0  # the skeleton
-
-
 TABLE: Final = 1  # [offsets, specs of tensors, skeleton]
-
-
 FAR: Final = 2  # [offsets, specs of tensors], and the skeleton is the last buffer
-
-
 HEAVY: Final = 4  # decoding takes long: not on a loop
-
-
-FLAT: Final = frozenset({type(None), bool, int, float, str})
-
-
 # Bytes beside which a buffer of its own pays.
 _BUFFER_LIMIT: Final = 16 << 10
-
-
 # Copying more than this is not for a loop.
 _LONG_COPY: Final = 1 << 20
-
-
 # Refs that a message has room for.
 _MAX_REFS: Final = 1 << 16
-
-
 # Elements that one step may encode; about 2 ms.
 _BUDGET: Final = 50_000
-
-
 CHUNK: Final = 10_000
-
-
 # Containers with more objects than this are pickled as a whole: one pickle costs less than many.
 _PICKLED_TOGETHER: Final = 16
 
@@ -112,7 +62,7 @@ class Names(NamedTuple):
     to: str = ""
 
 
-class Encoder(PicklerHooks):
+class Encoder:
     """Encodes one value."""
 
     def __init__(self, places: Places, *, resolve: bool, patient: bool) -> None:
@@ -177,14 +127,18 @@ class Encoder(PicklerHooks):
         self.heavy |= len(value) > _LONG_COPY
         return self.add_source(value)
 
-    def check_home(self, process: Process, what: object, instead: str) -> None:
-        """Refuse what belongs to another runtime than the value.
+    def add_tensor(self, tensor: Any) -> int:
+        """Take a tensor and return its number."""
+        return self.tensors.add(tensor)
+
+    def check_home(self, owned: Owned, what: object, instead: str) -> None:
+        """Check that a ref or handle belongs to the process that encodes.
 
         Raises:
-            TypeError: It does.
+            TypeError: It belongs to another runtime.
         """
-        if self._home is not None and process is not self._home:
-            raise TypeError(f"{what!r} belongs to another runtime, that of {process.runtime_name}: {instead}")
+        if self._home is not None and owned.process is not self._home:
+            raise TypeError(f"{what!r} belongs to another runtime, that of {owned.process.runtime_name}: {instead}")
 
     def add_ref(self, ref: Any) -> int:
         """A ref that travels as a ref."""
@@ -193,8 +147,7 @@ class Encoder(PicklerHooks):
         return len(self.refs) - 1
 
     def _check_ref(self, ref: Ref[Any]) -> None:
-        state: Any = ref._state
-        self.check_home(state.process, ref, "await it, and pass its value")
+        self.check_home(cast("Owned", ref._state), ref, "await it, and pass its value")
 
     def _spend(self, elements: int) -> None:
         self._budget -= elements
@@ -250,7 +203,7 @@ class Encoder(PicklerHooks):
         if self.resolve and contains_ref(value):
             if isinstance(value, tuple):
                 return pack_exts(NAMEDTUPLE, [self._pickle(kind), [self.walk(item) for item in value]])
-            fields = {name: self.walk(getattr(value, name)) for name in _field_names(value)}
+            fields = {name: self.walk(getattr(value, name)) for name in field_names(value)}
             return pack_exts(DATACLASS, [self._pickle(kind), fields])
         return self._pickle(value)
 
@@ -265,7 +218,7 @@ class Encoder(PicklerHooks):
 
     def _pickle(self, value: Any) -> Any:
         first = len(self.sources)
-        data = pickle_into(self, value, patient=self.patient)
+        data = pickle_into(self, value)
         count = len(self.sources) - first
         if len(data) <= _BUFFER_LIMIT:
             return pack_exts(PICKLE, [data, first, count])
@@ -297,62 +250,6 @@ _HANDLERS: Final[dict[type, Callable[[Encoder, Any], Any]]] = {
     set: _walk_items(SET),
     frozenset: _walk_items(FROZENSET),
 }
-
-
-def contains_ref(value: Any) -> bool:
-    """Whether a ref is at any depth of plain containers, named tuples and dataclass instances."""
-    if isinstance(value, Ref):
-        return True
-    kind: type = type(value)
-    items: Iterable[Any] | None = None
-    if kind is list or kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-        items = value
-    elif kind is dict:
-        items = value.values()
-    if items is not None:
-        return any(contains_ref(item) for item in items if type(item) not in FLAT)
-    return any(contains_ref(getattr(value, name, None)) for name in _field_names(value))
-
-
-def map_refs(value: Any, replace: Callable[[Ref[Any]], Any]) -> Any:
-    """A value with each ref in its plain containers replaced; everything else is the very object."""
-    if isinstance(value, Ref):
-        return replace(value)
-    if not contains_ref(value):
-        return value
-    if isinstance(value, dict):
-        return {key: map_refs(item, replace) for key, item in value.items()}
-    if isinstance(value, list):
-        return [map_refs(item, replace) for item in value]
-    if isinstance(value, tuple):
-        items = [map_refs(item, replace) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    fields = {name: map_refs(getattr(value, name), replace) for name in _field_names(value)}
-    return rebuild_dataclass(type(value), fields)
-
-
-async def resolved(value: Any) -> Any:
-    """A value with the refs in its plain containers replaced by their values."""
-    refs: list[Ref[Any]] = []
-    map_refs(value, refs.append)
-    values = {ref: await ref for ref in refs}
-    return map_refs(value, values.__getitem__)
-
-
-def rebuild_dataclass(cls: type, fields: dict[str, Any]) -> Any:
-    """An instance with these fields; works for frozen classes, and runs no `__post_init__` a second time."""
-    instance: Any = object.__new__(cls)
-    for name, value in fields.items():
-        object.__setattr__(instance, name, value)
-    return instance
-
-
-def _field_names(value: Any) -> list[str]:
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return []
-    fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    # `__post_init__` may have set others.
-    return [*fields, *(name for name in getattr(value, "__dict__", ()) if name not in fields)]
 
 
 def encode(

@@ -11,16 +11,13 @@ import time
 from collections.abc import Callable
 from functools import cache, cached_property
 from types import FunctionType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from aiodaft._runtime.process import Process, current_process
+from aiodaft._runtime.serialization.encoded import Source
 from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.ref import Ref, Refs, parts_of
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.calls.call import Target
-    from aiodaft._runtime.serialization.encoder import Encoder
 
 # Out-of-band buffers below this size cost more than they save.
 _SMALL_BUFFER: Final = 4 << 10
@@ -50,38 +47,66 @@ class NeedsCloudpickle(Exception):
 _FILES: Final = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
 
-class PicklerHooks:
-    """What both picklers ask about every object that is not plain data."""
+class Owned(Protocol):
+    """The state of a ref, or the target of a handle."""
 
-    def reduce(self, value: Any, *, by_value: bool) -> Any:
-        """How to pickle `value`; NotImplemented for pickle's own way."""
-        encoder = cast("Encoder", self)
-        kind = type(value)
-        if is_dense_tensor(value):
-            return _load_tensor, (encoder.tensors.add(value),)
-        if isinstance(value, Ref):
-            parts = parts_of(value)
-            return (_load_ref, (encoder.add_ref(value),)) if parts is None else (_load_gathered, parts)
-        if kind is Handle:
-            target = cast("Target", target_of(value))
-            encoder.check_home(target.peer.process, value, "pass a handle of this one, or a value")
-        if isinstance(value, BaseException | TracebackType):
-            return _reduce_error(value)
-        if kind.__name__ == "ndarray" and kind.__module__ == "numpy" and not value.dtype.hasobject:
-            return _reduce_array(value)
-        if isinstance(value, Actor):
-            raise TypeError(f"an instance of {kind.__name__} stays in its process: pass the handle that spawn gave")
-        if kind.__name__ == "UntypedStorage" and kind.__module__ == "torch.storage":
-            # torch writes it, and cannot read what it has written.
-            raise TypeError("a storage cannot travel: pass a tensor that uses it")
-        if isinstance(value, _FILES):
-            raise TypeError(f"the open file {getattr(value, 'name', value)!r} stays in its process: pass its path")
-        if by_value and kind is cached_property:
-            # Part of a class. In Python 3.11 it has a lock, which cloudpickle refuses.
-            return cached_property, (value.func,), {"attrname": value.attrname}
-        if not by_value and isinstance(value, type | FunctionType) and not importable(value):
-            raise NeedsCloudpickle
-        return NotImplemented
+    @property
+    def process(self) -> Process:
+        """The process that it belongs to."""
+        ...
+
+
+class Aside(Protocol):
+    """Takes the parts of a value that are not pickled; the encoder."""
+
+    patient: bool
+    sources: list[Source]
+    refs: list[Any]
+
+    def add_source(self, buffer: Any) -> int:
+        """Take a buffer and return its number."""
+        ...
+
+    def add_tensor(self, tensor: Any) -> int:
+        """Take a tensor and return its number."""
+        ...
+
+    def add_ref(self, ref: Any) -> int:
+        """Take a ref and return its number."""
+        ...
+
+    def check_home(self, owned: Owned, what: object, instead: str) -> None:
+        """Raise TypeError if a ref or handle belongs to another runtime."""
+        ...
+
+
+def _reduce(aside: Aside, value: Any, *, by_value: bool) -> Any:
+    """How to pickle an object that is not plain data; NotImplemented for pickle's own way."""
+    kind = type(value)
+    if is_dense_tensor(value):
+        return _load_tensor, (aside.add_tensor(value),)
+    if isinstance(value, Ref):
+        parts = parts_of(value)
+        return (_load_ref, (aside.add_ref(value),)) if parts is None else (_load_gathered, parts)
+    if kind is Handle:
+        aside.check_home(cast("Owned", target_of(value)), value, "pass a handle of this one, or a value")
+    if isinstance(value, BaseException | TracebackType):
+        return _reduce_error(value)
+    if kind.__name__ == "ndarray" and kind.__module__ == "numpy" and not value.dtype.hasobject:
+        return _reduce_array(value)
+    if isinstance(value, Actor):
+        raise TypeError(f"an instance of {kind.__name__} stays in its process: pass the handle that spawn gave")
+    if kind.__name__ == "UntypedStorage" and kind.__module__ == "torch.storage":
+        # torch writes it, and cannot read what it has written.
+        raise TypeError("a storage cannot travel: pass a tensor that uses it")
+    if isinstance(value, _FILES):
+        raise TypeError(f"the open file {getattr(value, 'name', value)!r} stays in its process: pass its path")
+    if by_value and kind is cached_property:
+        # Part of a class. In Python 3.11 it has a lock, which cloudpickle refuses.
+        return cached_property, (value.func,), {"attrname": value.attrname}
+    if not by_value and isinstance(value, type | FunctionType) and not importable(value):
+        raise NeedsCloudpickle
+    return NotImplemented
 
 
 class _Sink(io.RawIOBase):
@@ -106,12 +131,12 @@ class _Sink(io.RawIOBase):
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, sink: _Sink, hooks: PicklerHooks, buffer_callback: Callable[[pickle.PickleBuffer], Any]) -> None:
+    def __init__(self, sink: _Sink, aside: Aside, buffer_callback: Callable[[pickle.PickleBuffer], Any]) -> None:
         super().__init__(sink, protocol=5, buffer_callback=buffer_callback)
-        self._hooks = hooks
+        self._aside = aside
 
     def reducer_override(self, obj: Any, /) -> Any:
-        return self._hooks.reduce(obj, by_value=False)
+        return _reduce(self._aside, obj, by_value=False)
 
 
 class _Dumper(Protocol):
@@ -123,40 +148,38 @@ def _cloud_pickler() -> Callable[..., _Dumper]:
     import cloudpickle  # noqa: PLC0415 - slow to import, and few calls need it
 
     class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
-        def __init__(
-            self, sink: _Sink, hooks: PicklerHooks, buffer_callback: Callable[[pickle.PickleBuffer], Any]
-        ) -> None:
+        def __init__(self, sink: _Sink, aside: Aside, buffer_callback: Callable[[pickle.PickleBuffer], Any]) -> None:
             super().__init__(sink, protocol=5, buffer_callback=buffer_callback)
-            self._hooks = hooks
+            self._aside = aside
 
         def reducer_override(self, obj: Any) -> Any:
-            reduced = self._hooks.reduce(obj, by_value=True)
+            reduced = _reduce(self._aside, obj, by_value=True)
             return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
     return CloudPickler
 
 
-def pickle_into(encoder: Encoder, value: Any, *, patient: bool) -> bytes:
-    """Pickle a value; its large buffers, tensors and refs go to the encoder."""
-    sources, refs = len(encoder.sources), len(encoder.refs)
+def pickle_into(aside: Aside, value: Any) -> bytes:
+    """Pickle a value without its large buffers, tensors and refs, which `aside` takes."""
+    sources, refs = len(aside.sources), len(aside.refs)
     try:
-        return _dump(_Pickler, encoder, value, patient=patient)
+        return _dump(_Pickler, aside, value)
     except (NeedsCloudpickle, pickle.PicklingError, AttributeError, TypeError):
-        # Whatever the first attempt put aside would be put aside twice.
-        del encoder.sources[sources:], encoder.refs[refs:]
-    return _dump(_cloud_pickler(), encoder, value, patient=patient)
+        # The second attempt puts the same parts aside.
+        del aside.sources[sources:], aside.refs[refs:]
+    return _dump(_cloud_pickler(), aside, value)
 
 
-def _dump(make: Callable[..., _Dumper], encoder: Encoder, value: Any, *, patient: bool) -> bytes:
+def _dump(make: Callable[..., _Dumper], aside: Aside, value: Any) -> bytes:
     def keep_in_band(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
         if raw.nbytes < _SMALL_BUFFER:
             return True
-        encoder.add_source(raw)
+        aside.add_source(raw)
         return False
 
-    sink = _Sink(patient=patient)
-    make(sink, encoder, keep_in_band).dump(value)
+    sink = _Sink(patient=aside.patient)
+    make(sink, aside, keep_in_band).dump(value)
     return sink.getvalue()
 
 

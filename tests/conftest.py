@@ -9,6 +9,7 @@ import os
 import traceback
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -31,6 +32,13 @@ uvloop.new_event_loop().close()
 
 # Seconds that a test gets to end by itself after its time limit, or its failure.
 _LAST_GRACE = 60.0
+# Tests of whole programs that run on both loops: of sockets, timers, threads, signals, tasks and their frames.
+_LOOP_MATTERS = {
+    "test_boundaries", "test_calls", "test_cancellation", "test_cancellation_matrix", "test_channels",
+    "test_deadlines", "test_deadlocks", "test_death", "test_embedding", "test_exhaustion", "test_first_steps",
+    "test_forks", "test_graphs", "test_nested_loops", "test_order", "test_overload", "test_processes", "test_refs",
+    "test_stack", "test_streams", "test_surroundings", "test_threads", "test_unhandled",
+}  # fmt: skip
 # What a test says when its time is over: raised in it, or in a callback.
 _OVER = ("from pytest-timeout", "Event loop stopped before Future completed")
 _STDERR = pytest.StashKey[int]()
@@ -122,6 +130,22 @@ def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     return _LOOPS
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that repeat on asyncio's own loop what uvloop has shown, where the loop makes no difference."""
+    for item in items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        marker = item.get_closest_marker("asyncio")
+        chosen = marker is not None and "loop_factories" in marker.kwargs
+        on_asyncio = params.get("_asyncio_loop_factory") is _LOOPS["asyncio"]
+        if on_asyncio and not chosen and _is_same_on_both_loops(item.path):
+            item.add_marker("both_loops")
+
+
+def _is_same_on_both_loops(path: Path) -> bool:
+    return path.parent.name == "transport" or (path.parent.name == "e2e" and path.stem not in _LOOP_MATTERS)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -30,10 +30,11 @@ from aiodaft._protocol.channel import (
 from aiodaft._protocol.channel_end import End
 from aiodaft._protocol.ids import CHANNELS, CallId, PeerId
 from aiodaft._protocol.messages import WANT_NOTHING
+from aiodaft._protocol.value import HERE
 from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.calls.call import Request, Target, TellState
 from aiodaft._runtime.objects.received import ReceivedValue
-from aiodaft._runtime.objects.ref_state import HERE, RefState, state_of
+from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.platform.context import current_deadline
 from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note
@@ -60,7 +61,7 @@ class Parcel:
         self._ref = ref
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kept = state_of(self._ref).kept
+        kept = state_of(self._ref).stored
         if kept is not None and kept.is_inline:
             return Letter, (kept.payload, kept.inline, kept.refs)
         return Parcel, (self._ref,)
@@ -92,7 +93,6 @@ class Token(RefState):
 
     handles = 1
     status = HERE
-    settled = True
     value = None
 
     def __init__(self, channels: Channels, number: CallId) -> None:

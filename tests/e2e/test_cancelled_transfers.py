@@ -155,7 +155,7 @@ async def test_a_value_for_a_graph_that_is_no_more(module_rt: aiodaft.Runtime) -
 async def kept_here(module_rt: aiodaft.Runtime) -> StoredValue:
     ref = module_rt.put(bytes(MEDIUM))
     await ref.ready()
-    kept = state_of(ref).kept
+    kept = state_of(ref).stored
     assert kept is not None
     return kept
 

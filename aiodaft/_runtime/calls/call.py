@@ -15,8 +15,9 @@ from aiodaft._protocol.messages import (
     WANT_REPLY,
     WANT_STREAM,
 )
+from aiodaft._protocol.value import FAILED, HERE, PENDING, THERE, Status
 from aiodaft._runtime.objects.received import ReceivedValue
-from aiodaft._runtime.objects.ref_state import ABSENT, FAILED, HERE, THERE, RefState, Status, release_inputs
+from aiodaft._runtime.objects.ref_state import ABSENT, RefState, release_inputs
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.platform.error_log import log_error, printable
@@ -74,7 +75,7 @@ class CallState(RefState):
 
     def on_plain(self, value: Any) -> None:
         """The answer is a plain value."""
-        if self.settled:
+        if self.status is not PENDING:
             return
         self.value = value
         if self.inputs is not None or self._watchers is not None or self.shared or self._cancelling:
@@ -82,14 +83,13 @@ class CallState(RefState):
             return
         # Nobody but those who wait for the value has to be told.
         self.status = HERE
-        self.settled = True
         if self._waiters is not None:
             self._wake_waiters()
 
-    def on_result(self, arrived: ReceivedValue) -> None:
+    def on_result(self, received: ReceivedValue) -> None:
         """The answer is an encoded value."""
         if not self.settled:
-            self.arrived = arrived
+            self.received = received
             self._settle(HERE)
 
     def on_stored(self) -> None:
@@ -101,7 +101,7 @@ class CallState(RefState):
             # It could not be interrupted, or did not let itself be.
             if status is THERE:
                 self._release_remote()
-            self.value, self.arrived = ABSENT, None
+            self.value, self.received = ABSENT, None
             why = f"{self.label} was cancelled: it ended all the same, and its result was dropped"
             self.on_error(CallCancelled(why, executed=True))
             return
@@ -344,7 +344,7 @@ class TellState:
     def on_plain(self, value: Any) -> None:
         release_inputs(self, failed=False)
 
-    def on_result(self, arrived: ReceivedValue) -> None:
+    def on_result(self, received: ReceivedValue) -> None:
         release_inputs(self, failed=False)
 
     def on_stored(self) -> None:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 from aiodaft._protocol.ids import SUPERVISOR, ActorId, CallId, PeerId, epoch_of, number_of
 from aiodaft._protocol.liveness import Health
 from aiodaft._protocol.messages import WANT_REPLY
+from aiodaft._protocol.value import Status
 from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import CallState, Request, Target, home_of
-from aiodaft._runtime.objects.ref_state import Status
 from aiodaft._runtime.serialization.errors import copy_error, unsent
 from aiodaft.actor import Handle
 from aiodaft.exceptions import (

@@ -1,7 +1,11 @@
-"""What a process knows of one value: where it is, who waits for it, who holds it.
+"""What a process knows of one value: where it is, which tasks wait for it, what holds it.
 
-A state goes PENDING -> HERE | THERE | FAILED exactly once. HERE: the answer carried the value, or it never left the
-process. THERE: the producer keeps it, and it is fetched when somebody in this process asks for it.
+`_protocol.value` has the states. This is what happens in them:
+
+    PENDING   tasks wait; cancelling the last of them cancels the call
+    HERE      `value` is the object, or `received` is decoded or `stored` is opened for the first task that waits
+    THERE     the first task that waits has the value pulled
+    FAILED    tasks get `error`; an error that no code has seen is reported when the last `Ref` object is dropped
 """
 
 from __future__ import annotations
@@ -9,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable, Generator
-from enum import Enum
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.ownership import Holders
 from aiodaft._protocol.siblings import FailedAwaits
+from aiodaft._protocol.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict
 from aiodaft._runtime.objects.into_tensor import IntoTensor
 from aiodaft._runtime.objects.owner import ObjectsOwner
 from aiodaft._runtime.objects.received import ReceivedValue
@@ -33,31 +36,19 @@ from aiodaft.ref import Ref
 ABSENT: Final = object()
 
 
-class Status(Enum):
-    """How far a call is."""
-
-    PENDING = "pending"
-    HERE = "here"
-    THERE = "there"
-    FAILED = "failed"
-
-
-PENDING, HERE, THERE, FAILED = Status
-
-
 class UnhandledErrors(Protocol):
     """A scope, as the refs of its actors see it."""
 
     def fail(self, error: BaseException, what: str) -> None:
-        """An error that no code saw, and what has failed."""
+        """Report an error that no code saw, and what has failed."""
         ...
 
     def hold(self, state: RefState) -> None:
-        """An error that waits in a ref: raised when the scope ends, unless somebody looks at it before."""
+        """Raise the error of a ref when the scope ends, unless code looks at it before."""
         ...
 
     def settle(self, state: RefState) -> None:
-        """Somebody looked at a held error."""
+        """Code looked at a held error."""
         ...
 
 
@@ -89,7 +80,7 @@ class RefHost(Protocol):
         ...
 
 
-class RefState(Holders):
+class RefState(Value):
     """One value, as one process knows it; shared by all `Ref` objects for it.
 
     Attributes:
@@ -97,22 +88,18 @@ class RefState(Holders):
         number: The value's number at its owner.
         label: What made it, such as "Model.execute".
         producer: The process that makes it.
-        sink: Where its error goes if nobody holds it.
+        sink: Where its error is reported if it is lost.
     """
 
-    # Defaults live in the class: most refs are made, awaited and gone, and set only what they need.
+    # Defaults live in the class: most refs are made, awaited and dropped, and set only what they need.
     objects: RefHost
     process: Process
     number: CallId
     own = True
-    status = PENDING
     value: Any = ABSENT
-    arrived: ReceivedValue | None = None
-    kept: StoredValue | None = None
-    error: BaseException | None = None
-    # Somebody was told of the error.
-    seen = False
-    # Size of a value that its producer keeps.
+    received: ReceivedValue | None = None
+    stored: StoredValue | None = None
+    # Size of a value that its producer stores.
     stored_bytes = 0
     # The task, or call, that made the call, weakly; None if it was made elsewhere, or is no call.
     maker: weakref.ref[Any] | None = None
@@ -124,6 +111,7 @@ class RefState(Holders):
     # Refs that it depends on.
     inputs: list[RefState] | None = None
     _watchers: list[Callable[[Any], object]] | None = None
+    # Watchers that count as awaiters.
     _interested = 0
     _waiters: list[Wakeup] | None = None
     _idle_watchers: list[asyncio.Future[None]] | None = None
@@ -170,7 +158,7 @@ class RefState(Holders):
     def watch(self, callback: Callable[[Any], object], *, interested: bool = False) -> None:
         """Call back, on the loop, once the call is settled; never within this call.
 
-        Somebody who is interested counts as an awaiter: the call is not cancelled while they are there.
+        An interested callback counts as an awaiter: the call is not cancelled while it is registered.
         """
         if not self.process.is_here:
             self.process.call_soon(partial(self.watch, callback, interested=interested))
@@ -184,7 +172,7 @@ class RefState(Holders):
             self._watchers.append(callback)
 
     def unwatch(self, callback: Callable[[Any], object]) -> int:
-        """Undo `watch` of somebody who was interested; returns how many registrations there were.
+        """Undo `watch` of an interested callback; returns how many registrations there were.
 
         Raises:
             RuntimeError: This is another thread, which cannot know in time.
@@ -206,7 +194,7 @@ class RefState(Holders):
         return True
 
     def _cancel(self, why: str) -> bool:
-        """See `cancel`; on the loop, and it is not over."""
+        """See `cancel`; on the loop, and the call is not over."""
         return False
 
     # Settling.
@@ -218,18 +206,16 @@ class RefState(Holders):
             self.failed = self.process.next_number()
         self._settle(FAILED)
 
-    def on_kept(self) -> None:
+    def on_ready(self) -> None:
         """The value is in this process."""
         self._settle(HERE)
 
     def _settle(self, status: Status) -> None:
-        if self.settled:
-            # Somebody gave up on the call; the answer came after all.
+        if not self.advance(status):
+            # The call was given up before its answer came.
             if status is THERE:
                 self._release_remote()
             return
-        self.status = status
-        self.settled = True
         release_inputs(self, failed=self.error is not None)
         watchers, self._watchers = self._watchers, None
         for watcher in watchers or ():
@@ -250,8 +236,8 @@ class RefState(Holders):
 
     def handle_dropped(self) -> None:
         """One `Ref` object fewer. Safe in any thread, also while garbage is collected."""
-        # Most refs end here: the value came with the answer, so there is nothing to free and nobody to tell.
-        if self.status is not HERE or self.shared or self.kept is not None or not self.own:
+        # Most refs end here: the value came with the answer, so there is nothing to free and no process to tell.
+        if self.status is not HERE or self.shared or self.stored is not None or not self.own:
             self.dropped = self.process.next_number()
             self.objects.drop_soon(self)
 
@@ -269,30 +255,26 @@ class RefState(Holders):
 
     def drop_use(self, *, failed: bool) -> None:
         """That call ended."""
-        self.uses -= 1
-        if self.error is not None:
-            # The call that used it failed of it, and whoever holds that call's ref has been told.
+        if self.end_use(failed=failed):
             self.mark_seen()
-        elif failed and not (self.settled or self.handles or self.uses):
-            # The callee may hear first that this will fail: whoever waits for that call is told there.
-            self.seen = True
         self.free_if_unheld()
 
     def free_now(self) -> None:
-        """Free the value whoever holds it. Any thread."""
+        """Free the value though it has holders. Any thread."""
         if not (self.settled and self.process.is_here):
             self.watch(type(self).free_now)
             return
         self._release_value()
-        self.value, self.arrived, self.seen = ABSENT, None, True
+        self.value, self.received, self.seen = ABSENT, None, True
         self.error = ReferenceError(f"the result of {self.label} was freed by Ref.free()")
-        self.status = FAILED
+        self.advance(FREED)
 
     def free_if_unheld(self) -> None:
-        """Free the value if it is there and nobody holds it."""
+        """Free the value if it is there and has no holders."""
         if self._idle_watchers and not self.uses and not self.borrowers:
             watchers, self._idle_watchers = self._idle_watchers, None
-            _wake(watchers)
+            for watcher in watchers:
+                _wake(watcher)
         if self.free:
             self._release_value()
 
@@ -302,29 +284,28 @@ class RefState(Holders):
             self.objects.forget(self)
         if self.status is THERE:
             self._release_remote()
-        if self.kept is not None:
-            self.kept.release()
-            self.kept = None
+        if self.stored is not None:
+            self.stored.release()
+            self.stored = None
 
     def _release_remote(self) -> None:
-        """Tell the producer that nobody needs the value."""
+        """Tell the producer that the value is not needed any more."""
 
     # Errors.
 
     def mark_seen(self) -> None:
-        """Somebody was told of the error."""
+        """Code was told of the error."""
         if not self.seen:
             self.seen = True
             if self.sink is not None:
                 self.sink.settle(self)
 
     def _judge_error(self) -> None:
-        if self.seen or self.uses:
-            return
-        if not self.handles:
+        verdict = self.judge_error()
+        if verdict is Verdict.REPORT:
             self.mark_seen()
             self.objects.report_unheld(self)
-        elif self.sink is not None:
+        elif verdict is Verdict.HOLD and self.sink is not None:
             self.sink.hold(self)
 
     # Waiting.
@@ -334,11 +315,11 @@ class RefState(Holders):
 
         The frame of this generator keeps the ref alive while it is awaited, also in `await actor.method()`.
 
-        Cancellation: if nobody else is interested in the value, the remote call is cancelled, and the wait goes on
-        until its cleanup has run, at most for the peer's grace time.
+        Cancellation: if nothing else needs the value, the remote call is cancelled, and the wait goes on until its
+        cleanup has run, at most for the process's grace time.
         """
         if self.value is ABSENT and self.error is None:
-            if self.arrived is None or is_heavy(self.arrived.payload):
+            if self.received is None or is_heavy(self.received.payload):
                 wakeup = self._add_waiter()
                 try:
                     yield from wakeup
@@ -371,12 +352,15 @@ class RefState(Holders):
         if not self.settled:
             self.process.check_open(f"{self.label} cannot be awaited")
             self.check_loop()
-            future: asyncio.Future[None] = self.process.loop.create_future()
-            self.watch(lambda _: _wake([future]))
-            yield from future.__await__()
+            yield from self._settled().__await__()
+
+    def _settled(self) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = self.process.loop.create_future()
+        self.watch(lambda _: _wake(future))
+        return future
 
     def wait_released(self) -> Generator[Any, None, None]:
-        """Wait until nobody reads the value."""
+        """Wait until no process reads the value."""
         self.check_loop()
         yield from self.wait_settled()
         while self.uses or self.borrowers:
@@ -385,13 +369,13 @@ class RefState(Holders):
             yield from future.__await__()
         if self.status is THERE:
             yield from self.objects.owner.unread_remote(self.producer, self.owner, self.number).__await__()
-        elif self.kept is not None:
+        elif self.stored is not None:
             unread: asyncio.Future[None] = self.process.loop.create_future()
-            self.kept.when_unread(lambda: _wake([unread]))
+            self.stored.when_unread(lambda: _wake(unread))
             yield from unread.__await__()
 
     def _add_waiter(self) -> Wakeup:
-        """What is woken when the value is here, or known not to come."""
+        """Make what is woken when the value is here, or known not to come."""
         if self.process.closed is not None:
             self.process.check_open(f"{self.label} cannot be awaited")
         self.check_loop()
@@ -400,49 +384,43 @@ class RefState(Holders):
             self._waiters = [wakeup]
         else:
             self._waiters.append(wakeup)
-        if self.settled or not self.own:
+        if self.status is not PENDING or not self.own:
             self._serve_waiters()
         return wakeup
 
     def _stop_waiting(self, wakeup: Wakeup, why: BaseException) -> Generator[Any, None, None]:
         """A wait was ended: if the call is ended with it, wait for its cleanup."""
-        ended = self._leave(wakeup)
+        cancelled = self._leave(wakeup)
         if isinstance(why, asyncio.CancelledError):
-            if ended:
-                yield from self._wait_for_cleanup()
+            if cancelled:
+                yield from wait_shielded(self._settled())
             if isinstance(self.error, DaftError):
-                # Whoever ended the wait may say what became of the call: see `deadline`. Not the error itself, which
-                # may be raised while this is handled, and would know it.
+                # For `deadline`, which says what became of the call. A copy: the error itself may be raised while this
+                # one is handled, and would refer to it.
                 why.__cause__ = copy_error(self.error)
 
     def _leave(self, wakeup: Wakeup) -> bool:
-        """A waiter is gone; True if it was the last interest in a running call, which is then cancelled."""
+        """A waiter is gone. Returns whether it was the last one of a call under way, which is then cancelled."""
         if self._waiters and wakeup in self._waiters:
             self._waiters.remove(wakeup)
         if self._waiters or self.uses or self.borrowers or self._interested or not self.own:
             return False
-        # Whoever gives up waiting does not want to hear of errors either, whichever of the two comes first.
+        # Code that gives up waiting is not told of the error either, whichever of the two comes first.
         self.mark_seen()
         if self.settled:
             return False
         self.cancel("the task that awaited it was cancelled")
         return not self.settled
 
-    def _wait_for_cleanup(self) -> Generator[Any, None, None]:
-        over: asyncio.Future[None] = self.process.loop.create_future()
-        self.watch(lambda _: _wake([over]))
-        yield from wait_shielded(over)
-
     def _serve_waiters(self) -> None:
         """Wake the waiters, after bringing the value here if it is not."""
         if self.value is ABSENT and self.error is None:
-            if self.arrived is not None and not is_heavy(self.arrived.payload):
-                self._decode_now()
-            else:
+            if self.received is None or is_heavy(self.received.payload):
                 if not self._fetching:
                     self._fetching = True
                     self.process.tasks.create_task(self._fetch(), name=f"fetch {self.label}")
                 return
+            self._decode_now()
         self._wake_waiters()
 
     def _wake_waiters(self) -> None:
@@ -451,16 +429,16 @@ class RefState(Holders):
             wakeup.wake()
 
     def _decode_now(self) -> None:
-        assert self.arrived is not None
+        assert self.received is not None
         try:
-            self.value = self.objects.store.decode_now(self.arrived, refs=self.arrived.refs)
+            self.value = self.objects.store.decode_now(self.received, refs=self.received.refs)
         except DaftError as error:
             self.error, self._traceback = error.with_executed(True), error.__traceback__
 
     async def _fetch(self) -> None:
         try:
             self.value = await self.bring()
-        except Exception as error:  # noqa: BLE001 - whatever went wrong is what the waiters get
+        except Exception as error:  # noqa: BLE001 - the waiters get it
             self.error, self._traceback = error, error.__traceback__
             if isinstance(error, ResourceExhausted):
                 # The value exists; only this process cannot have it.
@@ -472,23 +450,23 @@ class RefState(Holders):
             self._settle(HERE if self.error is None else FAILED)
         self._serve_waiters()
 
-    async def bring(self, landing: IntoTensor | None = None) -> Any:
-        """Get the value from wherever it is; the landing's target, if it went straight into that."""
-        arrived = self.arrived or await self.objects.pull(self.owner, self.number, self.producer, landing)
-        if landing is not None and landing.filled:
-            return landing.target
-        return await self.objects.store.decode(arrived, refs=arrived.refs)
+    async def bring(self, into: IntoTensor | None = None) -> Any:
+        """Get the value from where it is; if it went straight into a tensor, that tensor."""
+        received = self.received or await self.objects.pull(self.owner, self.number, self.producer, into)
+        if into is not None and into.filled:
+            return into.target
+        return await self.objects.store.decode(received, refs=received.refs)
 
     async def copy_into(self, target: Any) -> None:
         """Write the value, a tensor, into another tensor."""
         self.check_loop()
-        landing = IntoTensor(target, self.label)
+        into = IntoTensor(target, self.label)
         here: Ref[Any] = Ref(self.hold())
         if self.own:
             await here.ready()
-        yet_to_come = self.value is ABSENT and self.error is None
-        value = await self.bring(landing) if yet_to_come else await here
-        await landing.copy(value, self.objects.store)
+        missing = self.value is ABSENT and self.error is None
+        value = await self.bring(into) if missing else await here
+        await into.copy(value, self.objects.store)
 
 
 class GatheredState(RefState):
@@ -519,7 +497,7 @@ class GatheredState(RefState):
         if self._missing:
             return
         failed = next((part._state for part in self._parts if part._state.error is not None), None)
-        # An error that somebody was told of is no news for others.
+        # An error that code was told of once is not reported again.
         known = failed is not None and failed.seen
         for part in self._parts:
             if part._state.error is not None:
@@ -531,7 +509,7 @@ class GatheredState(RefState):
             self.mark_seen()
         self.on_error(failed.error)
 
-    async def bring(self, landing: IntoTensor | None = None) -> list[Any]:
+    async def bring(self, into: IntoTensor | None = None) -> list[Any]:
         return [await part for part in self._parts]
 
     def _cancel(self, why: str) -> bool:
@@ -547,7 +525,7 @@ class UsesInputs(Protocol):
 
 
 def release_inputs(call: UsesInputs, *, failed: bool) -> None:
-    """A call ended: the refs among its arguments are not in use any more."""
+    """A call ended: it does not use the refs among its arguments any more."""
     inputs, call.inputs = call.inputs, None
     for state in inputs or ():
         state.drop_use(failed=failed)
@@ -558,7 +536,6 @@ def state_of(ref: Ref[Any]) -> RefState:
     return cast("RefState", ref._state)
 
 
-def _wake(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -8,9 +8,10 @@ from typing import Any, Final
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.value import HERE
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.objects.ref_state import HERE, RefHost, RefState, state_of
+from aiodaft._runtime.objects.ref_state import RefHost, RefState, state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft._runtime.serialization.pickling import TooLong
@@ -132,13 +133,13 @@ class RefTable:
         """
         state = PutState(self.objects, value, label)
         try:
-            state.kept = self._store.keep(value, Names(label, (("value", value),)), via=via)
+            state.stored = self._store.keep(value, Names(label, (("value", value),)), via=via)
         except TooLong:
             coro = self._capture(state, via, self._store.current_streams())
             self._process.tasks.create_task(coro, name="put")
             return state
-        if self._store.pack_now(state.kept):
-            state.on_kept()
+        if self._store.pack_now(state.stored):
+            state.on_ready()
         else:
             self._process.tasks.create_task(self._capture(state, via), name="put")
         return state
@@ -146,23 +147,23 @@ class RefTable:
     async def _capture(self, state: PutState, via: str | None, streams: Sequence[Any] = ()) -> None:
         store = self._store
         try:
-            if state.kept is None:
+            if state.stored is None:
                 names = Names(state.label, (("value", state.value),))
-                state.kept = await store.keep_anywhere(state.value, names, via=via, streams=streams)
-            await store.pack(state.kept)
+                state.stored = await store.keep_anywhere(state.value, names, via=via, streams=streams)
+            await store.pack(state.stored)
         except Exception as error:  # noqa: BLE001 - whoever uses the ref gets it
             state.on_error(error)
         else:
-            state.on_kept()
+            state.on_ready()
 
     def stored(self, state: RefState) -> StoredValue:
         """What other processes get for a settled ref whose value is here."""
-        if state.kept is None and state.arrived is not None:
-            state.kept = StoredValue.again(state.arrived)
-        elif state.kept is None:
-            state.kept = self._store.keep(state.value, Names(state.label, (("result", state.value),)), patient=True)
-            self._store.pack_now(state.kept)
-        return state.kept
+        if state.stored is None and state.received is not None:
+            state.stored = StoredValue.again(state.received)
+        elif state.stored is None:
+            state.stored = self._store.keep(state.value, Names(state.label, (("result", state.value),)), patient=True)
+            self._store.pack_now(state.stored)
+        return state.stored
 
     # Telling others.
 
@@ -189,9 +190,9 @@ class RefTable:
         """What a peer needs to get a ref's value: the value itself if it is small and here."""
         state = state_of(ref)
         if state.own and state.status is HERE and state.error is None:
-            kept = state.kept if state.parts() is not None else self.stored(state)
-            if kept is not None and kept.ready and kept.is_inline:
-                return (kept.payload, kept.inline, tuple(self.describe(inner) for inner in kept.refs))
+            stored = state.stored if state.parts() is not None else self.stored(state)
+            if stored is not None and stored.ready and stored.is_inline:
+                return (stored.payload, stored.inline, tuple(self.describe(inner) for inner in stored.refs))
         return self.describe(ref)
 
     # Being told.

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.pull import Answer, Next, Pull
+from aiodaft._protocol.value import THERE
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.objects.broadcast import Fetching, Relays
@@ -20,7 +21,7 @@ from aiodaft._runtime.objects.delivery import Blob, Delivery
 from aiodaft._runtime.objects.into_tensor import IntoTensor
 from aiodaft._runtime.objects.owner import InboundProducer
 from aiodaft._runtime.objects.received import ReceivedValue
-from aiodaft._runtime.objects.ref_state import THERE, RefState
+from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.store import Key, Store
 from aiodaft._runtime.objects.stored import StoredValue

@@ -1,0 +1,111 @@
+"""The life of a value in one process, its holders, and what becomes of its error. Pure.
+
+A ref is owned by the process that made the call. Its value lives while one of these holds it: a `Ref` object in the
+owner, a call under way that has it as an argument, or another process that got the ref inside an object (a borrower).
+When the last of them lets go and the value is there, it is freed in every process.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+from .ids import PeerId
+
+
+class Status(Enum):
+    """How far a value is."""
+
+    PENDING = "the call is under way"
+    HERE = "the answer carried the value, or the value never left this process"
+    THERE = "the producer stores the value; it is pulled when code of this process needs it"
+    FAILED = "there will be no value"
+    FREED = "the value was freed; its error is ReferenceError"
+
+
+PENDING, HERE, THERE, FAILED, FREED = Status
+
+# An answer that comes late, after the call was given up, changes nothing.
+_NEXT: Final = {
+    PENDING: {HERE, THERE, FAILED},
+    HERE: {FREED},
+    THERE: {FREED},
+    FAILED: {FREED},
+    FREED: {FREED},
+}
+
+
+class Verdict(Enum):
+    """What happens to an error of which no code has been told."""
+
+    WAIT = "a holder may still be told of it"
+    HOLD = "the scope raises it when it ends, if no code looks at it before"
+    REPORT = "no code can be told of it any more: report it now"
+
+
+class Value:
+    """One value, as one process knows it."""
+
+    # Defaults live in the class: most refs are made, awaited and dropped without ever changing them.
+    status = PENDING
+    handles = 0
+    uses = 0
+    borrowers: dict[PeerId, int] | None = None
+    error: BaseException | None = None
+    # Code was told of the error.
+    seen = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether the call is over."""
+        return self.status is not PENDING
+
+    @property
+    def free(self) -> bool:
+        """Whether the value is there and has no holders."""
+        return self.status is not PENDING and not self.held
+
+    @property
+    def held(self) -> bool:
+        """Whether the value has holders."""
+        return bool(self.handles or self.uses or self.borrowers)
+
+    def advance(self, status: Status) -> bool:
+        """Change the status; False if the change comes too late."""
+        if status not in _NEXT[self.status]:
+            return False
+        self.status = status
+        return True
+
+    def borrow(self, peer: PeerId) -> None:
+        """Another process holds the ref now."""
+        if self.borrowers is None:
+            self.borrowers = {}
+        self.borrowers[peer] = self.borrowers.get(peer, 0) + 1
+
+    def give_back(self, peer: PeerId) -> None:
+        """Another process dropped the ref once."""
+        if self.borrowers and peer in self.borrowers:
+            self.borrowers[peer] -= 1
+            if not self.borrowers[peer]:
+                del self.borrowers[peer]
+
+    def forget(self, peer: PeerId) -> None:
+        """Another process is gone, and with it everything that it held."""
+        if self.borrowers:
+            self.borrowers.pop(peer, None)
+
+    def end_use(self, *, failed: bool) -> bool:
+        """A call that had the value as an argument ended. Returns whether the value's error counts as seen."""
+        self.uses -= 1
+        if self.error is not None:
+            # The call failed of it, and the code that awaits that call is told.
+            return True
+        # The callee may hear first that the value will fail; the code that awaits the call is told there.
+        return failed and self.status is PENDING and not (self.handles or self.uses)
+
+    def judge_error(self) -> Verdict:
+        """What happens to the error now."""
+        if self.seen or self.uses:
+            return Verdict.WAIT
+        return Verdict.HOLD if self.handles else Verdict.REPORT

@@ -1,0 +1,151 @@
+"""A value settles once, lives while it has holders, and its error is reported if no code can be told of it any more."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict
+
+A, B = PeerId("a"), PeerId("b")
+
+
+def settled() -> Value:
+    value = Value()
+    value.advance(HERE)
+    return value
+
+
+@pytest.mark.parametrize("status", [HERE, THERE, FAILED])
+def test_a_value_settles_once(status: Status) -> None:
+    value = Value()
+    assert not value.settled
+    assert value.advance(status)
+    assert value.settled
+    assert [late for late in (HERE, THERE, FAILED, PENDING) if value.advance(late)] == []
+    assert value.status is status
+
+
+@pytest.mark.parametrize("status", [HERE, THERE, FAILED])
+def test_a_settled_value_is_freed_as_often_as_a_user_likes(status: Status) -> None:
+    value = Value()
+    assert not value.advance(FREED)
+    value.advance(status)
+    assert value.advance(FREED)
+    assert value.advance(FREED)
+
+
+def test_a_value_that_was_never_held_is_free_once_it_is_there() -> None:
+    value = Value()
+    assert not value.free
+    value.advance(THERE)
+    assert value.free
+
+
+def test_every_kind_of_holder_keeps_it() -> None:
+    value = settled()
+    value.handles = 1
+    assert not value.free
+    value.uses, value.handles = 1, 0
+    assert not value.free
+    value.borrow(A)
+    value.uses = 0
+    assert value.held
+    value.give_back(A)
+    assert value.free
+
+
+def test_a_value_that_all_holders_dropped_is_free_when_it_comes() -> None:
+    value = Value()
+    value.borrow(A)
+    value.give_back(A)
+    assert not value.held
+    assert not value.free
+    value.advance(HERE)
+    assert value.free
+
+
+def test_a_borrower_gives_back_as_often_as_it_borrowed() -> None:
+    value = settled()
+    value.borrow(A)
+    value.borrow(A)
+    value.give_back(A)
+    assert value.held
+    value.give_back(A)
+    assert value.free
+
+
+def test_giving_back_what_one_does_not_have_takes_nothing_from_others() -> None:
+    value = settled()
+    value.give_back(A)
+    value.borrow(B)
+    value.give_back(A)
+    value.forget(A)
+    assert value.held
+    value.give_back(B)
+    value.give_back(B)
+    value.borrow(B)
+    assert value.held
+
+
+def test_a_borrower_that_is_gone_holds_nothing_however_often_it_borrowed() -> None:
+    value = settled()
+    value.forget(A)
+    value.borrow(A)
+    value.borrow(A)
+    value.forget(A)
+    assert value.free
+
+
+def test_refs_do_not_share_their_holders() -> None:
+    one, other = settled(), settled()
+    one.borrow(A)
+    one.handles += 1
+    assert other.free
+
+
+def failed_value(*, handles: int = 0, uses: int = 0, seen: bool = False) -> Value:
+    value = Value()
+    value.handles, value.uses, value.seen = handles, uses, seen
+    value.error = ValueError()
+    value.advance(FAILED)
+    return value
+
+
+def test_an_error_is_reported_when_the_last_ref_is_dropped_before_code_saw_it() -> None:
+    assert failed_value(handles=1).judge_error() is Verdict.HOLD
+    assert failed_value().judge_error() is Verdict.REPORT
+    assert failed_value(seen=True).judge_error() is Verdict.WAIT
+
+
+def test_an_error_belongs_to_the_call_that_uses_the_value() -> None:
+    value = failed_value(uses=1)
+    assert value.judge_error() is Verdict.WAIT
+    assert value.end_use(failed=False)
+
+
+@pytest.mark.parametrize(("handles", "failed", "seen"), [(0, True, True), (1, True, False), (0, False, False)])
+def test_a_call_that_fails_before_its_argument_does_tells_of_both(handles: int, failed: bool, seen: bool) -> None:
+    value = Value()
+    value.handles, value.uses = handles, 1
+    assert value.end_use(failed=failed) is seen
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from(["borrow", "give_back", "forget"]), st.sampled_from([A, B])), max_size=30))
+def test_any_borrowing_is_counted_by_borrower(steps: list[tuple[str, PeerId]]) -> None:
+    value, model = settled(), Counter[PeerId]()
+    for verb, peer in steps:
+        getattr(value, verb)(peer)
+        if verb == "borrow":
+            model[peer] += 1
+        elif verb == "forget":
+            model[peer] = 0
+        else:
+            model[peer] = max(0, model[peer] - 1)
+        assert value.held is (model.total() > 0)
+        assert (value.borrowers or {}) == +model

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
-from aiodaft._protocol.ledger import Demand
 from aiodaft._protocol.liveness import Health, Patience
 from aiodaft._protocol.mailbox import check_max_queue
+from aiodaft._protocol.resources import Demand
 from aiodaft.methods import DefMethod, MethodSpec, specs_of
 from aiodaft.supervision import Restart, check_alone
 

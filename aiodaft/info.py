@@ -78,8 +78,8 @@ async def look_at(controller: Controller, target: Target, cls: type) -> ActorInf
         restarts = {"epoch": child.epoch, "restarts": child.restarts, "last_error": child.last_error}
     if process is None:
         return ActorInfo(target.label, cls.__name__, names, 0, node_name, (), alive=False, **restarts)
-    vitals = process.vitals
-    known: dict[str, Any] = {"running": (vitals.last_method,)} if report == {} and vitals.last_method else {}
+    last = process.heartbeat
+    known: dict[str, Any] = {"running": (last.last_method,)} if report == {} and last.last_method else {}
     return ActorInfo(
         name=target.label,
         class_name=cls.__name__,
@@ -89,9 +89,9 @@ async def look_at(controller: Controller, target: Target, cls: type) -> ActorInf
         gpus=process.gpus,
         alive=report is not None,
         # An answer is newer than what the node knows.
-        suspect=vitals.suspect and not report,
-        silent_for=0.0 if report else vitals.silent_for,
-        loop_lag=vitals.loop_lag,
+        suspect=last.suspect and not report,
+        silent_for=0.0 if report else last.silent_for,
+        loop_lag=last.loop_lag,
         **(report or known),
         **restarts,
     )

@@ -19,8 +19,8 @@ from enum import Enum, auto
 from typing import Any, Final, Protocol, TypeVar, cast
 
 from aiodaft._protocol.ids import COORDINATOR, NODE, SUPERVISOR, ActorId, PeerId
-from aiodaft._protocol.ledger import Resources
 from aiodaft._protocol.liveness import Patience
+from aiodaft._protocol.resources import Resources
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, Location
 from aiodaft._runtime.connections.connection import Connection

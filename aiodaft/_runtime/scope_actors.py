@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.ledger import Demand
 from aiodaft._protocol.liveness import Patience
+from aiodaft._protocol.resources import Demand
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import Location, PinnedTarget
 from aiodaft._runtime.controller import Controller

@@ -95,7 +95,7 @@ async def kill_one_of_four(rt: aiodaft.Runtime, group: Path) -> None:
 async def test_the_last_method_is_known_whoever_called_it(rt: aiodaft.Runtime) -> None:
     b, a = await rt.on(patience=aiodaft.Patience(0.1, None)).spawn(Sleeper), await rt.spawn(Sleeper)
     ref = a.call(b, 60)
-    while (await rt._controller.node.process_of(rt._target(b).remote)).vitals.last_method != "Sleeper.sleep":
+    while (await rt._controller.node.process_of(rt._target(b).remote)).heartbeat.last_method != "Sleeper.sleep":
         pass
     os.kill((await rt.info(b)).pid, signal.SIGKILL)
     with pytest.raises(aiodaft.ActorDied, match=r"under way: Sleeper.sleep, for [\d.]+ s or more") as caught:

@@ -175,7 +175,7 @@ async def test_a_controller_that_is_blocked_accuses_nobody(
     echo = await rt.on(patience=Patience(None, 0.8)).spawn(Echo)
     # A notebook cell that computes, for longer than any actor may be silent.
     threading.Event().wait(1.2)
-    while (seen := await rt._controller.node.process_of(rt._target(echo).remote)) and seen.vitals.silent_for > 0.4:
+    while (seen := await rt._controller.node.process_of(rt._target(echo).remote)) and seen.heartbeat.silent_for > 0.4:
         pass
     assert seen is not None
     assert await echo.echo("still here") == "still here"

@@ -1,7 +1,7 @@
-"""Signs of life of a worker, over a socket of its own: the node asks once a period, and a thread answers.
+"""Heartbeats of a worker, over a socket of its own: the node asks once a period, and a thread answers.
 
-A thread, so that a busy loop, a busy method or a long import holds up no answer. Only a process that is stopped, or C
-code that keeps the interpreter to itself, does not answer; see `_protocol/liveness.py` for what follows from that.
+The thread also answers while the loop, a method or an import is busy. It is silent only if the process is stopped, or C
+code holds the GIL; `_protocol/liveness.py` decides what follows from that.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from aiodaft._runtime.actors.hosted_actor import Host, InboundCall
 from aiodaft._runtime.diagnostics.wait_graph import on_loop
 
 _QUESTION: Final = b"?"
-# Lag of the loop, and age of the oldest call, in seconds. Texts follow, with a zero byte between them: the call's name;
-# if the loop does not turn, the call that keeps it from that, and the line where it is.
+# Lag of the loop, and age of the oldest call, in seconds. Three texts follow, separated by zero bytes: the name of that
+# call; if the loop is blocked, the call that blocks it, and the line where it does so.
 _ANSWER: Final = struct.Struct("<dd")
 _MAX_ANSWER: Final = 1 << 12
 _MAX_NAME: Final = 200
@@ -30,15 +30,15 @@ _MAX_LINE: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Vitals:
-    """How a worker was when it last answered.
+class LastHeartbeat:
+    """A worker when it last answered.
 
     Attributes:
-        suspect: It has not answered for longer than it should.
-        silent_for: Seconds since it was last heard of.
-        loop_lag: Seconds for which its loop had not turned then.
+        suspect: Whether it has been silent for longer than it should be.
+        silent_for: Seconds since its last answer.
+        loop_lag: Seconds for which its loop had been blocked then.
         last_method: The longest running call then; "" if there was none.
-        last_method_for: Seconds for which that had been seen by now.
+        last_method_for: Seconds for which that call has been seen by now.
     """
 
     suspect: bool = False
@@ -49,24 +49,24 @@ class Vitals:
 
 
 class Heartbeat:
-    """The worker's end."""
+    """The worker's end: answers."""
 
     def __init__(self, connection: socket.socket, host: Host) -> None:
-        """To be made in the thread of the process's loop."""
+        """Created in the thread of the process's loop."""
         self._connection = connection
         self._process = host.process
         self._host = host
         self._loop_thread = threading.get_ident()
         self._lag = 0.0
-        # When the loop was asked to turn; None once it has.
+        # When a callback was scheduled on the loop; None once it has run.
         self._asked: float | None = None
-        # The longest running call that was seen, not kept alive by that, and when it was seen first.
+        # The longest running call, as its caller and number, and when it was first seen.
         self._oldest: tuple[PeerId, CallId] | None = None
         self._name = ""
         self._since = 0.0
 
     def start(self) -> None:
-        """Answer from now on, until the process ends."""
+        """Start the thread, which answers until the process ends."""
         threading.Thread(target=self._answer_all, name="aiodaft heartbeat", daemon=True).start()
 
     def _answer_all(self) -> None:
@@ -82,7 +82,7 @@ class Heartbeat:
         else:
             self._lag = now - self._asked
             culprit, line = self._find_culprit()
-        # A loop that changes its calls in this very moment is not stuck.
+        # Raised if the loop changes its calls at this moment, and so is not blocked.
         with suppress(RuntimeError):
             call = next((call for call in self._host.calls() if _runs(call)), None)
             key = None if call is None else (call.caller, call.number)
@@ -92,12 +92,12 @@ class Heartbeat:
         return _ANSWER.pack(self._lag, now - self._since) + texts.encode("utf-8", "backslashreplace")
 
     def _find_culprit(self) -> tuple[str, str]:
-        """What keeps the loop from turning, if it is the user's code."""
+        """The call that blocks the loop and the line where it does so, if that is user code."""
         call, line = on_loop(self._loop_thread)
         if call is None:
             return "", line[:_MAX_LINE]
         if call.hosted.id < FIRST_USER_ACTOR:
-            # An actor is made here: imports may take long.
+            # The agent makes an actor: imports may take long.
             return "", ""
         return f"{call.label} of {call.hosted.name}"[:_MAX_NAME], line[:_MAX_LINE]
 
@@ -108,7 +108,7 @@ class Heartbeat:
 
 
 class HeartbeatWatch:
-    """The node's end."""
+    """The node's end: asks, and judges the answers."""
 
     def __init__(
         self, connection: socket.socket, loop: asyncio.AbstractEventLoop, is_stopped: Callable[[int], bool]
@@ -124,40 +124,39 @@ class HeartbeatWatch:
         self._method = ""
         self._method_since = 0.0
         self._stalls = Stalls()
-        # Told what keeps the loop from turning (an unknown task or callback if it is empty), where that is, and for
-        # how long.
+        # Called with the call that blocks the loop ("" for another task or callback), its line, and the seconds.
         self.on_stall: Callable[[str, str, float], object] = lambda culprit, line, seconds: None
-        # Told to report a suspicion, to take it back, and to give the process up.
+        # Called to report that the process is suspect, is not any more, or is to be given up.
         self.on_order: Callable[[Order], object] = lambda order: None
 
     def begin(self, patience: Patience, pid: int) -> None:
-        """The process runs: watch it."""
+        """Watch the process, which runs now."""
         self._pid = pid
         self._liveness = Liveness(patience, self._loop.time())
         self._look()
 
     def widen(self, patience: Patience) -> None:
-        """Another actor moves in: the most patient one counts."""
+        """Wait at least as long as another patience says."""
         if self._liveness is not None:
             self._liveness.relax(self._liveness.patience.widened(patience))
             self._schedule()
 
     @property
     def patience(self) -> Patience:
-        """How long the process is waited for."""
+        """How long the process may be silent."""
         return Patience(None, None) if self._liveness is None else self._liveness.patience
 
     @property
     def limit(self) -> str:
-        """The part of its patience that a process which was given up has used up, such as "lost_after=30"."""
+        """The limit that a process which was given up has exceeded, such as "lost_after=30"."""
         return "" if self._liveness is None else self._liveness.limit
 
-    def vitals(self) -> Vitals:
-        """How it is."""
+    def last(self) -> LastHeartbeat:
+        """The process when it last answered."""
         if self._liveness is None:
-            return Vitals()
+            return LastHeartbeat()
         now = self._loop.time()
-        return Vitals(
+        return LastHeartbeat(
             suspect=self._liveness.health is not Health.ALIVE,
             silent_for=now - self._liveness.last_heard,
             loop_lag=self._lag,
@@ -171,7 +170,7 @@ class HeartbeatWatch:
         return self._is_stopped(self._pid)
 
     def close(self) -> None:
-        """Watch no longer. Idempotent; also where the loop does not run any more."""
+        """Stop watching. Idempotent; needs no running loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -179,13 +178,12 @@ class HeartbeatWatch:
 
     def _look(self) -> None:
         assert self._liveness is not None
-        # Answers are read only now: they wake nobody, and what came while this loop was busy is known before anybody
-        # is accused.
+        # Answers are read only here: so they cost no wakeup, and one that came while this loop was busy counts.
         self._read_answer()
         stopped = self._liveness.is_silent and self.is_stopped
         order = self._liveness.handle_timer(self._loop.time(), stopped=stopped)
         if order is Order.ASK:
-            # Of a process that is gone, its connection tells.
+            # The connection reports the end of the process.
             with suppress(OSError):
                 self._connection.send(_QUESTION)
         elif order is not None:
@@ -207,11 +205,11 @@ class HeartbeatWatch:
         except OSError:
             return
         if len(answer) < _ANSWER.size:
-            # It is ending; or it talks nonsense, and its silence is what counts.
+            # It ends, or breaks the protocol; either counts as silence.
             return
         now = self._loop.time()
         self._lag, age = _ANSWER.unpack_from(answer)
-        # What may be missing, if it talks nonsense, is empty.
+        # Missing texts are empty.
         texts = answer[_ANSWER.size :].decode("utf-8", "replace").split("\0")
         self._method, culprit, line = (*texts, "", "", "")[:3]
         self._method_since = now - age

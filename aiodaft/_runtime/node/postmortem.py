@@ -1,4 +1,4 @@
-"""What is known of a worker that ended, or that does not answer: as an error with its evidence, and in words."""
+"""Errors and warnings about workers that ended or do not answer, with the evidence."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
+from aiodaft._protocol.worker import WorkerState
 from aiodaft._runtime.calls.call import CallState, PendingCall
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.node.launcher import Ending
@@ -16,7 +17,7 @@ from aiodaft._runtime.node.worker_table import Worker
 from aiodaft.exceptions import ActorDied, OutcomeUnknown, PeerLost
 
 _CGROUPS: Final = "/sys/fs/cgroup"
-# What the state of a thread in /proc means for somebody who waits for its process. What says most comes first.
+# What the state of a thread in /proc says about a process that does not answer; the most telling state first.
 _STATES: Final = {
     "T": "it is stopped (SIGSTOP)",
     "t": "a debugger holds it",
@@ -28,11 +29,11 @@ _STATES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a worker was doing, as far as this process knows.
+    """The oldest call that a worker was running, as far as this process knows.
 
     Attributes:
-        method: A call under way, the oldest that is known; "" if there is none.
-        seconds: For how long it has been seen; None if it was not seen before.
+        method: The call; "" if there is none.
+        seconds: For how long the call has been seen; None if it was not seen before.
     """
 
     method: str
@@ -45,21 +46,22 @@ class Activity:
 
 
 def activity(worker: Worker, connection: Connection) -> Activity:
-    """What a worker does: what this process has called there, or what it said itself when it was last asked."""
-    vitals = worker.child.heartbeat.vitals()
-    called = next((state.label for state in connection.session.under_way() if _is_of_a_user(state)), vitals.last_method)
-    return Activity(called, vitals.last_method_for if called and called == vitals.last_method else None)
+    """The oldest call from this process to the worker, or else the one that its last heartbeat names."""
+    last = worker.child.heartbeat.last()
+    called = next((state.label for state in connection.session.under_way() if _is_of_a_user(state)), last.last_method)
+    return Activity(called, last.last_method_for if called and called == last.last_method else None)
 
 
 def _is_of_a_user(state: PendingCall) -> bool:
-    # The call that makes an actor goes to the agent, and is named by the class alone.
+    # The call that makes an actor goes to the agent, and is labelled with the class alone.
     return not isinstance(state, CallState) or state.target.actor >= FIRST_USER_ACTOR or "." not in state.label
 
 
 def died(worker: Worker, ending: Ending, doing: Activity, *, oom: bool) -> ActorDied:
-    """The error of callers of a worker that ended."""
-    if worker.wanted is not None:
-        how = f"was stopped: {worker.wanted}"
+    """The error for callers of a worker that ended."""
+    wanted = worker.state is WorkerState.STOPPING
+    if wanted:
+        how = f"was stopped: {worker.stop_reason}"
     elif oom:
         how = "was killed by the kernel (SIGKILL): out of memory"
     elif ending.signal is not None:
@@ -67,31 +69,29 @@ def died(worker: Worker, ending: Ending, doing: Activity, *, oom: bool) -> Actor
     elif ending.exit_code is not None:
         how = f"ended with exit code {ending.exit_code}"
     else:
-        how = "ended, and nobody knows how"
-    known = f"; {doing}" if worker.wanted is None and doing.method else ""
+        how = "ended, and its exit status is not known"
+    known = f"; {doing}" if not wanted and doing.method else ""
     error = ActorDied(f"{worker} {how}{known}")
     error.actor = worker.names
-    if worker.wanted is None:
-        error.exit_code = ending.exit_code
-        error.signal = ending.signal
-        error.oom = oom
+    if not wanted:
+        error.exit_code, error.signal, error.oom = ending.exit_code, ending.signal, oom
         _add_evidence(error, worker, doing)
     return error
 
 
 def silence(worker: Worker, doing: Activity) -> str:
-    """What to warn of while a worker does not answer."""
+    """The warning about a worker that does not answer."""
     heartbeat = worker.child.heartbeat
-    warning = f"{worker} has not answered for {heartbeat.vitals().silent_for:.1f} s: {condition(worker.pid)}; {doing}"
+    warning = f"{worker} has not answered for {heartbeat.last().silent_for:.1f} s: {condition(worker.pid)}; {doing}"
     if heartbeat.patience.give_up is not None or heartbeat.is_stopped:
         return warning
     return f"{warning}. Its calls wait for it; Patience(give_up=seconds) kills such a process after that time"
 
 
 def given_up(worker: Worker, doing: Activity) -> PeerLost:
-    """The error of callers of a worker that has not answered for too long."""
+    """The error for callers of a worker that was silent for too long."""
     heartbeat = worker.child.heartbeat
-    silent_for = heartbeat.vitals().silent_for
+    silent_for = heartbeat.last().silent_for
     error = PeerLost(
         f"{worker} has not answered for {silent_for:.1f} s and was killed, as Patience({heartbeat.limit}) demands: "
         f"{condition(worker.pid)}; {doing}"
@@ -109,36 +109,36 @@ def _add_evidence(error: OutcomeUnknown, worker: Worker, doing: Activity) -> Non
 
 
 def condition(pid: int) -> str:
-    """Why a process may not answer, as the kernel sees it."""
+    """Why a process does not answer, by the states of its threads."""
     states: set[str] = set()
     threads = f"/proc/{pid}/task"
     with suppress(OSError):
         for thread in os.listdir(threads):
-            # The name in brackets may contain anything; a thread may end meanwhile.
+            # The name in brackets may contain any character; the thread may have ended.
             with suppress(OSError), open(f"{threads}/{thread}/stat", encoding="utf-8", errors="replace") as stat:
                 states.add(stat.read().rpartition(")")[2].split()[0])
     return next((meaning for state, meaning in _STATES.items() if state in states), "nothing is known of it")
 
 
 class OomKills:
-    """Which of the workers that were killed, the kernel killed for want of memory.
+    """Tells which killed workers the kernel killed for want of memory.
 
-    The kernel counts such kills per control group, and says no more. So as many of the deaths by SIGKILL in a group
-    are put down to it as the group has counted since.
+    The kernel only counts such kills per control group. So each increase of a group's count explains one death by
+    SIGKILL in that group.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
 
     def watch(self, pid: int) -> str | None:
-        """Count from now on; returns where, for `take`. None where the kernel does not say."""
+        """Start counting; returns the counter, for `take`. None where the kernel has none."""
         counter = _counter_of(pid)
         if counter is not None and counter not in self._seen:
             self._seen[counter] = _kills(counter)
         return counter
 
     def take(self, counter: str | None) -> bool:
-        """Whether there was another one since."""
+        """Whether the kernel has counted one more kill."""
         if counter is None or _kills(counter) <= self._seen[counter]:
             return False
         self._seen[counter] += 1
@@ -146,7 +146,7 @@ class OomKills:
 
 
 def _counter_of(pid: int) -> str | None:
-    """The file that counts the kills in a process's control group: version 2 or 1, seen from a container or not."""
+    """The file with the count of a process's control group: version 2 or 1, inside a container or not."""
     try:
         with open(f"/proc/{pid}/cgroup", encoding="utf-8") as file:
             groups = file.read()

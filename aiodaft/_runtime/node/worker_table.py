@@ -1,4 +1,4 @@
-"""The worker processes of a node, as it knows them."""
+"""The worker processes of a node."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from dataclasses import dataclass, field
 
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.liveness import Patience
+from aiodaft._protocol.worker import WorkerEvent, WorkerState, next_state
 from aiodaft._runtime.node.environment import WorkerEnvironment
-from aiodaft._runtime.node.heartbeat import Vitals
+from aiodaft._runtime.node.heartbeat import LastHeartbeat
 from aiodaft._runtime.node.launcher import ChildProcess
 from aiodaft.exceptions import PeerLost
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a new actor goes."""
+    """The process, id and GPUs of a new actor."""
 
     peer: PeerId
     actor: ActorId
@@ -26,7 +27,7 @@ class Conditions:
     """What every incarnation of an actor is started with.
 
     Attributes:
-        patience: How long it is waited for when it does not answer; the runtime's if None.
+        patience: How long its process may be silent. Default: the runtime's patience.
         worker_environment: What its process inherits from the controller; None if it shares another actor's process.
     """
 
@@ -36,13 +37,13 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """A worker process, as others may know it; how it was when it was last heard of."""
+    """A worker process, as the node knows it without asking it."""
 
     id: PeerId
     pid: int
     actors: tuple[str, ...]
     gpus: tuple[int, ...]
-    vitals: Vitals
+    heartbeat: LastHeartbeat
 
 
 @dataclass(eq=False)
@@ -51,36 +52,44 @@ class Worker:
 
     id: PeerId
     child: ChildProcess
-    # What it was started for.
+    # The actor it was started for.
     label: str
     pid: int = 0
-    # The actors in it, and all that ever were, each with its name.
+    state: WorkerState = WorkerState.STARTING
+    # The names of the actors in it, and of all that ever were.
     actors: dict[ActorId, str] = field(default_factory=dict)
     placed: dict[ActorId, str] = field(default_factory=dict)
     gpus: tuple[int, ...] = ()
-    # Set when its end is wanted: it is then no accident.
-    wanted: str | None = None
-    # Somebody's calls failed of its end, so that somebody has been told.
-    blamed: bool = False
-    # It did not answer, and is being killed for that.
-    lost: PeerLost | None = None
-    # Where the kernel counts processes that it kills for want of memory.
+    # Why it was told to end, in the state STOPPING.
+    stop_reason: str = ""
+    # Its error if it is killed because it was silent for too long.
+    given_up: PeerLost | None = None
+    # The file in which the kernel counts processes killed for want of memory.
     oom_counter: str | None = None
 
     @property
     def names(self) -> str:
-        """What it is called in errors."""
+        """The names of its actors, for errors."""
         # An actor that was restarted here was placed more than once.
         return " and ".join(dict.fromkeys(self.placed.values())) or self.label
 
     def __str__(self) -> str:
         return f"{self.names} (pid {self.pid})" if self.pid else f"{self.names} (not started yet)"
 
+    def handle(self, event: WorkerEvent) -> None:
+        """Change the state."""
+        self.state = next_state(self.state, event)
+
+    def stop(self, reason: str) -> None:
+        """Note that its end is wanted; the first reason counts."""
+        self.handle(WorkerEvent.STOP)
+        self.stop_reason = self.stop_reason or reason
+
     def process(self) -> WorkerProcess:
-        """What others may know of it."""
-        return WorkerProcess(self.id, self.pid, tuple(self.actors.values()), self.gpus, self.child.heartbeat.vitals())
+        """What the node knows of it."""
+        return WorkerProcess(self.id, self.pid, tuple(self.actors.values()), self.gpus, self.child.heartbeat.last())
 
     def add(self, actor: ActorId, label: str) -> None:
-        """An actor moves in."""
+        """Add an actor."""
         self.actors[actor] = self.placed[actor] = label
         self.child.output.name = f"{'+'.join(self.actors.values())} pid={self.pid}"

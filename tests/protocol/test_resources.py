@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodaft._protocol.ledger import Demand, Resources
+from aiodaft._protocol.resources import Demand, Resources
 from aiodaft.exceptions import InsufficientResources
 
 _SLACK = 1e-6

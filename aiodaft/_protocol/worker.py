@@ -1,0 +1,87 @@
+"""The life of a worker process, as its node agent sees it. Pure.
+
+An accident is an end that nothing in the runtime wanted. Its error belongs to the callers whose calls failed of it. If
+there are none, it belongs to the scope of the actors: the node agent waits a while for callers before it reports that.
+
+    STARTING --STARTED--> UP --ENDED--> UNBLAMED --BLAME_OVER--> UNHELD
+                          |  ^             |
+               CALLS_LOST |  | ALIVE       | CALLS_LOST
+                          v  |             v
+                        BLAMED --ENDED--> OVER <--ENDED-- STOPPING
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+
+class WorkerState(enum.Enum):
+    """What is known of a worker process."""
+
+    STARTING = "the fork server makes it"
+    UP = "it runs"
+    BLAMED = "it runs, as far as is known; calls failed because a connection to it is lost"
+    STOPPING = "it is to end"
+    UNBLAMED = "it ended by accident, and no call is known to have failed of that"
+    UNHELD = "it ended by accident, and no call failed of that"
+    OVER = "it ended"
+
+
+class WorkerEvent(enum.Enum):
+    """What the node agent learns of a worker process, or does with it."""
+
+    STARTED = "the fork server has made it"
+    CALLS_LOST = "another process lost its connection to it, with calls under way"
+    ALIVE = "the loss of a connection was not its end"
+    STOP = "it is told to end, or killed, because its actors are stopped"
+    ENDED = "it ended"
+    BLAME_OVER = "the time is over in which callers report lost calls"
+
+
+_S: Final = WorkerState
+_E: Final = WorkerEvent
+_WATCHED: Final = (_S.STARTING, _S.UP, _S.BLAMED)
+
+_AFTERWARDS: Final = (_E.STARTED, _E.CALLS_LOST, _E.ALIVE, _E.STOP)
+
+_TRANSITIONS: Final[dict[tuple[WorkerState, WorkerEvent], WorkerState]] = {
+    (_S.STARTING, _E.STARTED): _S.UP,
+    (_S.STARTING, _E.ENDED): _S.UNBLAMED,
+    (_S.UP, _E.ENDED): _S.UNBLAMED,
+    # The callers have the error.
+    (_S.BLAMED, _E.ENDED): _S.OVER,
+    (_S.STARTING, _E.CALLS_LOST): _S.BLAMED,
+    (_S.UP, _E.CALLS_LOST): _S.BLAMED,
+    (_S.BLAMED, _E.CALLS_LOST): _S.BLAMED,
+    # Their calls failed of the connection alone: a later end is an accident of its own.
+    (_S.BLAMED, _E.ALIVE): _S.UP,
+    (_S.UP, _E.ALIVE): _S.UP,
+    (_S.STARTING, _E.ALIVE): _S.STARTING,
+    # The connection may break before the fork server reports the start.
+    (_S.BLAMED, _E.STARTED): _S.BLAMED,
+    **{(state, _E.STOP): _S.STOPPING for state in (*_WATCHED, _S.STOPPING)},
+    # Its end is no accident, and no news.
+    **{(_S.STOPPING, event): _S.STOPPING for event in (_E.STARTED, _E.CALLS_LOST, _E.ALIVE)},
+    (_S.STOPPING, _E.ENDED): _S.OVER,
+    (_S.UNBLAMED, _E.CALLS_LOST): _S.OVER,
+    # The spawn that it was made for fails, and has the error.
+    (_S.UNBLAMED, _E.STOP): _S.OVER,
+    (_S.UNBLAMED, _E.BLAME_OVER): _S.UNHELD,
+    (_S.OVER, _E.BLAME_OVER): _S.OVER,
+    # The tasks that wait for its start, or explain a lost connection, may go on after its end.
+    **{(_S.UNBLAMED, event): _S.UNBLAMED for event in (_E.STARTED, _E.ALIVE)},
+    **{(state, event): state for state in (_S.UNHELD, _S.OVER) for event in _AFTERWARDS},
+}
+
+
+def next_state(state: WorkerState, event: WorkerEvent) -> WorkerState:
+    """The state of a worker after an event.
+
+    Raises:
+        ValueError: The event cannot happen in that state.
+    """
+    try:
+        return _TRANSITIONS[state, event]
+    except KeyError:
+        raise ValueError(f"a worker that is {state.name} gets no {event.name}") from None

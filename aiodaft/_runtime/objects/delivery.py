@@ -15,10 +15,10 @@ Blob: TypeAlias = tuple[str, Grant]
 
 
 class Delivery:
-    """A value as a message brought it; made when that is handled, before anything can be cancelled.
+    """A value as a message brought it; made when the message is handled, before anything can be cancelled.
 
-    A task may end between any two of its steps, also before its first, and then drops what it was given. So nobody has
-    to think of it: what is not fetched goes back when the last one drops this, as a view's grant does with the view.
+    A task may be cancelled between any two of its steps, also before its first. What was not fetched by then goes back
+    when the delivery is dropped.
     """
 
     __slots__ = ("_granted", "_store", "connection", "inline", "payload", "refs")
@@ -32,11 +32,11 @@ class Delivery:
         self._granted: deque[Blob] = deque(blobs if isinstance(blobs, tuple) else ())
 
     def granted(self) -> Blob | None:
-        """What is to be fetched next."""
+        """The next blob to fetch."""
         return self._granted[0] if self._granted else None
 
     def taken(self) -> None:
-        """A transport begins to fetch it, and sees to it from now on."""
+        """A transport begins to fetch it, and is responsible for it from now on."""
         self._granted.popleft()
 
     def decline(self) -> None:

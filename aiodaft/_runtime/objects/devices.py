@@ -1,4 +1,4 @@
-"""Values on accelerators: which tensors are theirs, and how their memory comes to be where peers can read it."""
+"""Values on accelerators: lent or copied within the device's memory, so that peers can read them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Accelerators(Protocol):
-    """A kind of accelerator, as the tensor library of this process sees it. Devices are numbered as the driver does."""
+    """A kind of accelerator, as the tensor library sees it. Devices have the numbers that the driver gives them."""
 
     def open_driver(self) -> Driver:
-        """What drives them.
+        """Open their driver.
 
         Raises:
             Unreachable: This process has none.
@@ -40,7 +40,7 @@ class Accelerators(Protocol):
         ...
 
     def current_streams(self) -> Sequence[Any]:
-        """The same for every device; costs nothing if none was used so far."""
+        """The same for every device; none if no device was used so far."""
         ...
 
     def using(self, streams: Sequence[Any]) -> AbstractContextManager[object]:
@@ -68,17 +68,17 @@ class Devices:
         self.transport = CudaTransport(host, kind.open_driver, self._land, local=local)
 
     def take(self, encoded: Encoded) -> list[DeviceBlock]:
-        """See to it that peers can read the buffers of a value that are on devices, as they are now.
+        """Make the buffers of a value that are on devices readable for peers, as they are now.
 
-        What is lent gets a block of its own; the rest is copied, behind what this thread's streams have to do, so that
-        what is written to it afterwards is not seen. Waits for nothing.
+        What is lent gets a block of its own. The rest is copied, after the work that this thread's streams have and
+        before any later write. Waits for nothing.
 
         Returns:
             A block for each device that has buffers of the value which are not lent.
 
         Raises:
             DeviceError: There is no memory left, or a device failed.
-            Unreachable: What is lent cannot be.
+            Unreachable: The memory cannot be lent.
         """
         lent = [source for source in encoded.sources if source.device is not None and source.lent]
         taken: list[DeviceBlock] = []
@@ -95,7 +95,7 @@ class Devices:
     def memory_in(self, target: torch.Tensor, device: int, grant: Grant, connection: Route) -> Landing | None:
         """A tensor of a device as memory to fetch into, if what is granted is on the same device."""
         if self.transport.device_of(grant, connection) != device:
-            # Whether one device reaches another is the tensor library's to find out.
+            # The tensor library finds out whether one device reaches another.
             return None
         return Landing(target, device, target.data_ptr(), target.nbytes, self.kind.current_stream(device))
 
@@ -106,21 +106,21 @@ class Devices:
 
     def _capture(self, encoded: Encoded, device: int, nbytes: int) -> DeviceBlock:
         spans: list[Span] = []
-        kept: list[Any] = []
+        originals: list[Any] = []
         for source, offset in zip(encoded.sources, encoded.offsets, strict=True):
             if source.device == device and not source.is_apart:
                 spans.append(Span(offset, source.address, source.nbytes))
-                kept.append(source.keep)
+                originals.append(source.keep)
                 # From now on, a write to the tensor comes after the copy.
                 source.keep = source.version = None
-        return self.transport.capture(device, spans, nbytes, self.kind.current_stream(device), kept)
+        return self.transport.capture(device, spans, nbytes, self.kind.current_stream(device), originals)
 
     def _land(self, source: bytes, nbytes: int) -> Landing:
         return self.kind.land(self.transport.driver.identities, source, nbytes)
 
 
 def release_all(blocks: Iterable[Any]) -> None:
-    """Give blocks up, as far as there are any."""
+    """Release blocks, as far as there are any."""
     for block in blocks:
         if block is not None:
             block.release()
@@ -158,13 +158,13 @@ class Gpus:
         torch = _torch()
         device = identities.index(source) if source in identities else 0
         stream = self._landing_stream(device)
-        # torch reuses memory of a stream in the order of that stream, so what it gives may be written to at once.
+        # torch reuses the memory of a stream in the order of the stream, so it may be written to at once.
         with torch.cuda.stream(stream):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
         return Landing(memory, device, memory.data_ptr(), nbytes, stream.cuda_stream)
 
     def take_over(self, memory: torch.Tensor) -> None:
-        # Else, once it is garbage, it would be given to the next value while this thread's stream still reads it.
+        # Else torch would reuse the memory, once it is garbage, while this thread's stream still reads it.
         memory.record_stream(_torch().cuda.current_stream(memory.device))
 
     def copy(self, memory: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ class Gpus:
 
     def _landing_stream(self, device: int) -> Any:
         if device not in self._landing_streams:
-            # Its own, so that values arrive while the methods' streams compute.
+            # A stream of its own, so that values arrive while those of the methods compute.
             self._landing_streams[device] = _torch().cuda.Stream(device)
         return self._landing_streams[device]
 

@@ -1,7 +1,7 @@
-"""Where `Ref.into()` puts a value: a tensor that exists already.
+"""The target of `Ref.into()`: a tensor that exists already.
 
-The bytes of a value that is one tensor, laid out in memory as the target is, go straight from the transport into the
-target. Everything else is brought here first, and copied.
+A transport writes the bytes of a tensor that has the target's layout in memory straight into the target. Any other
+value is brought here first, and copied.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class IntoTensor:
         self.filled = False
 
     def fits(self, payload: bytes, nbytes: int) -> bool:
-        """Whether the bytes of a value are to be in the target as they are in its only block.
+        """Whether a value has one block, whose bytes are the target's.
 
         Raises:
             ValueError: It is a tensor of another shape or dtype.
@@ -55,8 +55,8 @@ class IntoTensor:
         return alike and not (target.is_conj() or target.is_neg()) and fills_its_span(target)
 
     async def fill(self, fetching: Awaitable[None]) -> None:
-        """Let a transport write to that memory."""
-        # By the version autograd, and whoever reads the target at the same time, find out that it changes.
+        """Let a transport write to the target."""
+        # The version tells autograd, and code that reads the target at the same time, of the change.
         self._count_write()
         try:
             await fetching
@@ -70,7 +70,7 @@ class IntoTensor:
         torch.autograd.graph.increment_version(self.target)
 
     async def copy(self, value: Any, store: Store) -> None:
-        """Copy a value that is here, in the helper thread if that takes long.
+        """Copy a value into the target, in the helper thread if that takes long.
 
         Raises:
             TypeError: It is no tensor.
@@ -85,7 +85,7 @@ class IntoTensor:
                 f"the result of {self._label} is {type(value).__name__}, and `into` writes a tensor into a tensor"
             )
         self._check(value.shape, str(value.dtype))
-        # From host to device or back, it waits for what the streams have to do.
+        # Between host and device, the copy waits for the streams.
         if self.target.nbytes > SYNC_COPY or value.device != self.target.device:
             await store.run_to_end(lambda: self._write(value))
         else:

@@ -1,4 +1,4 @@
-"""Values that came and are not decoded yet."""
+"""Values that were received and are not decoded yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiodaft.ref import Ref
 
 
 class ReceivedValue:  # noqa: B903 - on the path of every call: a dataclass costs more
-    """A value as it came: not decoded yet."""
+    """An encoded value."""
 
     __slots__ = ("blobs", "inline", "origin", "payload", "refs")
 
@@ -19,7 +19,7 @@ class ReceivedValue:  # noqa: B903 - on the path of every call: a dataclass cost
         # Views of host memory, and tensors of bytes on accelerators.
         self.blobs = blobs
         self.refs = refs
-        # Where the value was made in this very process: gives the objects its buffers came from.
+        # Returns the object that a buffer came from, if the value was made in this process.
         self.origin: Callable[[int], Any] = _no_origin
 
 

@@ -110,6 +110,7 @@ class RefState(Value):
     shared = False
     # Refs that it depends on.
     inputs: list[RefState] | None = None
+    _label: str
     _watchers: list[Callable[[Any], object]] | None = None
     # Watchers that count as awaiters.
     _interested = 0
@@ -120,7 +121,7 @@ class RefState(Value):
 
     @property
     def label(self) -> str:
-        raise NotImplementedError
+        return self._label
 
     @property
     def producer(self) -> PeerId:

@@ -1,4 +1,4 @@
-"""Values that this process keeps for others, and the memory they are in."""
+"""Values that this process stores for others, and the transports that their memory belongs to."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Store:
         self._transports: dict[str, Transport] = {}
         self._preferred = process.options.transport
         self._forks = fork_count()
-        # Memory of tensors by its address: made by `empty()`, with the count of forks then; and bytes of what the user
+        # Memory of tensors by its address: made by `empty()`, with the count of forks then; and sizes of what the user
         # registered.
         self._shared: dict[int, tuple[Block, int]] = {}
         self._registered: dict[int, int] = {}
@@ -57,7 +57,7 @@ class Store:
 
     @property
     def transport(self) -> Transport:
-        """How payloads leave this process."""
+        """The transport that payloads leave this process by."""
         return self.transport_named(self._preferred)
 
     def transport_named(self, name: str) -> Transport:
@@ -67,8 +67,8 @@ class Store:
         known = self._transports.get(name)
         if known is not None:
             return known
-        # The loop, an actor's thread and the helper thread may come here at the same time. All of them get the one that
-        # is stored first; a transport that is not stored has opened nothing yet.
+        # Several threads may come here at the same time. All get the transport that is entered first; one that is not
+        # entered has opened nothing yet.
         transport = self._transports.setdefault(name, self._open_transport(name))
         for address, nbytes in list(self._registered.items()):
             transport.register(address, nbytes)
@@ -79,13 +79,13 @@ class Store:
 
     @property
     def devices(self) -> Devices:
-        """The accelerators; what deals with them is loaded when first needed."""
+        """The accelerators; their module is loaded when first needed."""
         with self._lock:
             if self._devices is None:
-                from aiodaft._runtime.objects.devices import Devices, Gpus  # noqa: PLC0415 - few programs have accelerators
+                from aiodaft._runtime.objects.devices import Gpus  # noqa: PLC0415 - few programs have accelerators
 
-                self._devices = Devices(Gpus(), self._process, self._process.id)
-            return self._devices
+                self.use_accelerators(Gpus())
+            return cast("Devices", self._devices)
 
     def use_accelerators(self, kind: Accelerators) -> None:
         """Use another kind of accelerator from now on, before any value is on one."""
@@ -94,7 +94,7 @@ class Store:
         self._devices = Devices(kind, self._process, self._process.id)
 
     def current_streams(self) -> Sequence[Any]:
-        """Where this thread's work on accelerators goes; nothing if there never was any."""
+        """The streams that this thread gives work to; none if no accelerator was used."""
         torch = loaded_torch()
         if self._devices is None and (torch is None or not torch.cuda.is_initialized()):
             return ()
@@ -120,19 +120,19 @@ class Store:
         def find_block(source: Source) -> Block | None:
             return self._find_block(source, via or self._preferred)
 
-        # Who asks for a transport gets it, also for what accelerators have.
+        # A transport that was asked for also takes what accelerators have.
         find_device = self._find_device if self._direct and via is None else nowhere
         places = Places(find_block, find_device, lend=lender is not None, home=self._process)
         encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient)
         return StoredValue(encoded, lender, via, self._devices if encoded.on_device else None, self.call_soon)
 
     def _find_block(self, source: Source, name: str) -> Block | None:
-        """The block that a tensor's memory is, if the transport reads it where it lies."""
+        """The block of a tensor's memory, if the transport reads it in place."""
         shared = self._shared.get(source.address) if name == self._preferred else None
         if shared is not None:
             return shared[0]
         if not self._registered or source.nbytes <= m.INLINE_LIMIT:
-            # Small ones travel better together.
+            # Small ones travel faster together.
             return None
         return self.transport_named(name).block_at(view_at(source.address, source.nbytes, source.keep))
 
@@ -148,7 +148,7 @@ class Store:
     ) -> StoredValue:
         """Encode a value here if that is quick, else in the helper thread.
 
-        `streams` are the `current_streams` of whoever gave the value, if that was earlier.
+        `streams` are the `current_streams` of the thread that gave the value, if that was earlier.
         """
         keep = partial(self.keep, value, names, via=via, lender=lender, resolve=resolve)
         try:
@@ -163,93 +163,91 @@ class Store:
         with self.devices.kind.using(streams):
             return job()
 
-    def pack_now(self, kept: StoredValue) -> bool:
-        """Pack what is in host memory if that takes no time worth mentioning; False if it does."""
-        if kept.packed:
-            return True
-        if kept.encoded.nbytes > SYNC_COPY:
+    def pack_now(self, stored: StoredValue) -> bool:
+        """Pack what is in host memory if that is quick; False if it is not."""
+        if not stored.packed and stored.encoded.nbytes > SYNC_COPY:
             return False
-        self.pack_here(kept)
+        self.pack_here(stored)
         return True
 
-    def pack_here(self, kept: StoredValue) -> None:
+    def pack_here(self, stored: StoredValue) -> None:
         """Pack what is in host memory in this thread, however long that takes."""
-        kept.pack(self.transport_named(kept.via or self._preferred))
+        stored.pack(self.transport_named(stored.via or self._preferred))
 
-    async def pack(self, kept: StoredValue) -> None:
+    async def pack(self, stored: StoredValue) -> None:
         """Pack what is in host memory, in the helper thread if it is large."""
-        if not self.pack_now(kept):
-            await self._helper_thread.run(lambda: self.pack_here(kept))
+        if not self.pack_now(stored):
+            await self._helper_thread.run(lambda: self.pack_here(stored))
 
-    async def make_ready(self, kept: StoredValue) -> None:
+    async def make_ready(self, stored: StoredValue) -> None:
         """Bring a value to where it may be granted."""
-        await self.pack(kept)
-        await kept.wait_filled()
+        await self.pack(stored)
+        await stored.wait_filled()
 
     def keep_patiently(self, result: Any, label: str, via: str | None) -> StoredValue:
-        """In a thread that may take its time: encode a result, and copy its buffers to where peers can reach them."""
+        """In a thread that may take its time: encode a result, and pack what is not lent."""
         lender = result if isinstance(result, Borrowed) else None
         value = result if lender is None else lender.value
-        kept = self.keep(value, Names(label, (("result", value),)), via=via, lender=lender, patient=True)
-        if not kept.lent:
-            self.pack_here(kept)
-        return kept
+        stored = self.keep(value, Names(label, (("result", value),)), via=via, lender=lender, patient=True)
+        if not stored.lent:
+            self.pack_here(stored)
+        return stored
 
     async def decode(
-        self, arrived: ReceivedValue, slots: list[Any] | None = None, refs: list[Any] | None = None
+        self, received: ReceivedValue, slots: list[Any] | None = None, refs: list[Any] | None = None
     ) -> Any:
         """Decode a value here if that is quick, else in the helper thread."""
-        if is_heavy(arrived.payload):
-            return await self._helper_thread.run(lambda: self.decode_now(arrived, slots, refs, patient=True))
-        return self.decode_now(arrived, slots, refs)
+        if is_heavy(received.payload):
+            return await self._helper_thread.run(lambda: self.decode_now(received, slots, refs, patient=True))
+        return self.decode_now(received, slots, refs)
 
     def decode_now(
         self,
-        arrived: ReceivedValue,
+        received: ReceivedValue,
         slots: list[Any] | None = None,
         refs: list[Any] | None = None,
         *,
         patient: bool = False,
     ) -> Any:
         """Decode a value in this thread."""
-        blobs = arrived.blobs if arrived.inline is None else [memoryview(bytearray(arrived.inline))]
+        blobs = received.blobs if received.inline is None else [memoryview(bytearray(received.inline))]
         for blob in blobs:
             if not isinstance(blob, memoryview):
                 self.devices.kind.take_over(blob)
         return decode(
-            arrived.payload,
+            received.payload,
             blobs,
             slots=slots or (),
             refs=refs or (),
-            origin=arrived.origin,
+            origin=received.origin,
             patient=patient,
             home=self._process,
         )
 
-    def copy(self, arrived: ReceivedValue) -> ReceivedValue:
+    def copy(self, received: ReceivedValue) -> ReceivedValue:
         """The same value in memory of its own. Safe in any thread."""
-        blobs = [self._copy_blob(blob) for blob in arrived.blobs]
-        return ReceivedValue(arrived.payload, arrived.inline, blobs, arrived.refs)
+        blobs = [self._copy_blob(blob) for blob in received.blobs]
+        return ReceivedValue(received.payload, received.inline, blobs, received.refs)
 
     def _copy_blob(self, blob: Any) -> Any:
         return memoryview(bytearray(blob)) if isinstance(blob, memoryview) else self.devices.kind.copy(blob)
 
     def memory_in(self, target: torch.Tensor, name: str, grant: Grant, connection: Route) -> Any:
-        """What a transport is to fetch into, so that the bytes come into a tensor; None if it cannot write there."""
+        """The memory of a tensor, for a transport to fetch into; None if it cannot write there."""
         device = self._find_device(target)
         if name != DEVICE_NAME:
             return memory_of(target) if device is None and target.device.type == "cpu" else None
         return None if device is None else self.devices.memory_in(target, device, grant, connection)
 
     async def run_to_end(self, job: Callable[[], object]) -> None:
-        """Run what writes to memory of the caller's in the helper thread, behind what this thread's streams have to do.
+        """Run what writes to memory of the caller in the helper thread, after the work of this thread's streams.
 
         Cancellation: raised once the job has ended.
         """
         await self._helper_thread.run_to_end(partial(self._run_in_order, self.current_streams(), job))
 
     def decline(self, connection: Route, blobs: Any) -> None:
-        """Give back grants that nobody wants any more."""
+        """Give back grants in a message that came too late."""
         for name, grant in blobs if isinstance(blobs, tuple) else ():
             self.transport_named(name).decline(grant, connection)
 
@@ -259,33 +257,33 @@ class Store:
             self.transport_named(name).revoke(grant, connection)
 
     def release_came(self, route: Route, message: m.Message) -> None:
-        """RELEASE came: the owner does not need these values any more."""
+        """RELEASE came: the owner does not need some values any more."""
         for number in m.read_release(message):
             self.drop((route.remote, number))
 
     def drop(self, key: Key) -> None:
         """Free a value that its owner does not need any more."""
-        kept = self.entries.pop(key, None)
-        if kept is not None:
-            kept.release()
+        stored = self.entries.pop(key, None)
+        if stored is not None:
+            stored.release()
 
     def stored_bytes(self) -> int:
-        """Bytes of values kept for their owners."""
-        return sum(kept.encoded.size for kept in self.entries.values())
+        """Bytes of the stored values."""
+        return sum(stored.encoded.size for stored in self.entries.values())
 
     def relayed_bytes(self) -> int:
-        """Bytes of copies that are kept for other consumers."""
-        return sum(kept.encoded.size for kept in self.entries.values() if kept.root is not None)
+        """Bytes of copies that are stored for other consumers."""
+        return sum(stored.encoded.size for stored in self.entries.values() if stored.root is not None)
 
     def drop_relayed(self, key: Key, root: PeerId) -> None:
         """Free the copy of a value that its producer has freed."""
-        kept = self.entries.get(key)
-        if kept is not None and kept.root == root:
+        stored = self.entries.get(key)
+        if stored is not None and stored.root == root:
             self.drop(key)
 
     def process_lost(self, remote: PeerId) -> None:
-        """Free every value of an owner that is gone, and every copy of a value that was made there."""
-        for key in [key for key, kept in self.entries.items() if remote in (key[0], kept.root)]:
+        """Free every value of an owner that is gone, and every copy of a value that it made."""
+        for key in [key for key, stored in self.entries.items() if remote in (key[0], stored.root)]:
             self.drop(key)
 
     def share(self, address: int, block: Block) -> None:
@@ -293,14 +291,14 @@ class Store:
         self._shared[address] = block, self._forks.value
 
     def unshare(self, address: int) -> None:
-        """The tensor is gone: its block is reused once nobody reads it, unless a forked child may have the tensor."""
+        """The tensor is gone: its block is reused once no peer reads it, unless a forked child may have the tensor."""
         block, forks = self._shared.pop(address)
         if self._forks.value != forks:
             block.retire()
         block.release()
 
     def register(self, address: int, nbytes: int) -> None:
-        """Prepare every transport, also those that are opened later, for memory of the user's. Safe in any thread.
+        """Prepare every transport, also one that is opened later, for memory of the user. Safe in any thread.
 
         Raises:
             ValueError: Part of it is registered.
@@ -314,13 +312,13 @@ class Store:
             transport.register(address, nbytes)
 
     def unregister(self, address: int) -> None:
-        """The opposite. Safe in any thread, also while garbage is collected."""
+        """Undo `register`. Safe in any thread, also while garbage is collected."""
         del self._registered[address]
         for transport in list(self._transports.values()):
             transport.unregister(address)
 
     def peer_lost(self, peer: PeerId) -> None:
-        """Forget a peer's grants and mappings."""
+        """Forget the grants and mappings of a peer."""
         for transport in self._opened():
             transport.peer_lost(peer)
 

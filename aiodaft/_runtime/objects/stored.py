@@ -1,4 +1,4 @@
-"""Encoded values that came, and those that are kept for others."""
+"""Encoded values that other processes may pull."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class StoredValue:
     """An encoded value that peers may pull: small ones are bytes, large ones lie in blocks.
 
-    Whoever has no use for it any more releases it. One that everybody drops, because a task was cancelled or failed
-    between getting it and handing it on, is released all the same.
+    The code that needs it no longer releases it. One that is dropped, because a task was cancelled or failed between
+    getting it and handing it on, is released by its destructor.
     """
 
     __slots__ = (
@@ -60,23 +60,23 @@ class StoredValue:
             for source in encoded.sources:
                 source.lent |= source.device is None
         self._devices = devices
-        # What accelerators have of it and is not lent, in the order of the blobs.
+        # What accelerators have of it, apart from what is lent, in the order of the blobs.
         self._captured: list[DeviceBlock] = [] if devices is None else devices.take(encoded)
         self.encoded = encoded
         self.inline: bytes | None = None
         self.block: Block | None = None
         self.origins = [source.origin for source in encoded.sources]
         self.lent = encoded.lent
-        # What the buffers looked like when the value was given to us.
+        # The versions of the buffers when the value was stored.
         self._versions = encoded.versions()
         self._lender = lender
         # Name of the transport that was asked for.
         self.via = via
-        # For a copy that is kept for others: the process that made the value.
+        # For a copy that is relayed: the process that made the value.
         self.root: PeerId | None = None
         self.on_release: Callable[[], object] | None = None
         self._transport: Transport | None = None
-        # Runs something on the process's loop; from any thread, also while garbage is collected.
+        # Calls back on the process's loop; from any thread, also while garbage is collected.
         self._on_loop = on_loop
         self._packed = False
         self._released = False
@@ -88,22 +88,22 @@ class StoredValue:
             self._on_loop(partial(StoredValue.release, self))
 
     @classmethod
-    def again(cls, arrived: ReceivedValue) -> StoredValue:
-        """A small value that came, to be passed on as it is."""
-        kept = cls(Encoded(arrived.payload, refs=arrived.refs))
-        kept.inline = arrived.inline
-        kept._packed = True
-        return kept
+    def again(cls, received: ReceivedValue) -> StoredValue:
+        """A small value that was received, to be passed on as it is."""
+        stored = cls(Encoded(received.payload, refs=received.refs))
+        stored.inline = received.inline
+        stored._packed = True
+        return stored
 
     @classmethod
-    def copy_of(cls, arrived: ReceivedValue, via: str, root: PeerId) -> StoredValue:
-        """A large value that came, to be copied for others before anybody here changes it."""
-        (blob,) = arrived.blobs
-        kept = cls(Encoded(arrived.payload, [Source.of(blob)], [0], blob.nbytes, refs=arrived.refs), via=via)
-        kept.root = root
-        # What others make of it did not come from objects of this process.
-        kept.origins = []
-        return kept
+    def copy_of(cls, received: ReceivedValue, via: str, root: PeerId) -> StoredValue:
+        """A large value that was received, to be copied for others before code of this process changes it."""
+        (blob,) = received.blobs
+        stored = cls(Encoded(received.payload, [Source.of(blob)], [0], blob.nbytes, refs=received.refs), via=via)
+        stored.root = root
+        # The buffers did not come from objects of this process.
+        stored.origins = []
+        return stored
 
     @property
     def payload(self) -> bytes:
@@ -117,14 +117,14 @@ class StoredValue:
 
     @property
     def _device_blocks(self) -> list[DeviceBlock]:
-        """What accelerators have of it: lent, and captured."""
+        """What accelerators have of it, lent or captured."""
         if self._devices is None:
             return []
         lent = [source.block for source in self.encoded.sources if source.device is not None and source.is_apart]
         return [*cast("list[DeviceBlock]", lent), *self._captured]
 
     def blobs(self) -> list[tuple[Any, Pullable]]:
-        """Where the buffers are, once they are packed, and what grants them to peers."""
+        """The buffers, once they are packed, each with the transport that grants it to peers."""
         host, device = self._transport, None if self._devices is None else self._devices.transport
         blobs: list[tuple[Any, Pullable]] = [] if self.block is None else [(host, self.block)]
         apart = [source for source in self.encoded.sources if source.block is not None]
@@ -150,10 +150,9 @@ class StoredValue:
         return self._packed and all(block.settled for block in self._device_blocks)
 
     def can_be_relayed(self, smallest: int) -> bool:
-        """Whether it may go from consumer to consumer: one blob of some size, whose bytes are really sent.
+        """Whether it may go from consumer to consumer: one blob of some size, whose bytes are sent.
 
-        What accelerators have goes to each consumer itself: they need no memory of a host, and a copy for others
-        would take memory of theirs.
+        What accelerators have goes to each consumer directly: a copy for others would take memory of theirs.
         """
         if self._devices is not None or self.root is not None or self._transport is None or self._transport.shared:
             return False
@@ -161,7 +160,7 @@ class StoredValue:
         return len(blobs) == 1 and blobs[0][1].nbytes >= smallest
 
     async def wait_filled(self) -> None:
-        """Wait until the accelerators are done with what they have of it, or have failed."""
+        """Wait until the accelerators have copied their part of it, or have failed."""
         for block in self._device_blocks:
             filled = asyncio.Event()
             block.on_filled(filled.set)
@@ -186,11 +185,11 @@ class StoredValue:
                 block = transport.allocate(encoded.nbytes)
             except OSError as error:
                 raise self._refused(error) from error
-            # Without a view, closing the transport would unmap what this thread still writes to.
+            # The view keeps the memory mapped while this thread writes to it, even if the transport is closed.
             view = block.view
             try:
                 encoded.write_to(block.address)
-                # Written to in between, what was copied is torn.
+                # If a tensor was written to in between, the copy is torn.
                 encoded.check_unchanged(self._versions)
             except BaseException:
                 block.release()
@@ -199,16 +198,16 @@ class StoredValue:
                 del view
             self.block = block
             if self._released:
-                # Nobody wants it any more; whoever gave it up did not see the block yet.
+                # It was released meanwhile, when it had no block yet.
                 block.release()
         self._packed = True
         for source in encoded.sources:
             if not source.lent:
-                # The copy is made: what it was made from is not ours to keep.
+                # The copy is made: the original is not needed any more.
                 source.keep = source.fill = source.version = None
 
     def blobs_for(self, connection: Route) -> bytes | tuple[tuple[str, Grant], ...] | None:
-        """What the message to a peer says about the buffers; grants it the blocks.
+        """Grant the blocks to a peer. Returns the field of a message that says so.
 
         Raises:
             BorrowError: A lent buffer was written to.
@@ -216,7 +215,7 @@ class StoredValue:
         """
         if self.lent:
             self.encoded.check_unchanged(self._versions)
-        # Who is gone is granted nothing: it would never come back.
+        # A grant to a lost process would never come back.
         blobs = self.blobs() if connection.lost is None else []
         if not (self._packed and blobs):
             return self.inline
@@ -232,7 +231,7 @@ class StoredValue:
                     # The transport told the peer of the memory, and the connection broke: all grants are over.
                     return self.inline
         except BaseException as error:
-            # Nobody will be told of those that there are.
+            # No message will tell the peer of the earlier ones.
             for (transport, _), (_, grant) in zip(blobs, granted, strict=False):
                 transport.revoke(grant, connection)
             if isinstance(error, OSError):
@@ -244,12 +243,12 @@ class StoredValue:
         return exhausted(error, f"a value of {self.encoded.size:,} bytes cannot be sent")
 
     def origin(self, index: int) -> Any:
-        """The object that buffer `index` came from, if it still is what it was."""
+        """The object that buffer `index` came from, if it is unchanged."""
         find = self.origins[index] if self.origins else None
         return None if find is None else find()
 
     def release(self) -> None:
-        """Nobody will ask for it again: its memory is reused once the last reader is done. Idempotent."""
+        """It is not needed any more: its memory is reused once the last reader is done. Idempotent."""
         if self._released:
             return
         self._released = True

@@ -1,4 +1,9 @@
-"""The consumer's end of a stream: items come in as far as there is credit, and are taken one by one."""
+"""The consumer's end of a stream: items arrive as far as there is credit, and are taken one by one.
+
+open      items arrive; `next_item` takes them in order
+closing   the consumer has left: items are dropped, and the producer was told to end
+over      the producer has ended: the items that are left, then its error, can still be taken
+"""
 
 from __future__ import annotations
 
@@ -17,10 +22,10 @@ from aiodaft._runtime.objects.ref_state import RefHost, RefState, release_inputs
 from aiodaft._runtime.platform.tasks import current_task, shield_from_anyio
 from aiodaft.exceptions import DaftError, RuntimeClosed
 
-# Encoded, on its way, or (in a tuple) an object of this process.
+# An encoded item, a task that fetches one, or (in a tuple) an object of this process.
 Item: TypeAlias = ReceivedValue | asyncio.Task[ReceivedValue] | tuple[Any]
 
-# Items that the producer may be ahead of the consumer.
+# How many items the producer may be ahead of the consumer.
 CREDIT_WINDOW: Final = 16
 
 
@@ -35,13 +40,13 @@ class StreamState:
         self.connection: Connection | None = None
         self.inputs: list[RefState] | None = None
         self._items: deque[Item] = deque()
-        # Taken, and not credited yet.
+        # Items taken and not credited yet.
         self._count = 0
         self._error: BaseException | None = None
         self._over = False
         self._closing = False
         self._changed: asyncio.Future[None] | None = None
-        # Somebody is about to take the first item.
+        # A task is about to take the first item.
         self.opening = False
         # The `async for` over it, and the calls of `next_item` under way.
         self._loops: set[StreamLoop] = set()
@@ -53,24 +58,24 @@ class StreamState:
     # Answers to the call.
 
     def on_plain(self, value: Any) -> None:
-        """The producer is through."""
+        """The producer returned."""
         self._end(None)
 
-    def on_item(self, arrived: ReceivedValue | asyncio.Task[ReceivedValue]) -> None:
+    def on_item(self, received: ReceivedValue | asyncio.Task[ReceivedValue]) -> None:
         """One more item."""
-        self._add(arrived)
+        self._add(received)
 
     def on_local_item(self, value: Any) -> None:
         """One more item, from an actor of this process."""
         self._add((value,))
 
     def _add(self, item: Item) -> None:
-        # Nobody takes what comes when it is closed: it is not kept either.
+        # No code takes the items of a closed stream.
         if not self._closing:
             self._items.append(item)
             self._wake()
 
-    def on_result(self, arrived: ReceivedValue) -> None:
+    def on_result(self, received: ReceivedValue) -> None:
         """Never: streams give items."""
         self._end(None)
 
@@ -83,7 +88,7 @@ class StreamState:
         self._end(error)
 
     def on_lost(self, error: DaftError) -> None:
-        """The connection to the producer ended."""
+        """The connection to the producer was lost."""
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
@@ -113,7 +118,7 @@ class StreamState:
         self.process.check_open(f"{self.label} cannot be awaited")
         if self._changed is None:
             self._changed = self.process.loop.create_future()
-        # Several tasks may take from one stream; cancelling one must not wake the others.
+        # Several tasks may wait; cancelling one must not wake the others.
         await asyncio.shield(self._changed)
 
     # Consuming.
@@ -135,13 +140,13 @@ class StreamState:
                 if not self._items and (self._over or self._closing):
                     raise self._why_no_more()
                 await self._wait_change()
-            # It stays where it is until it can be had: a cancelled consumer leaves it to the next one, in its place.
+            # It stays the first until it is decoded: a cancelled consumer leaves it to the next one, in its place.
             item = self._items[0]
             self.opening = True
             try:
                 value = await self._open(item)
             except Exception:
-                # It is used up: a consumer that goes on must not run out of credit.
+                # The item counts as taken: a consumer that goes on must not run out of credit.
                 self._taken(item)
                 raise
             else:
@@ -161,18 +166,18 @@ class StreamState:
         if isinstance(item, tuple):
             return item[0]
         if isinstance(item, ReceivedValue):
-            arrived = item
+            received = item
         else:
-            # Not shielded: a task that this process has ended must not look like the end of the consumer.
+            # Not awaited: the cancellation of that task must not look like one of the consumer.
             await asyncio.wait([item])
             if item.cancelled():
                 raise RuntimeClosed(f"an item of {self.label} cannot be had: {self.process.closed}")
-            arrived = item.result()
-        return await self.objects.store.decode(arrived, refs=arrived.refs)
+            received = item.result()
+        return await self.objects.store.decode(received, refs=received.refs)
 
     def _taken(self, item: Item) -> None:
         if self._items and self._items[0] is item:
-            # Else the stream was closed meanwhile.
+            # Otherwise the stream was closed meanwhile.
             self._items.popleft()
         # Half a window at a time: one message for many items.
         self._count += 1
@@ -199,7 +204,7 @@ class StreamState:
         self._loops.remove(loop)
         used_up = self._over and not self._items
         if not (self._loops or self._taking or self._closing or used_up):
-            # From now on, before the loop's next turn: code that takes another item must not get one by chance.
+            # At once, before the loop's next turn: code that takes another item must not get one by chance.
             self._left = why
         self.process.call_soon(partial(self._end_loop, loop))
 
@@ -218,7 +223,7 @@ class StreamState:
         self._end(None)
 
     def handle_dropped(self) -> None:
-        """The `Stream` object is gone: nobody will take another item. Safe in any thread."""
+        """The `Stream` object is gone. Safe in any thread."""
         if not self._over and not self._closing:
             self.process.call_soon(self._cancel)
 
@@ -245,14 +250,14 @@ class StreamLoop:
         self._task: asyncio.Task[Any] | None = None
 
     def next_item(self) -> Coroutine[Any, Any, Any]:
-        """The next item; the task that asks is the one that runs the loop."""
+        """The next item, for the task that runs the loop."""
         task = current_task(self._stream.process.loop)
         if task is not self._task:
             self.follow(task)
         return self._stream.next_item()
 
     def follow(self, task: asyncio.Task[Any] | None) -> None:
-        """The loop is run by this task from now on. Tasks may take turns: in each, an async generator takes a step."""
+        """This task runs the loop from now on. The steps of one async generator may be run by different tasks."""
         if self._task is not None:
             self._task.remove_done_callback(self._task_ended)
         self._task = task
@@ -260,8 +265,8 @@ class StreamLoop:
             task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        # Not `exception()`, which would count as a look at the error. A task that gives something took one step of a
-        # generator, and another one may take the next.
+        # Not `exception()`, which would mark the error as seen. A task that returns something ran one step of a
+        # generator, and another task may run the next.
         if task._result is None:  # type: ignore[attr-defined]  # private
             self._stream.loop_left(self, "the task that ran the `async for` over it ended")
 

@@ -241,11 +241,12 @@ def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -
     states = [PutState(peer.objects, None, f"input {index}") for index in range(_count_inputs(fn))]
     recorder = _Recorder(states)
     inputs: list[Ref[Any]] = [Ref(state) for state in states]
-    sender, peer.outgoing = peer.outgoing, recorder
+    caller = peer.caller
+    sender, caller.outgoing = caller.outgoing, recorder
     try:
         output = fn(*inputs)
     finally:
-        peer.outgoing = sender
+        caller.outgoing = sender
         recorder.forget()
     outputs: list[Ref[Any]] = []
 
@@ -259,7 +260,7 @@ def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -
         raise TypeError(f"{getattr(fn, '__qualname__', fn)} must return the refs of calls it made, not {output!r:.80}")
     flow = Dataflow(len(inputs), tuple(recorder.steps), tuple(numbers))
     core = peer.graphs.open(flow, recorder.specs, max_in_flight)
-    return Graph(process, core, output, recorder.numbers, lambda: isinstance(peer.outgoing, _Recorder))
+    return Graph(process, core, output, recorder.numbers, lambda: isinstance(caller.outgoing, _Recorder))
 
 
 def _count_inputs(fn: Callable[..., Any]) -> int:

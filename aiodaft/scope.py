@@ -304,9 +304,9 @@ class Scope(Spawner):
     def _target(self, actor: object) -> Target:
         """Where an actor is, whatever incarnation of it the handle leads to."""
         target = cast("Target", target_of(handle_of(actor)))
-        if target.peer.process is not self._controller.process:
-            raise ValueError(f"{target.label} belongs to another runtime, that of {target.peer.process.runtime_name}")
-        return target.life if isinstance(target, PinnedTarget) else target
+        if target.caller.process is not self._controller.process:
+            raise ValueError(f"{target.label} belongs to another runtime, that of {target.caller.process.runtime_name}")
+        return target.followed if isinstance(target, PinnedTarget) else target
 
 
 def handle_of(actor: object) -> object:

@@ -307,7 +307,7 @@ class Channels(Actor):
         connection = peer.connections.to(to)
         if connection.lost is not None:
             return self._lost(channel_id, to, how_ended(connection))
-        target = Target(peer, to, CHANNELS, f"channels of {to}", None)
+        target = Target(peer.caller, to, CHANNELS, f"channels of {to}", None)
         arguments = (*channel_id, int(kind), ticket, body)
         state = NoteState(self._note.label, body, partial(self._undelivered, channel_id, to))
         # What processes tell each other is not subject to the deadline of one who sends or receives.

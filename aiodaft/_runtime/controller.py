@@ -140,7 +140,7 @@ class Controller:
         self.launcher.on_rung = self._show_stacks
         agent = self._make_agent(root)
         self.node = peer.node_agent()
-        self.coordinator = cast("Coordinator", peer.handle(peer_id, COORDINATOR, "coordinator", Coordinator))
+        self.coordinator = cast("Coordinator", peer.caller.handle(peer_id, COORDINATOR, "coordinator", Coordinator))
         self.directory = Directory(peer)
         self.directory.on_over = lambda number: self.coordinator.release.tell(peer_id, number)
         peer.add_actor(NODE, "node agent", agent)
@@ -274,7 +274,7 @@ class Controller:
 
     def target(self, remote: PeerId, actor: ActorId, label: str, sink: UnhandledErrors) -> Target:
         """An actor that is not supervised, as this process calls it."""
-        return Target(self.peer, remote, actor, label, sink)
+        return Target(self.peer.caller, remote, actor, label, sink)
 
     def follow(self, location: Location, label: str, sink: UnhandledErrors) -> FollowingTarget:
         """A supervised actor, as this process calls it."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from aiodaft._protocol import messages as m
-from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, ActorId, CallId, PeerId
+from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, SUPERVISOR, ActorId, CallId, PeerId
 from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.agent import Agent
-from aiodaft._runtime.calls.call import CallSink, Target
-from aiodaft._runtime.calls.following import Followers
+from aiodaft._runtime.calls.call import Caller, Target
+from aiodaft._runtime.calls.following import Followers, Location
 from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.channels import Channels, how_ended
@@ -27,9 +26,7 @@ from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.platform.tasks import current_task
 from aiodaft._runtime.process import Process, ProcessOptions
-from aiodaft.actor import Handle
 from aiodaft.exceptions import (
     DaftError,
     RemoteProtocolError,
@@ -40,15 +37,11 @@ from aiodaft_transport import Key, Transport, open_transport
 
 if TYPE_CHECKING:
     from aiodaft._runtime.node.node_agent import NodeAgent
-    from aiodaft._runtime.objects.ref_state import UnhandledErrors
     from aiodaft.ref import Ref
 
 
 class Peer:
     """One process."""
-
-    # Who makes a call: the task that runs; in a worker, the call that it serves.
-    current_maker: Callable[[], object]
 
     def __init__(self, options: ProcessOptions, key: Key, env: Env) -> None:
         self.process = process = Process(options, key, env)
@@ -57,14 +50,13 @@ class Peer:
         self.objects = Objects(process, self.connections, self.store, self)
         self.refs = self.objects.refs
         self.transfer = self.objects.transfer
-        self.replies = Replies(self)
-        # Where calls go; something else takes them while a graph is captured.
-        self.sender = Outgoing(self)
-        self.outgoing: CallSink = self.sender
-        self.followers = Followers(self)
         self.host = Host(process, self.store, self.connections.ring_poller)
         self.actors = self.host.actors
         self.inbound = Inbound(self.host, self.transfer, self.refs)
+        self.caller = Caller(process, self.connections, self.objects, self.actors)
+        self.sender = Outgoing(self.caller, self.inbound)
+        self.followers = Followers(self.caller, self._locate)
+        self.replies = Replies(self.objects)
         self.graphs = Graphs(
             GraphContext(process, self.connections, self.objects, self.sender, self.actors, self.agent_of)
         )
@@ -73,12 +65,13 @@ class Peer:
         self.host.suspect = self.deadlocks.suspect
         # Told, in a forked child, that it stayed behind.
         self.on_forked: Callable[[], object] = lambda: None
-        self.current_maker = partial(current_task, self.process.loop)
         self.channels = Channels(self)
         self.connections.handlers += self._handlers()
         self.add_actor(AGENT, "agent", Agent(self.host, self.objects, self.graphs, self.deadlocks))
         process.provide(Peer, self)
         process.provide(Store, self.store)
+        process.provide(Caller, self.caller)
+        process.provide(Followers, self.followers)
         process.provide(Channels, self.channels)
         self.add_actor(CHANNELS, "channels", self.channels)
 
@@ -91,23 +84,25 @@ class Peer:
         self.actors[actor] = hosted
         return hosted
 
-    def handle(self, remote: PeerId, actor: ActorId, label: str, cls: type, sink: UnhandledErrors | None = None) -> Any:
-        """A handle of an actor, wherever it is."""
-        return Handle(Target(self, remote, actor, label, sink), cls)
-
     def agent_of(self, remote: PeerId) -> Agent:
         """The agent of a process."""
-        return cast("Agent", self.handle(remote, AGENT, f"agent of {remote}", Agent))
+        return cast("Agent", self.caller.handle(remote, AGENT, f"agent of {remote}", Agent))
 
     def target(self, remote: PeerId, actor: ActorId, label: str) -> Target:
         """An actor, whose errors belong to no scope."""
-        return Target(self, remote, actor, label, None)
+        return Target(self.caller, remote, actor, label, None)
 
     def node_agent(self) -> NodeAgent:
         """The agent of this process's machine."""
         from aiodaft._runtime.node.node_agent import NodeAgent  # noqa: PLC0415 - the node agent is itself hosted by a peer
 
-        return cast("NodeAgent", self.handle(self.process.options.home, NODE, "node agent", NodeAgent))
+        return cast("NodeAgent", self.caller.handle(self.process.options.home, NODE, "node agent", NodeAgent))
+
+    def _locate(self, owner: PeerId, number: ActorId, wait: bool) -> Ref[Location]:
+        from aiodaft._runtime.supervision.directory import Directory  # noqa: PLC0415 - it is itself hosted by a peer
+
+        directory = cast("Directory", self.caller.handle(owner, SUPERVISOR, "supervisor", Directory))
+        return directory.locate(number, wait)
 
     # What connections need.
 

@@ -350,7 +350,7 @@ async def test_those_who_wait_for_an_actor_do_not_change_what_others_hear_of_its
     module_rt: aiodaft.Runtime,
 ) -> None:
     peer = module_rt._controller.peer
-    life = FollowingTarget(peer, Location(NOWHERE, ActorId(1 << 30)), peer.process.id, "a ghost", None)
+    life = FollowingTarget(peer.followers, Location(NOWHERE, ActorId(1 << 30)), peer.process.id, "a ghost", None)
     waiting = Handle(life, Mortal).get()
     error = aiodaft.ActorDied("calls that were under way get copies of this")
     life.end(error)

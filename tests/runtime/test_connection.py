@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import pytest
 from leaks import open_files
@@ -26,7 +26,7 @@ from aiodaft.exceptions import DaftError, PeerLost, RemoteProtocolError
 from aiodaft_transport import Key
 
 if TYPE_CHECKING:
-    from aiodaft._runtime.peer import Peer
+    pass
 
 HERE, THERE = PeerId("here"), PeerId("there")
 GREETING: Message = (HELLO, WIRE_VERSION, WIRE_VERSION, THERE, 1)
@@ -166,7 +166,7 @@ async def test_of_the_calls_of_a_lost_link_only_those_that_were_sent_may_have_ru
         for number, state in calls.items():
             connection.submit(number, state, None if number == 2 else (CALL, number, ActorId(9), "f", ()))
         connection.close(PeerLost("it broke"))
-    Replies(cast("Peer", None)).connection_lost(connection, PeerLost("it broke"))
+    Replies.connection_lost(connection, PeerLost("it broke"))
     assert [state.executed for state in calls.values()] == [None, False, False, False]
     assert not connection.session.calls
 

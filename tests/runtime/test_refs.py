@@ -29,8 +29,8 @@ class Recorder:
 
 
 def call(peer: Any) -> CallState:
-    owner: Any = SimpleNamespace(objects=peer)
-    target = Target(owner, PeerId("worker"), FIRST_USER_ACTOR, "Echo-1", None)
+    caller: Any = SimpleNamespace(objects=peer)
+    target = Target(caller, PeerId("worker"), FIRST_USER_ACTOR, "Echo-1", None)
     return CallState(target, specs_of(Echo)["echo"], CallId(1))
 
 

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from aiodaft._protocol.ids import CallId
-from aiodaft._runtime.calls.call import TellState
+from aiodaft._runtime.calls.call import Caller, Request, TellState
 from aiodaft._runtime.serialization.errors import unsent
 from aiodaft.exceptions import DeadlineExceeded
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.calls.call import Request
-    from aiodaft._runtime.peer import Peer
 
 
 class Backlog:
     """Calls that wait, in order."""
 
-    def __init__(self, peer: Peer, towards: str) -> None:
+    def __init__(self, caller: Caller, towards: str) -> None:
         """Make a backlog; errors name `towards` as the place that its calls wait for."""
-        self._peer = peer
+        self._caller = caller
+        self._loop = caller.process.loop
         self._waiting: dict[CallId, tuple[Request, asyncio.TimerHandle | None]] = {}
-        # Never connected: it bounds the calls, and lets them be withdrawn as those in the window of a connection are.
-        self._connection = peer.connections.make(peer.process.id, towards)
+        # Never connected: it bounds the calls, and withdraws them as the window of a connection does.
+        self._connection = caller.connections.make(caller.process.id, towards)
 
     def admit(self, request: Request) -> bool:
         """Let a call wait, with its arguments as they are now; False if it failed, because an argument has.
@@ -37,19 +33,19 @@ class Backlog:
         self._connection.session.submit(number, state, None, admitted=request.had_turn)
         waits = False
         try:
-            waits = self._peer.sender.prepare(request)
+            waits = self._caller.sender.prepare(request)
         finally:
             if not waits:
                 self._connection.withdraw(number)
         if waits:
             if not isinstance(state, TellState):
                 state.connection = self._connection
-            timer = None if deadline is None else self._peer.process.loop.call_at(deadline, self._expire, request)
+            timer = None if deadline is None else self._loop.call_at(deadline, self._expire, request)
             self._waiting[number] = (request, timer)
         return waits
 
     def take(self, request: Request) -> bool:
-        """Take a call out; False if it was cancelled meanwhile, or its time is over."""
+        """Take a call out; False if it was cancelled meanwhile, or its deadline passed."""
         self.forget(request.number)
         return self._connection.withdraw(request.number)
 

@@ -1,43 +1,74 @@
-"""Calls that this process makes: their targets, requests and states."""
+"""Calls that this process makes: the targets of handles, the requests, and the states that get the answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
 from aiodaft._protocol.liveness import Health
-from aiodaft._protocol.messages import (
-    RELEASE,
-    WANT_NOTHING,
-    WANT_REPLY,
-    WANT_STREAM,
-)
+from aiodaft._protocol.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM
 from aiodaft._protocol.value import FAILED, HERE, PENDING, THERE, Status
+from aiodaft._runtime.actors.hosted_actor import HostedActor
+from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.connections import Connections
+from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.received import ReceivedValue
-from aiodaft._runtime.objects.ref_state import ABSENT, RefState, release_inputs
+from aiodaft._runtime.objects.ref_state import ABSENT, RefState, UnhandledErrors, release_inputs
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.platform.error_log import log_error, printable
-from aiodaft._runtime.platform.tasks import logger
+from aiodaft._runtime.platform.tasks import current_task, logger
+from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.serialization.pickling import home
-from aiodaft.exceptions import (
-    ActorDied,
-    CallCancelled,
-    DaftError,
-    OutcomeUnknown,
-)
+from aiodaft.actor import Handle
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, OutcomeUnknown
+from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref, Stream
 
-if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Connection
-    from aiodaft._runtime.objects.ref_state import UnhandledErrors
-    from aiodaft._runtime.peer import Peer
-    from aiodaft._runtime.process import Process
-    from aiodaft.methods import MethodSpec
+
+class CallSink(Protocol):
+    """Takes the calls that handles make."""
+
+    def submit(self, request: Request) -> None: ...
+
+
+class Sender(CallSink, Protocol):
+    """Sends calls; see `Outgoing`."""
+
+    def submit_later(self, request: Request) -> None: ...
+
+    def turn_came(self, request: Request) -> None: ...
+
+    def prepare(self, request: Request) -> bool: ...
+
+
+class Caller:
+    """A process as the maker of calls: what its handles need of it."""
+
+    # Sends calls; set by `Outgoing`. `outgoing` takes those of handles: the same, except while a graph is captured.
+    sender: Sender
+    outgoing: CallSink
+
+    def __init__(
+        self, process: Process, connections: Connections, objects: Objects, actors: Mapping[ActorId, HostedActor]
+    ) -> None:
+        self.process = process
+        self.connections = connections
+        self.objects = objects
+        # The actors of this process.
+        self.actors = actors
+        self.next_number = process.next_number
+        # Who makes a call: the task that runs; in a worker, the call that it serves.
+        self.current_maker: Callable[[], object] = partial(current_task, process.loop)
+
+    def handle(self, remote: PeerId, actor: ActorId, label: str, cls: type, sink: UnhandledErrors | None = None) -> Any:
+        """A handle of an actor of any process."""
+        return Handle(Target(self, remote, actor, label, sink), cls)
 
 
 class CallState(RefState):
@@ -47,11 +78,11 @@ class CallState(RefState):
     connection: Connection | None = None
     handles = 1
     _cancelling = False
-    # Ends the waiting for a call that was cancelled.
+    # Ends the wait for a call that was cancelled.
     _timer: asyncio.TimerHandle | None = None
 
     def __init__(self, target: Target, spec: MethodSpec, number: CallId) -> None:
-        self.objects = objects = target.peer.objects
+        self.objects = objects = target.caller.objects
         self.process = objects.process
         self.target = target
         self.spec = spec
@@ -81,7 +112,7 @@ class CallState(RefState):
         if self.inputs is not None or self._watchers is not None or self.shared or self._cancelling:
             self._settle(HERE)
             return
-        # Nobody but those who wait for the value has to be told.
+        # Only the tasks that await the value need to be told.
         self.status = HERE
         if self._waiters is not None:
             self._wake_waiters()
@@ -98,7 +129,7 @@ class CallState(RefState):
 
     def _settle(self, status: Status) -> None:
         if self._cancelling and status is not FAILED and not self.settled:
-            # It could not be interrupted, or did not let itself be.
+            # The method could not be interrupted, or ignored its cancellation.
             if status is THERE:
                 self._release_remote()
             self.value, self.received = ABSENT, None
@@ -112,7 +143,7 @@ class CallState(RefState):
             self._timer = None
 
     def on_error(self, error: BaseException) -> None:
-        """There will be no value."""
+        """The call failed."""
         if isinstance(error, ActorDied):
             self.target.note_death(error)
         super().on_error(error)
@@ -123,7 +154,7 @@ class CallState(RefState):
 
     def _release_remote(self) -> None:
         if self.connection is not None:
-            self.connection.send((RELEASE, (self.number,)))
+            self.connection.send(m.release(self.number))
 
     def _cancel(self, why: str) -> bool:
         """The call settles when the callee says so, or when the grace time is over."""
@@ -134,11 +165,7 @@ class CallState(RefState):
             self.objects.owner.cancel_local(self.number)
         elif self.connection is None or self.connection.withdraw(self.number):
             # Without a connection, the callee was gone already, or another thread has not handed the call over yet.
-            self.on_error(
-                CallCancelled(
-                    f"{self.label} of {self.target.label} was cancelled before it was sent: {why}", executed=False
-                )
-            )
+            self.on_error(CallCancelled(f"{self.origin} was cancelled before it was sent: {why}", executed=False))
             return True
         else:
             self.connection.send(m.cancel(self.number))
@@ -146,7 +173,7 @@ class CallState(RefState):
         return True
 
     def expect_cancellation(self) -> None:
-        """Somebody asked for it, and is not surprised, however the call ends."""
+        """The call was cancelled here: no outcome of it is an unhandled error."""
         self._cancelling = True
         self.mark_seen()
 
@@ -154,21 +181,25 @@ class CallState(RefState):
         self._timer = self.process.loop.call_later(self.process.grace, self._give_up, why)
 
     def _give_up(self, why: str) -> None:
-        what = f"{self.label} of {self.target.label}"
-        self.on_error(CallCancelled(f"{what} was cancelled ({why}) and did not end within its grace time"))
+        self.on_error(CallCancelled(f"{self.origin} was cancelled ({why}) and did not end within its grace time"))
 
 
 class Target:
     """An actor, as a handle of this process reaches it."""
 
-    __slots__ = ("actor", "label", "peer", "remote", "sink", "stopped")
+    __slots__ = ("actor", "caller", "label", "remote", "sink", "stopped")
 
-    def __init__(self, peer: Peer, remote: PeerId, actor: ActorId, label: str, sink: UnhandledErrors | None) -> None:
-        self.peer = peer
+    # What gets the answers of its calls.
+    state_class: ClassVar[type[CallState]] = CallState
+
+    def __init__(
+        self, caller: Caller, remote: PeerId, actor: ActorId, label: str, sink: UnhandledErrors | None
+    ) -> None:
+        self.caller = caller
         self.remote = remote
         self.actor = actor
         self.label = label
-        # Where errors go that nobody holds.
+        # The scope that reports errors which no code saw.
         self.sink = sink
         # The actor was stopped, and a call was refused for that; its process may live.
         self.stopped = False
@@ -179,7 +210,7 @@ class Target:
     @property
     def process(self) -> Process:
         """The process that the handle belongs to."""
-        return self.peer.process
+        return self.caller.process
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Target) and self.identity == other.identity
@@ -194,36 +225,37 @@ class Target:
 
     @property
     def lane(self) -> Target:
-        """Where what this process submits to the actor waits for its turn."""
+        """Where the calls and runs that this process submits to the actor wait for their turn."""
         return self
 
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
         """Call a method and return a ref of its result at once."""
         if kwargs or not spec.low <= len(args) <= spec.high:
             spec.check(args, kwargs)
-        number = self.peer.process.next_number()
-        state = CallState(self, spec, number)
-        self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
+        caller = self.caller
+        number = caller.next_number()
+        state = self.state_class(self, spec, number)
+        caller.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_REPLY, state))
         return Ref(state)
 
     def stream(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]:
         """Call a stream method."""
         spec.check(args, kwargs)
-        number = self.peer.process.next_number()
-        state = StreamState(self.peer.objects, number, spec.label)
-        self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_STREAM, state))
+        number = self.caller.next_number()
+        state = StreamState(self.caller.objects, number, spec.label)
+        self.caller.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_STREAM, state))
         return Stream(state)
 
     def tell(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call a method without a reply."""
         spec.check(args, kwargs)
-        number = self.peer.process.next_number()
+        number = self.caller.next_number()
         state = TellState(spec.label, own=self.actor < FIRST_USER_ACTOR)
-        self.peer.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_NOTHING, state))
+        self.caller.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_NOTHING, state))
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
-        return _rebuild_handle, (self.peer.process.options.home, self.remote, self.actor, self.label, cls)
+        return _rebuild_handle, (self.caller.process.options.home, self.remote, self.actor, self.label, cls)
 
     def health(self) -> Health:
         """What this process knows of the actor without a question to another process. Safe in any thread.
@@ -234,13 +266,13 @@ class Target:
         """
         if self.stopped:
             return Health.LOST
-        peer, remote = self.peer, self.remote
-        if remote == peer.process.id:
-            return Health.ALIVE if self.actor in peer.actors else Health.LOST
-        connection = peer.connections.get(remote)
+        connections, remote = self.caller.connections, self.remote
+        if remote == self.caller.process.id:
+            return Health.ALIVE if self.actor in self.caller.actors else Health.LOST
+        connection = connections.get(remote)
         if connection is not None and connection.lost is not None:
             return Health.LOST
-        return Health.SUSPECT if remote in peer.connections.suspects else Health.ALIVE
+        return Health.SUSPECT if remote in connections.suspects else Health.ALIVE
 
     def note_death(self, error: ActorDied) -> None:
         """A call failed with this; an argument or a nested call may speak of another actor's death."""
@@ -258,16 +290,15 @@ class Target:
         if connection is None:
             request.state.on_error(ActorDied(f"{self.label} was stopped", executed=False))
         else:
-            self.peer.process.tasks.create_task(self._explain(request, connection), name="explain a lost actor")
+            self.caller.process.tasks.create_task(self._explain(request, connection), name="explain a lost actor")
 
     async def _explain(self, request: Request, connection: Connection) -> None:
-        error = copy_error(await self.peer.connections.explanation(connection))
+        error = copy_error(await self.caller.connections.explanation(connection))
         request.state.on_error(error.with_executed(False))
 
 
 def _rebuild_handle(runtime: PeerId, remote: PeerId, actor: ActorId, label: str, cls: type) -> Any:
-    peer = home_of(runtime, label)
-    return peer.handle(remote, actor, label, cls)
+    return home_of(runtime, label).part(Caller).handle(remote, actor, label, cls)
 
 
 class Request:
@@ -276,15 +307,15 @@ class Request:
     # Defaults live in the class: most calls are made once, and at once.
     # On the loop's clock.
     deadline: float | None = None
-    # Where the caller's work on accelerators goes, if the arguments could not be encoded at once.
+    # The caller's streams on accelerators, if the arguments could not be encoded at once.
     streams: Sequence[Any] | None = None
     # The encoded arguments, until they are sent.
-    kept: StoredValue | None = None
-    # The call may have to be made again: they are kept after that, and whoever says so releases them.
+    stored: StoredValue | None = None
+    # The call may have to be made again: the code that sets this releases the encoded arguments.
     again = False
-    # How often it was made before.
+    # The number of earlier attempts.
     attempt = 0
-    # It was handed on once: what still waits in this process was submitted after it, and nothing refuses it any more.
+    # It had its turn: all that still waits in this process was submitted later, and it is not refused any more.
     had_turn = False
 
     def __init__(
@@ -303,7 +334,7 @@ class Request:
         self.kwargs = kwargs
         self.number = number
         self.mode = mode
-        # Who waits for the answer.
+        # Gets the answer.
         self.state = state
 
     # As an entry of `Order`.
@@ -314,18 +345,12 @@ class Request:
         return (self.target.lane,)
 
     def may_go(self) -> bool:
-        """It waits for nothing but its turn."""
+        """It waits only for its turn."""
         return True
 
     def go(self) -> None:
         """Its turn has come."""
-        self.target.peer.sender.turn_came(self)
-
-
-class CallSink(Protocol):
-    """What calls are handed to."""
-
-    def submit(self, request: Request) -> None: ...
+        self.target.caller.sender.turn_came(self)
 
 
 class TellState:
@@ -333,7 +358,7 @@ class TellState:
 
     Args:
         label: What was called.
-        own: The runtime made it: a process that is gone needs no message, so that its loss is no news.
+        own: The runtime made it. Its loss is not reported: a process that is gone needs no message.
     """
 
     def __init__(self, label: str, *, own: bool = False) -> None:
@@ -365,18 +390,16 @@ class TellState:
 PendingCall: TypeAlias = CallState | StreamState | TellState
 
 
-def home_of(runtime: PeerId, label: str) -> Peer:
-    """The peer of the handle that is being unpickled.
+def home_of(runtime: PeerId, label: str) -> Process:
+    """The process of the handle that is being unpickled.
 
     Raises:
         ValueError: The handle was pickled in another runtime.
     """
-    from aiodaft._runtime.peer import Peer  # noqa: PLC0415 - until calls know what to ask for
-
-    peer = home().part(Peer)
-    if peer.process.options.home != runtime:
+    process = home()
+    if process.options.home != runtime:
         raise ValueError(
             f"the handle of {label} belongs to another runtime, that of {runtime}, and this is that of "
-            f"{peer.process.runtime_name}: handles lead nowhere outside of their runtime"
+            f"{process.runtime_name}: handles lead nowhere outside of their runtime"
         )
-    return peer
+    return process

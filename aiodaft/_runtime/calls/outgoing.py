@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft._protocol.messages import CALL, SEND, WANT_REPLY, Message
 from aiodaft._protocol.order import Entry, Order
 from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
+from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.calls.backlog import Backlog
-from aiodaft._runtime.calls.call import CallState, Request, TellState
+from aiodaft._runtime.calls.call import Caller, CallState, Request, TellState
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_deadline, time_left
@@ -20,10 +22,6 @@ from aiodaft._runtime.serialization.encoder import Names, all_plain
 from aiodaft._runtime.serialization.errors import add_note, passed_on
 from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft.exceptions import BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
-
-if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Connection
-    from aiodaft._runtime.peer import Peer
 
 
 class Submitted(Entry, Protocol):
@@ -37,12 +35,18 @@ class Submitted(Entry, Protocol):
 class Outgoing:
     """Sends calls. Says when runs of graphs may be sent, so that both keep one order."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    def __init__(self, caller: Caller, inbound: Inbound) -> None:
+        self._caller = caller
+        self._process = caller.process
+        self._connections = caller.connections
+        self._store = caller.objects.store
+        self._refs = caller.objects.refs
+        self._inbound = inbound
+        caller.sender = caller.outgoing = self
         # Runs that cannot be sent yet, and the calls and runs that were submitted after them to the same actors.
         self.order: Order[Submitted] = Order()
         # Those calls.
-        self._backlog = Backlog(peer, "actors of graphs whose runs wait")
+        self._backlog = Backlog(caller, "actors of graphs with runs that wait")
 
     def submit(self, request: Request) -> None:
         """Send a call; its answer goes to `request.state`. Never blocks, and raises only what is wrong with the call.
@@ -52,27 +56,27 @@ class Outgoing:
             RuntimeClosed: The runtime is closed.
             Overloaded: Too many calls are waiting.
         """
-        peer = self._peer
-        if peer.process.closed is not None:
-            raise RuntimeClosed(f"{request.spec.label} cannot be called: {peer.process.closed}")
+        process = self._process
+        if process.closed is not None:
+            raise RuntimeClosed(f"{request.spec.label} cannot be called: {process.closed}")
         running = asyncio._get_running_loop()
-        if running is not peer.process.loop:
+        if running is not process.loop:
             self._submit_elsewhere(running, request)
             return
         target, state, args = request.target, request.state, request.args
         request.deadline = deadline = current_deadline.get()
         # A call that has to wait is submitted again, by another task.
-        if isinstance(state, CallState) and state.maker is None and (maker := peer.current_maker()) is not None:
+        if isinstance(state, CallState) and state.maker is None and (maker := self._caller.current_maker()) is not None:
             state.maker = ref(maker)
         try:
             if self.order.lanes and self._must_wait(request):
                 if self._backlog.admit(request):
                     self.order.enter(request)
                 return
-            if target.remote == peer.process.id:
+            if target.remote == process.id:
                 self._submit_local(request)
                 return
-            connection = peer.connections.to(target.remote)
+            connection = self._connections.to(target.remote)
             if connection.lost is not None:
                 target.missed(request, connection)
                 return
@@ -127,105 +131,105 @@ class Outgoing:
         Raises:
             SerializationError: An argument cannot travel.
         """
-        if request.kept is not None or (not request.kwargs and all_plain(request.args)):
+        if request.stored is not None or (not request.kwargs and all_plain(request.args)):
             return True
         try:
-            kept = self._peer.store.keep(*_value_of(request), resolve=True)
+            stored = self._store.keep(*_value_of(request), resolve=True)
         except TooLong:
             self._note_streams(request)
             return True
-        if not self._use_inputs(kept, request):
+        if not self._use_inputs(stored, request):
             return False
-        request.kept = kept
+        request.stored = stored
         try:
-            self._peer.store.pack_now(kept)
+            self._store.pack_now(stored)
         except (BorrowError, ResourceExhausted) as error:
-            _fail_unpacked(request, kept, error)
+            _fail_unpacked(request, stored, error)
             return False
         return True
 
     # The slower ways.
 
     def _submit_encoded(self, connection: Connection, request: Request) -> None:
-        number, state, kept, store = request.number, request.state, request.kept, self._peer.store
+        number, state, stored, store = request.number, request.state, request.stored, self._store
         submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
         admitted = request.had_turn
-        if kept is None:
+        if stored is None:
             try:
-                kept = store.keep(*_value_of(request), resolve=True)
+                stored = store.keep(*_value_of(request), resolve=True)
             except TooLong:
                 self._note_streams(request)
                 submit(number, state, None, 0, admitted)
                 coro = self._encode_then_send(connection, request)
-                self._peer.process.tasks.create_task(coro, name=f"encode the arguments of {request.spec.label}")
+                self._process.tasks.create_task(coro, name=f"encode the arguments of {request.spec.label}")
                 return
-            if not self._use_inputs(kept, request):
+            if not self._use_inputs(stored, request):
                 return
-            request.kept = kept
+            request.stored = stored
         try:
-            message = self._message(connection, request, kept) if store.pack_now(kept) and kept.ready else None
+            message = self._message(connection, request, stored) if store.pack_now(stored) and stored.ready else None
         except (BorrowError, ResourceExhausted) as error:
-            _fail_unpacked(request, kept, error)
+            _fail_unpacked(request, stored, error)
             return
         if message is not None:
-            submit(number, state, message, kept.encoded.size, admitted)
+            submit(number, state, message, stored.encoded.size, admitted)
         else:
             submit(number, state, None, 0, admitted)
-            self._peer.process.tasks.create_task(self._pack_then_send(connection, request, kept), name="copy arguments")
+            self._process.tasks.create_task(self._pack_then_send(connection, request, stored), name="copy arguments")
 
     def _note_streams(self, request: Request) -> None:
         if request.streams is None:
-            request.streams = self._peer.store.current_streams()
+            request.streams = self._store.current_streams()
 
     async def _encode_then_send(self, connection: Connection, request: Request) -> None:
         try:
-            kept = await self._peer.store.keep_anywhere(*_value_of(request), resolve=True, streams=request.streams)
+            stored = await self._store.keep_anywhere(*_value_of(request), resolve=True, streams=request.streams)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
             self._fail_unsent(connection, request, error)
             return
         # The connection may have ended meanwhile, and the call been made again over another one.
-        if request.kept is None and self._use_inputs(kept, request):
-            request.kept = kept
-            await self._pack_then_send(connection, request, kept)
+        if request.stored is None and self._use_inputs(stored, request):
+            request.stored = stored
+            await self._pack_then_send(connection, request, stored)
         else:
             connection.withdraw(request.number)
 
-    async def _pack_then_send(self, connection: Connection, request: Request, kept: StoredValue) -> None:
+    async def _pack_then_send(self, connection: Connection, request: Request, stored: StoredValue) -> None:
         try:
-            await self._peer.store.make_ready(kept)
+            await self._store.make_ready(stored)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
             self._fail_unsent(connection, request, error)
             return
         if connection.lost is not None or not connection.session.is_waiting(request.number):
-            _let_go(request, kept)
+            _let_go(request, stored)
             return
         try:
-            message = self._message(connection, request, kept)
+            message = self._message(connection, request, stored)
         except Exception as error:  # noqa: BLE001 - a lent buffer was written to, or there is no descriptor left
-            _let_go(request, kept)
+            _let_go(request, stored)
             self._fail_unsent(connection, request, error)
         else:
-            connection.provide(request.number, message, kept.encoded.size)
+            connection.provide(request.number, message, stored.encoded.size)
 
     def _fail_unsent(self, connection: Connection, request: Request, error: Exception) -> None:
         # If it is not there any more, it was cancelled.
         if connection.withdraw(request.number):
             request.state.on_error(error.with_executed(False) if isinstance(error, ResourceExhausted) else error)
 
-    def _message(self, connection: Connection, request: Request, kept: StoredValue) -> Message:
-        peer, deadline = self._peer, request.deadline
-        blobs = kept.blobs_for(connection)
+    def _message(self, connection: Connection, request: Request, stored: StoredValue) -> Message:
+        refs, deadline = self._refs, request.deadline
+        blobs = stored.blobs_for(connection)
         # The grant keeps the block until the callee is done with it.
-        _let_go(request, kept)
-        left = time_left(deadline, peer.process.loop.time)
-        refs = tuple(peer.refs.describe(ref) for ref in kept.refs)
-        slots = peer.refs.describe_values(kept.encoded.slots)
+        _let_go(request, stored)
+        left = time_left(deadline, self._process.loop.time)
+        inner = tuple(refs.describe(ref) for ref in stored.refs)
+        slots = refs.describe_values(stored.encoded.slots)
         head = (SEND, request.number, request.target.actor, request.spec.name, request.mode)
-        return (*head, left, kept.payload, blobs, refs, slots, request.attempt)
+        return (*head, left, stored.payload, blobs, inner, slots, request.attempt)
 
-    def _use_inputs(self, kept: StoredValue, request: Request) -> bool:
+    def _use_inputs(self, stored: StoredValue, request: Request) -> bool:
         """Hold the refs among the arguments while the call is under way; False if one has failed already."""
-        refs = [*kept.encoded.slots, *kept.refs]
+        refs = [*stored.encoded.slots, *stored.refs]
         if not refs or request.state.inputs is not None:
             return True
         inputs = [state_of(ref) for ref in refs]
@@ -245,22 +249,22 @@ class Outgoing:
 
     def _submit_local(self, request: Request) -> None:
         """Call an actor of this process: the objects themselves are passed."""
-        peer, target = self._peer, request.target
-        hosted = peer.actors.get(target.actor)
+        target = request.target
+        hosted = self._caller.actors.get(target.actor)
         if hosted is None:
             target.missed(request, None)
             return
         if not isinstance(request.state, TellState):
             # It may have waited elsewhere.
             request.state.connection = None
-        caller = peer.inbound.local
-        call = InboundCall(caller, peer.process.id, request.number, hosted, request.spec, request.mode, request.args)
+        caller = self._inbound.local
+        call = InboundCall(caller, self._process.id, request.number, hosted, request.spec, request.mode, request.args)
         call.deadline = request.deadline
         call.attempt = request.attempt
         call.kwargs = request.kwargs
         caller.states[request.number] = request.state
         caller.calls[request.number] = call
-        peer.inbound.deliver_local(hosted, call)
+        self._inbound.deliver_local(hosted, call)
 
     def _submit_elsewhere(self, running: asyncio.AbstractEventLoop | None, request: Request) -> None:
         if running is not None:
@@ -281,7 +285,7 @@ class Outgoing:
             finally:
                 current_call.reset(token)
 
-        self._peer.process.call_soon(submit)
+        self._process.call_soon(submit)
 
 
 def _value_of(request: Request) -> tuple[Any, Names]:
@@ -293,14 +297,14 @@ def _value_of(request: Request) -> tuple[Any, Names]:
     return [list(request.args), request.kwargs], Names(spec.label, (*parts, *request.kwargs.items()), to)
 
 
-def _fail_unpacked(request: Request, kept: StoredValue, error: DaftError) -> None:
+def _fail_unpacked(request: Request, stored: StoredValue, error: DaftError) -> None:
     """The arguments were encoded, and cannot be packed or granted."""
-    _let_go(request, kept)
+    _let_go(request, stored)
     request.state.on_error(error.with_executed(False))
 
 
-def _let_go(request: Request, kept: StoredValue) -> None:
+def _let_go(request: Request, stored: StoredValue) -> None:
     """The arguments were sent, or never will be."""
     if not request.again:
-        kept.release()
-        request.kept = None
+        stored.release()
+        request.stored = None

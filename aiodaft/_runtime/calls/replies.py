@@ -1,29 +1,26 @@
-"""What is under way and waits for an answer, and the answers."""
+"""The answers to calls that this process made."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import ERROR, RESULT, STORED, Message
 from aiodaft._runtime.calls.call import CallState, PendingCall
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.delivery import Delivery
+from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.serialization.errors import copy_error, decode_failure
 from aiodaft.exceptions import DaftError, RemoteProtocolError
 
-if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Connection
-    from aiodaft._runtime.peer import Peer
-
 
 class Replies:
     """Takes the answers to calls that this process made."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._tasks = objects.process.tasks
 
     def replied(self, connection: Connection, message: Message) -> None:
         """REPLY came."""
@@ -42,7 +39,7 @@ class Replies:
         if kind == RESULT:
             _, _, payload, blobs, refs = message
             if refs:
-                self._peer.process.tasks.create_task(self._adopt_result(connection, state, message), name="adopt refs")
+                self._tasks.create_task(self._adopt_result(connection, state, message), name="adopt refs")
             else:
                 state.on_result(ReceivedValue(payload, blobs, [], []))
         elif kind == STORED:
@@ -61,32 +58,31 @@ class Replies:
                 f"{connection.remote} sends an item of call {number}, which is no stream under way"
             )
         if refs or isinstance(blobs, tuple):
-            # It keeps its place in the stream while its parts are fetched.
-            item = Delivery(self._peer.store, connection, payload, blobs, refs)
-            state.on_item(
-                self._peer.process.tasks.start_ahead(self._bring_item(connection, number, item), name="bring an item")
-            )
+            # It keeps its place in the stream while it is fetched.
+            item = Delivery(self._objects.store, connection, payload, blobs, refs)
+            state.on_item(self._tasks.start_ahead(self._fetch_item(connection, number, item), name="fetch an item"))
         else:
             state.on_item(ReceivedValue(payload, blobs, [], []))
 
     async def _adopt_result(self, connection: Connection, state: PendingCall, message: Message) -> None:
         _, number, payload, blobs, refs = message
-        adopted = await self._peer.refs.adopt(refs, connection)
+        adopted = await self._objects.refs.adopt(refs, connection)
         connection.send(m.adopted(number))
         state.on_result(ReceivedValue(payload, blobs, [], adopted))
 
-    async def _bring_item(self, connection: Connection, number: CallId, item: Delivery) -> ReceivedValue:
+    async def _fetch_item(self, connection: Connection, number: CallId, item: Delivery) -> ReceivedValue:
         try:
-            return await self._peer.transfer.receive(item)
+            return await self._objects.transfer.receive(item)
         finally:
-            # Also if it cannot be had: then nobody needs the refs in it.
+            # Also if it cannot be had: then its refs are not needed.
             if item.refs:
                 connection.send(m.adopted(number))
 
-    def connection_lost(self, connection: Connection, error: DaftError) -> None:
-        """No call over this connection will be answered any more."""
+    @staticmethod
+    def connection_lost(connection: Connection, error: DaftError) -> None:
+        """Fail the calls over a connection: none of them will be answered any more."""
         calls = list(connection.session.calls.items())
-        # The last first: the room that one leaves would else send the next.
+        # The last first: the room that the first leaves would send the next.
         unsent = {number for number, _ in reversed(calls) if connection.withdraw(number)}
         for number, state in calls:
             if number not in unsent:

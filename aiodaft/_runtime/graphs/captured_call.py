@@ -51,7 +51,7 @@ class Arguments:
         self, target: Target, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Ref[Any]]:
         parts = [(spec.argument(index), arg) for index, arg in enumerate(args)]
-        names, places = Names(spec.label, (*parts, *kwargs.items()), target.label), Places(home=target.peer.process)
+        names, places = Names(spec.label, (*parts, *kwargs.items()), target.label), Places(home=target.caller.process)
         encoded = encode([list(args), kwargs], names=names, places=places, resolve=True, patient=True)
         self.payload, self.blob = encoded.payload, encoded.packed()
         self.refs = encoded.refs
@@ -88,7 +88,7 @@ def _is_slot(value: Any, target: Target) -> bool:
     if not isinstance(value, Ref):
         return False
     state = state_of(value)
-    return state.parts() is None and state.process is target.peer.process
+    return state.parts() is None and state.process is target.caller.process
 
 
 class Opaque:

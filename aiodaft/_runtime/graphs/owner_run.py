@@ -192,7 +192,7 @@ class OwnerRun:
     def _unheld(self, index: int) -> ResultState:
         """The state of a step without a ref: its error is reported as that of any dropped ref."""
         target, spec = self.graph.specs[index - self.graph.inputs]
-        state = ResultState(self, target, spec, target.peer.process.next_number())
+        state = ResultState(self, target, spec, target.caller.next_number())
         state.handles = 0
         if self.state is RunState.CANCELLED:
             state.expect_cancellation()

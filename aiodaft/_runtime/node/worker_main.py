@@ -89,7 +89,7 @@ class Worker:
         peer.connections.explain = self._explain
         peer.host.on_exit = self._exit_requested
         peer.objects.on_unheld = self._report_unheld
-        peer.current_maker = current_call.get
+        peer.caller.current_maker = current_call.get
         self._peer = peer
         opened(peer.process, peer.stay_behind)
         # Its code is loaded while there are descriptors to load it with.

@@ -73,7 +73,7 @@ class ChildSpec:
         state = CallState(target, spec, number)
         arguments = (actor, self.label, self._max_queue, self.cls, *self._args)
         request = Request(target, spec, arguments, self._kwargs, number, WANT_REPLY, state)
-        request.again, request.attempt, request.kept = again, epoch_of(actor), self._stored
+        request.again, request.attempt, request.stored = again, epoch_of(actor), self._stored
         self._request = request
         owner.sender.submit(request)
         return Ref(state)
@@ -86,7 +86,7 @@ class ChildSpec:
 
     @property
     def _stored(self) -> StoredValue | None:
-        return None if self._request is None else self._request.kept
+        return None if self._request is None else self._request.stored
 
     def free(self) -> None:
         """Release the arguments. Idempotent."""

@@ -48,21 +48,18 @@ class Directory(Actor):
             return child.place
         return Location(NOWHERE, child.place.actor, child.target.ended if child.state is ChildState.OVER else None)
 
-    @method
-    async def process_of(self, number: int) -> PeerId:
-        """The process that an actor is in, once it is up.
+    async def host_of(self, target: Target) -> PeerId:
+        """The process of any actor; that of a supervised one once it is up.
 
         Raises:
             ActorDied: The actor is over.
         """
-        found = await self.locate(number, wait=True)
+        if not isinstance(target, FollowingTarget):
+            return target.remote
+        found = await self.locate(target.number, wait=True)
         if found.ended is not None:
             raise copy_error(found.ended)
         return found.peer
-
-    async def host_of(self, target: Target) -> PeerId:
-        """The process of any actor; that of a supervised one once it is up. Raises as `process_of`."""
-        return await self.process_of(target.number) if isinstance(target, FollowingTarget) else target.remote
 
     def find(self, target: Target) -> Child | None:
         """The child that an actor is, if it is supervised and not over."""

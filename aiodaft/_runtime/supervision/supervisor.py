@@ -21,6 +21,7 @@ from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, Location
 from aiodaft._runtime.platform.error_log import printable
 from aiodaft._runtime.platform.tasks import logger
+from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.supervision.child_spec import ChildSpec, SupervisionOwner, stop_actor
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, RestartLimitReached
 from aiodaft.ref import Ref
@@ -278,7 +279,10 @@ class Supervisor:
         node = self._owner.node_agent()
         beside = None if child.beside is None else child.beside.remote
         if isinstance(child.beside, FollowingTarget):
-            beside = await child.wait_for(child.beside.supervisor().process_of(child.beside.number))
+            location = await child.wait_for(child.beside.locate(wait=True))
+            if location.ended is not None:
+                raise copy_error(location.ended)
+            beside = location.peer
         found = await child.wait_for(node.place_again(child.label, child.place.actor, beside))
         child.place = Location(found.peer, found.actor)
         try:

@@ -1,4 +1,4 @@
-"""A control link reads everything that came, and notices every end."""
+"""A connection reads everything that its peer sent, and notices every end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GREETING: Message = (HELLO, WIRE_VERSION, WIRE_VERSION, THERE, 1)
 
 
 def frames(*messages: Message) -> bytes:
-    """Messages as they go over a link."""
+    """Messages as they go over a connection."""
     encoder = FrameEncoder()
     for message in messages:
         encoder.pack(message)
@@ -41,7 +41,7 @@ def frames(*messages: Message) -> bytes:
 
 
 class Owner:
-    """A process with one link."""
+    """A process with one connection."""
 
     def __init__(self) -> None:
         self.came: list[Message] = []
@@ -72,11 +72,11 @@ class Taker(Owner):
 
 def taking(count: int) -> tuple[Taker, Connection]:
     owner = Taker(count)
-    return owner, link_of(owner)
+    return owner, connection_of(owner)
 
 
 class Told(TellState):
-    """A call that remembers whether it may have run, as it is told when the link is lost."""
+    """A call that remembers whether it may have run, as it is told when the connection is lost."""
 
     executed: bool | None = True
 
@@ -84,7 +84,7 @@ class Told(TellState):
         self.executed = error.executed
 
 
-def link_of(owner: Owner, *, max_pending: int = 1, window: int = 1) -> Connection:
+def connection_of(owner: Owner, *, max_pending: int = 1, window: int = 1) -> Connection:
     session: Session[PendingCall] = Session(HERE, 2, remote=THERE, max_pending=max_pending, window=window)
     options = ProcessOptions(HERE, "node", HERE, "shm", False, 0, max_pending)
     return Connection(
@@ -101,7 +101,7 @@ def link_of(owner: Owner, *, max_pending: int = 1, window: int = 1) -> Connectio
 async def test_a_peer_that_ends_with_something_unread_is_heard_to_its_last_word() -> None:
     """Its socket has data, an error and an end at once, of which uvloop tells in one event."""
     owner = Owner()
-    connection = link_of(owner)
+    connection = connection_of(owner)
     ours, theirs = socket.socketpair()
     connection.attach(ours)
     # Longer than what is read at a time.
@@ -112,9 +112,9 @@ async def test_a_peer_that_ends_with_something_unread_is_heard_to_its_last_word(
     assert owner.came == notes
 
 
-async def test_a_link_to_a_peer_that_is_gone_already_is_lost_and_nothing_else() -> None:
+async def test_a_connection_to_a_peer_that_is_gone_already_is_lost_and_nothing_else() -> None:
     owner = Owner()
-    connection = link_of(owner)
+    connection = connection_of(owner)
     with open(os.devnull, "rb") as file:
         connection.send_fds((NOTE, "shm", b"", 1), (file.fileno(),))
     ours, theirs = socket.socketpair()
@@ -124,9 +124,9 @@ async def test_a_link_to_a_peer_that_is_gone_already_is_lost_and_nothing_else() 
     assert owner.lost.is_set()
 
 
-async def test_a_lost_link_does_not_remember_what_was_being_handled_when_it_broke() -> None:
+async def test_a_lost_connection_does_not_remember_what_was_being_handled_when_it_broke() -> None:
     owner = Owner()
-    connection = link_of(owner)
+    connection = connection_of(owner)
     ours, theirs = socket.socketpair()
     connection.attach(ours)
     theirs.close()
@@ -141,7 +141,7 @@ async def test_a_lost_link_does_not_remember_what_was_being_handled_when_it_brok
 
 
 async def test_calls_behind_one_that_is_withdrawn_are_written_in_the_same_turn() -> None:
-    connection = link_of(Owner(), max_pending=2, window=2)
+    connection = connection_of(Owner(), max_pending=2, window=2)
     ours, theirs = socket.socketpair()
     with theirs:
         connection.attach(ours)
@@ -157,8 +157,8 @@ async def test_calls_behind_one_that_is_withdrawn_are_written_in_the_same_turn()
         connection.close(PeerLost("it is enough"))
 
 
-async def test_of_the_calls_of_a_lost_link_only_those_that_were_sent_may_have_run() -> None:
-    connection = link_of(Owner(), max_pending=4)
+async def test_of_the_calls_of_a_lost_connection_only_those_that_were_sent_may_have_run() -> None:
+    connection = connection_of(Owner(), max_pending=4)
     ours, theirs = socket.socketpair()
     with theirs:
         connection.attach(ours)
@@ -203,7 +203,7 @@ async def test_a_peer_that_announces_another_number_of_descriptors_is_cut_off_an
 
 async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_and_the_next_one_is() -> None:
     owner, (ours, theirs) = Owner(), socket.socketpair()
-    connection = link_of(owner)
+    connection = connection_of(owner)
     with theirs:
         connection.attach(ours)
         theirs.recv(1 << 16)

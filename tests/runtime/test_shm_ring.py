@@ -136,56 +136,56 @@ class Collector:
 
 
 @pytest.mark.parametrize("looking", [True, False])
-async def test_no_wake_up_is_lost_between_two_waiters(pair: tuple[RingPair, RingPair], looking: bool) -> None:
-    """A thousand round trips through every way of waiting; a lost wake-up would hang."""
+async def test_no_wake_up_is_lost_between_two_pollers(pair: tuple[RingPair, RingPair], looking: bool) -> None:
+    """A thousand round trips, polling and asleep; a lost wake-up would hang."""
     loop = asyncio.get_running_loop()
     ends = [Collector(ring) for ring in pair]
-    waiters = [RingPoller(loop), RingPoller(loop)]
-    for waiter, end in zip(waiters, ends, strict=True):
-        waiter._may_look = looking and waiter._may_look
-        waiter.add(end.ring, end)
+    pollers = [RingPoller(loop), RingPoller(loop)]
+    for poller, end in zip(pollers, ends, strict=True):
+        poller._may_poll = looking and poller._may_poll
+        poller.add(end.ring, end)
     try:
         for number in range(1000):
             data = number.to_bytes(2, "big")
             for here, there in ((0, 1), (1, 0)):
-                waiters[here].look()
+                pollers[here].look()
                 ends[here].ring.writer.write(data)
                 assert await ends[there].take(2) == data
     finally:
-        for waiter, end in zip(waiters, ends, strict=True):
-            waiter.remove(end.ring)
+        for poller, end in zip(pollers, ends, strict=True):
+            poller.remove(end.ring)
 
 
-async def test_a_waiter_without_traffic_falls_asleep(pair: tuple[RingPair, RingPair]) -> None:
+async def test_a_poller_without_traffic_falls_asleep(pair: tuple[RingPair, RingPair]) -> None:
     first, second = pair
-    waiter = RingPoller(asyncio.get_running_loop())
+    poller = RingPoller(asyncio.get_running_loop())
     end = Collector(second)
-    waiter.add(second, end)
+    poller.add(second, end)
     # Nothing but the doorbell wakes it: there is no turn of the loop that it asked for.
-    while waiter._looking:
+    while poller._polling:
         await asyncio.sleep(0)
     first.writer.write(b"x")
     assert await end.take(1) == b"x"
-    waiter.remove(second)
+    poller.remove(second)
 
 
-async def test_nobody_looks_while_a_thread_of_the_process_works(pair: tuple[RingPair, RingPair]) -> None:
-    """Looking would keep the interpreter from it."""
-    waiter = RingPoller(asyncio.get_running_loop())
+async def test_no_ring_is_polled_while_a_thread_of_the_process_works(pair: tuple[RingPair, RingPair]) -> None:
+    """Polling would keep the interpreter from the thread."""
+    poller = RingPoller(asyncio.get_running_loop())
     end = Collector(pair[1])
-    waiter.add(pair[1], end)
-    waiter.threads = 1
-    waiter.look()
+    poller.add(pair[1], end)
+    poller.threads = 1
+    poller.look()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert not waiter._looking
-    waiter.remove(pair[1])
+    assert not poller._polling
+    poller.remove(pair[1])
 
 
-async def test_what_comes_is_handled_in_nobodys_context(pair: tuple[RingPair, RingPair]) -> None:
-    """Whoever sends something makes the process look, and what comes then may be somebody else's."""
+async def test_messages_are_handled_in_the_context_of_no_sender(pair: tuple[RingPair, RingPair]) -> None:
+    """A task that sends starts the polling, and the messages found may belong to another task."""
     first, second = pair
-    variable: ContextVar[str] = ContextVar("variable", default="nobody's")
+    variable: ContextVar[str] = ContextVar("variable", default="none")
     seen: list[str] = []
 
     class Reader(Collector):
@@ -193,26 +193,26 @@ async def test_what_comes_is_handled_in_nobodys_context(pair: tuple[RingPair, Ri
             seen.append(variable.get())
             super().ring_readable()
 
-    waiter = RingPoller(asyncio.get_running_loop())
+    poller = RingPoller(asyncio.get_running_loop())
     end = Reader(second)
-    waiter.add(second, end)
-    while waiter._looking:
+    poller.add(second, end)
+    while poller._polling:
         await asyncio.sleep(0)
 
     def send() -> None:
         variable.set("the sender's")
-        waiter.look()
+        poller.look()
 
     copy_context().run(send)
     first.writer.write(b"x")
     await end.take(1)
-    waiter.remove(second)
-    assert seen == ["nobody's"]
+    poller.remove(second)
+    assert seen == ["none"]
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-async def test_who_is_interrupted_looks_again(pair: tuple[RingPair, RingPair], asleep: bool) -> None:
-    """As by Ctrl-C in a notebook, where the loop goes on with the next cell."""
+async def test_a_poller_that_is_interrupted_goes_on(pair: tuple[RingPair, RingPair], asleep: bool) -> None:
+    """Such as by Ctrl-C in a notebook, where the loop goes on with the next cell."""
 
     class Interruption(BaseException):
         pass
@@ -228,9 +228,9 @@ async def test_who_is_interrupted_looks_again(pair: tuple[RingPair, RingPair], a
 
     loop, told = asyncio.get_running_loop(), list[Any]()
     loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
-    waiter, end = RingPoller(loop), Reader(pair[1])
-    waiter.add(pair[1], end)
-    while waiter._looking and asleep:
+    poller, end = RingPoller(loop), Reader(pair[1])
+    poller.add(pair[1], end)
+    while poller._polling and asleep:
         await asyncio.sleep(0)
     pair[0].writer.write(b"x")
     while not told:
@@ -238,4 +238,4 @@ async def test_who_is_interrupted_looks_again(pair: tuple[RingPair, RingPair], a
     pair[0].writer.write(b"y")
     assert await end.take(2) == b"xy"
     assert [type(error) for error in told] == [Interruption]
-    waiter.remove(pair[1])
+    poller.remove(pair[1])

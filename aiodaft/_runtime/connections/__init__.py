@@ -1,1 +1,4 @@
-"""Control connections between processes: sockets, shared-memory rings, and their traffic."""
+"""The connections between processes: sockets, rings in shared memory, and the messages that go over them.
+
+Imports `serialization`, `process`, `platform`, the protocol and the transports.
+"""

@@ -123,7 +123,7 @@ class Connection:
             self._write()
 
     def send(self, message: Message) -> None:
-        """Send a message: the first of a turn goes at once, the others together at its end."""
+        """Send a message; dropped once the connection is lost."""
         if self.lost is None:
             self._pack(message)
             self._sent_one()
@@ -139,7 +139,7 @@ class Connection:
         self._collected += 1
         if self._corked:
             if self._prompt or self._collected >= _BATCH:
-                # The other side can begin while this one goes on.
+                # The peer can begin meanwhile.
                 self._write()
         elif self._ring is None:
             self._write()
@@ -151,7 +151,7 @@ class Connection:
             self.flush_soon()
 
     def flush_soon(self) -> None:
-        """Collect what is packed during the rest of this turn, then write it."""
+        """Collect messages during the rest of this turn, then write them."""
         if not self._corked:
             self._corked = True
             if self._ring is None:
@@ -174,7 +174,7 @@ class Connection:
         if not fds:
             self.send(message)
             return
-        # The caller may close its own before ours are sent.
+        # The caller may close its descriptors before they are sent.
         self._send_with(message, self._sockets.dup_all(fds))
 
     def _send_with(self, message: Message, fds: Sequence[int]) -> None:
@@ -245,12 +245,12 @@ class Connection:
             self._on_dropped(self, message)
         withdrawn = self.session.withdraw(call_id)
         if self._packed and self._socket is not None:
-            # What waited behind it was sent.
+            # Calls that waited behind it are sent.
             self.flush_soon()
         return withdrawn
 
     def abandon(self) -> None:
-        """Close the socket and the rings where the loop does not run. The poller looks at none any more."""
+        """Close the socket and the rings where the loop does not run."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -260,7 +260,7 @@ class Connection:
             ring.close()
 
     def close(self, reason: Exception) -> None:
-        """End the connection. Idempotent. The owner hears of it."""
+        """End the connection. Idempotent."""
         if self.lost is None:
             self._write()
         if self.lost is not None:
@@ -295,38 +295,38 @@ class Connection:
 
     @property
     def ring(self) -> RingPair | None:
-        """What takes what is sent, if not the socket."""
+        """The rings, once messages are sent through them."""
         return self._send_queue.ring
 
     def offer_rings(self, ring: RingPair, mark: int) -> None:
-        """Keep rings that the peer may take, and the descriptor that is sent when both use them."""
+        """Keep rings that the peer was offered, and the descriptor that goes with RING_USED."""
         self._offered = ring, mark
 
     @property
     def offers_rings(self) -> bool:
-        """Whether the peer has not said yet what becomes of the rings."""
+        """Whether the peer has neither taken nor refused the rings."""
         return self._offered is not None
 
     def take_offer(self) -> tuple[RingPair, int]:
-        """The rings that were offered, which are the caller's now.
+        """Hand the offered rings and the descriptor to the caller.
 
         Raises:
-            RemoteProtocolError: None were.
+            RemoteProtocolError: No rings were offered.
         """
         if self._offered is None:
-            raise RemoteProtocolError(f"{self.remote} speaks of rings out of turn")
+            raise RemoteProtocolError(f"{self.remote} sends a RING message out of turn")
         offered, self._offered = self._offered, None
         return offered
 
     def drop_offer(self) -> None:
-        """The peer does not take the rings. Idempotent."""
+        """Close rings that the peer does not take. Idempotent."""
         if self._offered is not None:
             ring, mark = self.take_offer()
             ring.close()
             self._sockets.close(mark)
 
     def write_rings(self, ring: RingPair, message: Message, mark: int) -> None:
-        """Send a message, and everything after it through a ring. Takes over the descriptor that separates the two."""
+        """Send RING_USED with its descriptor, which this takes over, and everything after it through a ring."""
         if self.lost is None:
             self._send_with(message, (mark,))
         else:
@@ -338,18 +338,18 @@ class Connection:
         self._send_queue.ring = ring
 
     def read_rings(self, ring: RingPair) -> None:
-        """From here on, what the peer sends comes through a ring."""
+        """Read messages of the peer from a ring from now on."""
         if self.lost is None:
             self._ring = ring
             self._ring_poller.add(ring, self)
 
     def ring_readable(self) -> None:
-        """There is something in the ring; some of it is handled now."""
+        """Handle some of the data in the ring."""
         if self._ring is not None:
             self._receive(self._ring.reader.read(_READ_SIZE))
 
     def ring_writable(self) -> None:
-        """There may be room in the ring again."""
+        """Write to the ring, which may have room again."""
         self._send_queue.flush()
 
     def _drop_rings(self) -> None:
@@ -394,13 +394,13 @@ class Connection:
             return
         self.traffic.control_received += count
         self._receive(memoryview(self._buffer)[:count])
-        # The next read would say so, but of a socket that has data and an error uvloop tells once, and never again.
+        # uvloop reports a socket that has data and an error only once.
         code = 0 if self._socket is None else self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             self._broken(OSError(code, os.strerror(code)))
 
     def _look_for_end(self, sock: socket.socket) -> None:
-        """Beside rings: a descriptor whose message has not been read yet, or the end."""
+        """The socket is readable beside rings: a descriptor of a message that was not read yet, or the end."""
         try:
             ended = not sock.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -408,7 +408,7 @@ class Connection:
         except OSError as error:
             self._broken(error)
             return
-        # The message that the descriptor belongs to; or what the peer still said.
+        # Read the message of the descriptor, or the last messages of the peer.
         self._drain_input()
         if ended and self._socket is not None:
             self.close(PeerLost(f"the connection to {self.remote} ended"))
@@ -422,13 +422,13 @@ class Connection:
                 handlers, last = self._handlers, messages.pop()
                 for message in messages:
                     handlers[message[0]](self, message)
-                # What is said to the last goes at once, where that costs little.
+                # Through a ring, writing answers at once costs little.
                 self._prompt = self._send_queue.ring is not None
                 handlers[last[0]](self, last)
         except ProtocolError as error:
             self.close(error)
         except Exception as error:  # noqa: BLE001 - see below
-            # The frame is valid and its content is not, or this is a bug of ours. Calls of this connection must fail.
+            # Invalid content in a valid frame, or a bug of this process: the calls of this connection must fail.
             log_error(f"a message from {self.remote} cannot be handled", error)
             wrong = RemoteProtocolError(f"{self.remote} sent what cannot be handled: {type(error).__name__}: {error}")
             wrong.__cause__ = error
@@ -436,25 +436,25 @@ class Connection:
         finally:
             self._prompt, self._corked = False, corked
         if not corked:
-            # What the handlers have said goes together.
+            # Write the messages of all handlers together.
             self._write()
 
     def _broken(self, error: OSError) -> None:
-        # Nothing more can be written; what the peer sent before it ended is still read first.
+        # Nothing can be written any more. Messages that the peer sent before it ended are still handled.
         self._send_queue.drop()
         if self._socket is not None and self._drain_input():
             lost = PeerLost(f"the connection to {self.remote} broke: {error}")
-            # Lost connections are remembered: not so the frames of whoever wrote, nor what was being handled there.
+            # Lost connections are remembered: do not keep frames of the writer, nor the error that it handles.
             lost.__cause__ = error.with_traceback(None)
             error.__context__ = None
             self.close(lost)
 
     def _drain_input(self) -> bool:
-        """Handle what the peer sent before it went; True unless that closed the connection already."""
+        """Handle the messages that the peer sent before it ended; False if that closed the connection."""
         while self._ring is not None and self._ring.reader.filled:
             self.ring_readable()
         if self._ring is None:
-            # Not into the usual buffer: what is there may be what is being handled.
+            # The usual buffer may hold the messages that are being handled.
             buffer = bytearray(_READ_SIZE)
             with suppress(BlockingIOError, OSError):
                 while self._socket is not None:
@@ -467,7 +467,7 @@ class Connection:
 
 
 def introduce(first: Connection, second: Connection) -> None:
-    """Connect the processes at the ends of two connections with each other."""
+    """Give the processes at the ends of two connections a connection to each other."""
     ends = first.socket_pair()
     for connection, other, end in ((first, second, ends[0]), (second, first, ends[1])):
         with end:

@@ -1,4 +1,4 @@
-"""The connections of one process: found, asked for, attached, and explained once they are lost."""
+"""The connections of one process, and why each lost one was lost."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import DaftError, PeerLost, ProtocolError, RemoteProtocolError, RuntimeClosed
 from aiodaft_transport import TransportError
 
-# Lost connections that are kept to say why.
+# Lost connections that are remembered with the reason.
 _REMEMBERED: Final = 1024
 
 
 class ConnectionsOwner(Protocol):
-    """What the connections need of the process that they belong to."""
+    """What the connections need of their process."""
 
     def introduce(self, remote: PeerId) -> Awaitable[object]:
         """Ask the node agent to connect this process with another."""
         ...
 
     def ask(self, remote: PeerId) -> Awaitable[object]:
-        """Ask a process for an answer, which fails if it has ended."""
+        """Call a process; fails if it has ended."""
         ...
 
     def connection_lost(self, connection: Connection) -> None:
-        """A connection is lost; it is not known yet why."""
+        """A connection is lost; the reason is not known yet."""
         ...
 
     def connection_explained(self, connection: Connection, error: DaftError) -> None:
-        """Fail what waits for a lost connection: this is why it was lost."""
+        """Fail what waits for a lost connection, with the reason."""
         ...
 
     def revoke(self, connection: Connection, blobs: Any) -> None:
@@ -69,7 +69,7 @@ class Connections:
         self.loopback = Loopback(process, self.handlers, owner.take_note)
         self.ring_upgrades = RingUpgrades(process)
         self.explain: Callable[[Connection, Exception], Awaitable[DaftError]] = _explain_plainly
-        # Processes that do not answer, as far as the node agent has told.
+        # Processes that the node agent reports as silent.
         self.suspects: set[PeerId] = set()
         self._lost: deque[Connection] = deque()
         self._past_traffic = Traffic()
@@ -85,7 +85,7 @@ class Connections:
         return self._table.get(remote)
 
     def values(self) -> Iterable[Connection]:
-        """All of them; some may be lost."""
+        """All connections; some may be lost."""
         return self._table.values()
 
     def __iter__(self) -> Iterator[PeerId]:
@@ -95,7 +95,7 @@ class Connections:
         return len(self._table)
 
     def to(self, remote: PeerId) -> Connection:
-        """The connection to a process: a known one, perhaps lost, or one that the node agent is asked for."""
+        """The connection to a process; it may be lost. A new one is asked of the node agent."""
         connection = self._table.get(remote)
         if connection is None:
             connection = self._table[remote] = self.make(remote)
@@ -130,11 +130,11 @@ class Connections:
             connection.close(error)
 
     def traffic(self) -> Traffic:
-        """What this process sent and received in all."""
+        """What this process sent and received over all connections."""
         return total([self._past_traffic, *(connection.traffic for connection in self._table.values())])
 
     def _connection_lost(self, connection: Connection, reason: Exception) -> None:
-        """A connection ended: everything that went over it fails, with the best explanation there is."""
+        """Fail everything that went over a connection, with the best explanation."""
         self._lost.append(connection)
         while len(self._lost) > _REMEMBERED:
             forgotten = self._lost.popleft()
@@ -169,8 +169,8 @@ class Connections:
         return await asyncio.shield(connection.explanation)
 
     async def why_lost(self, route: Route, otherwise: str) -> DaftError:
-        """Why something of another process did not work: how that process ended, or that it lives."""
-        # The connection alone says whether a process lives; others may have noticed its end before.
+        """Why another process did not do something: how it ended, or `otherwise` if it lives."""
+        # Only its connection shows whether a process lives, and that may show its end late.
         with suppress(DaftError):
             await self._owner.ask(route.remote)
         if route.lost is not None:
@@ -180,12 +180,12 @@ class Connections:
     # Messages about connections.
 
     def introduction_came(self, connection: Connection, message: Message) -> None:
-        """INTRODUCE came: the connected socket to another process."""
+        """Handle INTRODUCE, which brings the socket to another process."""
         remote = m.read_introduce(message)
         try:
             (fd,) = connection.take_fds(1)
         except OSError as error:
-            # Only what is sent to that process fails.
+            # Only messages to that process fail.
             refused = exhausted(error, f"there is no connection to {remote}")
             self._table.setdefault(remote, self.make(remote)).close(refused)
             return
@@ -196,11 +196,11 @@ class Connections:
         self.attach(remote, sock)
 
     def note_came(self, connection: Connection, message: Message) -> None:
-        """NOTE came: from a transport to its other end."""
+        """Handle NOTE, from a transport to the same one here."""
         name, note, count = m.read_note(message)
         fds: list[int] = []
         if count:
-            # What is missing costs what the note is about, which the transport says.
+            # Without its descriptors, the transport fails the transfer that the note is about.
             with suppress(OSError):
                 fds = connection.take_fds(count)
         try:
@@ -209,7 +209,7 @@ class Connections:
             raise RemoteProtocolError(f"{connection.remote} sent a wrong note: {error}") from error
 
     def bye_came(self, connection: Connection, message: Message) -> None:
-        """BYE came: the process ends its connection."""
+        """Handle BYE: the process ends its connection."""
         connection.dismissed = True
         connection.close(PeerLost(m.read_bye(message)))
 

@@ -1,4 +1,4 @@
-"""Descriptors that come over a socket, beside the bytes."""
+"""Descriptors that are received over a socket, beside the bytes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Final
 from aiodaft._runtime.platform.sockets import Sockets
 
 _MAX: Final = 8
-# What a read has to have room for.
+# Room for ancillary data that a read needs.
 SPACE: Final = socket.CMSG_SPACE(_MAX * array.array("i").itemsize)
 
 
 class Descriptors:
-    """Those that have come and were not taken yet. Owns them.
+    """Received descriptors that were not taken yet. Owns them.
 
     A read ends behind the bytes that descriptors were sent with, so those of one message come with one read.
     """
 
     def __init__(self, sockets: Sockets) -> None:
         self._sockets = sockets
-        # What came with each message; None where this process had no room for all of it.
+        # The descriptors of each message; None where this process had no room for all of them.
         self._came: deque[list[int] | None] = deque()
 
     def add(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
-        """Take over what came with a read."""
+        """Take over the descriptors of a read."""
         fds = array.array("i")
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -41,15 +41,15 @@ class Descriptors:
 
     @property
     def some_came(self) -> bool:
-        """Whether a message's descriptors are there, or were lost."""
+        """Whether descriptors of a message were received, or lost."""
         return bool(self._came)
 
     def take(self, count: int) -> list[int]:
-        """Those of the next message, which are the caller's now.
+        """Hand the descriptors of the next message to the caller.
 
         Raises:
-            LookupError: Another number of them came.
-            OSError: They were lost, because this process had no room for them.
+            LookupError: Another number of them was received.
+            OSError: This process had no room for them.
         """
         fds = self._came.popleft() if self._came else []
         if fds is None:

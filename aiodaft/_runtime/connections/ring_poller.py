@@ -1,8 +1,21 @@
-"""Looks at the rings of a process: for a short while again and again, and after that asleep until a doorbell rings.
+"""Reads the rings of one process: polls them for a short while after each message, and otherwise waits for doorbells.
 
-An answer that comes within microseconds is found by looking; being woken costs tens of them. How long looking pays is
-measured: while what comes next comes late, or there is one processor only, or a thread of this process works (which
-looking would keep from the interpreter), it sleeps at once. A process without traffic takes no time at all.
+                     a message was sent or received
+             +---------------------------------------------+
+             |                                             v
+          asleep                                        polling
+             ^                                             |
+             +---------------------------------------------+
+              polling does not pay, and nothing came while
+              the flags were set that ask for the doorbell
+
+State     `_polling`   Writers ring the doorbell   In each turn of the loop
+asleep    False        yes                         nothing
+polling   True         no                          `_turn`: look, read what came, or yield the processor
+
+Polling finds an answer that comes within microseconds; a wake-up takes tens of them. Polling pays only while answers
+come soon on average, there is a second processor, and no actor's thread of this process runs, which polling would keep
+from the interpreter. A process without traffic uses no processor time.
 """
 
 from __future__ import annotations
@@ -18,57 +31,58 @@ from typing import Final, Protocol
 from aiodaft._runtime.connections.shm_ring import HEAD, ORDERED, RingPair, barrier
 from aiodaft._runtime.platform.wakeup import Wakeups
 
-# Seconds of looking after the last sign of life: what a step with a megabyte takes. Gaps are worth that if they are
-# shorter on average.
-_LOOK: Final = 300e-6
-# Looks at one ring or another in one turn of the loop; they take less than ten microseconds.
+# Seconds of polling after the last message, and the longest average gap between messages at which polling pays: the
+# time of a step with a megabyte.
+_POLL: Final = 300e-6
+# Looks at rings in one turn of the loop; they take less than ten microseconds together.
 _LOOKS: Final = 64
-# Seconds of looking before others who want the processor may have it in between.
+# Seconds of polling before other processes may use the processor in between.
 _ALONE: Final = 10e-6
-# Seconds after which a call that lets others run must have done that.
+# A `sched_yield` that takes longer than this many seconds let another process run.
 _SWITCH: Final = 3e-6
-# Gaps that are longer than this count as this long.
+# Longer gaps count as this many seconds.
 _LONG: Final = 1e-3
-# How much of the average gap each new one makes up.
+# Weight of a new gap in the average.
 _WEIGHT: Final = 1 / 8
 
 _now = time.perf_counter
 
 
 class RingUser(Protocol):
-    """A connection, as the waiter sees it."""
+    """A connection, as the poller sees it."""
 
     def ring_readable(self) -> None:
-        """There is something to read."""
+        """The ring has data."""
         ...
 
     def ring_writable(self) -> None:
-        """There may be room again."""
+        """The ring may have room again."""
         ...
 
 
 class RingPoller:
-    """Waits for every ring of one process."""
+    """Reads every ring of one process."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        # Those for whom something has come.
+        # Tasks to continue after the messages of a turn.
         self.wakeups = Wakeups(loop)
-        # What is said before anybody looks.
-        self._unsaid: deque[Callable[[], object]] = deque()
-        # A new tuple with every change, so that a loop over the old one notices.
+        # Writes to make before the next look.
+        self._writes: deque[Callable[[], object]] = deque()
+        # Replaced with every change, so that a loop over the old tuple notices.
         self._rings: tuple[tuple[RingPair, RingUser], ...] = ()
-        # That of whoever added the last one: who sends something makes this look, and leaves nothing of his own in it.
+        # Turns run in the context in which the last ring was added, not in that of a task that sends.
         self._context = copy_context()
-        # Jobs of actors' threads under way.
+        # Jobs that run on actors' threads.
         self.threads = 0
-        # Counts those turns of the loop in which somebody looks, or has sent something.
+        # Turns of the loop in which this polled.
         self.turns = 0
-        self._may_look = ORDERED and len(os.sched_getaffinity(0)) > 1
-        self._looking = False
+        self._may_poll = ORDERED and len(os.sched_getaffinity(0)) > 1
+        self._polling = False
+        # When the last message was sent or received, and the average gap to the next one received.
         self._since = 0.0
         self._gap = 0.0
-        # Others want the processor.
+        # Another process wants the processor.
         self._crowded = False
 
     def add(self, ring: RingPair, user: RingUser) -> None:
@@ -79,27 +93,27 @@ class RingPoller:
         self.look()
 
     def remove(self, ring: RingPair) -> None:
-        """Look at a ring no more."""
-        kept = tuple(entry for entry in self._rings if entry[0] is not ring)
-        if len(kept) < len(self._rings):
-            self._rings = kept
+        """Stop reading a ring."""
+        others = tuple(entry for entry in self._rings if entry[0] is not ring)
+        if len(others) < len(self._rings):
+            self._rings = others
             self._loop.remove_reader(ring.doorbell)
 
     def abandon(self) -> None:
-        """Look at none any more, where the loop does not run."""
+        """Forget all rings, where the loop does not run."""
         self._rings = ()
 
     def look(self) -> None:
-        """There was a sign of life: something was sent, and may be answered soon."""
+        """Poll from now on: a message was sent, and may be answered soon."""
         self._since = _now()
-        if self._rings and not self._looking:
-            self._looking = True
+        if self._rings and not self._polling:
+            self._polling = True
             self._wake()
             self._loop.call_soon(self._turn, context=self._context)
 
-    def before_looking(self, say: Callable[[], object]) -> None:
-        """Call that at the end of this turn, or before rings are looked at for the next time."""
-        self._unsaid.append(say)
+    def before_looking(self, write: Callable[[], object]) -> None:
+        """Call `write` at the end of this turn, or before the next look."""
+        self._writes.append(write)
         self.look()
 
     def _rang(self, ring: RingPair, user: RingUser) -> None:
@@ -109,60 +123,60 @@ class RingPoller:
             if self._read():
                 self._came()
         finally:
-            # The doorbell does not ring again for what has not been read.
+            # The doorbell does not ring again for data that is left unread.
             self.look()
         self.wakeups.run()
 
-    def _say(self) -> None:
-        while self._unsaid:
-            self._unsaid.popleft()()
+    def _write(self) -> None:
+        while self._writes:
+            self._writes.popleft()()
 
     def _turn(self) -> None:
         self.turns += 1
         try:
-            if self._unsaid:
-                self._say()
+            if self._writes:
+                self._write()
             found = self._find()
             if found:
                 self._came()
-            elif not self._worth_looking() and self._asleep():
-                self._looking = False
+            elif not self._pays() and self._asleep():
+                self._polling = False
                 return
             else:
-                self._let_others_run()
+                self._yield_processor()
         except BaseException:
-            # Something ends the program, and may be caught outside.
+            # SystemExit or KeyboardInterrupt, which the program may catch outside of the loop.
             self._loop.call_soon(self._turn, context=self._context)
             raise
         self._loop.call_soon(self._turn, context=self._context)
         if found:
             self.wakeups.run()
-            if self._unsaid:
-                # What those say who went on.
-                self._say()
+            if self._writes:
+                # Messages of the tasks that continued.
+                self._write()
 
-    def _let_others_run(self) -> None:
+    def _yield_processor(self) -> None:
         now = _now()
         if self._crowded or now - self._since > _ALONE:
             os.sched_yield()
-            # Somebody else has run meanwhile, and may be the one who answers.
+            # The process that ran meanwhile may be the one that answers.
             self._crowded = _now() - now > _SWITCH
 
     def _find(self) -> bool:
         # A turn of the loop takes longer than a look.
-        alone = self._may_look and not (self.threads or self._crowded)
+        alone = self._may_poll and not (self.threads or self._crowded)
         looks = _LOOKS // (len(self._rings) or 1) if alone else 0
         rings = self._rings
         for _ in range(looks + 1):
             for ring, _ in rings:
                 reader = ring.reader
-                # What `filled` says; what is called here comes so much later.
+                # `reader.filled`, without the time of a call.
                 if reader.words[HEAD] != reader.tail:
                     return self._read()
         return False
 
-    def _worth_looking(self) -> bool:
-        return self._may_look and not self.threads and self._gap < _LOOK and _now() - self._since < _LOOK
+    def _pays(self) -> bool:
+        return self._may_poll and not self.threads and self._gap < _POLL and _now() - self._since < _POLL
 
     def _came(self) -> None:
         now = _now()
@@ -186,7 +200,7 @@ class RingPoller:
         return found
 
     def _asleep(self) -> bool:
-        """Fall asleep, unless something came in the last moment."""
+        """Ask for the doorbells; False if data came meanwhile."""
         for ring, _ in self._rings:
             ring.reader.sleep()
         barrier()

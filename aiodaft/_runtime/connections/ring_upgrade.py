@@ -1,4 +1,15 @@
-"""Links between processes of one host go over to rings in shared memory."""
+"""Moves connections between processes of one host from their socket to rings in shared memory.
+
+    process with the smaller id                 process with the larger id
+
+                          <---  RING_WANTED                      only if this one wants rings
+    makes rings           --->  RING_OFFERED + 3 descriptors     maps them
+    reads, writes rings   <---  RING_USED + 1 descriptor         writes its ring from here on
+                          --->  RING_USED + 1 descriptor         reads its ring from here on
+    or drops them         <---  RING_REFUSED                     has no descriptors or memory
+
+Only one side makes offers, so two offers never cross.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +27,13 @@ from aiodaft.exceptions import RemoteProtocolError
 
 
 class RingUpgrades:
-    """The connections of one process that have rings, or will.
-
-    One side of each pair makes the offer, the one with the smaller id, so that two never cross.
-    """
+    """Moves the connections of one process to rings."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
 
     def want(self, route: Route) -> None:
-        """Use rings, if it leads to another process that shares memory. Asking twice is asking once."""
+        """Use rings, if the route leads to another process that shares memory. Idempotent."""
         if not isinstance(route, Connection):
             return
         if self._process.options.transport != "shm" or route.lost is not None or route.ring is not None:
@@ -38,7 +46,7 @@ class RingUpgrades:
     def _offer(self, connection: Connection) -> None:
         if connection.offers_rings:
             return
-        # Without descriptors or memory, the socket will do.
+        # Without descriptors or memory, the connection keeps its socket.
         with suppress(OSError):
             ring, fds = offer_rings()
             connection.offer_rings(ring, fds[0])
@@ -48,7 +56,7 @@ class RingUpgrades:
                 connection.drop_offer()
 
     def came(self, connection: Connection, message: Message) -> None:
-        """RING came."""
+        """Handle RING."""
         stage = m.read_ring(message)
         first = self._process.id < connection.remote
         if stage == RING_WANTED and first:
@@ -67,7 +75,7 @@ class RingUpgrades:
         elif stage == RING_REFUSED and first:
             connection.drop_offer()
         else:
-            raise RemoteProtocolError(f"{connection.remote} speaks of rings out of turn")
+            raise RemoteProtocolError(f"{connection.remote} sends a RING message out of turn")
 
     def _take(self, connection: Connection) -> None:
         memory: int | None = None
@@ -79,13 +87,13 @@ class RingUpgrades:
                 os.close(memory)
             if isinstance(error, ValueError):
                 raise RemoteProtocolError(f"the rings of {connection.remote} cannot be used: {error}") from error
-            # Without descriptors or memory, the socket will do.
+            # Without descriptors or memory, the connection keeps its socket.
             connection.send(m.ring(RING_REFUSED))
         else:
             connection.write_rings(ring, m.ring(RING_USED), memory)
 
 
 def _drop_mark(connection: Connection) -> None:
-    # A read ends at a descriptor: so the byte that goes with the next one is never taken for a message.
+    # A read ends at a descriptor, so the byte that goes with the next one is never taken for a message.
     with suppress(OSError):
         Sockets().close_all(connection.take_fds(1))

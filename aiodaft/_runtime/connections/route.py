@@ -14,7 +14,7 @@ from aiodaft_transport import Control
 
 
 class Route(Control, Protocol):
-    """Where a value comes from: another process over a connection, or this one."""
+    """A route to a process, over a connection or to this very process."""
 
     @property
     def remote(self) -> PeerId:
@@ -23,7 +23,7 @@ class Route(Control, Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """What went over it."""
+        """What was sent and received over it."""
         ...
 
     @property
@@ -32,16 +32,16 @@ class Route(Control, Protocol):
         ...
 
     def send(self, message: Message) -> None:
-        """Say something to the process. What is said after the end is lost."""
+        """Send a message; dropped once the route is lost."""
         ...
 
     def send_in_turn(self, message: Message) -> None:
-        """The same, behind the calls that were submitted before."""
+        """Send a message behind the calls that were submitted before."""
         ...
 
 
 class Loopback:
-    """A process's connection to itself, for transports and graphs: what is sent is there at once."""
+    """The route of a process to itself, for transports and graphs."""
 
     def __init__(
         self,
@@ -52,18 +52,17 @@ class Loopback:
         self._loop = process.loop
         self._handlers = handlers
         self._take_note = take_note
-        # The process itself; transports call it peer.
         self.remote = process.id
         self.peer: str = process.id
         self.traffic = Traffic()
         self.lost: Exception | None = None
 
     def send(self, message: Message) -> None:
-        """What a graph says to this process; handled in the loop's next turn."""
+        """Handle a message of a graph in the loop's next turn."""
         self._loop.call_soon(self._handlers[message[0]], self, message)
 
     def send_in_turn(self, message: Message) -> None:
-        """What a graph says before the calls that this process makes next: those do not wait for a turn of the loop."""
+        """Handle a message of a graph now: the next calls of this process do not wait for a turn of the loop."""
         self._handlers[message[0]](self, message)
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:

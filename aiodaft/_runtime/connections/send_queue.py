@@ -1,4 +1,4 @@
-"""What a control connection still has to send, in order: written at once where possible, to a socket or a ring."""
+"""The sending half of a connection: writes to a socket or a ring at once, and queues in order what does not fit."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ class SendQueue:
     ) -> None:
         self._loop = loop
         self._traffic = traffic
-        # Called before something goes into a ring: it may be answered soon.
+        # Called before a write to a ring: the answer may come soon.
         self._look = look
-        # Called when the socket takes no more.
+        # Called when the socket fails.
         self._broken = broken
         self._sockets = sockets
         self._socket: socket.socket | None = None
-        # Replaces the socket for what is sent from now on.
+        # Replaces the socket for data that is sent from now on.
         self.ring: RingPair | None = None
-        # Bytes, the descriptors that go along, and the ring, where it is to take them.
+        # Bytes, their descriptors, and the ring that they go to; None for the socket.
         self._waiting: deque[tuple[memoryview, tuple[int, ...], RingPair | None]] = deque()
 
     def attach(self, connection: socket.socket) -> None:
-        """There is a socket now, for what waits already."""
+        """Send the queued data, and later data, over a socket."""
         self._socket = connection
         self.flush()
 
     def add(self, data: bytes, fds: tuple[int, ...]) -> None:
-        """Queue bytes, and descriptors, which are closed once they are sent."""
+        """Queue bytes and descriptors. The descriptors are closed once they are sent."""
         self._waiting.append((memoryview(data), fds, self.ring))
 
     def write(self, data: bytes) -> None:
-        """Send bytes, after what waits."""
+        """Send bytes behind the queued ones."""
         connection, ring = self._socket, self.ring
         assert connection is not None
         if self._waiting:
@@ -71,7 +71,7 @@ class SendQueue:
             self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as that is possible now."""
+        """Send as much of the queue as is possible now."""
         connection = self._socket
         if connection is None:
             return
@@ -92,9 +92,9 @@ class SendQueue:
             self._broken(error)
 
     def _put(self, connection: socket.socket, ring: RingPair, data: memoryview, fds: tuple[int, ...]) -> bool:
-        """Write to the ring; False if it is full, and will say when it is not."""
+        """Write the first entry to the ring; False if the ring is full, and will ring when it is not."""
         if fds:
-            # Before the message that they belong to: whoever reads that finds them.
+            # Before their message, so that the reader of the message finds them.
             socket.send_fds(connection, [b"\0"], list(fds))
             self._sockets.close_all(fds)
         self._look()
@@ -115,13 +115,13 @@ class SendQueue:
             self.flush()
 
     def drop(self) -> None:
-        """Nothing of what waits will be sent."""
+        """Drop the queue."""
         for _, fds, _ in self._waiting:
             self._sockets.close_all(fds)
         self._waiting.clear()
 
     def close(self) -> None:
-        """Send no more. The owner of the socket and the ring closes these."""
+        """Drop the queue, the socket and the ring. Their owner closes them."""
         self.drop()
         self._socket = None
         self.ring = None

@@ -1,12 +1,15 @@
-"""A stream of bytes from one process to another through shared memory: one writes, one reads, no lock, no syscall.
+"""Two rings of bytes in shared memory, one for each direction: one writer, one reader, no lock, no system call.
 
-Two rings and two doorbells (eventfds) make a connection. The bytes written are published by moving the head, which
-only the writer does; the reader moves the tail. Both are 8-byte words in cache lines of their own, and on x86-64
-stores become visible in the order in which they were made, so what the head covers has been written.
+Memory of one direction, a word per cache line:
 
-Who is about to sleep says so in a flag and looks once more; who moved the head or the tail looks at the flag, and
-rings the doorbell. Each writes one word and then reads the other's, and that is the one order that a processor may
-turn round: a barrier stands between. Where Python has no way to say so, the doorbell is rung always.
+    head | tail | reader sleeps | writer sleeps | 128 KiB of data
+
+The writer copies data and then moves the head; the reader copies data and then moves the tail. On x86-64 stores become
+visible in order, so the data below the head is complete.
+
+A side that is about to sleep sets its flag and then checks the other side's word again. The side that moved a word then
+checks the flag, and rings the doorbell (an eventfd) if it is set. A processor may swap a store with a later load, so a
+barrier stands between. On other processors, where Python has no barrier, the doorbell is always rung.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ _WRITER_SLEEPS: Final = 24
 _WORDS: Final = 32
 _HEADER: Final = _WORDS * 8
 
-# Bytes that one direction holds; what does not fit waits in the writer.
+# Bytes that one direction holds; further bytes wait in the writer.
 CAPACITY: Final = 128 << 10
 SIZE: Final = 2 * (_HEADER + CAPACITY)
 
@@ -37,8 +40,8 @@ _acquire, _release = _lock.acquire, _lock.release
 
 
 def barrier() -> None:
-    """Nothing after it is read before what stands before it is written."""
-    # Taking a lock is a locked instruction, also when nobody else wants it.
+    """No load after it is made before a store in front of it."""
+    # Taking a lock is a locked instruction, also without contention.
     _acquire()
     _release()
 
@@ -51,7 +54,7 @@ class _Direction:
     def __init__(self, mapping: mmap, start: int) -> None:
         with memoryview(mapping) as region:
             self.words = region[start : start + _HEADER].cast("Q")
-        # Its slices are cheaper than those of a view.
+        # Slices of a mapping are cheaper than slices of a view.
         self._mapping = mapping
         self._start = start + _HEADER
 
@@ -92,7 +95,7 @@ class RingWriter(_Direction):
         return count
 
     def wait_for_room(self) -> bool:
-        """Ask for the doorbell when there is room; False if there is some already."""
+        """Ask for the doorbell when there is room; False if there is room already."""
         words = self.words
         words[_WRITER_SLEEPS] = 1
         barrier()
@@ -111,11 +114,11 @@ class RingReader(_Direction):
 
     @property
     def filled(self) -> bool:
-        """Whether there is something to read."""
+        """Whether there is data to read."""
         return self.words[HEAD] != self.tail
 
     def read(self, most: int) -> bytes:
-        """What was written, at most so many bytes; empty if there is nothing."""
+        """Read at most `most` bytes; empty if there is no data."""
         words, tail = self.words, self.tail
         count = words[HEAD] - tail
         if count > most:
@@ -136,16 +139,16 @@ class RingReader(_Direction):
         return data
 
     def sleep(self) -> None:
-        """Ask for the doorbell; call `barrier` and look once more before trusting in it."""
+        """Ask for the doorbell. The caller then calls `barrier` and checks `filled` again."""
         self.words[_READER_SLEEPS] = 1
 
     def wake(self) -> None:
-        """Look without being asked."""
+        """Do without the doorbell."""
         self.words[_READER_SLEEPS] = 0
 
 
 class RingPair:
-    """Both directions, as one side has them. Owns the mapping and both doorbells."""
+    """Both directions, as one side sees them. Owns the mapping and both doorbells."""
 
     def __init__(self, memory: int, ours: int, theirs: int, *, first: bool) -> None:
         self.doorbell = ours
@@ -160,7 +163,7 @@ class RingPair:
         os.eventfd_write(self._theirs, 1)
 
     def quiet(self) -> None:
-        """Take note of the doorbell."""
+        """Reset the doorbell."""
         try:
             os.eventfd_read(self.doorbell)
         except BlockingIOError:
@@ -179,7 +182,7 @@ class RingPair:
 
 
 def offer_rings() -> tuple[RingPair, tuple[int, int, int]]:
-    """New rings: our side, and what the other side needs: memory, its doorbell, ours. The caller closes the first.
+    """Make rings: this side, and the memory, doorbell and other doorbell for the peer. The caller closes the memory.
 
     Raises:
         OSError: There are no descriptors or no memory left.
@@ -198,10 +201,10 @@ def offer_rings() -> tuple[RingPair, tuple[int, int, int]]:
 
 
 def take_rings(memory: int, ours: int, theirs: int) -> RingPair:
-    """The other side of what `offer_rings` gave. Takes over the doorbells; the caller closes the memory.
+    """The peer's side of offered rings. Takes over the doorbells; the caller closes the memory.
 
     Raises:
-        ValueError: They are not what they should be.
+        ValueError: The memory has another size.
         OSError: There is no room for the mapping.
     """
     try:

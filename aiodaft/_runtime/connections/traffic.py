@@ -1,4 +1,4 @@
-"""What a process sent and received."""
+"""Counts what a process sends and receives."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class Traffic:
-    """What a process sent to others and received from them.
+    """What a process sent to other processes and received from them.
 
     Attributes:
-        messages_sent: Control messages: calls, answers, and what keeps values alive.
-        messages_received: The same, the other way.
-        control_sent: Bytes of these messages, with the small values inside them.
-        control_received: The same, the other way.
-        payloads_sent: Large values, or parts of them, that others were given to read.
-        payloads_received: Those that were brought here.
-        payload_sent: Bytes of these values.
-        payload_received: The same, the other way.
-        device_sent: Those of them that no memory of a host was used for: from GPU to GPU.
-        device_received: The same, the other way.
+        messages_sent: Control messages: calls, answers, and messages that keep values alive.
+        messages_received: Control messages received.
+        control_sent: Bytes of the control messages sent, with the small values inside them.
+        control_received: Bytes of the control messages received.
+        payloads_sent: Large values, or parts of them, that other processes were allowed to read.
+        payloads_received: Large values, or parts of them, that this process fetched.
+        payload_sent: Bytes of the payloads sent.
+        payload_received: Bytes of the payloads received.
+        device_sent: Bytes of `payload_sent` that go from GPU to GPU, without memory of the host.
+        device_received: Bytes of `payload_received` that came from GPU to GPU.
     """
 
     messages_sent: int = 0

@@ -1,8 +1,8 @@
-"""Dataflows that are captured once and run many times: `async with aiodaft.compile(fn) as graph`.
+"""Compiled graphs: dataflows that are captured once and run many times, `async with aiodaft.compile(fn) as graph`.
 
-Capturing runs `fn` once with refs that have no value yet, and freezes the calls it makes. Each process that takes part
-gets its share of them once; a run is then one message to each, values that go from actor to actor, and one message
-back. Where processes share memory, all of that goes through rings: no socket, no system call while there is traffic.
+Capturing runs `fn` once with refs that have no value, and records the calls it makes. Each participating process gets
+its part of the calls once; a run is then one message to each process, values that go from actor to actor, and one
+message back. Processes that share memory use rings: no socket, and no system call while there is traffic.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ A0 = TypeVar("A0")
 A1 = TypeVar("A1")
 A2 = TypeVar("A2")
 
-# Runs that are under way at a time; further ones wait in the caller.
+# Runs under way at a time; others wait in the caller.
 _MAX_IN_FLIGHT: Final = 16
-# Where the framework's own code is.
+# The folder of the framework's own code.
 _OWN: Final = os.path.dirname(__file__) + os.sep
 
 
 class _Recorder:
-    """Takes the place of what sends calls while `fn` runs."""
+    """Records the calls that `fn` makes, instead of sending them."""
 
     def __init__(self, inputs: list[PutState]) -> None:
         # The values that the graph's own refs stand for: inputs first, then results in the order of the calls.
@@ -52,7 +52,7 @@ class _Recorder:
         self.specs: list[tuple[Target, MethodSpec]] = []
 
     def submit(self, request: Request) -> None:
-        """Note a call."""
+        """Record a call."""
         spec, target, line = request.spec, request.target, _line()
         if request.mode != WANT_REPLY:
             raise TypeError(f"{spec.label}: streams and tell() cannot be captured in a graph ({line})")
@@ -67,14 +67,14 @@ class _Recorder:
         self.numbers[request.state] = len(self.numbers)
 
     def forget(self) -> None:
-        """The refs have done their work, and will never settle: who awaits one is told so."""
+        """Fail the captured refs, which will never have a value, for code that awaits one."""
         for state in self.numbers:
             state.seen = True
             state.on_error(TypeError(f"{state.label} was captured in a graph, and has no value here: call the graph"))
 
 
 def _line() -> str:
-    """Where the user's code is that makes a call."""
+    """The line of the user's code that makes a call."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
@@ -82,21 +82,21 @@ def _line() -> str:
 
 
 class Graph(Generic[P, Out]):
-    """A captured dataflow. Calling it starts a run and gives what `fn` returned: a `Ref` like any other, or several.
+    """A captured dataflow. Calling it starts a run and gives what `fn` returned: an ordinary `Ref`, or several.
 
-    Runs start in the order in which they are called, and overlap; each step is a call of its actor. On every actor of
-    the graph, the steps of a run start after the calls and runs that this process submitted to that actor before, and
-    before those that it submits later, also while the run waits: for room, for the graph to be ready, for a large input
-    to be copied. Methods declared `@method(ordered=False)` are outside this order; a method that runs under way wait
-    for, such as one that opens a gate, has to be one of these. A step that fails fails the run,
-    or that part of it which depends on the step. Runs that begin while a supervised actor is down wait for it to be
-    back. The rings between processes stay after the graph is closed: calls made one by one use them too.
+    Runs start in the order of the calls, and overlap; each step is a call of its actor. On every actor of the graph,
+    the steps of a run start after the calls and runs that this process submitted to that actor earlier, and before
+    later ones, even if the run waits: for room, for the graph to be ready, or for a large input to be copied. Methods
+    declared `@method(ordered=False)` are outside this order; a method that ends what running steps wait for must be one
+    of them.
+    A failed step fails its run, or the part of the run that depends on the step. Runs that begin while a supervised
+    actor is down wait for its restart. The rings between processes stay after the graph is closed; other calls use
+    them too.
 
-    Leaving the block waits for the runs under way; leaving it by an error cancels them. A graph that nobody holds any
-    more is closed when the last of its runs is over.
+    Leaving the block waits for the runs under way; leaving it by an error cancels them. A graph that is dropped is
+    closed when the last of its runs is over.
 
-    Cancellation: cancelling the last of a run's results that somebody wanted skips the steps that have not begun, and
-    cancels those that run.
+    Cancellation: cancelling all awaited results of a run skips the steps that have not begun, and cancels the others.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class Graph(Generic[P, Out]):
         self._numbers = numbers
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out:
-        """Start a run; at most `max_in_flight` are under way at a time, the others wait here for their turn.
+        """Start a run; at most `max_in_flight` runs are under way at a time, others wait here for their turn.
 
         Raises:
-            TypeError: The inputs are not as many as `fn` takes; or another graph is being captured.
+            TypeError: The number of inputs is not that of `fn`; or another graph is being captured.
             SerializationError: An input cannot travel.
             RuntimeClosed: The graph is closed.
         """
@@ -139,15 +139,15 @@ class Graph(Generic[P, Out]):
         return output
 
     async def replace(self, dead: object, new: object) -> None:
-        """Go on with another actor in the place of one, whether that lives or not. Runs under way end as they may.
+        """Replace an actor, dead or alive, by another one. Runs under way go on with the old actor.
 
-        Runs that wait call the new actor, in the order of submission among what waits for it.
+        Waiting runs call the new actor, in the order of submission among its other calls.
 
         Raises:
             ValueError: The graph does not call the actor.
-            TypeError: The new one lacks a method.
+            TypeError: The new actor lacks a method.
 
-        Cancellation: the new actor is in its place; runs that were under way are cancelled.
+        Cancellation: the new actor is in place; runs that were under way are cancelled.
         """
         old, fresh = _target(dead), _target(new)
         core = self._core
@@ -160,9 +160,9 @@ class Graph(Generic[P, Out]):
         await core.replace([(fresh if target == old else target, spec) for target, spec in core.specs])
 
     async def aclose(self) -> None:
-        """Start no more runs, wait for those under way, and free what the processes know of the graph. Idempotent.
+        """Refuse new runs, wait for those under way, and free the graph in all processes. Idempotent.
 
-        Cancellation: what is still under way is cancelled.
+        Cancellation: the runs under way are cancelled.
         """
         await self._core.aclose()
 
@@ -220,16 +220,16 @@ def compile(
 def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -> Graph[Any, Any]:
     """Capture a dataflow: `fn` takes refs, calls actors with them, and returns a ref, or a container of refs.
 
-    `fn` runs once, now. What it does besides calling actors happens now as well, and not when the graph runs. What
-    it passes that is no ref of its own is a constant: encoded now, and new for each run. A ref from outside is one
-    too, once it has its value; until then, runs wait.
+    `fn` runs once, now. Its other effects happen now as well, and not when the graph runs. An argument that is not a
+    ref of the graph is a constant: it is encoded now, and decoded for each run. A ref from outside is a constant, too;
+    runs wait until it has its value.
 
     Args:
         fn: The dataflow.
-        max_in_flight: Runs that are under way at a time, which bounds the memory that they take in the actors.
+        max_in_flight: The runs that are under way at a time, which bounds their memory in the actors.
 
     Raises:
-        TypeError: `fn` looks at a value (which does not exist yet), or does not return what its calls gave.
+        TypeError: `fn` uses a value, which does not exist yet, or does not return refs of its calls.
         SerializationError: A constant cannot travel.
         CyclicGraph: Steps would wait for each other in a circle.
     """

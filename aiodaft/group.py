@@ -1,4 +1,4 @@
-"""Groups: like actors with ranks, called together."""
+"""Groups: actors of one class with ranks, called together."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ R = TypeVar("R")
 A0 = TypeVar("A0")
 ActorT = TypeVar("ActorT")
 
-# Calls per member that `map` keeps under way: the next argument travels while the member works.
+# Calls per member that `map` has under way: the next argument travels while the member works.
 _UNDER_WAY: Final = 2
-# Results that `map` lets wait for an older one: per member, and the bytes of those that their producers keep.
+# Untaken results of `map`: their number per member, and the bytes of large ones.
 _RESULTS: Final = 64
 _RESULT_BYTES: Final = 256 << 20
 _NO_CALLS: Final[Mapping[CallTarget, int]] = {}
@@ -46,7 +46,7 @@ class Group(Generic[ActorT]):
         self._class = cls
         self._grow = grow
         self._shrink = shrink
-        # Calls of this group that are not over, by member. Threads may add to it.
+        # Calls of this group that are under way, by member. Threads add to it.
         self._under_way: dict[CallTarget, set[Any]] = {}
         self._turn = 0
 
@@ -55,7 +55,7 @@ class Group(Generic[ActorT]):
     @overload
     def all(self, m: Sig[Concatenate[A0, P1], R], a0: Ref[A0], /, *args: P1.args, **kwargs: P1.kwargs) -> Refs[R]: ...
     def all(self, m: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of every member with the same arguments. A ref among them goes to every member."""
+        """Call a method of every member with the same arguments; a ref argument goes to every member."""
         spec = self._spec(m)
         return Refs([self._call(target, spec, args, kwargs) for target in self._targets()])
 
@@ -66,10 +66,10 @@ class Group(Generic[ActorT]):
     @overload
     def each(self, m: Sig[Concatenate[A0, P1], R], a0: Refs[A0], /, *args: P1.args, **kwargs: P1.kwargs) -> Refs[R]: ...
     def each(self, m: Any, a0: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of every member, the i-th with the i-th item as its first argument.
+        """Call a method of every member, with one item each as its first argument.
 
         Raises:
-            ValueError: There are more or fewer items than members; nothing was called.
+            ValueError: The number of items differs from that of members; no call was made.
         """
         spec = self._spec(m)
         items = list(a0)
@@ -85,12 +85,12 @@ class Group(Generic[ActorT]):
     @overload
     def any(self, m: StreamSig[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Stream[R]: ...
     def any(self, m: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of one member: the one with the fewest calls of this group under way, in turn among equals.
+        """Call a method of the member with the fewest calls of this group under way, in turn among equals.
 
-        Members that are dead, that are being restarted or that do not answer are left out, as far as this process knows
-        (the controller knows all of it; another process learns of a death from its own connection or call). If no
-        other member is left, the call waits for one that is restarted or may answer again; if all are dead, the ref
-        fails at once with the `ActorDied` of one of them.
+        Members that are dead, restarting or silent are left out, as far as this process knows (the controller knows all
+        of them; another process learns of a death from its own connection or call). If no other member is left, the
+        call waits for one that restarts or is silent; if all are dead, the ref fails at once with the `ActorDied` of
+        one of them.
 
         Raises:
             ValueError: The group has no members.
@@ -113,7 +113,7 @@ class Group(Generic[ActorT]):
     def map(
         self, m: Sig[Concatenate[A0, P1], R], items: Refs[A0], /, *args: P1.args, **kwargs: P1.kwargs
     ) -> AsyncGenerator[R, None]: ...
-    # A keyword of its own next to a ParamSpec cannot be written: here checkers look at the items alone.
+    # A keyword besides a ParamSpec cannot be typed: here only the items are checked.
     @overload
     def map(
         self,
@@ -128,34 +128,34 @@ class Group(Generic[ActorT]):
         """Call a method with each item, on members as they become free; `async for` gives the results.
 
         A member has at most two calls of this map under way: it works on one while the arguments of the next travel.
-        Members are left out as by `any`. Results wait to be taken, up to 64 per member and 256 MiB of results that
-        are larger than 64 KiB; then no more items are taken until the loop goes on.
+        Members are left out as by `any`. At most 64 untaken results per member, and 256 MiB of results over 64 KiB,
+        wait for the loop; until it takes some, no call is made.
 
         Args:
             m: The method.
-            items: Its first argument, one for each call; taken as members become free.
+            items: The first argument of each call; taken as members become free.
             args: The other arguments, the same for each call.
-            ordered: Whether results come in the order of the items; False gives each as soon as it is there.
-            kwargs: More of them.
+            ordered: Whether results come in the order of the items; False gives each as soon as it exists.
+            kwargs: The other arguments, by keyword.
 
         Raises:
-            Exception: What a call raised, or `items`, in the place of the result: no more items are taken after an
-                error, the results before it are given, and the calls behind it are cancelled.
+            Exception: What a call or `items` raised, in the place of the result. After an error no items are taken; the
+                results before it are given, and the calls after it are cancelled.
             ValueError: The group has no members.
 
-        Cancellation: the calls under way are cancelled, as they are when the loop is left. If the loop may be left
-        early while something still names the iterator, put it into `contextlib.aclosing`.
+        Cancellation: the calls under way are cancelled, as they are when the loop is left. If you leave the loop early
+        while a name still refers to the iterator, use `contextlib.aclosing`.
         """
         return _Map(self, self._spec(m), iter(items), args, kwargs).results(ordered=ordered)
 
     async def resize(self, n: int) -> None:
-        """Make the group n members large: new ones are made like the first, surplus ones are stopped, last rank first.
+        """Resize the group to n members: spawn new ones like the first, or stop the last ranks.
 
         Raises:
             TypeError: The group is a slice of another, or came from another process.
-            InsufficientResources: There is no room; the group stays as it is.
+            InsufficientResources: There are not enough resources; the group stays as it is.
 
-        Cancellation: new members are taken back, and the group stays as it is; surplus members are killed.
+        Cancellation: new members are taken back, and the group stays as it is; members to be stopped are killed.
         """
         if self._grow is None or self._shrink is None:
             raise TypeError("only the group that `rt.group` gave can be resized, not a part of it")
@@ -164,7 +164,7 @@ class Group(Generic[ActorT]):
         if n > len(self._members):
             self._members += await self._grow(len(self._members), n - len(self._members))
         elif n < len(self._members):
-            # Taken out first: nothing is called on them from here on.
+            # Removed first, so that no new call goes to them.
             surplus = self._members[n:]
             del self._members[n:]
             for member in surplus:
@@ -193,7 +193,7 @@ class Group(Generic[ActorT]):
         return type(self), (self._members, self._class)
 
     def _member(self, handle: Any) -> ActorT:
-        """What a member is to users."""
+        """A member as users see it."""
         member: ActorT = handle
         return member
 
@@ -216,7 +216,7 @@ class Group(Generic[ActorT]):
         return [target_of(member) for member in self._members]
 
     def _freest(self, busy: Mapping[CallTarget, int] = _NO_CALLS) -> CallTarget:
-        """The member to call next; one that has its share of `busy` calls only if all that are as healthy have it."""
+        """The member to call next: the healthiest, then one with room among its `busy` calls, then the least busy."""
         targets = self._targets()
         if not targets:
             raise ValueError("the group has no members")
@@ -238,7 +238,7 @@ class Group(Generic[ActorT]):
 
 
 class _Map:
-    """One `Group.map`: the calls under way, and the results that wait to be taken."""
+    """One `Group.map`: its calls under way and its untaken results."""
 
     def __init__(
         self,
@@ -253,10 +253,10 @@ class _Map:
         self._items = items
         self._args = args
         self._kwargs = kwargs
-        # Whether there may be another item to take; what was raised instead of a call.
+        # Whether more items are taken; the error that `items` or a call to be made raised.
         self._open = True
         self._failure: Exception | None = None
-        # Calls whose results were not taken yet, in item order; and those of them that are over, in that order.
+        # Calls with untaken results: all in the order of items, the finished in the order in which they finished.
         self._calls: dict[Ref[Any], None] = {}
         self._over: dict[Ref[Any], None] = {}
         self._under_way: Counter[CallTarget] = Counter()
@@ -264,7 +264,7 @@ class _Map:
         self._news = asyncio.Event()
 
     async def results(self, *, ordered: bool) -> AsyncGenerator[Any, None]:
-        """The results; see `Group.map`."""
+        """Yield the results; see `Group.map`."""
         try:
             while True:
                 self._begin_calls()
@@ -285,7 +285,7 @@ class _Map:
                 ref.cancel()
 
     def _begin_calls(self) -> None:
-        """Give items to members that are free, within the bounds."""
+        """Make calls while members are free and the bounds allow it."""
         group = self._group
         most = _RESULTS * max(1, len(group))
         while self._open and len(self._over) < most and self._stored_bytes < _RESULT_BYTES:

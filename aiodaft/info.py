@@ -23,25 +23,24 @@ class ActorInfo:
     Attributes:
         name: What it is called in errors.
         class_name: Its class.
-        names: Names it was given by `rt.name`.
-        pid: Its process; 0 if that is gone.
+        names: Its names, given by `rt.name`.
+        pid: Its process; 0 if that has ended.
         node: Its machine.
         gpus: Numbers of the GPUs of its process.
         alive: Whether it takes calls.
-        suspect: Whether it has not answered for longer than its `Patience`: its process is stopped, or C code keeps
-            the interpreter.
-        silent_for: Seconds since its process was last heard of; 0 if it answers now.
-        loop_lag: Seconds for which the event loop of its process had not turned when that was last looked at.
-        running: The methods that run now, oldest first; of many the first hundred.
-        running_besides: How many more run.
+        suspect: Whether it has been silent for longer than its `Patience`: its process is stopped, or C code holds the
+            interpreter.
+        silent_for: Seconds since its process last gave a sign of life; 0 if it answers now.
+        loop_lag: Seconds for which its process's event loop had not turned at the last look.
+        running: The methods that run now, oldest first, at most 100.
+        running_besides: The number of other running methods.
         queued: Calls that wait in its mailbox.
         done: Calls that have ended.
-        abandoned: Calls that run on although nobody waits for them: cancelled, past their deadline, or of a caller
-            that is gone.
-        stored_bytes: Bytes of results that its process keeps for others.
+        abandoned: Calls that still run after they were cancelled, their deadline passed, or their caller died.
+        stored_bytes: Bytes of results that its process stores for others.
         epoch: The number of its incarnation; each attempt to restart it takes the next.
-        restarts: How often it came up again.
-        last_error: What ended the incarnation before, or kept the next from being made.
+        restarts: The number of successful restarts.
+        last_error: What ended the previous incarnation, or made the last restart fail.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Remote methods: `@method`, how calls are typed, and what both sides know of a method.
+"""Remote methods: `@method`, the types of calls, and the specs that both sides have of a method.
 
-To type checkers a handle is the actor class itself, so calls are checked with names, defaults and completion; every
-remote method's type says that it gives a `Ref`, and that refs may stand for values.
+To type checkers a handle is an instance of the actor class, so calls are checked with names, defaults and completion;
+the type of a remote method says that a call gives a `Ref`, and that refs may be passed for values.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ A5 = TypeVar("A5")
 S = TypeVar("S")
 
 _SPECS: Final = "__aiodaft_specs__"
-# Stands for a method of hosted objects that reads an attribute; no attribute can have this name.
+# The name of the method that reads an attribute of a hosted object; no attribute can have this name.
 ATTRIBUTE: Final = "."
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was said to `@method`.
+    """The options of `@method`.
 
     Attributes:
         rules: When its calls start.
-        transport: How its large results travel, if not as everything else.
-        retries: How often a call is sent again to a new incarnation.
+        transport: Overrides the runtime's transport for its large results.
+        retries: How often a call is made again to a new incarnation.
     """
 
     rules: Rules
@@ -58,7 +58,7 @@ class Options:
 
 
 class MethodSpec:
-    """What both sides know of a method."""
+    """A remote method, as caller and callee know it."""
 
     __slots__ = (
         "_hidden", "_signature", "fn", "high", "is_stream", "label", "low", "name", "retries", "rules",
@@ -72,28 +72,28 @@ class MethodSpec:
         self.transport = transport = options.transport
         self.retries = options.retries
         self.label = label
-        # Leading arguments that are the runtime's own, not the user's.
+        # The number of leading arguments that are the runtime's own.
         self._hidden = hidden
         self.is_stream = inspect.isasyncgenfunction(fn)
-        # With a transport of its own, every call is looked at: the choice may be impossible.
+        # With a transport of its own, `check` looks at every call: the transport may not work here.
         fewest, most = _arity(fn) if transport is None else (1.0, 0.0)
         self.low, self.high = fewest, most
         self._signature: inspect.Signature | None = None
 
     def argument(self, index: int) -> str:
-        """What to call a positional argument in errors."""
+        """The name of a positional argument in errors."""
         own = index - self._hidden
         return f"args[{own}]" if own >= 0 else "the class"
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise at the caller's line, not in the actor, if the call cannot work: TypeError, or Unreachable."""
+        """Raise TypeError or Unreachable, at the caller's line, if the call cannot work."""
         if not kwargs and self.low <= len(args) <= self.high:
             return
         if self.transport is not None:
             check_name(self.transport)
         signature = self.signature
         if signature is None:
-            # The actor will say.
+            # The actor raises it.
             return
         try:
             signature.bind(None, *args, **kwargs)
@@ -102,7 +102,7 @@ class MethodSpec:
 
     @property
     def signature(self) -> inspect.Signature | None:
-        """The function's signature, with the instance; None if a builtin does not say."""
+        """The function's signature, with the instance; None for builtins without one."""
         if self._signature is None:
             with suppress(TypeError, ValueError):
                 self._signature = inspect.signature(self.fn)
@@ -110,7 +110,7 @@ class MethodSpec:
 
 
 def _arity(fn: Callable[..., Any]) -> tuple[float, float]:
-    """Fewest and most positional arguments (without self) that need no closer look."""
+    """The least and most positional arguments, without self, that need no further check."""
     code = getattr(fn, "__code__", None)
     if (
         code is None
@@ -124,7 +124,7 @@ def _arity(fn: Callable[..., Any]) -> tuple[float, float]:
 
 
 class Sig(Protocol[P, R_co]):
-    """A method with these parameters and this result; what group calls take."""
+    """A method with these parameters and this result; an argument of group calls."""
 
     def _typed(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
@@ -136,7 +136,7 @@ class StreamSig(Protocol[P, R_co]):
 
 
 class _MethodBase:
-    """Stands in the class for a decorated function."""
+    """A decorated function in its class."""
 
     def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         self.fn = fn
@@ -149,10 +149,10 @@ class _MethodBase:
         self.__isabstractmethod__ = getattr(fn, "__isabstractmethod__", False)
 
     if not TYPE_CHECKING:
-        # Hidden from checkers: to them, a handle is an instance of the class, and calling its method gives a ref.
+        # Hidden from type checkers: for them a handle is an instance of the class, and calling its method gives a ref.
 
         def __get__(self, instance: Any, owner: type) -> Any:
-            """In the class the method itself; on an actor's own instance a plain bound method."""
+            """The method itself on the class; a plain bound method on an instance."""
             return self if instance is None else self.fn.__get__(instance, owner)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -262,11 +262,11 @@ class Method(_MethodBase, Generic[P, R]):
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[misc]  # mypy takes Any for Method
 
         def tell(self, *args: P.args, **kwargs: P.kwargs) -> None:
-            """Call without a reply: an error of the method is only logged, here."""
+            """Call without a reply; an error of the method is logged in this process."""
 
 
 class DefMethod(Method[P, R]):
-    """A remote method that is a `def`: a call of it on `self` gives the result itself; see `aiodaft.local`."""
+    """A remote `def` method: a call on `self` gives the result itself; see `aiodaft.local`."""
 
 
 class StreamMethod(_MethodBase, Generic[P, R]):
@@ -280,7 +280,7 @@ class StreamMethod(_MethodBase, Generic[P, R]):
 
 
 class _Decorator(Protocol):
-    """What `@method(...)` with options gives."""
+    """The type of `@method(...)` with options."""
 
     @overload
     def __call__(self, fn: Callable[Concatenate[S, P], Coroutine[Any, Any, R]], /) -> Method[P, R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
@@ -332,26 +332,26 @@ def method(
 ) -> Any:
     """Make a method callable from other processes.
 
-    `async def` runs on the actor's loop, many at a time; `def` on the actor's own thread, one at a time, so that the
-    process stays responsive; an async generator is a stream. Calls of one caller to one actor start in the order in
-    which they were made. An `async def` begins in the turn of the loop in which its call comes, as an eager task does;
-    while it has not waited for anything, it shares its task with others of the same kind.
+    An `async def` method runs on the actor's loop, with others at the same time; a `def` method runs on the actor's own
+    thread, one at a time, so that the process stays responsive; an async generator is a stream. Calls of one caller to
+    one actor start in the order in which they were made. An `async def` method begins in the turn of the loop in which
+    its call arrives, as an eager task does; until its first wait it shares its task with other such calls.
 
     Args:
         fn: The function, when used without options.
-        ordered: False lets a call start before earlier ones of the same caller.
-        concurrency: How many calls of this method may run at a time in one actor; for `async def` only.
-        transport: How its large results travel, if not as everything else: "shm", "ucx" or "tcp".
-        idempotent: Running it twice does no harm: a call that died with an incarnation of an actor that is restarted
-            is made again to the next one, which sees the number of the attempt in `aiodaft.current_attempt()`. What
-            the method itself raises is never a reason.
-        retries: How often, at most; once, unless said.
-        max_queue: Calls of this method that may wait at one actor. A call that finds so many is refused at once with
-            `Overloaded` (`.executed` is False). A call waits until it starts: for the actor's thread (`def`), for a
-            free place (`concurrency`), or for its arguments. `rt.on(max_queue=n)` bounds all calls of an actor.
+        ordered: False lets a call start before earlier calls of the same caller.
+        concurrency: Calls of this method that may run at a time in one actor; for `async def` only.
+        transport: The transport of its large results, "shm", "ucx" or "tcp". Default: that of the runtime.
+        idempotent: The method may run twice: a call that failed because its actor died is made again to the next
+            incarnation, where `aiodaft.current_attempt()` gives the number of the attempt. An error that the method
+            raises is no reason to call it again.
+        retries: How often a call is made again, at most. Default: once.
+        max_queue: Calls of this method that may wait at one actor; one more is refused at once with `Overloaded`
+            (`.executed` is False). A call waits for the actor's thread (`def`), for a free place (`concurrency`), or
+            for its arguments. `rt.on(max_queue=n)` bounds all calls of an actor.
 
     Raises:
-        TypeError: The function cannot be a remote method; says why.
+        TypeError: The function cannot be a remote method; the message says why.
     """
 
     def decorate(function: Any) -> _MethodBase:
@@ -418,7 +418,7 @@ def specs_of(cls: type) -> dict[str, MethodSpec]:
 
 
 class PlainMethods:
-    """The methods of a class that knows nothing of aiodaft."""
+    """The methods of a plain class."""
 
     def __init__(self, cls: type) -> None:
         self._class = cls
@@ -426,11 +426,11 @@ class PlainMethods:
         self._by_function: dict[Any, MethodSpec] = {}
 
     def of(self, fn: Any) -> MethodSpec:
-        """The method that `Class.method` gives: of the class itself, or of one of its bases.
+        """The spec of `Class.method`, of the class or one of its bases.
 
         Raises:
-            TypeError: It is no method of the class.
-            AttributeError: It is a private one.
+            TypeError: `fn` is not a method of the class.
+            AttributeError: The method is private.
         """
         if not callable(fn):
             raise TypeError(_no_method(self._class, fn))
@@ -443,7 +443,7 @@ class PlainMethods:
         return self._by_function[fn]
 
     def find(self, name: str) -> MethodSpec | None:
-        """The public method with a name, or what reads an attribute; None if there is none."""
+        """The spec of the public method with a name, or of ATTRIBUTE; None if there is no such method."""
         if name not in self._by_name:
             self._by_name[name] = _attribute_spec(self._class) if name == ATTRIBUTE else _plain_spec(self._class, name)
         return self._by_name[name]
@@ -462,12 +462,12 @@ def _no_method(cls: type, fn: Any) -> str:
 
 
 def is_private(name: str) -> bool:
-    """Whether a class keeps an attribute of this name to itself."""
+    """Whether a name begins with an underscore and is not special."""
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
 
 def _is_same(found: Any, fn: Any) -> bool:
-    # Each look at a class method makes a new object.
+    # Each access to a class method makes a new object.
     return found is fn or (isinstance(found, MethodType) and isinstance(fn, MethodType) and found == fn)
 
 
@@ -490,13 +490,13 @@ def _plain_spec(cls: type, name: str) -> MethodSpec | None:
 
 
 def _call_by_name(name: str, declared: Any, fn: Any) -> Callable[..., Any]:
-    """A function that calls what the instance has under a name: a static method, say, which takes no instance."""
+    """A function that calls an attribute of the instance, such as a static method, which takes no instance."""
 
     def call(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
         return getattr(instance, name)(*args, **kwargs)
 
     if isinstance(declared, staticmethod | classmethod):
-        # Builtins may not say what they take; the actor will.
+        # Some builtins have no signature.
         with suppress(TypeError, ValueError):
             signature = inspect.signature(fn)
             instance = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)

@@ -1,4 +1,4 @@
-"""Where actors go: `rt.on(gpus=1, with_=other).spawn(Model, ...)`. Placement never mixes with constructor arguments."""
+"""Spawning and placement: `rt.on(gpus=1, with_=other).spawn(Model, ...)`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ActorT = TypeVar("ActorT", bound=Actor)
 
 
 class Spawned(Generic[T]):
-    """What spawning gives: await it for the handle, or use it as a context manager that also stops the actor.
+    """What spawning returns: await it for the handle, or use it as a context manager that also stops the actor.
 
-    Nothing happens before that. Cancellation: an actor that is being made is taken back.
+    Nothing happens before. Cancellation: an actor that is being made is taken back.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Spawner(ABC):
 
     @abstractmethod
     def _spawning(self) -> tuple[SpawningScope, Constraints]:
-        """Who owns what is spawned, and where it goes."""
+        """The scope that owns new actors, and their constraints."""
 
     def on(
         self,
@@ -120,7 +120,7 @@ class Spawner(ABC):
                 `max_in_flight` bounds them. See also `method`.
 
         Raises:
-            ValueError: An amount is no number, or negative; or the policy is about siblings.
+            ValueError: An amount is not a number, or negative; or the policy is for siblings.
         """
         scope, _ = self._spawning()
         if isinstance(restart, str):
@@ -129,7 +129,7 @@ class Spawner(ABC):
             check_alone(restart)
         check_max_queue(max_queue, "on")
         constraints = Constraints(cpus, gpus, resources, node, with_, patience, restart, max_queue)
-        # Odd numbers are found out here, at the line that says them.
+        # Raises for invalid amounts at the caller's line.
         constraints.demand(Actor)
         return Placement(scope, constraints)
 
@@ -137,10 +137,11 @@ class Spawner(ABC):
         """Make an actor in a process of its own: `await` it, or use it as `async with`.
 
         Raises:
-            TypeError: `cls` is no actor class, or the arguments do not fit its constructor. At once.
-            InsufficientResources: What it needs is not there. When awaited, like all that follow.
+            TypeError: `cls` is not an actor class, or the arguments do not fit its constructor. Raised at once; the
+                following errors are raised when the result is awaited.
+            InsufficientResources: The resources do not exist, or are in use.
             SerializationError: The class or an argument cannot travel.
-            SpawnFailed: The process did not come up, or cannot import the class.
+            SpawnFailed: The process did not start, or cannot import the class.
             Exception: What the constructor raised.
         """
         scope, constraints = self._spawning()
@@ -156,7 +157,7 @@ class Spawner(ABC):
         return Spawned(f"spawn({actor_class.__name__})", start, scope.stop)
 
     def host(self, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[Service[T]]:
-        """Make an instance of any class in a process of its own, called by `service.call(Class.method, ...)`.
+        """Make an instance of any class in a process of its own; `service.call(Class.method, ...)` calls it.
 
         Raises:
             Exception: As `spawn`.
@@ -170,7 +171,7 @@ class Spawner(ABC):
         return Spawned(f"host({hosted_class.__name__})", start, lambda service: scope.stop(service.handle))
 
     def group(self, n: int, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[Group[ActorT]]:
-        """Make n like actors: all of them, or (if one cannot be made) none.
+        """Make n actors of one class; none if one fails.
 
         Raises:
             Exception: As `spawn`.
@@ -183,7 +184,7 @@ class Spawner(ABC):
         return self._group("group", n, actor_class, args, kwargs)
 
     def host_group(self, n: int, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[ServiceGroup[T]]:
-        """Make n instances of any class: all of them, or (if one cannot be made) none.
+        """Make n instances of any class; none if one fails.
 
         Raises:
             Exception: As `spawn`.
@@ -202,7 +203,7 @@ class Spawner(ABC):
 
 
 class Placement(Spawner):
-    """Where actors go; spawn with it as with the runtime."""
+    """Constraints on new actors; spawn with it as with the runtime."""
 
     def __init__(self, scope: SpawningScope, constraints: Constraints) -> None:
         self._scope = scope
@@ -213,7 +214,7 @@ class Placement(Spawner):
 
 
 def _check_class(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> type:
-    """Return the class if these arguments fit its constructor; TypeError at the caller's line if not."""
+    """Return the class; raise TypeError if these arguments do not fit its constructor."""
     if not isinstance(cls, type):
         raise TypeError(f"spawning takes a class and its constructor's arguments, not {cls!r:.80}")
     if inspect.isabstract(cls):

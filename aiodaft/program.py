@@ -1,4 +1,4 @@
-"""Runtimes of programs that do not open one by `async with`: `run` for scripts, `start` and `stop` for notebooks."""
+"""Entry points: `run` for scripts, `start` and `stop` for notebooks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _options: dict[str, Any] = {}
 
 
 async def start(**options: Any) -> Runtime:
-    """Open a runtime that stays open between the cells of a notebook; again, return the one that is open.
+    """Open a runtime that stays open between the cells of a notebook, or return the open one.
 
-    An error that no code has seen is logged when it happens. No cell is cancelled by it, and `stop` does not raise it.
+    An error that no code has seen is logged when it happens. It cancels no cell, and `stop` does not raise it.
 
     Args:
-        options: Those of `Runtime`. `unhandled` is "log" unless you give it.
+        options: The options of `Runtime`. `unhandled` is "log" by default.
 
     Raises:
-        RuntimeError: The runtime that is open was started with other options, or on a loop in another thread.
+        RuntimeError: The open runtime was started with other options, or on a loop in another thread.
     """
     global _started, _options
     runtime = _started
@@ -52,7 +52,7 @@ def _listed(options: dict[str, Any]) -> str:
 
 
 async def stop() -> None:
-    """Close the runtime that `start` opened; nothing if there is none.
+    """Close the runtime that `start` opened, if there is one.
 
     Raises:
         RuntimeError: It was opened on a loop that runs in another thread.
@@ -63,7 +63,7 @@ async def stop() -> None:
     if runtime is None:
         return
     if runtime._controller.is_stranded:
-        # A kernel, or `asyncio.run`, replaced the loop under it.
+        # The notebook's kernel, or `asyncio.run`, has replaced the loop.
         _started = None
         runtime._controller.abandon()
         return
@@ -75,8 +75,8 @@ async def stop() -> None:
 def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     """Run a coroutine on uvloop where it is installed, as `asyncio.run` does.
 
-    The first Ctrl-C cancels `main`, so that scopes close; a second one ends at once. So do the first SIGTERM (with exit
-    code 143) and a second one, unless the program handles them. None of them leaves a process.
+    The first Ctrl-C cancels `main`, so that scopes close; the second ends the process at once. The first and second
+    SIGTERM do the same (exit code 143), unless the program handles the signal. No actor's process survives either.
 
     Raises:
         RuntimeError: An event loop runs here already, as in a notebook.

@@ -1,4 +1,4 @@
-"""Refs: awaitable distributed futures. A ref names a value that an actor makes, or made, somewhere.
+"""Refs: awaitable distributed futures. A ref names a value that an actor makes or has made.
 
 Passing a ref to another actor moves the value from actor to actor; awaiting it brings the value here.
 """
@@ -24,7 +24,7 @@ _VALUES: Final = (int, float, complex, str, bytes, bytearray, list, tuple, dict,
 
 
 class RefBackend(Protocol):
-    """What a `Ref` needs of the process it lives in."""
+    """What a `Ref` needs of its process."""
 
     error: BaseException | None
     seen: bool
@@ -70,15 +70,15 @@ else:
 
 
 class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant because it can be set, a ref cannot
-    """A value that an actor makes, or made, somewhere: awaitable, and passable without awaiting.
+    """A value that an actor makes or has made; await it, or pass it to another actor without awaiting it.
 
-    Await it as often as you like; the value comes once. Pass it to any actor's method, also inside lists, tuples,
-    dicts and dataclasses, and that actor gets the value straight from its producer. asyncio's own tools
-    (`gather`, `wait`, `wait_for`, `shield`, `as_completed`, `timeout`) take refs as they are. It is awaited on the loop
-    that its runtime was opened on; `def` methods and other threads wait with `result()`, and may make calls, cancel and
-    free. Two refs are equal if they are the same object; a comparison with a number, a text or a container is an error.
+    It can be awaited any number of times; the value is fetched once. Pass it to any actor's method, also inside lists,
+    tuples, dicts and dataclasses: that actor gets the value straight from its producer. asyncio's own tools (`gather`,
+    `wait`, `wait_for`, `shield`, `as_completed`, `timeout`) accept refs. Await it on the loop of its runtime; `def`
+    methods and other threads wait with `result()`, and may also make calls, cancel and free. Two refs are equal if they
+    are the same object; comparing a ref with a number, a text or a container is an error.
 
-    Cancellation: cancelling the only awaiter of a ref that nothing else uses cancels the remote call.
+    Cancellation: cancelling the only awaiter cancels the remote call, unless another actor was given the ref.
     """
 
     __slots__ = ("__weakref__", "_state")
@@ -114,11 +114,11 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
         return f"<Ref of {self._state.label}, {how}>"
 
     async def value(self) -> T_co:
-        """The same as awaiting the ref, as a coroutine: for `TaskGroup.create_task(ref.value())`."""
+        """Await the ref, as a coroutine for `TaskGroup.create_task(ref.value())`."""
         return await self
 
     async def ready(self) -> None:
-        """Wait until the value exists somewhere, or the call has failed, without bringing the value here.
+        """Wait until the call has ended, without fetching the value.
 
         Cancellation: only this wait ends; the call goes on.
         """
@@ -127,25 +127,25 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
     async def into(self, target: T) -> T:
         """Write the value, a tensor, into a tensor of the same shape and dtype, and return that.
 
-        Into a CPU tensor that has its elements in the same order in memory as the value, and no gaps, the bytes go
-        straight from where they come from; `register(target)` prepares its memory for that once. Anything else is
-        brought here first, and copied. `into` counts as one write in place, as `target.copy_()` does.
+        The bytes go straight into a CPU tensor without gaps whose elements have the same order in memory as those of
+        the value; `register(target)` prepares its memory for that once. For other targets the value is fetched first,
+        and copied. Counts as one write in place, as `target.copy_()` does.
 
         Raises:
-            TypeError: The value or the target is no tensor; nothing was written.
+            TypeError: The value or the target is not a tensor; nothing was written.
             ValueError: Shape or dtype differ, or the target is expanded; nothing was written.
-            DaftError: As for awaiting the ref. The target may hold any mixture of old and new.
+            DaftError: As for awaiting the ref. The target may hold a mixture of old and new elements.
 
-        Cancellation: the same mixture. Nothing writes to the target any more once this returns or raises, so that a
-        cancellation waits for what cannot be stopped: a copy, or, over `ucx`, two pieces of 8 MiB.
+        Cancellation: the target may hold the same mixture. Nothing is written after this returns or raises, so a
+        cancellation waits for a copy under way or, over `ucx`, two pieces of 8 MiB.
         """
         await self._state.copy_into(target)
         return target
 
     async def released(self) -> None:
-        """Wait until nobody reads the value: no call under way has it as an argument, no process has it mapped.
+        """Wait until no call under way has the value as an argument, and no process has it mapped.
 
-        What the producer lent with `borrow()` or `empty()` may then be written to again.
+        The producer may then write again to what it lent with `borrow()` or `empty()`.
 
         Cancellation: only this wait ends.
         """
@@ -155,20 +155,20 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
         """Wait for the value in a thread that runs no event loop: in a `def` method, instead of `await`.
 
         The actor's loop goes on meanwhile; its other `def` methods wait for this one. If the call behind the ref waits
-        for this one, so that neither can end, DeadlockDetected is raised, as in an await.
+        for this one, DeadlockDetected is raised, as in an await.
 
         Raises:
-            RuntimeError: This thread runs an event loop, which would stand still: use `await`.
+            RuntimeError: This thread runs an event loop, which would be blocked: use `await`.
             Exception: As for awaiting the ref.
 
-        Cancellation: when the call of the method is cancelled, its deadline passes or its actor is stopped, the wait
-        raises asyncio.CancelledError, and counts as an await that was cancelled.
+        Cancellation: when the method's call is cancelled, its deadline passes or its actor is stopped, this raises
+        asyncio.CancelledError, and counts as a cancelled await.
         """
         value: T_co = self._state.result(self)
         return value
 
     def done(self) -> bool:
-        """Whether the value exists somewhere, or the call has failed or was cancelled."""
+        """Whether the call has ended: the value exists, or the call failed or was cancelled."""
         return self._state.settled
 
     def cancelled(self) -> bool:
@@ -188,31 +188,32 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
         return self._state.error
 
     def cancel(self, msg: object = None) -> bool:
-        """Cancel the remote call, whoever else waits for it; False if it is over.
+        """Cancel the remote call, even if other tasks or actors wait for it; False if it is over.
 
-        Whoever awaits the ref gets CallCancelled once the call's own cleanup has run, at most after the grace time. If
-        it cannot be interrupted, or refuses, the same: its result is dropped. What it raises instead is raised.
+        Awaiting the ref raises CallCancelled when the call's cleanup has run, at the latest after the grace time. If
+        the call cannot be interrupted or ignores the cancellation, its result is dropped; if it raises another error,
+        that is raised.
 
         Args:
-            msg: Taken, as by a Future, and not used.
+            msg: Ignored; as in Future.cancel.
         """
         return self._state.cancel("Ref.cancel() was called")
 
     def free(self) -> None:
-        """Free the value now, wherever it is, instead of when the last `Ref` object is dropped.
+        """Free the value now, in every process, instead of when the last `Ref` object is dropped.
 
-        Awaiting the ref afterwards, or passing it on, is an error.
+        Awaiting the ref or passing it on afterwards is an error.
         """
         self._state.free_now()
 
     def add_done_callback(self, callback: Callable[[Any], object], /, *, context: Context | None = None) -> None:
-        """Call `callback(ref)` on the loop once the call is over, in this context or a copy of the current one."""
+        """Call `callback(ref)` on the loop when the call is over, in `context` or a copy of the current context."""
         # Not `or`: an empty context counts as false.
         context = copy_context() if context is None else context
         self._state.watch(_DoneCallback(self, callback, context), interested=True)
 
     def remove_done_callback(self, callback: Callable[[Any], object], /) -> int:
-        """Undo `add_done_callback`, in the loop's thread; returns how many callbacks were removed."""
+        """Undo `add_done_callback`, in the loop's thread; returns the number of removed callbacks."""
         return self._state.unwatch(_DoneCallback(self, callback))
 
     if TYPE_CHECKING:
@@ -220,20 +221,19 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
         __iter__: None  # type: ignore[assignment]  # a ref has not
 
     else:
-        # A ref in the place of a value is always the same mistake: say so instead of going on with nonsense. Type
-        # checkers do not see these, so that they report the mistake too.
+        # A ref used as a value is always a missing `await`: say so. Hidden from type checkers, which report it too.
 
         def _forgot_await(self, *_: object) -> NoReturn:
             raise TypeError(f"{self!r} is not a value yet: did you forget `await`?")
 
         def __getattr__(self, name: str) -> NoReturn:
             if name == "_state":
-                # Its own text could not be had without it.
+                # __repr__ needs it.
                 raise AttributeError("a Ref that was never initialised")
             raise AttributeError(f"{self!r} has no attribute {name!r}: did you forget `await`?")
 
         def __eq__(self, other: object) -> bool:
-            # Anything else may be compared with anything, as containers do.
+            # Containers compare refs with any other objects.
             if isinstance(other, _VALUES) or hasattr(type(other), "__array__"):
                 self._forgot_await()
             return NotImplemented
@@ -253,7 +253,7 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
 
 @dataclass(frozen=True, slots=True)
 class _DoneCallback:
-    """Calls back with a ref; equal to another one that would do the same."""
+    """Calls back with a ref; equal to another one with the same ref and callback."""
 
     ref: Ref[Any]
     callback: Callable[[Any], object]
@@ -267,9 +267,9 @@ class Refs(Generic[T_co]):
     """The results of one call to every member of a group, in the group's order.
 
     Awaiting gives the list of values; `async for` gives the refs in the order in which they complete; an index gives
-    one ref; `gather()` one ref of the whole list, to pass to an actor.
+    one ref; `gather()` gives one ref of the whole list, to pass to an actor.
 
-    Cancellation: as for each ref by itself.
+    Cancellation: as for each ref.
     """
 
     __slots__ = ("_refs",)
@@ -281,7 +281,7 @@ class Refs(Generic[T_co]):
         return self._values().__await__()
 
     async def _values(self) -> list[T_co]:
-        # All are awaited at once, so that cancelling cancels all; the first error is raised when all are over.
+        # Awaits all at once, so that a cancellation cancels all.
         results = await asyncio.gather(*self._refs, return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if len(errors) > 1:
@@ -318,10 +318,10 @@ class Refs(Generic[T_co]):
         return f"<Refs: {sum(ref.done() for ref in self._refs)} of {len(self._refs)} done>"
 
     def gather(self) -> Ref[list[T_co]]:
-        """One ref that stands for the list of all values.
+        """One ref of the list of all values.
 
         Raises:
-            ValueError: There are none.
+            ValueError: There are no refs.
         """
         if not self._refs:
             raise ValueError("there are no refs to gather")
@@ -338,14 +338,14 @@ def _group_of(errors: list[BaseException]) -> BaseExceptionGroup[BaseException]:
 
 
 class LoopBackend(Protocol):
-    """What one `async for` over a stream needs of its process."""
+    """What one `async for` over a `Stream` needs of its process."""
 
     def next_item(self) -> Coroutine[Any, Any, Any]: ...
     def leave(self) -> None: ...
 
 
 class StreamBackend(Protocol):
-    """What a `Stream` needs of the process it lives in."""
+    """What a `Stream` needs of its process."""
 
     label: str
 
@@ -363,14 +363,14 @@ class Stream(Generic[T_co]):
 
     - the last `async for` over the stream is left: by `break`, `return`, an exception or a cancellation;
     - the task of that loop is cancelled, fails or returns None while the loop is suspended in an async generator. A
-      task that returns something else is taken for one step of that generator, which another task may continue;
+      task that returns another value counts as one step of that generator, which another task may continue;
     - the stream is dropped, or `aclose()` is called.
 
-    A stream that ended because its loop was left raises RuntimeError where it is used again. `await anext(stream)`
-    takes one item, and leaves the stream open.
+    A stream whose loop was left raises RuntimeError when it is used again. `await anext(stream)` takes one item, and
+    leaves the stream open.
 
-    Cancellation: a cancelled `anext(stream)` loses no item. If several tasks take from the stream, the others get
-    every item, in order.
+    Cancellation: a cancelled `anext(stream)` loses no item; other tasks that take from the stream get every item, in
+    order.
     """
 
     __slots__ = ("__weakref__", "_backend")
@@ -386,7 +386,7 @@ class Stream(Generic[T_co]):
         return item
 
     async def aclose(self) -> None:
-        """End the producer, and wait until its cleanup has run (at most for the grace time). Idempotent."""
+        """End the producer, and wait for its cleanup, at most for the grace time. Idempotent."""
         await self._backend.aclose()
 
     async def __aenter__(self) -> Stream[T_co]:
@@ -402,7 +402,7 @@ class Stream(Generic[T_co]):
         return f"<Stream of {self._backend.label}>"
 
     def when_over(self, callback: Callable[[Any], object]) -> None:
-        """Call back once the producer has ended."""
+        """Call back when the producer has ended."""
         self._backend.watch(callback)
 
     if not TYPE_CHECKING:
@@ -420,14 +420,14 @@ class Stream(Generic[T_co]):
 class _Loop(Generic[T_co]):
     """One `async for` over a stream.
 
-    Only the interpreter holds it, on the stack of the loop's frame. So it is deleted as soon as the loop is left, also
-    where names and tracebacks keep the frame and the stream.
+    Only the interpreter refers to it, on the stack of the loop's frame. So it is deleted as soon as the loop is left,
+    even if names and tracebacks keep the frame and the stream.
     """
 
     __slots__ = ("_backend", "_stream")
 
     def __init__(self, stream: Stream[T_co]) -> None:
-        # The loop may have the only reference to the stream.
+        # This may be the only reference to the stream.
         self._stream = stream
         self._backend = stream._backend.loop()
 
@@ -435,7 +435,7 @@ class _Loop(Generic[T_co]):
         return self
 
     def __anext__(self) -> Coroutine[Any, Any, T_co]:
-        # No coroutine function: its frame, in the traceback of a cancellation, would keep the loop alive.
+        # Not a coroutine function: its frame, in the traceback of a cancellation, would keep this object alive.
         return self._backend.next_item()
 
     def __del__(self) -> None:
@@ -443,7 +443,7 @@ class _Loop(Generic[T_co]):
 
 
 class Borrowed(Generic[T]):
-    """A result that is lent, not copied; see `borrow`."""
+    """A result that is not copied; see `borrow`."""
 
     __slots__ = ("_released", "value")
 
@@ -452,7 +452,7 @@ class Borrowed(Generic[T]):
         self._released: asyncio.Event | None = None
 
     async def released(self) -> None:
-        """Wait until the caller has dropped its ref and nobody reads the value any more.
+        """Wait until the caller has dropped its ref and no process reads the value.
 
         Cancellation: only this wait ends.
         """
@@ -461,29 +461,29 @@ class Borrowed(Generic[T]):
         await self._released.wait()
 
     def mark_released(self) -> None:
-        """Nobody reads it any more (called by the runtime)."""
+        """Wake `released`; called by the runtime when no process reads the value."""
         if self._released is None:
             self._released = asyncio.Event()
         self._released.set()
 
 
 def borrow(value: T, /) -> T:
-    """Return a result from a method without a copy being made of it: `return aiodaft.borrow(self.weights)`.
+    """Return a result from a method without a copy: `return aiodaft.borrow(self.weights)`.
 
-    The value must not be written to until `await ref.released()` (at the caller) or, where the lender keeps the
-    object that this returns, `await lent.released()`. Writing to a lent tensor before is found out: the reader gets
-    BorrowError, never a mixture. Statically the type of the value itself.
+    Do not write to the value until `await ref.released()` (at the caller) or `await lent.released()` (in the method's
+    actor, which keeps the returned object) has returned. An earlier write to a lent tensor is detected: the reader gets
+    BorrowError, never a mixture. To type checkers the result has the type of the value.
     """
     return cast(T, Borrowed(value))
 
 
 def parts_of(ref: Ref[Any]) -> tuple[Ref[Any], ...] | None:
-    """The refs that a gathered ref stands for; None for any other."""
+    """The refs of a gathered ref; None for any other."""
     return ref._state.parts()
 
 
 def lazy(ref: Ref[T], /) -> T:
-    """Tell a type checker that a ref stands for its value: by keyword, or inside a container.
+    """Tell a type checker to take a ref for its value: for keyword arguments, and inside containers.
 
     Does nothing at run time.
     """

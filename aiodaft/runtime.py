@@ -1,7 +1,7 @@
-"""The runtime: the outermost scope, which owns every process, link and value.
+"""The runtime: the outermost scope, which owns every process, connection and value.
 
-In a script `async with aiodaft.Runtime() as rt`; in a notebook `rt = await aiodaft.start()`; in a web server inside
-its lifespan. The node agent and the coordinator live in this process, so nothing else has to run and nothing listens.
+A script uses `async with aiodaft.Runtime() as rt`, a notebook `rt = await aiodaft.start()`, a web server opens one in
+its lifespan. The node agent and the coordinator live in this process: nothing else has to run, and nothing listens.
 """
 
 from __future__ import annotations
@@ -41,42 +41,42 @@ ActorT = TypeVar("ActorT", bound=Actor)
 class Runtime(Scope):
     """Owns actors, their processes, and everything between them.
 
-    It is no nursery, unlike the scopes inside it (`rt.scope()`): an error that no code will see, of a call whose ref
-    was dropped or of an actor that died while no call was under way, is logged at once with its traceback, and the
-    block goes on. When the block ends, these errors and those that still wait in refs are raised in an ExceptionGroup:
-    the first 100, with a count of the others. A block that ends by a cancellation or SystemExit raises just that.
+    Unlike the scopes inside it (`rt.scope()`), it does not cancel its block for an error that no code will see: that of
+    a call whose ref was dropped, or of an actor that died while no call was under way. It logs the error with its
+    traceback, and the block goes on. When the block ends, these errors and the unseen errors of refs are raised in an
+    ExceptionGroup: the first 100, and the number of the others. A block that ends by a cancellation or SystemExit
+    raises only that.
 
     Args:
-        cpus: CPUs of this machine; those this process may use, unless said.
-        gpus: GPUs of this machine; detected, unless said. Say it to develop without any.
+        cpus: CPUs to offer. Default: the process's affinity.
+        gpus: GPUs to offer. Default: those of the machine. Give a number to develop without GPUs.
         share_gpus: Whether other runtimes may give the same GPUs to their actors at the same time. By default a runtime
             claims each GPU of the machine while an actor has it: another runtime gives its actors another GPU, or
             raises `InsufficientResources`, which names the process. An actor that opens a runtime on its own GPUs
             needs True there.
         resources: Other things to count, as in `{"disk": 2}`; actors ask for them by `rt.on(resources=...)`.
-        transport: How payloads travel: "shm", "ucx" or "tcp"; the best one, unless said (or by $AIODAFT_TRANSPORT).
-            Unless said, CUDA tensors go from GPU to GPU.
-        preload: Modules that workers share instead of each importing them; numpy and torch, unless said, if they are
+        transport: How payloads travel: "shm", "ucx" or "tcp". Default: $AIODAFT_TRANSPORT, or the best of the machine,
+            where CUDA tensors go from GPU to GPU.
+        preload: Modules that workers share instead of each importing them. Default: numpy and torch, if they are
             loaded here.
-        fork: False starts every worker by exec, for code that cannot live in a forked process.
-        uvloop: Whether workers run on uvloop; yes where it is installed, unless said.
-        isolation: "pidns" puts the actors into a PID namespace: whatever they start ends with their fork server,
-            however that ends. Their own `os.getpid()` is then not what others see.
+        fork: False starts every worker by exec, for code that does not work in a forked process.
+        uvloop: Whether workers run on uvloop. Default: if it is installed.
+        isolation: "pidns" puts the actors into a PID namespace: all processes that they start end with their fork
+            server, however that ends. The actors' `os.getpid()` then differs from the pid outside.
         stop_grace: Seconds that calls under way get when their actor is stopped.
         cancel_grace: Seconds that cancelled calls get for their cleanup. A `def` method that already runs gets none: a
             thread cannot be interrupted.
-        max_pending: Calls to one process that may be without an answer before `Overloaded` is raised: those that are
-            under way there, and those that wait here to be sent. The runtime's own calls (`rt.info`, `rt.stop`) do not
-            count, and always get through.
-        patience: How long a process that does not answer is waited for: by default it is reported after 5 s, and killed
-            after 30 s if it is stopped. A class line or `rt.on(patience=...)` goes before this.
+        max_pending: Calls to one process that may be without an answer, sent or not; one more raises `Overloaded`. The
+            runtime's own calls (`rt.info`, `rt.stop`) do not count and are never refused.
+        patience: How long to wait for a process that does not answer: by default it is reported after 5 s, and killed
+            after 30 s if it is stopped. A class line and `rt.on(patience=...)` override this.
         unhandled: "raise": errors that no code has seen are logged, and raised when the block ends. "log": they are
-            only logged, as a server needs it, which goes on for months; no error is kept.
+            only logged, for servers that run for months.
         env: Clock, randomness and ids, for simulations.
 
     Raises:
-        Unreachable: The transport cannot work on this machine.
-        SpawnFailed: The isolation cannot be had on it.
+        Unreachable: The transport does not work on this machine.
+        SpawnFailed: The isolation is not possible on this machine.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Runtime(Scope):
     # Errors that no code has seen.
 
     def fail(self, error: BaseException, what: str) -> None:
-        """An error that no code will see: log it, and keep it for the end of the block."""
+        """Log an error that no code will see, and keep it for the end of the block."""
         if not self._comes_of_closing(error):
             log_error(what, error)
             if self._raises_unhandled and self._unhandled.add(error):
@@ -182,17 +182,17 @@ class Runtime(Scope):
     # Values and names.
 
     def put(self, value: T, *, transport: str | None = None) -> Ref[T]:
-        """A ref of a value of this process, to pass to many actors: it is encoded and moved once.
+        """Return a ref of a value, to pass to many actors: the value is encoded and moved once.
 
-        A large value is copied by a helper thread; do not write to it before `await ref.ready()`.
+        A helper thread copies a large value; do not write to it before `await ref.ready()`.
 
         Args:
-            value: Anything that can travel.
-            transport: How it travels, if not as everything else.
+            value: Any value that can be an argument.
+            transport: Overrides the transport of the runtime.
 
         Raises:
-            SerializationError: Part of it cannot travel.
-            Unreachable: The transport cannot work here; says why.
+            SerializationError: Part of the value cannot travel.
+            Unreachable: The transport does not work here; the message says why.
         """
         self._controller.check_running("a value cannot be put")
         return Ref(
@@ -200,28 +200,28 @@ class Runtime(Scope):
         )
 
     async def name(self, actor: object, name: str) -> None:
-        """Give an actor a name by which `lookup` finds it; it is free again when the actor is gone.
+        """Give an actor a name, by which `lookup` finds it as long as it lives.
 
         Raises:
-            NameTaken: Another actor has it.
+            NameTaken: Another actor has the name.
             ActorDied: The actor is gone.
-            ValueError: Nothing can be called that.
+            ValueError: The name is not valid.
         """
         check_actor_name(name)
         target, cls = self._target(actor), class_of(handle_of(actor))
         controller = self._controller
         if controller.directory.find(target) is None:
-            # One that is gone would keep the name for ever.
+            # Raises if the actor is gone: it would have the name for ever.
             await controller.agent_of(target.remote).report(target.actor)
         await controller.coordinator.register(name, *target.identity, target.label, _class_names(cls))
 
     async def lookup(self, name: str, cls: type[ActorT]) -> ActorT:
-        """The actor with a name.
+        """Find the actor with a name.
 
         Raises:
-            NameNotFound: There is none.
-            TypeError: It is of another class.
-            ActorDied: It is gone for good.
+            NameNotFound: No actor has the name.
+            TypeError: The actor is of another class.
+            ActorDied: The actor is gone, and is not restarted.
         """
         controller = self._controller
         found = await controller.coordinator.lookup(check_actor_name(name))
@@ -234,20 +234,20 @@ class Runtime(Scope):
         return cast("ActorT", Handle(target, cls))
 
     def traffic(self) -> Traffic:
-        """What this process sent to actors and received from them, since the runtime was opened.
+        """Count what this process sent to actors and received from them since the runtime was opened.
 
-        Payloads that actors hand to each other do not come here, and are not counted.
+        Payloads that go from actor to actor are not counted.
         """
         return self._controller.connections.traffic()
 
     async def stack(self, *, patience: float = 1.0) -> RuntimeStack:
-        """What every process is in the middle of: calls, await chains, threads, and which calls each waits for.
+        """The stacks of all processes: calls, await chains, threads, and the calls that each call waits for.
 
-        `print(await rt.stack())` shows it; so does `aiodaft stack` in another terminal.
+        `print(await rt.stack())` shows them; so does `aiodaft stack` in another terminal.
 
         Args:
-            patience: Seconds that a process gets to answer. Of one that does not, because a method keeps its loop or
-                its interpreter busy, the threads are shown all the same, unless it is stopped.
+            patience: Seconds that a process gets to answer. For a process whose loop or interpreter is busy, and which
+                is not stopped, the result has its threads.
 
         Cancellation: nothing is lost.
         """
@@ -255,7 +255,7 @@ class Runtime(Scope):
         return await self._controller.stack(patience)
 
     async def resources(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """What this machine has, and how much of each is free."""
+        """The machine's resources, in all and free."""
         return await self._controller.node.resources()
 
     def __dir__(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Scopes own actors and errors: leaving one closes its actors, and raises the errors that no code has seen."""
+"""Scopes own actors and errors: leaving a scope stops its actors, and raises the errors that no code has seen."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ T = TypeVar("T")
 class Scope(Spawner):
     """An `async with` block that owns actors: `async with rt.scope() as s`.
 
-    Leaving it stops its actors, the last one first; leaving it by an error cancels the calls under way. A scope is a
-    nursery: an error that no code will see (of a call whose ref was dropped, or the death of an actor that no call
-    was made to) cancels the body, as a failing task does in an `asyncio.TaskGroup`. When the block ends, such errors
-    are raised in an ExceptionGroup, together with those that still wait in refs. A `Runtime` does not cancel its body.
+    Leaving it stops its actors, the last one first; leaving it by an error cancels the calls under way. As in an
+    `asyncio.TaskGroup`, an error that no code will see (of a call whose ref was dropped, or of an actor that died while
+    no call was under way) cancels the body. When the block ends, such errors and the unseen errors of refs are raised
+    in an ExceptionGroup. A `Runtime` does not cancel its body.
     """
 
     def __init__(self, controller: Controller, parent: Scope | None = None, restart: Restart | None = None) -> None:
@@ -60,7 +60,7 @@ class Scope(Spawner):
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._controller.is_left_behind:
-            # A forked child leaves the block as well: what it owns is the parent's.
+            # A forked child leaves the block as well; the parent owns the actors.
             return
         cancelled = await self._uncancel(error)
         interrupted = await self._close(graceful=error is None and not self._cancelled_task)
@@ -70,18 +70,18 @@ class Scope(Spawner):
             raise interrupted
 
     def _errors_after(self, error: BaseException | None) -> BaseExceptionGroup[BaseException] | None:
-        """What the block raises in place of the error of its body; None if that goes on as it is."""
+        """The group that the block raises instead of the error of its body; None if that error is raised as it is."""
         for state in self._unseen():
             assert state.error is not None
             self._unhandled.add(state.error)
         return self._unhandled.group(None if isinstance(error, asyncio.CancelledError) else error)
 
     async def _uncancel(self, error: BaseException | None) -> bool:
-        """Take back the cancellation with which `fail` ended the body; True if that was all there was."""
+        """Take back the cancellation by `fail`; True unless the task was cancelled by other code as well."""
         if not self._cancelled_task:
             return False
         if not isinstance(error, asyncio.CancelledError):
-            # The body ended before the cancellation reached it: it arrives here, and is ours.
+            # The body ended before the scope's cancellation reached it: the cancellation arrives here.
             try:
                 await asyncio.sleep(0)
             except asyncio.CancelledError:
@@ -90,10 +90,10 @@ class Scope(Spawner):
         return task is None or task.uncancel() == 0
 
     async def _close(self, *, graceful: bool) -> asyncio.CancelledError | None:
-        """Close everything, whatever happens to the task meanwhile; returns a cancellation that came in between."""
+        """Close everything, also if the task is cancelled meanwhile; returns that cancellation."""
         self._closing = True
         if self._controller.is_closed:
-            # It was closed with everything in it.
+            # The runtime has ended all actors.
             return None
         closing = self._controller.start_task(self._close_all(graceful=graceful), "close a scope")
         interrupted: asyncio.CancelledError | None = None
@@ -108,7 +108,7 @@ class Scope(Spawner):
                         )
                     interrupted = cancelled
         if not closing.cancelled():
-            # Unless the runtime was closed meanwhile, which ends all its tasks.
+            # It is cancelled if the runtime was closed meanwhile.
             closing.result()
         if self._parent is not None:
             self._parent._children.remove(self)
@@ -121,12 +121,12 @@ class Scope(Spawner):
         await self._scope_actors.stop_all(graceful=graceful)
 
     def _unseen(self) -> list[RefState]:
-        """The refs that still hold an error which no code has seen; asked once, at the end."""
+        """The refs whose errors no code has seen; called once, at the end."""
         if self._held and not self._controller.is_closed:
-            # An error that was raised knows frames, and these know refs. Only the collector drops such a circle.
+            # A raised error refers to frames, which refer to refs: only the garbage collector frees such a cycle.
             gc.collect()
             self._controller.objects.drop_now()
-        # Other threads may look at errors too.
+        # Other threads look at errors too.
         unseen = [state for state in list(self._held) if not state.seen]
         self._held = {}
         for state in unseen:
@@ -141,33 +141,33 @@ class Scope(Spawner):
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} stays in the process that opened it: pass handles of actors")
 
-    # Where errors of its actors' refs go.
+    # The errors of its actors' refs.
 
     def fail(self, error: BaseException, what: str) -> None:
-        """An error that no code will see: end the body, and raise it from there."""
+        """End the body for an error that no code will see; the block raises the error."""
         if not self._comes_of_closing(error):
             self._unhandled.add(error)
             self._stop_body(error, what)
 
     def _stop_body(self, error: BaseException, what: str) -> None:
         if self._task is None:
-            # It was opened without a block.
+            # Opened without a block.
             log_error(what, error)
         elif not self._closing and not self._cancelled_task:
             self._cancelled_task = True
             self._task.cancel()
 
     def hold(self, state: RefState) -> None:
-        """An error that waits in a ref."""
+        """Note a ref that has an error."""
         if not self._comes_of_closing(state.error):
             self._held[state] = None
 
     def settle(self, state: RefState) -> None:
-        """Code has seen it."""
+        """Forget a ref whose error was seen."""
         self._held.pop(state, None)
 
     def _comes_of_closing(self, error: BaseException | None) -> bool:
-        """Whether an error is what closing a scope does to the calls under way, and no news."""
+        """Whether an error of a call comes from closing this scope."""
         return self._closing and isinstance(error, OutcomeUnknown | RuntimeClosed | CallCancelled)
 
     # Spawning.
@@ -176,11 +176,11 @@ class Scope(Spawner):
         """A scope inside this one: `async with rt.scope() as s`.
 
         Args:
-            restart: What happens when an actor dies that was spawned in this scope itself (not in one inside it):
-                all those are siblings. It goes before the policy of the class line, and after that of `on`.
+            restart: The policy for the actors spawned in this scope itself, not in scopes inside it: they are siblings.
+                It overrides a policy of the class line; `on` overrides it.
 
         Raises:
-            TypeError: That is no policy.
+            TypeError: `restart` is not a policy.
         """
         if restart is not None and not isinstance(restart, Restart):
             raise TypeError(f"restart={restart!r:.80} is no aiodaft.Restart")
@@ -207,7 +207,7 @@ class Scope(Spawner):
     async def spawn_one(
         self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints, label: str = ""
     ) -> Handle:
-        """Make an actor (what `spawn` does when awaited)."""
+        """Make an actor; awaiting `spawn` does this."""
         what = f"{cls.__name__} cannot be spawned"
         self.check_open(what)
         node = self._controller.options.node_name
@@ -221,7 +221,7 @@ class Scope(Spawner):
     async def spawn_group(
         self, n: int, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
     ) -> Group[Any]:
-        """Make a group of actors, or of services (what `group` and `host_group` do when awaited)."""
+        """Make a group of actors or services; awaiting `group` and `host_group` does this."""
 
         async def grow(first: int, count: int) -> list[Any]:
             base = self._controller.new_label(cls)
@@ -232,7 +232,7 @@ class Scope(Spawner):
 
             ranks = range(first, first + count)
             try:
-                # Waits for all, also if one fails or all are cancelled: each takes back what it has begun.
+                # Waits for all, also if one fails or all are cancelled: each takes back its actor.
                 results = await asyncio.gather(*map(make, ranks), return_exceptions=True)
                 for error in filter(None, results):
                     raise error
@@ -247,14 +247,14 @@ class Scope(Spawner):
     # Stopping.
 
     async def stop(self, actor: object) -> None:
-        """Stop an actor: it takes no more calls, ends those it has within the grace time, and is left. Idempotent.
+        """Stop an actor: it refuses new calls and gets `stop_grace` for the others, then its process ends. Idempotent.
 
-        Cancellation: the actor is killed; it is gone when this raises.
+        Cancellation: the actor is killed, and is gone when this raises.
         """
         await self._stop_handles([actor])
 
     async def kill(self, actor: object) -> None:
-        """End an actor's process at once, with every actor in it. Calls under way fail with ActorDied. Idempotent.
+        """Kill an actor's process, with every actor in it. Calls under way fail with ActorDied. Idempotent.
 
         Cancellation: raised when the process has ended.
         """
@@ -264,7 +264,7 @@ class Scope(Spawner):
     async def stop_group(self, group: Group[Any]) -> None:
         """Stop every member of a group, the last rank first.
 
-        Cancellation: the members that are left are killed; all are gone when this raises.
+        Cancellation: the remaining members are killed, and all are gone when this raises.
         """
         await self._stop_handles(list(group))
 
@@ -273,7 +273,7 @@ class Scope(Spawner):
         targets = [self._target(handle) for handle in reversed(handles)]
 
         def kill() -> None:
-            # A runtime that was closed meanwhile has ended them all.
+            # A closed runtime has ended them all.
             for target in targets if not self._controller.is_closed else ():
                 self._controller.process.tasks.create_task(self._scope_actors.kill(target), name=f"kill {target.label}")
 
@@ -283,14 +283,14 @@ class Scope(Spawner):
     # Looking.
 
     async def info(self, actor: object) -> ActorInfo:
-        """How an actor is doing; also of one that does not answer, from what its node knows."""
+        """How an actor is doing. If its process does not answer, the result has what its node knows."""
         return await look_at(self._controller, self._target(actor), class_of(handle_of(actor)))
 
     async def rebind(self, actor: T) -> T:
-        """A handle of the actor's incarnation that is there now, or comes next; the same one if it follows by itself.
+        """A handle of the actor's current or next incarnation; the same handle if it follows restarts.
 
         Raises:
-            ActorDied: The actor is gone for good.
+            ActorDied: The actor is gone, and is not restarted.
         """
         handle, target = handle_of(actor), self._target(actor)
         if not isinstance(target, FollowingTarget):
@@ -302,7 +302,7 @@ class Scope(Spawner):
         return cast("T", Service(new, class_of(handle)) if isinstance(actor, Service) else new)
 
     def _target(self, actor: object) -> Target:
-        """Where an actor is, whatever incarnation of it the handle leads to."""
+        """The target of an actor, of any incarnation."""
         target = cast("Target", target_of(handle_of(actor)))
         if target.caller.process is not self._controller.process:
             raise ValueError(f"{target.label} belongs to another runtime, that of {target.caller.process.runtime_name}")

@@ -1,4 +1,4 @@
-"""Services: instances of classes that know nothing of aiodaft, called by naming their methods."""
+"""Services: remote instances of plain classes, called by naming their methods."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Service(Generic[T]):
         self._class = cls
         self._methods = methods or PlainMethods(cls)
 
-    # A method of an actor is none of a hosted class: what is given for it cannot be awaited.
+    # An actor's method is not a method of a hosted class: None cannot be awaited.
     @overload
     def call(self, fn: Sig[..., Any] | StreamSig[..., Any], /, *args: Any, **kwargs: Any) -> None: ...
     @overload
@@ -62,7 +62,7 @@ class Service(Generic[T]):
     @overload
     def call(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
     def call(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a public method of the instance: a plain, static, class or special one, such as `Model.__call__`.
+        """Call a public method of the instance: an instance, static, class or special method such as `Model.__call__`.
 
         Returns:
             A `Ref` of the result; for an async generator a `Stream` of its items.
@@ -78,8 +78,8 @@ class Service(Generic[T]):
         """Read an attribute or a property of the instance, on the actor's thread.
 
         Raises:
-            TypeError: It is a method.
-            AttributeError: It is private. Awaiting the ref raises it if there is no such attribute.
+            TypeError: The name is that of a method.
+            AttributeError: The name is private; if there is no such attribute, awaiting the ref raises this.
         """
         if is_private(name):
             raise AttributeError(f"{self._class.__name__}.{name} is private")
@@ -98,7 +98,7 @@ class Service(Generic[T]):
 
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_"):
-                # Python itself asks for such names, also before there is a class.
+                # Python asks for such names even before __init__ has run.
                 raise AttributeError(f"a Service has no attribute {name!r}")
             cls = self._class
             if callable(getattr(cls, name, None)):
@@ -114,10 +114,10 @@ class Service(Generic[T]):
 
 
 class ServiceGroup(Group[Service[T]]):
-    """Instances of one class that `rt.host_group` made, numbered by rank: a `Group` whose members are services.
+    """Instances of one class that `rt.host_group` made, with ranks: a `Group` of services.
 
-    Methods are named by the class, `services.all(LLM.generate, prompts)`. An index gives a service, a slice a group of
-    some of them, which does not own them.
+    Methods are named by the class, `services.all(LLM.generate, prompts)`. An index gives a service, a slice gives a
+    group of some of them, which does not own them.
     """
 
     def __init__(self, members: Iterable[Any], cls: type, grow: Any = None, shrink: Any = None) -> None:

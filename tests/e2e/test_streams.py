@@ -12,8 +12,9 @@ from actors import Box, Echo, Streamer
 from failing import Failing
 
 import aiodaft
+from aiodaft._protocol.stream import CREDIT_WINDOW
 from aiodaft._runtime.objects.received import ReceivedValue
-from aiodaft._runtime.objects.streams import CREDIT_WINDOW, StreamState
+from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.serialization.encoder import Names
 

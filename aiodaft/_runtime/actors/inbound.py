@@ -8,6 +8,7 @@ from typing import Any
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._protocol.messages import ERROR, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
+from aiodaft._protocol.stream import CREDIT_WINDOW
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.actors.responders import LocalResponder, RemoteResponder
 from aiodaft._runtime.connections.connection import Connection
@@ -15,7 +16,6 @@ from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.delivery import Delivery
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_table import RefTable
-from aiodaft._runtime.objects.streams import CREDIT_WINDOW
 from aiodaft._runtime.objects.transfer import Transfer
 from aiodaft._runtime.platform.context import deadline_of
 from aiodaft._runtime.serialization.containers import contains_ref, resolved

@@ -126,7 +126,7 @@ class LocalResponder:
     async def item(self, call: InboundCall, value: Any) -> None:
         state = self.states.get(call.number)
         if isinstance(state, StreamState):
-            state.on_local_item(value)
+            state.on_item((value,))
 
     def cancel(self, number: CallId) -> None:
         """The caller cancels a call, which may be over by now."""

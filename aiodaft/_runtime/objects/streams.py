@@ -1,8 +1,6 @@
 """The consumer's end of a stream: items arrive as far as there is credit, and are taken one by one.
 
-open      items arrive; `next_item` takes them in order
-closing   the consumer has left: items are dropped, and the producer was told to end
-over      the producer has ended: the items that are left, then its error, can still be taken
+`_protocol.stream` has its states.
 """
 
 from __future__ import annotations
@@ -12,21 +10,19 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId
+from aiodaft._protocol.stream import Consumption, Event
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefHost, RefState, release_inputs
 from aiodaft._runtime.platform.tasks import current_task, shield_from_anyio
-from aiodaft.exceptions import DaftError, RuntimeClosed
+from aiodaft.exceptions import RuntimeClosed
 
 # An encoded item, a task that fetches one, or (in a tuple) an object of this process.
 Item: TypeAlias = ReceivedValue | asyncio.Task[ReceivedValue] | tuple[Any]
-
-# How many items the producer may be ahead of the consumer.
-CREDIT_WINDOW: Final = 16
 
 
 class StreamState:
@@ -40,11 +36,8 @@ class StreamState:
         self.connection: Connection | None = None
         self.inputs: list[RefState] | None = None
         self._items: deque[Item] = deque()
-        # Items taken and not credited yet.
-        self._count = 0
         self._error: BaseException | None = None
-        self._over = False
-        self._closing = False
+        self._consumption = Consumption()
         self._changed: asyncio.Future[None] | None = None
         # A task is about to take the first item.
         self.opening = False
@@ -61,40 +54,29 @@ class StreamState:
         """The producer returned."""
         self._end(None)
 
-    def on_item(self, received: ReceivedValue | asyncio.Task[ReceivedValue]) -> None:
+    # Never sent: streams give items.
+    on_result = on_plain
+
+    def on_stored(self) -> None:
+        """Never sent: streams give items."""
+        self._end(None)
+
+    def on_item(self, item: Item) -> None:
         """One more item."""
-        self._add(received)
-
-    def on_local_item(self, value: Any) -> None:
-        """One more item, from an actor of this process."""
-        self._add((value,))
-
-    def _add(self, item: Item) -> None:
         # No code takes the items of a closed stream.
-        if not self._closing:
+        if not self._consumption.is_left:
             self._items.append(item)
             self._wake()
 
-    def on_result(self, received: ReceivedValue) -> None:
-        """Never: streams give items."""
-        self._end(None)
-
-    def on_stored(self) -> None:
-        """Never: streams give items."""
-        self._end(None)
-
     def on_error(self, error: BaseException) -> None:
-        """The producer failed."""
+        """The producer failed, or the connection to it was lost."""
         self._end(error)
 
-    def on_lost(self, error: DaftError) -> None:
-        """The connection to the producer was lost."""
-        self._end(error)
+    on_lost = on_error
 
     def _end(self, error: BaseException | None) -> None:
-        if self._over:
+        if not self._consumption.handle(Event.END):
             return
-        self._over = True
         self._error = error
         release_inputs(self, failed=error is not None)
         watchers, self._watchers = self._watchers, []
@@ -104,7 +86,7 @@ class StreamState:
 
     def watch(self, callback: Callable[[StreamState], object]) -> None:
         """Call back once the producer has ended."""
-        if self._over:
+        if self._consumption.is_over:
             self.process.loop.call_soon(callback, self)
         else:
             self._watchers.append(callback)
@@ -137,7 +119,7 @@ class StreamState:
         self._taking += 1
         try:
             while self.opening or not self._items:
-                if not self._items and (self._over or self._closing):
+                if not self._items and (self._consumption.is_over or self._consumption.is_left):
                     raise self._why_no_more()
                 await self._wait_change()
             # It stays the first until it is decoded: a cancelled consumer leaves it to the next one, in its place.
@@ -160,7 +142,7 @@ class StreamState:
 
     def _why_no_more(self) -> BaseException:
         error, self._error = self._error, None
-        return StopAsyncIteration() if error is None or self._closing else error
+        return StopAsyncIteration() if error is None or self._consumption.is_left else error
 
     async def _open(self, item: Item) -> Any:
         if isinstance(item, tuple):
@@ -179,17 +161,11 @@ class StreamState:
         if self._items and self._items[0] is item:
             # Otherwise the stream was closed meanwhile.
             self._items.popleft()
-        # Half a window at a time: one message for many items.
-        self._count += 1
-        if self._count >= CREDIT_WINDOW // 2 and not self._over:
-            taken, self._count = self._count, 0
-            self._give_credit(taken)
-
-    def _give_credit(self, count: int) -> None:
-        if self.connection is None:
-            self.objects.owner.credit_local(self.number, count)
-        else:
-            self.connection.send(m.credit(self.number, count))
+        credit = self._consumption.take()
+        if credit and self.connection is not None:
+            self.connection.send(m.credit(self.number, credit))
+        elif credit:
+            self.objects.owner.credit_local(self.number, credit)
 
     def loop(self) -> StreamLoop:
         """An `async for` over the stream begins."""
@@ -202,8 +178,8 @@ class StreamState:
         if loop not in self._loops:
             return
         self._loops.remove(loop)
-        used_up = self._over and not self._items
-        if not (self._loops or self._taking or self._closing or used_up):
+        used_up = self._consumption.is_over and not self._items
+        if not (self._loops or self._taking or self._consumption.is_left or used_up):
             # At once, before the loop's next turn: code that takes another item must not get one by chance.
             self._left = why
         self.process.call_soon(partial(self._end_loop, loop))
@@ -218,21 +194,20 @@ class StreamState:
         self._cancel()
         with shield_from_anyio(), suppress(TimeoutError):
             async with asyncio.timeout(self.process.grace):
-                while not self._over:
+                while not self._consumption.is_over:
                     await self._wait_change()
         self._end(None)
 
     def handle_dropped(self) -> None:
         """The `Stream` object is gone. Safe in any thread."""
-        if not self._over and not self._closing:
+        if not (self._consumption.is_over or self._consumption.is_left):
             self.process.call_soon(self._cancel)
 
     def _cancel(self) -> None:
-        if self._closing:
+        if not self._consumption.handle(Event.LEAVE):
             return
-        self._closing = True
         self._items.clear()
-        if self._over:
+        if self._consumption.is_over:
             return
         if self.connection is None:
             self.objects.owner.cancel_local(self.number)

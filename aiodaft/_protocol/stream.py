@@ -1,0 +1,74 @@
+"""The life of a stream at its consumer, and the credit that it gives to the producer. Pure.
+
+OPEN --END--> ENDED       the producer ended: the items that are left, then its error, can still be taken
+  |             |
+LEAVE         LEAVE
+  v             v
+CLOSING --END-> CLOSED    the consumer left: items are dropped, and a producer that runs is cancelled
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+# How many items the producer may be ahead of the consumer.
+CREDIT_WINDOW: Final = 16
+
+
+class Phase(Enum):
+    """How far a stream is."""
+
+    OPEN = "items arrive and are taken"
+    ENDED = "no more items arrive"
+    CLOSING = "no more items are taken; the producer was told"
+    CLOSED = "both"
+
+
+class Event(Enum):
+    """What changes the phase."""
+
+    END = "the producer ended"
+    LEAVE = "the consumer left"
+
+
+# A second END or LEAVE changes nothing.
+_NEXT: Final = {
+    (Phase.OPEN, Event.END): Phase.ENDED,
+    (Phase.OPEN, Event.LEAVE): Phase.CLOSING,
+    (Phase.ENDED, Event.LEAVE): Phase.CLOSED,
+    (Phase.CLOSING, Event.END): Phase.CLOSED,
+}
+
+
+class Consumption:
+    """One stream, as its consumer sees it."""
+
+    def __init__(self) -> None:
+        self._phase = Phase.OPEN
+        # Items taken and not credited yet.
+        self._taken = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the producer ended."""
+        return self._phase in (Phase.ENDED, Phase.CLOSED)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the consumer left."""
+        return self._phase in (Phase.CLOSING, Phase.CLOSED)
+
+    def handle(self, event: Event) -> bool:
+        """Change the phase; False if the event came before."""
+        phase = _NEXT.get((self._phase, event))
+        self._phase = phase or self._phase
+        return phase is not None
+
+    def take(self) -> int:
+        """The consumer took an item. Returns the credit to give: half a window at a time, so in few messages."""
+        self._taken += 1
+        if self._taken < CREDIT_WINDOW // 2 or self.is_over:
+            return 0
+        credit, self._taken = self._taken, 0
+        return credit

@@ -1,13 +1,13 @@
-"""Plans: a captured dataflow, cut into what each process does of it. Pure.
+"""Plans: a captured dataflow, cut into one plan for each process that takes part. Pure.
 
-The values of a dataflow have numbers: first its inputs, then the results of its steps. A plan says for each process
-which steps it runs in which order, which values it needs from elsewhere, where each of its results goes, and what it
-reports to the graph's owner: the outputs, and whatever nobody else waits for, so that the owner knows when a run is
-over.
+The values of a dataflow have numbers: first its inputs, then the results of its steps. The plan of a process lists its
+steps in their order, the values that it needs from other processes, the receivers of each of its results, and the
+results that it reports to the owner of the graph: the outputs, and the results that no step uses. The reports tell the
+owner when a run is over.
 
-The steps of one actor start in their order, each when its arguments are there, as calls made one by one do. A step
-that needs the result of the one before it cannot overlap with that: such a row is one *segment*, which is started
-once.
+The steps of one actor start in their order, each when its arguments are there, as calls made one by one do. A step that
+needs the result of the step before it cannot overlap with that one. A row of such steps is one *segment*, which is
+started once.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Step(Generic[DataT]):
     """One call of a dataflow.
 
     Attributes:
-        actor: Whom to call.
-        name: What that actor is called, such as "Model-1".
+        actor: The actor that is called.
+        name: Its name, such as "Model-1".
         label: The method, such as "Model.execute".
-        line: Where the user wrote it.
-        rules: How its actor treats it.
-        needs: Numbers of the values that its arguments are made of.
-        data: What the shell needs in order to make the call.
+        line: The user's line that makes the call.
+        rules: The mailbox rules of the method.
+        needs: Numbers of the values in its arguments.
+        data: Its arguments, for the shell.
     """
 
     actor: ActorKey
@@ -55,11 +55,11 @@ class Step(Generic[DataT]):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Steps of one actor that run one after the other, as positions in the process's list.
+    """Steps of one actor that run one after the other.
 
     Attributes:
-        steps: Positions.
-        needs: Values that must be there before it starts, each once.
+        steps: Their positions among the steps of the process.
+        needs: The values that must be there before it starts, each once.
     """
 
     steps: tuple[int, ...]
@@ -68,21 +68,21 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SubPlan(Generic[DataT]):
-    """What one process does in each run.
+    """The plan of one process.
 
     Attributes:
         process: The process.
         steps: Its steps, in program order.
-        values: For each of them, the number of its result.
-        segments: How they are started, in this order.
+        values: For each of its steps, the number of the result.
+        segments: Its steps as segments, in the order in which they start.
         inputs: Numbers of the graph's inputs that it needs.
         receives: Values that it needs from other processes, by process.
-        sends: Where the result of a step goes, by the number of the value: other processes that need it.
-        reports: Results that it tells the owner of.
-        outputs: Those of them that the owner wants.
-        uses: How often the arguments of this process's steps are made of a value.
-        labels: What makes the values that are used here.
-        follows: Nothing of it can begin before a value has come from another process.
+        sends: For each of its results, the other processes that need it.
+        reports: Results that it reports to the owner.
+        outputs: The reported results that the owner needs.
+        uses: For each value, how often the steps of this process use it.
+        labels: For each value that is used here, the step or input that makes it.
+        follows: Whether each segment waits for a value of another step.
     """
 
     process: PeerId
@@ -104,10 +104,10 @@ class Dataflow(Generic[DataT]):
     """A captured dataflow.
 
     Attributes:
-        inputs: How many inputs it has.
-        steps: Its calls, as they were made.
-        outputs: Numbers of the values that it gives.
-        orders: For actors whose steps are to start in another order than they were made in: positions of their steps.
+        inputs: The number of its inputs.
+        steps: Its calls, in the order in which they were made.
+        outputs: Numbers of its output values.
+        orders: Positions of an actor's steps in the order in which they start, for actors with an order of their own.
     """
 
     inputs: int
@@ -119,7 +119,7 @@ class Dataflow(Generic[DataT]):
         """The steps of an actor, in the order in which they start.
 
         Raises:
-            CyclicGraph: An order that was given does not name each of them once.
+            CyclicGraph: The actor's own order does not name each of its steps once.
         """
         made = [index for index, step in enumerate(self.steps) if step.actor == actor]
         order = self.orders.get(actor)
@@ -130,14 +130,14 @@ class Dataflow(Generic[DataT]):
         return order
 
     def label_of(self, value: int) -> str:
-        """What makes a value, such as "Model.execute of Model-1"."""
+        """The step or input that makes a value, such as "Model.execute of Model-1"."""
         if value < self.inputs:
             return f"input {value}"
         step = self.steps[value - self.inputs]
         return f"{step.label} of {step.name}"
 
     def with_actors(self, others: Mapping[ActorKey, tuple[ActorKey, str]]) -> Dataflow[DataT]:
-        """The same, with other actors (each with its name) in the places of some."""
+        """The same dataflow with some actors replaced, each by another actor and its name."""
         moved = ((step, others.get(step.actor, (step.actor, step.name))) for step in self.steps)
         steps = tuple(replace(step, actor=actor, name=name) for step, (actor, name) in moved)
         orders = {others.get(actor, (actor, ""))[0]: order for actor, order in self.orders.items()}
@@ -145,7 +145,7 @@ class Dataflow(Generic[DataT]):
 
 
 def make_plan(flow: Dataflow[DataT]) -> dict[PeerId, SubPlan[DataT]]:
-    """What each process does of a dataflow.
+    """Cut a dataflow into the plans of its processes.
 
     Raises:
         CyclicGraph: Steps would wait for each other in a circle.
@@ -197,23 +197,25 @@ def _sub_plan(
 
 
 def _segments(flow: Dataflow[DataT], mine: Sequence[int]) -> tuple[Segment, ...]:
-    """Cut the steps of one process into rows that cannot overlap anyway."""
-    rows: list[tuple[list[int], list[int]]] = []
+    """Join the steps of one process that cannot overlap."""
+    segments: list[tuple[list[int], list[int]]] = []
     last: dict[ActorKey, int] = {}
     for position, index in enumerate(mine):
         step = flow.steps[index]
-        row = rows[last[step.actor]] if step.actor in last else None
-        if row is not None and _continues(flow, mine, row, step):
-            row[0].append(position)
+        segment = segments[last[step.actor]] if step.actor in last else None
+        if segment is not None and _continues(flow, mine, segment, step):
+            segment[0].append(position)
         else:
-            last[step.actor] = len(rows)
-            rows.append(([position], list(_unique(step.needs))))
-    return tuple(Segment(tuple(steps), tuple(needs)) for steps, needs in rows)
+            last[step.actor] = len(segments)
+            segments.append(([position], _unique(step.needs)))
+    return tuple(Segment(tuple(steps), tuple(needs)) for steps, needs in segments)
 
 
-def _continues(flow: Dataflow[DataT], mine: Sequence[int], row: tuple[list[int], list[int]], step: Step[DataT]) -> bool:
-    """Whether a step follows on a row of its actor without having to wait for anything else."""
-    steps, needs = row
+def _continues(
+    flow: Dataflow[DataT], mine: Sequence[int], segment: tuple[list[int], list[int]], step: Step[DataT]
+) -> bool:
+    """Whether a step needs the last result of a segment of its actor, and no value that the segment does not have."""
+    steps, needs = segment
     before = flow.steps[mine[steps[-1]]].rules
     if step.rules.on_thread is not before.on_thread or not (_is_simple(step.rules) and _is_simple(before)):
         return False
@@ -226,7 +228,7 @@ def _is_simple(rules: Rules) -> bool:
 
 
 def _sorted(flow: Dataflow[DataT], orders: Mapping[ActorKey, Sequence[int]]) -> list[int]:
-    """The steps in an order that every data edge and every actor's order agree with (Kahn's algorithm)."""
+    """Sort the steps by their data and by the orders of the actors (Kahn's algorithm)."""
     before: list[set[int]] = [
         {value - flow.inputs for value in step.needs if value >= flow.inputs} for step in flow.steps
     ]
@@ -249,12 +251,12 @@ def _sorted(flow: Dataflow[DataT], orders: Mapping[ActorKey, Sequence[int]]) -> 
                 ready.append(later)
     if len(done) < len(flow.steps):
         raise _circle(flow, before, set(range(len(flow.steps))).difference(done))
-    # As the user wrote it, unless somebody gave another order.
+    # Program order is such an order, if no actor has its own.
     return done if flow.orders else sorted(done)
 
 
 def _circle(flow: Dataflow[DataT], before: Sequence[set[int]], stuck: set[int]) -> CyclicGraph:
-    """Walk back from a stuck step, always to one that is stuck too, until one comes again."""
+    """Walk back from a stuck step to stuck steps that it waits for, until one comes again."""
     path = [min(stuck)]
     while True:
         earlier = min(before[path[-1]] & stuck)

@@ -1,4 +1,4 @@
-"""Plans: every step once, every value to whoever needs it, in an order that can be kept, or refused."""
+"""Plans: every step once, every value to the processes that need it, in an order that can be kept, or refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiodaft.exceptions import CyclicGraph
 def run(plans: dict[PeerId, SubPlan[None]], inputs: int) -> tuple[list[int], set[int]]:
     """Play a run, each segment as late as its needs and its actor's order make it: the steps done, the reports.
 
-    Who follows hears of the run with the first value that comes.
+    A process that follows hears of the run with the first value that comes.
     """
     has: dict[PeerId, set[int]] = {process: set(plan.inputs) for process, plan in plans.items()}
     waiting = {
@@ -39,7 +39,7 @@ def run(plans: dict[PeerId, SubPlan[None]], inputs: int) -> tuple[list[int], set
             made = set(segments[0].needs)
             for position in segments.popleft().steps:
                 value = plan.values[position]
-                assert made.issuperset(plan.steps[position].needs), "a row has what its steps need"
+                assert made.issuperset(plan.steps[position].needs), "a segment has what its steps need"
                 made.add(value)
                 has[process].add(value)
                 done.append(value - inputs)
@@ -78,7 +78,7 @@ def test_steps_of_an_actor_keep_their_order(flow: Dataflow[None]) -> None:
             assert order == sorted(order)
 
 
-def test_a_chain_on_one_actor_is_one_row() -> None:
+def test_a_chain_on_one_actor_is_one_segment() -> None:
     a = actor(1)
     plan = make_plan(Dataflow(1, tuple(step(a, index) for index in range(128)), (128,)))[a[0]]
     assert [len(segment.steps) for segment in plan.segments] == [128]
@@ -86,7 +86,7 @@ def test_a_chain_on_one_actor_is_one_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "rows"),
+    ("steps", "lengths"),
     [
         ((step(actor(1), 0), step(actor(1), 1, rules=THREAD)), [1, 1]),  # the loop, then the thread
         ((step(actor(1), 0, rules=BOUNDED), step(actor(1), 1, rules=BOUNDED)), [1, 1]),  # each counts by itself
@@ -96,11 +96,11 @@ def test_a_chain_on_one_actor_is_one_row() -> None:
         ((step(actor(1), 0), step(actor(1), 1, 0)), [2]),
     ],
 )
-def test_a_row_is_what_could_not_overlap_and_waits_for_nothing_else(
-    steps: tuple[Step[None], ...], rows: list[int]
+def test_a_segment_is_what_could_not_overlap_and_waits_for_no_other_value(
+    steps: tuple[Step[None], ...], lengths: list[int]
 ) -> None:
     plan = make_plan(Dataflow(1, steps, (len(steps),)))[actor(1)[0]]
-    assert [len(segment.steps) for segment in plan.segments] == rows
+    assert [len(segment.steps) for segment in plan.segments] == lengths
 
 
 def test_orders_that_wait_for_each_other_are_refused_with_the_circle_and_its_lines() -> None:

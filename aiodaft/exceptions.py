@@ -5,7 +5,7 @@ whether the call ran: True, False (it did not: safe to retry) or None (unknown).
 
 DaftError
 ├── SerializationError       a value cannot travel; names the path to it
-├── CyclicGraph              the steps of a graph would wait for each other in a circle
+├── CyclicGraph              the steps of a graph would wait for each other in a cycle
 ├── ResourceExhausted        the system refuses a descriptor or memory for a value; names the limit
 ├── Closed                   you closed what you use
 │   ├── RuntimeClosed        the runtime, or the scope that owned the actor
@@ -106,7 +106,7 @@ class SerializationError(DaftError, TypeError):
 
 
 class CyclicGraph(DaftError, ValueError):
-    """The steps of a graph would wait for each other in a circle; the message says which, and their source lines."""
+    """The steps of a graph would wait for each other in a cycle; the message says which, and their source lines."""
 
     executed = False
 

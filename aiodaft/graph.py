@@ -231,7 +231,7 @@ def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -
     Raises:
         TypeError: `fn` uses a value, which does not exist yet, or does not return refs of its calls.
         SerializationError: A constant cannot travel.
-        CyclicGraph: Steps would wait for each other in a circle.
+        CyclicGraph: Steps would wait for each other in a cycle.
     """
     process = current_process()
     peer = process.part(Peer)

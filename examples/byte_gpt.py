@@ -1,4 +1,4 @@
-"""A small GPT over bytes that can be cut into stages anywhere, and text for it. What `pipeline_gpt.py` trains."""
+"""A small GPT over bytes that can be cut into stages anywhere, and text for it; used by `pipeline_gpt.py`."""
 
 import random
 import sysconfig
@@ -12,7 +12,7 @@ WIDTH, HEADS, CONTEXT, LAYERS, STEPS = 32, 4, 64, 8, 6
 
 
 class Stage(nn.Module):
-    """Some layers of the model, which is the same however it is cut."""
+    """Some layers of the model. Every cut gives the same model."""
 
     def __init__(self, stage: int, stages: int) -> None:
         super().__init__()

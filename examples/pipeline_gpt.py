@@ -1,4 +1,4 @@
-"""Train a GPT in a pipeline: the schedule is data, and what comes out is what one process computes, bit for bit.
+"""Train a GPT in a pipeline: the schedule is data, and the result is bit for bit that of one process.
 
     python examples/pipeline_gpt.py --schedule zbv --ranks 2 --microbatches 4
 
@@ -61,7 +61,7 @@ class Rank(aiodaft.Actor):
 
     @aiodaft.method
     def weights(self, stage: int, microbatch: int) -> None:
-        # Goes through the stage's activations once more; kernels that keep what `backward` saw of them need not.
+        # Goes through the stage's activations once more; kernels that save them in `backward` need not.
         _, y, gradient = self.saved.pop((stage, microbatch))
         y.backward(gradient, inputs=list(self.stages[stage].parameters()))
 

@@ -39,13 +39,13 @@ class Counter(aiodaft.Actor, restart=aiodaft.Restart(intensity=2, period=60)):
 async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            # A scope is cancelled when the policy gives up; a runtime goes on.
+            # When the policy gives up, the scope is cancelled, and the runtime goes on.
             async with aiodaft.Runtime() as rt, rt.scope() as scope:
                 counter = await scope.spawn(Counter, f"{folder}/checkpoint")
                 for number in range(1, 5):
                     print(await counter.count_to(number))
                 print((await rt.info(counter)).restarts, "restart")
-                # Until it is enough: then the error of the policy ends the scope.
+                # After too many deaths, the error of the policy ends the scope.
                 while True:
                     with contextlib.suppress(aiodaft.ActorDied):
                         await counter.die()

@@ -1,6 +1,6 @@
 """Train a GPT that is cut in two, each half in a process of its own, next to the same GPT in one process.
 
-`train_in_two` is the whole distributed program: it says what happens, in order, and waits for nothing but the losses.
+`train_in_two` is the whole distributed program: it makes the calls in order, and waits only for the losses.
 Activations go from the first half to the second, gradients go back, and neither passes through this process.
 """
 
@@ -19,7 +19,7 @@ WIDTH, HEADS, CONTEXT, STEPS = 64, 4, 128, 60
 
 
 class Blocks(nn.Module):
-    # Two transformer blocks in which a byte sees those before it.
+    # Two transformer blocks in which each byte sees the bytes before it.
     def __init__(self) -> None:
         super().__init__()
         options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
@@ -143,7 +143,9 @@ async def main() -> None:
         try:
             await front.backward(back.learn(torch.zeros(2, 3, WIDTH + 1), torch.zeros(2, 3)))
         except RuntimeError:
-            print(f"\nAn error in the second half, as whoever needs its result sees it:\n\n{traceback.format_exc()}")
+            print(
+                f"\nAn error in the second half, as a task that needs its result sees it:\n\n{traceback.format_exc()}"
+            )
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def make_plan(flow: Dataflow[DataT]) -> dict[PeerId, SubPlan[DataT]]:
     """Cut a dataflow into the plans of its processes.
 
     Raises:
-        CyclicGraph: Steps would wait for each other in a circle.
+        CyclicGraph: Steps would wait for each other in a cycle.
     """
     actors = _unique(step.actor for step in flow.steps)
     orders = {actor: flow.order_of(actor) for actor in actors}
@@ -250,12 +250,12 @@ def _sorted(flow: Dataflow[DataT], orders: Mapping[ActorKey, Sequence[int]]) -> 
             if not missing[later]:
                 ready.append(later)
     if len(done) < len(flow.steps):
-        raise _circle(flow, before, set(range(len(flow.steps))).difference(done))
+        raise _cycle(flow, before, set(range(len(flow.steps))).difference(done))
     # Program order is such an order, if no actor has its own.
     return done if flow.orders else sorted(done)
 
 
-def _circle(flow: Dataflow[DataT], before: Sequence[set[int]], stuck: set[int]) -> CyclicGraph:
+def _cycle(flow: Dataflow[DataT], before: Sequence[set[int]], stuck: set[int]) -> CyclicGraph:
     """Walk back from a stuck step to stuck steps that it waits for, until one comes again."""
     path = [min(stuck)]
     while True:
@@ -263,12 +263,12 @@ def _circle(flow: Dataflow[DataT], before: Sequence[set[int]], stuck: set[int]) 
         if earlier in path:
             break
         path.append(earlier)
-    circle = path[path.index(earlier) :]
-    lines = [f"  {flow.steps[index].label} ({flow.steps[index].line})" for index in circle]
+    cycle = path[path.index(earlier) :]
+    lines = [f"  {flow.steps[index].label} ({flow.steps[index].line})" for index in cycle]
     if len(lines) > _SHOWN:
-        lines[_SHOWN:] = [f"  ... and {len(circle) - _SHOWN} more"]
+        lines[_SHOWN:] = [f"  ... and {len(cycle) - _SHOWN} more"]
     text = "\n".join(lines)
-    return CyclicGraph(f"these steps wait for each other in a circle, each for the next:\n{text}")
+    return CyclicGraph(f"these steps wait for each other in a cycle, each for the next:\n{text}")
 
 
 def _unique(items: Iterable[KeyT]) -> list[KeyT]:

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: schedules as data, and what runs them.
+"""Pipeline parallelism: schedules as data, and `drive`, which runs them on actors.
 
-A schedule is a list of tasks per rank. Write one by hand, take one of the known ones, or let a solver make one:
-`simulate` says what it costs, and `drive` runs it on actors.
+A schedule is a list of tasks per rank. Write one by hand, take a known one, or let a solver make one: `simulate`
+computes its cost, and `drive` runs it.
 """
 
 from .catalog import gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zbv

@@ -1,7 +1,8 @@
-"""Pipeline schedules that the field knows by name. Each takes how many ranks and micro-batches there are.
+"""The pipeline schedules of the literature, for a number of ranks and micro-batches.
 
-With unit costs of forward, backward (input) and backward (weights), `p` ranks and enough micro-batches `m`, the worst
-rank idles, and the most activations that one rank holds are, counted in those of its whole share of the model:
+The table is for `p` ranks, enough micro-batches `m` and unit costs of forward, backward (input) and backward (weights).
+"Idle" is the idle time of the worst rank; "held" the most activations that one rank holds, in activations of its whole
+share of the model.
 
 | schedule | idle | held | from |
 |---|---|---|---|
@@ -23,7 +24,7 @@ from .schedule import Kind, Schedule, Task
 __all__ = ["gpipe", "interleaved", "one_f_one_b", "zb_h1", "zb_h2", "zbv"]
 
 F, B, W = Kind
-# Chunks of the V: a rank has one stage on the way down, and one on the way up.
+# Each rank of the V has one stage on the way down, and one on the way up.
 _DOWN: Final = 0
 _UP: Final = 1
 
@@ -35,13 +36,13 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """One forward, one backward, after as many forwards as it takes to fill the pipeline behind."""
+    """One forward, one backward, after the forwards that fill the ranks behind."""
     _check(ranks, microbatches)
     return [_steady(rank, microbatches, warm_up=ranks - rank - 1) for rank in range(ranks)]
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """1F1B with weight gradients put off to where ranks would idle: a third of the bubble, no more memory."""
+    """1F1B with weight gradients in the time when ranks would idle: a third of the bubble, the same memory."""
     _check(ranks, microbatches)
     return [_steady(rank, microbatches, warm_up=ranks - rank - 1, lag=rank) for rank in range(ranks)]
 
@@ -49,7 +50,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
     """Twice the warm-up of ZB-H1, twice the delay: no bubble (from `2 * ranks - 1` micro-batches), twice the memory.
 
-    Without a bubble ranks do not end together: the optimizer must not make them wait for each other.
+    The ranks end at different times: for no bubble, the optimizer must not make them wait for each other.
     """
     _check(ranks, microbatches)
     return [_steady(rank, microbatches, warm_up=2 * (ranks - rank - 1), lag=2 * rank) for rank in range(ranks)]
@@ -59,7 +60,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """1F1B over several stages per rank, far apart in the model: a bubble that is `chunks` times smaller.
 
     Raises:
-        ValueError: Micro-batches do not come in whole rounds of `ranks`.
+        ValueError: The number of micro-batches is no multiple of `ranks`.
     """
     _check(ranks, microbatches, chunks)
     if microbatches % ranks:
@@ -90,7 +91,7 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
 
 
 def _steady(rank: int, microbatches: int, *, warm_up: int, lag: int | None = None) -> list[Task]:
-    """Forwards to begin with, then forward and backward in turn; weights come `lag` micro-batches behind, if apart."""
+    """Warm-up forwards, then forward and backward in turn; with `lag`, W tasks come that many micro-batches later."""
     tasks = [Task(rank, mb, F) for mb in range(min(warm_up, microbatches))]
     for mb in range(microbatches):
         tasks += [Task(rank, mb + warm_up, F)] if mb + warm_up < microbatches else []
@@ -119,7 +120,7 @@ def _one_side_of_v(rank: int, ranks: int, microbatches: int) -> list[Task]:
         work(1, (F, _DOWN), (B, _DOWN), (W, _DOWN), (F, _UP), (B, _UP), (W, _UP))
     work(rank, (B, _DOWN), (B, _UP))
     work(ranks - rank, (B, _DOWN), (W, _DOWN))
-    # What is left of both sides, in the order of the micro-batches.
+    # The remaining W tasks of both sides, in the order of the micro-batches.
     while done[W, _DOWN] < microbatches or done[W, _UP] < microbatches:
         work(1, (W, _UP) if done[W, _UP] <= done[W, _DOWN] else (W, _DOWN))
     return tasks

@@ -1,4 +1,4 @@
-"""Runs a schedule on actors: eagerly, or captured by `aiodaft.compile`."""
+"""Runs a schedule on actors: call by call, or captured by `aiodaft.compile`."""
 
 from __future__ import annotations
 
@@ -13,55 +13,53 @@ __all__ = ["PipelineRank", "drive"]
 
 
 class PipelineRank(Protocol):
-    """What a schedule asks of an actor: methods of these names, all of them `def`, so that they run in order.
+    """The methods that a schedule calls on an actor. They are all `def`, so that they run in order.
 
-    A rank keeps the activations of a micro-batch from its `forward` to its `backward` (or `weights`, if apart).
+    A rank keeps the activations of a micro-batch from its `forward` to its `backward` (or to its `weights`, if the
+    schedule has W tasks).
     """
 
     def start(self, batch: Any) -> Ref[None]:
-        """A run begins: the batch for ranks with the first or the last stage, None for others."""
+        """Begin a run: with the batch on ranks with the first or the last stage, with None on others."""
         ...
 
     def forward(self, stage: int, microbatch: int, x: Any) -> Ref[Any]:
-        """Activations of a stage; `x` is None for the first one, which takes its micro-batch from the batch.
+        """Compute the activations of a stage. `x` is None for the first stage, which takes its part of the batch.
 
-        What the last stage returns is what its `backward` gets: None, if the actor keeps the loss.
+        The `backward` of the last stage gets what its `forward` returns: None, if the actor keeps the loss.
         """
         ...
 
     def backward(self, stage: int, microbatch: int, gradient: Any) -> Ref[Any]:
-        """Gradient of the stage's input, of what comes from the stage behind (from its own `forward` at the last)."""
+        """Compute the gradient of the stage's input from that of its output (at the last stage: see `forward`)."""
         ...
 
     def weights(self, stage: int, microbatch: int) -> Ref[None]:
-        """Gradients of the stage's weights; called only by schedules that have them apart."""
+        """Compute the gradients of the stage's weights; only schedules with W tasks call it."""
         ...
 
     def finish(self, done: Any) -> Ref[Any]:
-        """The run is over: say what came of it, such as the losses.
+        """End a run, and return a result, such as the losses.
 
-        `done` holds nothing but None: it is there so that no rank finishes (and steps its optimizer) unless all went
-        well.
+        `done` contains only None. If any task fails, it fails too: then no rank finishes and steps its optimizer.
         """
         ...
 
 
 def drive(schedule: Schedule, ranks: Sequence[PipelineRank], batch: Any) -> list[Ref[Any]]:
-    """Run a schedule once: returns what each rank's `finish` gives.
+    """Run a schedule once. Returns the results of the ranks' `finish`.
 
-    Every call is made at once and in an order in which no task comes before what it needs; each rank runs its own in
-    the order of the schedule. Activations and gradients go from rank to rank as refs, so that nothing passes through
-    the caller, and no order of sends and receives can be wrong.
+    All calls are made at once, and each rank runs its own in the order of the schedule. Activations and gradients go
+    from rank to rank as refs: they do not pass through the caller, and there are no sends and receives to put in order.
+    If a task fails, every returned ref fails with its error.
 
     Args:
         schedule: For each rank its tasks.
         ranks: The actors.
         batch: A value or ref for the ranks with the first and the last stage.
 
-    An error of any task is the error of every ref that is returned.
-
     Raises:
-        ScheduleError: The schedule cannot be run, or has not as many ranks as there are actors.
+        ScheduleError: The schedule cannot be run, or its number of ranks is not that of the actors.
     """
     if len(schedule) != len(ranks):
         raise ScheduleError(f"a schedule for {len(schedule)} ranks cannot run on {len(ranks)} actors")
@@ -82,7 +80,7 @@ def drive(schedule: Schedule, ranks: Sequence[PipelineRank], batch: Any) -> list
             results[task] = actor.backward(stage, microbatch, gradient)
         else:
             results[task] = actor.weights(stage, microbatch)
-    # Whatever fails makes the last task of its micro-batch fail, back at the first stage.
+    # A task that fails makes the last task of its micro-batch fail, the backward of the first stage.
     ended = [ref for task, ref in results.items() if task.stage == 0 and task.kind is Kind.B]
     return [actor.finish([*began, *ended, *_weights_on(rank, rank_of, results)]) for rank, actor in enumerate(ranks)]
 

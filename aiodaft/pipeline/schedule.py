@@ -1,6 +1,6 @@
-"""Pipeline schedules as data: which rank computes what, in which order.
+"""Pipeline schedules as data: the tasks of each rank, in order.
 
-A schedule says nothing of transfers: those follow from it (`transfers`), and aiodaft makes them by passing refs.
+A schedule does not list transfers: they follow from it (`transfers`), and aiodaft makes them by passing refs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["UNIT_COSTS", "Kind", "Schedule", "ScheduleError", "Task", "Timeline"
 class Kind(Enum):
     """What a task computes for one micro-batch on one stage.
 
-    Where a schedule has `W` tasks, `B` is the gradient of the stage's input and `W` that of its weights
-    (Qi et al., "Zero Bubble Pipeline Parallelism", 2023); elsewhere `B` is both.
+    In a schedule with `W` tasks, `B` computes the gradient of the stage's input and `W` that of its weights (Qi et al.,
+    "Zero Bubble Pipeline Parallelism", 2023); otherwise `B` computes both.
     """
 
     F = "forward"
@@ -30,7 +30,7 @@ class Kind(Enum):
 
 
 class Task(NamedTuple):
-    """One piece of work. Stages are numbered through the model; a rank may have several."""
+    """One task. Stages are numbered through the model; a rank may have several."""
 
     stage: int
     microbatch: int
@@ -40,18 +40,18 @@ class Task(NamedTuple):
         return f"{self.kind.name}(stage {self.stage}, micro-batch {self.microbatch})"
 
 
-# For each rank (each actor), its tasks in the order in which it runs them.
+# For each rank, its tasks in the order in which it runs them.
 Schedule: TypeAlias = Sequence[Sequence[Task]]
 
 UNIT_COSTS: Final[Mapping[Kind, float]] = {Kind.F: 1.0, Kind.B: 1.0, Kind.W: 1.0}
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be run: something is missing, is there twice, or waits for itself."""
+    """A schedule that cannot be run: a task is missing or repeated, or tasks wait for each other."""
 
 
 class Transfer(NamedTuple):
-    """What one task sends another one, on another rank: activations (F) or gradients (B)."""
+    """Activations (F) or gradients (B) that one task sends to a task of another rank."""
 
     source: Task
     target: Task
@@ -61,14 +61,14 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule in time.
+    """The times of a schedule.
 
     Attributes:
-        starts: When each task begins.
-        ends: When it is done.
-        idle: For each rank, the time between its first and its last task in which it does nothing.
-        held: For each rank, the most activations (micro-batches of a stage, between F and the end of B and W) that
-            it has at a time.
+        starts: The start of each task.
+        ends: The end of each task.
+        idle: For each rank, its idle time between its first and its last task.
+        held: For each rank, the most activations (of one micro-batch and stage, from F to the end of B and W) that it
+            holds at a time.
     """
 
     starts: Mapping[Task, float]
@@ -78,19 +78,19 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """When everything is done."""
+        """The end of the last task."""
         return max(self.ends.values())
 
     def order(self) -> list[Task]:
-        """All tasks in the order in which they begin: each comes after what it needs."""
+        """All tasks in the order in which they begin: each comes after the tasks that it needs."""
         return sorted(self.starts, key=lambda task: (self.starts[task], self.ends[task]))
 
 
 def simulate(schedule: Schedule, costs: Mapping[Kind, float] = UNIT_COSTS) -> Timeline:
-    """Run a schedule in thought. Transfers take no time; a `B` of a schedule without `W` tasks takes both costs.
+    """Compute the times of a schedule. Transfers take no time; without `W` tasks, a `B` takes the costs of both.
 
     Raises:
-        ScheduleError: It cannot be run; says what is missing or double, or which tasks wait for each other.
+        ScheduleError: It cannot be run: a task is missing or repeated, or tasks wait for each other.
     """
     ranks = rank_of_stages(schedule)
     split = _is_split(schedule, len(ranks))
@@ -118,7 +118,7 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, float] = UNIT_COSTS) -> Ti
 
 
 def transfers(schedule: Schedule) -> list[Transfer]:
-    """What goes from rank to rank in one run: each task's needs that another rank makes.
+    """The transfers from rank to rank in one run.
 
     Raises:
         ScheduleError: As `simulate`.
@@ -133,7 +133,7 @@ def transfers(schedule: Schedule) -> list[Transfer]:
 
 
 def needs(task: Task, stages: int) -> Iterator[Task]:
-    """The tasks whose results a task works on, where the model has so many stages."""
+    """The tasks that a task needs the results of, in a model with this number of stages."""
     stage, microbatch, kind = task
     if kind is Kind.F:
         if stage > 0:
@@ -148,7 +148,7 @@ def rank_of_stages(schedule: Schedule) -> list[int]:
     """The rank of each stage.
 
     Raises:
-        ScheduleError: A stage is nowhere, or on two ranks.
+        ScheduleError: A stage has no rank, or two.
     """
     ranks: dict[int, int] = {}
     for rank, tasks in enumerate(schedule):
@@ -164,7 +164,7 @@ def rank_of_stages(schedule: Schedule) -> list[int]:
 
 
 def _is_split(schedule: Schedule, stages: int) -> bool:
-    """Whether gradients are split, after a look at whether everything is there once."""
+    """Check that each task is there once. Returns whether the schedule has `W` tasks."""
     counts = Counter(task for tasks in schedule for task in tasks)
     split = any(task.kind is Kind.W for task in counts)
     microbatches = 1 + max(task.microbatch for task in counts)
@@ -181,12 +181,12 @@ def _is_split(schedule: Schedule, stages: int) -> bool:
         raise ScheduleError(f"{task} is no task of this schedule: micro-batches are numbered from 0")
     for task, count in counts.items():
         if count > 1:
-            raise ScheduleError(f"{task} is there {count} times")
+            raise ScheduleError(f"{task} is listed {count} times")
     return split
 
 
 def _cycle(schedule: Schedule, position: Sequence[int], ends: Mapping[Task, float], stages: int) -> str:
-    """Describe why nothing can go on: each stuck rank waits for a task that comes later on a stuck rank."""
+    """Describe a cycle of stuck ranks: each waits for a task that comes later on another one."""
     ranks = rank_of_stages(schedule)
     heads = {rank: tasks[position[rank]] for rank, tasks in enumerate(schedule) if position[rank] < len(tasks)}
     seen: list[int] = []
@@ -199,7 +199,7 @@ def _cycle(schedule: Schedule, position: Sequence[int], ends: Mapping[Task, floa
         other = ranks[awaited.stage]
         steps[rank] = f"rank {rank} is at {head} and waits for {awaited}, which rank {other} has after {heads[other]}"
         rank = other
-    return "the schedule waits for itself: " + "; ".join(steps[rank] for rank in seen[seen.index(rank) :])
+    return "tasks of the schedule wait for each other: " + "; ".join(steps[rank] for rank in seen[seen.index(rank) :])
 
 
 def _idle(tasks: Sequence[Task], starts: Mapping[Task, float], ends: Mapping[Task, float]) -> float:

@@ -161,7 +161,7 @@ async def test_a_schedule_that_waits_for_itself_is_refused_where_it_is_compiled(
         [Task(0, 0, Kind.F), Task(0, 0, Kind.B), Task(0, 1, Kind.F), Task(0, 1, Kind.B)],
         [Task(1, 1, Kind.F), Task(1, 0, Kind.F), Task(1, 0, Kind.B), Task(1, 1, Kind.B)],
     ]
-    with pytest.raises(ScheduleError, match="waits for itself: rank 0 is at B.*; rank 1 is at F") as caught:
+    with pytest.raises(ScheduleError, match="wait for each other: rank 0 is at B.*; rank 1 is at F") as caught:
         aiodaft.compile(functools.partial(drive, stuck, ranks))
     with pytest.raises(ScheduleError) as interpreted:
         drive(stuck, ranks, ["a", "b"])

@@ -92,7 +92,7 @@ def test_a_cycle_is_refused_and_named() -> None:
     with pytest.raises(ScheduleError) as caught:
         simulate(stuck)
     assert str(caught.value) == (
-        "the schedule waits for itself: rank 0 is at B(stage 0, micro-batch 0) and waits for "
+        "tasks of the schedule wait for each other: rank 0 is at B(stage 0, micro-batch 0) and waits for "
         "B(stage 1, micro-batch 0), which rank 1 has after F(stage 1, micro-batch 1); "
         "rank 1 is at F(stage 1, micro-batch 1) and waits for F(stage 0, micro-batch 1), "
         "which rank 0 has after B(stage 0, micro-batch 0)"
@@ -103,7 +103,7 @@ def test_a_cycle_is_refused_and_named() -> None:
     ("schedule", "message"),
     [
         ([[Task(0, 0, F)]], "B(stage 0, micro-batch 0) is missing"),
-        ([[Task(0, 0, F), Task(0, 0, F), Task(0, 0, B)]], "F(stage 0, micro-batch 0) is there 2 times"),
+        ([[Task(0, 0, F), Task(0, 0, F), Task(0, 0, B)]], "F(stage 0, micro-batch 0) is listed 2 times"),
         ([[Task(0, 0, F)], [Task(0, 0, B)]], "stage 0 is on rank 0 and on rank 1"),
         ([[Task(1, 0, F), Task(1, 0, B)]], "no rank has stage 0"),
         ([[Task(0, 0, F), Task(0, 0, B), Task(0, -1, F)]], "micro-batches are numbered from 0"),

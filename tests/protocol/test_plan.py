@@ -115,7 +115,7 @@ def test_orders_that_wait_for_each_other_are_refused_with_the_circle_and_its_lin
     )
     assert set(make_plan(Dataflow(0, steps, (1, 4)))) == {a[0], b[0]}
     stuck = Dataflow(0, steps, (1, 4), {a: [3, 0, 4], b: [1, 2]})
-    with pytest.raises(CyclicGraph, match="circle") as caught:
+    with pytest.raises(CyclicGraph, match="cycle") as caught:
         make_plan(stuck)
     assert sorted(re.findall(r"pipe\.py:\d+", str(caught.value))) == [f"pipe.py:{line}" for line in (10, 11, 12, 13)]
 

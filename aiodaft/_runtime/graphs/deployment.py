@@ -62,7 +62,7 @@ class Deployment:
         """Cut the dataflow up.
 
         Raises:
-            CyclicGraph: Its steps would wait for each other in a circle.
+            CyclicGraph: Its steps would wait for each other in a cycle.
         """
         self._context = context
         self.number = context.process.next_number()

@@ -49,7 +49,7 @@ class GraphOwner:
         """Cut the dataflow up and begin to tell the processes. `own` has the graphs of this process by deployment.
 
         Raises:
-            CyclicGraph: Its steps would wait for each other in a circle.
+            CyclicGraph: Its steps would wait for each other in a cycle.
         """
         self.inputs = dataflow.inputs
         self.specs = specs

@@ -45,7 +45,7 @@ class Graphs:
         """Own a graph.
 
         Raises:
-            CyclicGraph: Its steps would wait for each other in a circle.
+            CyclicGraph: Its steps would wait for each other in a cycle.
         """
         return GraphOwner(self._context, self.own, dataflow, specs, max_in_flight)
 

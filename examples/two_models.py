@@ -143,9 +143,7 @@ async def main() -> None:
         try:
             await front.backward(back.learn(torch.zeros(2, 3, WIDTH + 1), torch.zeros(2, 3)))
         except RuntimeError:
-            print(
-                f"\nAn error in the second half, as a task that needs its result sees it:\n\n{traceback.format_exc()}"
-            )
+            print(f"\nAn error in the second half, as seen where its result is needed:\n\n{traceback.format_exc()}")
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ class Controller:
             prefix=options.isolation,
             timeouts=options.env.timeouts,
         )
-        self.launcher.on_rung = self._show_stacks
+        self.launcher.on_stack_request = self._show_stacks
         agent = self._make_agent(root)
         self.node = peer.node_agent()
         self.coordinator = cast("Coordinator", peer.caller.handle(peer_id, COORDINATOR, "coordinator", Coordinator))

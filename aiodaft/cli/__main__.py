@@ -17,8 +17,8 @@ def main() -> int:
     parser.add_argument("--version", action="version", version=f"aiodaft {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="say what works on this machine, what does not, and why")
-    stack = commands.add_parser("stack", help="show what every process of a running controller is in the middle of")
-    stack.add_argument("--pid", type=int, help="the controller's process; all of this user's, unless said")
+    stack = commands.add_parser("stack", help="show the stacks of every process of a running controller")
+    stack.add_argument("--pid", type=int, help="the controller's process; default: all controllers of this user")
     arguments = parser.parse_args()
     return show_stacks(arguments.pid) if arguments.command == "stack" else run(examine())
 

@@ -1,4 +1,4 @@
-"""`aiodaft doctor`: what works on this machine, what does not, and why. Everything is tried, nothing is assumed."""
+"""`aiodaft doctor`: tries each feature on this machine, and prints which work and why others do not."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def _try_transport(name: str) -> tuple[str, float]:
             return "", time.perf_counter() - start
     except TransportError as error:
         return str(error), 0.0
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
+    except Exception as error:  # noqa: BLE001 - every error is a finding
         return f"{type(error).__name__}: {error}", 0.0
 
 
@@ -73,7 +73,7 @@ async def _try_cuda() -> str:
             seconds, direct = time.perf_counter() - start, rt.traffic().device_received
     except TransportError as error:
         return f"does not work: {error}"
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
+    except Exception as error:  # noqa: BLE001 - every error is a finding
         return f"does not work: {type(error).__name__}: {error}"
     if not same or not direct:
         return (

@@ -1,4 +1,4 @@
-"""`aiodaft stack`: what every process of a running controller is in the middle of."""
+"""`aiodaft stack`: prints the stacks of every process of a running controller."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 from contextlib import suppress
 from typing import Final
 
-from aiodaft._runtime.diagnostics.attach import DOORBELL, address, is_trusted
+from aiodaft._runtime.diagnostics.attach import STACK_SIGNAL, address, is_trusted
 
-# Seconds for a controller to connect, and between parts of its answer.
+# Seconds until a controller connects, and between parts of its answer.
 _PATIENCE: Final = 10.0
 _FORK_SERVER: Final = b"aiodaft._runtime.node.forkserver"
 
 
 def show_stacks(pid: int | None) -> int:
-    """Print the stacks of one controller, or of all of this user; returns the exit status."""
+    """Print the stacks of one controller, or of all controllers of this user; returns the exit status."""
     servers = [server for server in _fork_servers() if pid is None or pid in _ancestors(server)[:2]]
     if not servers:
         where = "on this machine" if pid is None else f"in process {pid}"
@@ -37,7 +37,7 @@ def _ask(server: int) -> str:
         listener.bind(address(server))
         listener.listen(1)
         listener.settimeout(_PATIENCE)
-        os.kill(server, DOORBELL)
+        os.kill(server, STACK_SIGNAL)
         connection, _ = listener.accept()
         with connection:
             if not is_trusted(connection):
@@ -50,7 +50,7 @@ def _ask(server: int) -> str:
 
 
 def _fork_servers() -> list[int]:
-    """The fork servers that this user may ring at."""
+    """The fork servers that this user may send a signal."""
     found: list[int] = []
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -59,8 +59,8 @@ def _fork_servers() -> list[int]:
             status = _status(int(name))
             with open(f"/proc/{name}/cmdline", "rb") as file:
                 command = file.read()
-            # Workers have the same command line, as they are forked. What does not catch the signal would die of it.
-            if _FORK_SERVER in command and int(status["SigCgt"], 16) >> (DOORBELL - 1) & 1:
+            # Forked workers have the same command line. The signal ends a process that does not catch it.
+            if _FORK_SERVER in command and int(status["SigCgt"], 16) >> (STACK_SIGNAL - 1) & 1:
                 found.append(int(name))
     return sorted(found)
 

@@ -124,7 +124,7 @@ class SimulatedLauncher:
         # Every worker that was started, also those that have ended.
         self.workers: list[SimulatedWorker] = []
         self.on_ended: Callable[[Any, Ending], object] = lambda child, ending: None
-        self.on_rung: Callable[[int], object] = lambda pid: None
+        self.on_stack_request: Callable[[int], object] = lambda pid: None
 
     async def spawn(
         self, settings: bytes, worker_environment: WorkerEnvironment, environment: dict[str, str], name: str

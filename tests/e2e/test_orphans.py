@@ -78,8 +78,12 @@ def test_c43_a_controller_that_goes_without_closing_leaves_nothing(how: str, tmp
     with controller(how, tmp_path) as (process, pids):
         assert len(pids) == 6
         wait_gone(pids)
-        # What remains of it is the process whose thread has ended.
-        assert (process.poll() is None) == (how == "ends the thread of its loop")
+        if how == "leaves the runtime open":
+            # Its actors may end before it does.
+            process.wait(10)
+        else:
+            # Only the thread of its loop has ended.
+            assert process.poll() is None
 
 
 def test_c53_a_terminated_controller_closes_its_scopes(tmp_path: Path) -> None:
@@ -156,7 +160,7 @@ async def test_c41_and_c42_in_a_pid_namespace_nothing_survives_its_actor_or_the_
 def test_an_isolation_that_the_machine_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="isolation='jail': there is None"):
         aiodaft.Runtime(isolation="jail")
-    with pytest.raises(aiodaft.SpawnFailed, match='isolation="pidns" cannot be had here: unshare: unrecognized option'):
+    with pytest.raises(aiodaft.SpawnFailed, match='isolation="pidns" does not work here: unshare: unrecognized option'):
         prefix_of("pidns", ("unshare", "--no-such-option"))
     with pytest.raises(aiodaft.SpawnFailed, match="No such file or directory: 'no-such-program'"):
         prefix_of("pidns", ("no-such-program",))

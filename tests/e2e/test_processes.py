@@ -246,7 +246,7 @@ def test_a_process_that_computes_or_has_a_child_that_does_shows_signs_of_life() 
     loop = "while True: pass"
     for command in (loop, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {loop!r}])"):
         with subprocess.Popen([sys.executable, "-c", command], start_new_session=True) as process:
-            while not (known := set(processes.family(process.pid)[1:])) and command != loop:
+            while not (known := set(processes.process_tree(process.pid)[1:])) and command != loop:
                 pass
             before = processes.signs_of_life(process.pid, ())
             while processes.signs_of_life(process.pid, ()) == before:
@@ -257,7 +257,7 @@ def test_a_process_that_computes_or_has_a_child_that_does_shows_signs_of_life() 
             os.kill(process.pid, signal.SIGSTOP)
             while processes.signs_of_life(process.pid, ()) is not None:
                 pass
-            processes.kill_family(process.pid)
+            processes.kill_tree(process.pid)
 
 
 def test_a_process_is_not_taken_for_dead_because_there_is_no_descriptor_to_look_at_it_with() -> None:

@@ -1,8 +1,8 @@
 """How `aiodaft stack` reaches a running controller, in which nothing listens.
 
-The command listens, on an abstract socket that is named after the fork server, and rings at that process by a signal;
-the fork server tells the controller, which connects and writes. Both sides look at who the other one is (SO_PEERCRED),
-and whatever is killed at whatever moment, no file is left, because there never was one.
+The command listens on an abstract socket that is named after the fork server, and sends the fork server a signal. The
+fork server tells the controller, which connects and writes the stacks. Both ends check the other's user (SO_PEERCRED).
+There is no file, so none is left if a process is killed.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from typing import Any, Final
 
 from aiodaft._runtime.platform.tasks import logger
 
-# Not SIGUSR1: one that nobody sends by accident.
-DOORBELL: Final = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
+# A signal that programs do not use, unlike SIGUSR1.
+STACK_SIGNAL: Final = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
 def address(fork_server: int) -> str:
-    """Where the command listens that has rung at a fork server."""
+    """The address on which the command listens for a fork server's controller."""
     return f"\0aiodaft-stack-{fork_server}"
 
 
 def is_trusted(connection: socket.socket) -> bool:
-    """Whether the other end belongs to this user, or to root, or this process is root's."""
+    """Whether the other end belongs to this user or to root, or this process is root."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(raw)
     return uid in (os.geteuid(), 0) or os.geteuid() == 0
 
 
 async def answer(fork_server: int, text: Callable[[], Coroutine[Any, Any, str]]) -> None:
-    """Somebody has rung: connect, and write the text to them if it is for them to read."""
+    """Connect to the command, and write the text if the command's user may read it."""
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, suppress(OSError):
         connection.setblocking(False)
         await loop.sock_connect(connection, address(fork_server))
         if not is_trusted(connection):
-            logger.warning("somebody else's process wants to know what this one does: refused")
+            logger.warning("the process of another user asked for the stacks of this one: refused")
             return
         await loop.sock_sendall(connection, (await text()).encode("utf-8", "backslashreplace"))

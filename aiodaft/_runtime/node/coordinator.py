@@ -1,4 +1,4 @@
-"""The coordinator: names, as an ordinary actor. No call and no transfer ever waits for it."""
+"""The coordinator: the actor that knows actors by their names. No call and no transfer waits for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiodaft.methods import method
 
 
 class Coordinator(Actor):
-    """Who is called what."""
+    """The names of actors."""
 
     def __init__(self) -> None:
         self._names = NameTable()
@@ -23,7 +23,7 @@ class Coordinator(Actor):
 
     @method
     async def lookup(self, name: str) -> Registration:
-        """Who has a name."""
+        """The actor with a name."""
         return self._names.lookup(name)
 
     @method
@@ -33,5 +33,5 @@ class Coordinator(Actor):
 
     @method
     async def release(self, peer: str, actor: int | None) -> None:
-        """An actor, or every actor of a process, is gone."""
+        """Free the names of an actor that is gone, or of every actor of a process."""
         self._names.release(PeerId(peer), None if actor is None else ActorId(actor))

@@ -1,4 +1,4 @@
-"""What an actor's process has in common with the controller: environment, working directory, sys.path and sys.argv."""
+"""What a worker inherits from the controller: environment, working directory, sys.path and sys.argv."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiodaft.exceptions import SpawnFailed
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnvironment:
-    """How they were in the controller when it spawned an actor."""
+    """These four at the spawn of an actor."""
 
     environment: dict[str, str]
     directory: str
@@ -21,7 +21,7 @@ class WorkerEnvironment:
 
     @classmethod
     def here(cls) -> WorkerEnvironment:
-        """How they are in this process now.
+        """These four in this process now.
 
         Raises:
             SpawnFailed: The working directory does not exist any more.
@@ -36,14 +36,14 @@ class WorkerEnvironment:
         return cls(dict(os.environ), directory, importable_path(), [str(argument) for argument in sys.argv])
 
     def changes(self, base: dict[str, str]) -> dict[str, str | None]:
-        """How the environment differs from an earlier one; None for a variable that is gone."""
+        """The changes from an earlier environment; None for a variable that is gone."""
         changes: dict[str, str | None] = dict.fromkeys(base.keys() - self.environment.keys())
         changes.update((name, value) for name, value in self.environment.items() if base.get(name) != value)
         return changes
 
 
 def change_environment(base: dict[str, str], changes: dict[str, str | None]) -> None:
-    """Give this process an earlier environment with changes."""
+    """Set this process's environment to an earlier one with changes."""
     wanted = {name: value for name, value in {**base, **changes}.items() if value is not None}
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]

@@ -1,9 +1,9 @@
-"""The process that workers are forked from, and their launcher.
+"""The fork server: the process that workers are forked from, and their parent.
 
-Started once per runtime, by exec. It has one thread and never touches a loop, a GPU or a socket of anybody else, so
-forking it is safe; it imports what all actors need, so a worker starts in milliseconds and shares that memory
-copy-on-write. It outlives nobody: when its connection to the node ends, or the thread that has started it, for
-whatever reason, it kills every worker and everything the workers have started, and ends.
+It is started once per runtime, by exec. It has one thread and uses no loop, no GPU and no socket of another process, so
+forking it is safe. It imports the modules that all actors need, so a worker starts in milliseconds and shares that
+memory copy-on-write. When its connection to the node ends, or the thread that started it, it kills every worker and all
+their descendants, and ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from aiodaft._protocol.codec import pack, unpack
-from aiodaft._runtime.diagnostics.attach import DOORBELL
+from aiodaft._runtime.diagnostics.attach import STACK_SIGNAL
 from aiodaft._runtime.node.environment import change_environment
 from aiodaft._runtime.platform.linux import (
     adopt_orphans,
@@ -39,26 +39,26 @@ from aiodaft._runtime.platform.linux import (
 )
 from aiodaft_transport.ucx.shm_folder import sweep
 
-# Number, working directory, sys.path, changes to the environment, modules to import before forking, what is added to
-# the environment of the worker alone, settings of the worker; with descriptors.
+# Number, working directory, sys.path, changes to the environment, modules to import before forking, variables for the
+# worker alone, settings of the worker; with descriptors.
 SPAWN: Final = 1
 KILL: Final = 2  # number, signal
 SPAWNED: Final = 3  # number, pid
 EXITED: Final = 4  # number, pid, exit code, signal
 FAILED: Final = 5  # number, text
-RUNG: Final = 6  # no number (0), pid of the fork server as others see it
-IMPORTING: Final = 7  # no number (0), name of a module: what comes next may take long
+STACK_REQUESTED: Final = 6  # no number (0), pid of the fork server outside of its PID namespace
+IMPORTING: Final = 7  # no number (0), name of a module whose import begins
 
 _MAX_MESSAGE: Final = 1 << 20
 _MAX_FDS: Final = 4
-# What workers get between SIGTERM and SIGKILL when the node is gone.
+# Seconds that workers get between SIGTERM and SIGKILL when the node is gone.
 _LAST_GRACE: Final = 0.3
-# How long a thread may take from the signal of its end to its end.
+# Seconds from the signal of a thread's end to its end, at most.
 _LAST_BREATH: Final = 0.2
 
 
 class ForkServer:
-    """Starts workers when told to, reports their ends, and clears up."""
+    """Starts workers, reports their ends, and kills their descendants."""
 
     def __init__(self, node: socket.socket, parent: int, thread: int, *, fork: bool) -> None:
         self._node = node
@@ -77,7 +77,7 @@ class ForkServer:
         adopt_orphans()
         self._wakeup.setblocking(False)
         self._wakeup_end.setblocking(False)
-        for number in (signal.SIGCHLD, DOORBELL):
+        for number in (signal.SIGCHLD, STACK_SIGNAL):
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGCONT, lambda *_: self._continued())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -92,19 +92,19 @@ class ForkServer:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Be no fork server any more: this is a worker, or the end."""
+        """Close the fork server's descriptors and signal handlers: in a new worker, or at the end."""
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGCONT, DOORBELL):
+        for number in (signal.SIGCHLD, signal.SIGCONT, STACK_SIGNAL):
             signal.signal(number, signal.SIG_DFL)
         self._selector.close()
         for end in (self._node, self._wakeup, self._wakeup_end):
             end.close()
 
     def _continued(self) -> None:
-        """The parent is gone, or closes its runtime, or this process was stopped and is not any more.
+        """SIGCONT came: the parent is gone, or closes its runtime, or this process was continued.
 
-        The one signal that also wakes a stopped process. A handler, because an import may take long. Being killed
-        together with the parent would be simpler, and would leave what the workers have started.
+        SIGCONT also wakes a stopped process. It has a handler because an import may take long. A kill at the parent's
+        end would be simpler, and would leave the descendants of the workers.
         """
         deadline = time.monotonic() + _LAST_BREATH
         while os.getpid() == self._pid and time.monotonic() < deadline:
@@ -117,7 +117,7 @@ class ForkServer:
             select.select([], [], [], _LAST_BREATH / 20)
 
     def _node_is_gone(self) -> bool:
-        """Whether the node has closed its end, however many of its orders are still to be read."""
+        """Whether the node has closed its end, even if orders are still to be read."""
         poll = select.poll()
         poll.register(self._node, 0)
         return bool(poll.poll(0))
@@ -128,8 +128,8 @@ class ForkServer:
             numbers = b""
             with suppress(BlockingIOError):
                 numbers = self._wakeup.recv(4096)
-            if DOORBELL in numbers:
-                self._send([RUNG, 0, int(os.readlink("/proc/self"))])
+            if STACK_SIGNAL in numbers:
+                self._send([STACK_REQUESTED, 0, int(os.readlink("/proc/self"))])
             self._report_ended()
         return self._node not in ready or self._take_order()
 
@@ -166,7 +166,7 @@ class ForkServer:
                 pid = self._fork_worker(environment, settings, fds)
             else:
                 pid = _exec_worker(environment, settings, fds)
-        except Exception:  # noqa: BLE001 - the node decides what a failure means
+        except Exception:  # noqa: BLE001 - the node handles every failure
             self._send([FAILED, number, traceback.format_exc()])
         else:
             self._numbers[pid], self._pids[number] = number, pid
@@ -178,13 +178,13 @@ class ForkServer:
         for name in modules:
             if name not in sys.modules:
                 self._send([IMPORTING, 0, name])
-                # Whoever needs it and cannot have it will say so better than this process could.
+                # An actor that needs the module raises a better error.
                 with suppress(Exception):
                     importlib.import_module(name)
 
     def _fork_worker(self, environment: dict[str, str], settings: bytes, fds: list[int]) -> int:
         gc.collect()
-        # What exists now is never garbage: workers do not write to it, and so go on sharing it.
+        # The collector does not touch these objects, so workers go on sharing their memory.
         gc.freeze()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -196,10 +196,10 @@ class ForkServer:
         try:
             self._let_go()
             os.environ.update(environment)
-            from aiodaft._runtime.node.worker_main import run_forked  # noqa: PLC0415 - only the child needs it, and by then it is imported
+            from aiodaft._runtime.node.worker_main import run_forked  # noqa: PLC0415 - only the child needs it, and it is loaded by then
 
             status = run_forked(parent, settings, *fds)
-        except BaseException:  # noqa: BLE001 - nothing of the parent's code may run on in the child
+        except BaseException:  # noqa: BLE001 - the child must not return into the parent's code
             traceback.print_exc()
         finally:
             os._exit(status)
@@ -213,19 +213,19 @@ class ForkServer:
                 self._send([EXITED, number, pid, *describe_status(status)])
         if ended:
             sweep()
-            # What a worker had started is ours now, and what that had started comes as it ends: none of it is to
-            # outlive the actor. What the workers that live have put into the background stays, in their sessions.
+            # The children of an ended worker are ours now, and theirs will be: none may outlive the actor. Daemons of
+            # live workers stay, by their sessions.
             for orphan in children():
                 if orphan not in self._numbers and session_of(orphan) not in self._numbers:
                     kill(orphan, signal.SIGKILL)
 
     def _send(self, message: list[Any]) -> None:
-        # A node that is gone is noticed where orders are read.
+        # The end of the node is noticed where orders are read.
         with suppress(OSError):
             self._node.send(pack(message))
 
     def _sweep(self) -> None:
-        """End every descendant: politely, then not."""
+        """End every descendant: by SIGTERM for workers, then by SIGKILL."""
         for pid in self._numbers:
             kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + _LAST_GRACE
@@ -257,7 +257,6 @@ def _exec_worker(environment: dict[str, str], settings: bytes, fds: list[int]) -
     connection, out, err, heartbeat = fds
     try:
         process = subprocess.Popen(
-            # It runs like a forked one.
             fresh_python("aiodaft._runtime.node.worker_main", connection, reading, heartbeat),
             env={**os.environ, **environment},
             pass_fds=(connection, reading, heartbeat),
@@ -278,15 +277,15 @@ def _no_extensions(code: int, content: bytes) -> Any:
 
 
 def main(fd: int, parent: int, thread: int, fork: int) -> None:
-    """Entry point of the process; `thread` is that of the parent which has started it.
+    """Entry point of the process; `thread` is the thread of the parent that started it.
 
-    In a PID namespace of its own it cannot see its parent (0), and ends with it by other means.
+    In a PID namespace of its own the parent is not visible (0), and `unshare` ends it with the parent.
     """
     server = ForkServer(socket.socket(fileno=fd), parent, thread, fork=bool(fork))
     if parent:
         die_with_parent(parent, signal.SIGCONT)
-    # Everything that a worker of any kind uses; the import alone has no effects.
-    from aiodaft._runtime.node import worker_main as worker  # noqa: F401, PLC0415 - children find it loaded
+    # Imports what every worker uses; an import has no side effects.
+    from aiodaft._runtime.node import worker_main as worker  # noqa: F401, PLC0415 - loaded for the children
 
     for name in ("uvloop", "cloudpickle", "tblib.pickling_support"):
         with suppress(ImportError):

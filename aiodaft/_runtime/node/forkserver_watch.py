@@ -1,4 +1,4 @@
-"""Looks at a fork server that was told something and has not answered yet: is it stopped or stuck, or only slow?"""
+"""Watches a fork server that owes an answer: whether it is stopped or stuck, or only slow."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from aiodaft._runtime.platform.tasks import logger
 
 
 class ForkServerWatch:
-    """Watches one fork server from an order on, until it has answered.
+    """Watches one fork server from an order until its answer.
 
     Args:
-        loop: Where the looks are taken.
-        pid: Gives the process to look at.
-        workers: Gives the processes whose life is no sign of the fork server's life.
+        loop: The loop.
+        pid: Gives the pid of the fork server.
+        workers: Gives the pids of workers, whose activity is not the fork server's.
         on_lost: Called with the reason when the fork server is given up.
         timeouts: Have the seconds between two looks.
     """
@@ -38,19 +38,19 @@ class ForkServerWatch:
         self._standstill = Standstill()
         self._timer: asyncio.TimerHandle | None = None
         self._reported = False
-        # What it has said that it imports.
+        # The module that it imports, as it has reported.
         self.importing = ""
-        # Why it is not waited for; None again as soon as it says something.
+        # Why it was given up; None again when it answers.
         self.problem: str | None = None
 
     def expect(self) -> None:
-        """It is told something, and has to answer."""
+        """Watch it: it got an order."""
         if self._timer is None and self.problem is None:
             self._standstill = Standstill()
             self._timer = self._loop.call_later(self._timeouts.fork_server_look, self._look)
 
     def heard(self, *, more: bool) -> None:
-        """It said something; `more` if it still has to answer something else."""
+        """It answered; `more` if it owes another answer."""
         if self._reported:
             logger.warning("the fork server (pid %d) answers again", self._pid())
         self.close()
@@ -59,7 +59,7 @@ class ForkServerWatch:
             self.expect()
 
     def close(self) -> None:
-        """Look no more. Idempotent; also where the loop does not run any more."""
+        """Stop watching. Idempotent; needs no running loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,4 @@
-"""The node's side of the fork server: starts workers, and hears of their ends."""
+"""The launcher: starts the fork server, has it start and kill workers, and reports their ends."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.platform.exhaustion import refusal
 from aiodaft._runtime.platform.linux import (
     UNKNOWN,
-    family,
     fresh_python,
     is_stopped,
     kill,
-    kill_family,
+    kill_tree,
+    process_tree,
     status_of,
 )
 from aiodaft._runtime.platform.tasks import TaskOwner, logger
 from aiodaft.exceptions import SpawnFailed
 
-# Imported once by the fork server, if this process has them: slow to import, and safe to fork with.
+# Modules that the fork server imports for all workers if this process has them: slow to import, safe to fork.
 _PRELOADED: Final = ("numpy", "torch")
 
-# Seconds that a report of the fork server takes.
+# Seconds that the fork server takes to report an end.
 _REPORT_TIME: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a worker ended; neither code nor signal if that is not known."""
+    """How a worker ended; no exit code and no signal if that is not known."""
 
     pid: int
     exit_code: int | None
@@ -60,22 +60,22 @@ class ChildProcess:
         self.number = number
         self.output = output
         self.heartbeat = heartbeat
-        # Once it has started.
+        # 0 until it has started.
         self.pid = 0
         self.started: asyncio.Future[int] = loop.create_future()
         self.ended: asyncio.Future[Ending] = loop.create_future()
 
     def fail(self, error: SpawnFailed) -> None:
-        """It did not start."""
+        """Report that it did not start."""
         self.heartbeat.close()
         if not self.started.done():
             self.started.set_exception(error)
-            # Perhaps nobody waits any more.
+            # asyncio logs errors that no task retrieves.
             self.started.exception()
 
 
 class WorkerLauncher:
-    """Workers of this node."""
+    """Starts and ends the workers of this node."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class WorkerLauncher:
         timeouts: Timeouts,
     ) -> None:
         self._loop = loop
-        # What the fork server is started by, if not directly: see isolation.py.
+        # The command that isolates the fork server; see pid_namespace.py.
         self._prefix = prefix
         self._fork = fork
         self._preload = preload
@@ -101,15 +101,15 @@ class WorkerLauncher:
         self._last_number = 0
         self._lost: str | None = None
         self._watch = ForkServerWatch(loop, self._server_pid, self._worker_pids, self._give_up, timeouts)
-        # The fork server has carried out an order, and so is not still busy with its first imports.
+        # Whether the fork server has carried out an order, and so is done with its first imports.
         self._heard = False
         self._sending = asyncio.Lock()
-        # What the fork server was started with.
+        # The environment of the fork server.
         self._environment: dict[str, str] = {}
         self._writable = asyncio.Event()
         self.on_ended: Callable[[ChildProcess, Ending], object] = lambda child, ending: None
-        # Told that somebody rings at the door, and the fork server's pid as they see it.
-        self.on_rung: Callable[[int], object] = lambda pid: None
+        # Called when `aiodaft stack` asks for the stacks, with the fork server's pid as that command sees it.
+        self.on_stack_request: Callable[[int], object] = lambda pid: None
 
     @property
     def pid(self) -> int | None:
@@ -122,16 +122,16 @@ class WorkerLauncher:
         """Start a worker.
 
         Args:
-            settings: What it is told.
-            worker_environment: What it has in common with the controller.
-            environment: What it alone has in its environment.
-            name: What it is called in logs.
+            settings: Its settings, packed.
+            worker_environment: What it inherits from the controller.
+            environment: Variables for this worker alone.
+            name: Its name in the log.
 
         Returns:
-            The worker, whose `started` gives its pid, and this side of the socket to it.
+            The worker, whose `started` gives its pid, and this end of the socket to it.
 
         Raises:
-            SpawnFailed: The fork server could not be started, does not answer, or is gone, or there are no descriptors
+            SpawnFailed: The fork server cannot be started, does not answer, or is gone, or there are no descriptors
                 for the worker. `started` raises it, too.
         """
         await self._ensure_started()
@@ -160,7 +160,7 @@ class WorkerLauncher:
         return child, ours
 
     def _open_child(self, name: str, opened: ExitStack) -> tuple[ChildProcess, socket.socket, list[int]]:
-        """A worker that is yet to start, this side of the socket to it, and what it gets, which `opened` closes."""
+        """A worker, this end of the socket to it, and the worker's descriptors, which `opened` closes."""
         try:
             output, *ends = self._logs.open()
             for end in ends:
@@ -183,27 +183,27 @@ class WorkerLauncher:
         return number in self._children
 
     def kill(self, child: ChildProcess, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a worker; nothing if it has ended."""
+        """Send a signal to a worker that has not ended."""
         if self._socket is not None and not child.ended.done():
-            # The fork server is the parent: only it can be sure that the pid is still the worker's.
+            # Only the parent knows that the pid still belongs to the worker.
             with suppress(OSError):
                 self._socket.send(pack([order.KILL, child.number, int(number)]))
 
     async def end(self, child: ChildProcess) -> None:
-        """Kill a worker and wait until it has ended, also if the fork server is stopped, or busy importing."""
+        """Kill a worker and wait until it has ended, even if the fork server is stopped or imports a module."""
         self.kill(child)
-        # One that has not said anything yet has started nobody.
+        # A fork server that has carried out no order has started no worker.
         if not await self.wait_end(child, self._timeouts.kill if self._heard else 0.0):
             if child.pid:
-                # Not reaped by its parent, it still has its pid.
+                # Its parent has not reaped it, so the pid still belongs to it.
                 with suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)
             self._forget(child, Ending(child.pid, None, "SIGKILL"))
 
     async def wait_end(self, child: ChildProcess, seconds: float) -> bool:
-        """Wait until a worker has ended, but no longer than that; False if it has not.
+        """Wait for the end of a worker, for at most some seconds; False if it has not ended.
 
-        If the fork server does not tell, because it is stopped or busy, the kernel does.
+        If the fork server does not report the end, because it is stopped or busy, the kernel does.
         """
         for patience in (min(_REPORT_TIME, seconds), max(0.0, seconds - _REPORT_TIME)):
             with suppress(TimeoutError):
@@ -219,7 +219,7 @@ class WorkerLauncher:
         return True
 
     def _forget(self, child: ChildProcess, ending: Ending) -> None:
-        """A worker has ended, whatever the fork server may still say of it."""
+        """Note the end of a worker, and ignore later reports of it."""
         self._children.pop(child.number, None)
         self._ended(child, ending)
 
@@ -230,7 +230,7 @@ class WorkerLauncher:
         await self._tasks.aclose()
         process, self._process = self._process, None
         if process is not None:
-            # It ends by itself when its socket does; waiting takes as long as the last worker's end.
+            # It ends when its socket is closed, after its last worker.
             self._hasten(process)
             await self._wait_end(process)
         for child in self._children.values():
@@ -240,10 +240,9 @@ class WorkerLauncher:
         self._logs.close()
 
     def _hasten(self, process: subprocess.Popen[bytes]) -> None:
-        """Have a fork server end that is stopped, or imports what takes long and reads nothing meanwhile.
+        """Have a fork server end that is stopped, or busy with a long import.
 
-        One that has not started anybody yet is killed. A worker that it has started just now has done nothing yet, and
-        ends with it.
+        A fork server that has not reported any start is killed. A worker that it has just started ends with it.
         """
         if self._heard:
             kill(self._server_pid(process), signal.SIGCONT)
@@ -256,17 +255,17 @@ class WorkerLauncher:
         try:
             fd = os.pidfd_open(process.pid)
         except (AttributeError, OSError):
-            # Not on this system, or there is no descriptor left.
+            # The system has no pidfd, or no descriptor left.
             await asyncio.to_thread(_end, process, self._timeouts.fork_server_end)
             return
-        # No thread: one of the loop's executor would stay with the user's loop.
+        # Not in a thread: the executor of the user's loop would keep that thread.
         ended = asyncio.Event()
         self._loop.add_reader(fd, ended.set)
         try:
             async with asyncio.timeout(self._timeouts.fork_server_end):
                 await ended.wait()
         except TimeoutError:
-            kill_family(process.pid)
+            kill_tree(process.pid)
             await ended.wait()
         finally:
             self._loop.remove_reader(fd)
@@ -274,7 +273,7 @@ class WorkerLauncher:
         process.wait()
 
     def leave(self) -> None:
-        """Close this process's ends of all sockets, without the loop."""
+        """Close this process's ends of all sockets; needs no running loop."""
         self._watch.close()
         if self._socket is not None:
             self._socket.close()
@@ -283,14 +282,14 @@ class WorkerLauncher:
             child.heartbeat.close()
 
     def stay_behind(self) -> None:
-        """In a forked child: the parent goes on with the fork server."""
+        """In a forked child: leave the fork server to the parent."""
         self.leave()
         if self._process is not None:
-            # Whose child it is not, and which is not to be reaped here.
+            # Only the parent can wait for it.
             self._process.returncode = 0
 
     def abandon(self) -> None:
-        """As `aclose`, where the loop does not run any more."""
+        """Like `aclose`, without a running loop."""
         self.leave()
         if self._process is not None:
             self._hasten(self._process)
@@ -330,13 +329,13 @@ class WorkerLauncher:
         self._loop.add_reader(ours.fileno(), self._readable)
 
     def _modules(self) -> list[str]:
-        """What the fork server imports before it forks."""
+        """The modules that the fork server imports for all workers."""
         if self._preload is not None:
             return list(self._preload)
         return [name for name in _PRELOADED if name in sys.modules]
 
     async def _send(self, message: bytes, fds: list[int]) -> None:
-        # One at a time: the loop tells only one waiter that there is room.
+        # One at a time: the loop has one writer per descriptor.
         async with self._sending:
             while True:
                 if self._socket is None:
@@ -355,7 +354,7 @@ class WorkerLauncher:
                     return
 
     async def _room(self) -> None:
-        """Wait until the fork server has read something, is given up, or is gone."""
+        """Wait until the fork server has read an order, is given up, or is gone."""
         assert self._socket is not None
         self._writable.clear()
         fd = self._socket.fileno()
@@ -390,14 +389,14 @@ class WorkerLauncher:
         kind, number, *rest = unpack(data, _no_extensions)
         self._watch.importing = rest[0] if kind == order.IMPORTING else ""
         self._heard = self._heard or kind != order.IMPORTING
-        if kind == order.RUNG:
-            self.on_rung(rest[0])
+        if kind == order.STACK_REQUESTED:
+            self.on_stack_request(rest[0])
         child = self._children.get(number)
         if child is not None:
-            self._news(child, kind, rest)
+            self._reported(child, kind, rest)
         self._watch.heard(more=self._is_awaited())
 
-    def _news(self, child: ChildProcess, kind: int, rest: list[Any]) -> None:
+    def _reported(self, child: ChildProcess, kind: int, rest: list[Any]) -> None:
         if kind == order.SPAWNED:
             child.pid = rest[0]
             if not child.started.done():
@@ -408,19 +407,19 @@ class WorkerLauncher:
         elif kind == order.EXITED:
             self._forget(child, Ending(*rest))
 
-    # Whether the fork server gets on.
+    # Whether the fork server makes progress.
 
     def _server_pid(self, process: subprocess.Popen[bytes] | None = None) -> int:
         process = process or self._process
         assert process is not None
-        # An isolated one is the child of what isolates it.
-        return family(process.pid)[:2][-1] if self._prefix else process.pid
+        # An isolated fork server is the child of the command that isolates it.
+        return process_tree(process.pid)[:2][-1] if self._prefix else process.pid
 
     def _worker_pids(self) -> set[int]:
         return {child.pid for child in self._children.values() if child.pid}
 
     def _is_awaited(self) -> bool:
-        """Whether the fork server has yet to answer for a worker."""
+        """Whether the fork server has not yet reported the start of a worker."""
         return any(not child.started.done() for child in self._children.values())
 
     def _check_server(self) -> None:
@@ -428,7 +427,7 @@ class WorkerLauncher:
             raise SpawnFailed(self._watch.problem)
 
     def _give_up(self, problem: str) -> None:
-        """The fork server does not get on: fail what waits for it. A worker that it starts later ends by itself."""
+        """Fail the spawns that wait for a stuck fork server. A worker that it starts later ends by itself."""
         logger.error("%s", problem)
         for child in self._children.values():
             if not child.started.done():
@@ -445,7 +444,7 @@ class WorkerLauncher:
         self._lost = why
         if self._socket is not None:
             self._drop_socket()
-        # Workers die with it.
+        # The workers die with it.
         for number in list(self._children):
             child = self._children.pop(number)
             child.fail(SpawnFailed(f"the fork server is gone: {why}"))
@@ -457,11 +456,11 @@ def _has_failed(task: asyncio.Task[None]) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for the fork server; one that is stuck is killed, after its workers and what these have started."""
+    """Wait for the fork server; kill it, after its descendants, if it is stuck."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
-        kill_family(process.pid)
+        kill_tree(process.pid)
         process.wait()
 
 

@@ -1,7 +1,7 @@
-"""How actors are kept apart from the rest of the machine: nothing, or a PID namespace of their own.
+"""PID namespaces: an option to isolate the processes of actors from the rest of the machine.
 
-The fork server is the first process of the namespace, so the kernel kills everything in it when the fork server ends,
-also by SIGKILL, and whatever sessions, groups and daemons the actors have made of themselves.
+The fork server is the first process of the namespace. When it ends, also by SIGKILL, the kernel kills every process in
+the namespace, whatever session or group that process is in.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from aiodaft.exceptions import SpawnFailed
 
 # The namespace ends with `unshare`, and `unshare` with the thread that has started it.
 _UNSHARE: Final = ("setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child")
-# What makes it possible without privileges, and without seeming to be root.
+# For users without privileges.
 _ROOTLESS: Final = ("--user", "--map-current-user")
 _PATIENCE: Final = 5.0
 
@@ -28,7 +28,7 @@ def prefix_of(isolation: str | None, unshare: tuple[str, ...] = _UNSHARE) -> tup
 
     Raises:
         ValueError: There is no such isolation.
-        SpawnFailed: It cannot be had on this machine; says why.
+        SpawnFailed: The machine does not allow it; says why.
     """
     if isolation is None:
         return ()
@@ -41,7 +41,7 @@ def prefix_of(isolation: str | None, unshare: tuple[str, ...] = _UNSHARE) -> tup
         if problem is None:
             return prefix
         problems.append(problem)
-    raise SpawnFailed(f'isolation="pidns" cannot be had here: {"; ".join(problems)}')
+    raise SpawnFailed(f'isolation="pidns" does not work here: {"; ".join(problems)}')
 
 
 def _try(prefix: tuple[str, ...]) -> str | None:

@@ -1,6 +1,6 @@
-"""What workers print: passed on with the actor's name, and the last lines kept as evidence.
+"""The output of workers: printed with the actor's name, and its last lines kept for exit reports.
 
-A thread of its own reads, so that a busy loop (a notebook hosted actor that computes) stalls no actor that prints.
+A thread reads it, so that a busy loop, as in a notebook cell that computes, stalls no actor that prints.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ class WorkerOutput:
     """Standard output and error of one worker."""
 
     def __init__(self, reading: dict[int, int], screen: Screen) -> None:
-        # Changed when actors move in; set before the worker can print.
+        # Set before the worker can print, and changed when an actor is added.
         self.name = ""
-        # Where each stream is read, until the worker has closed it; whoever reads has the lock.
+        # The descriptor of each stream until the worker closes it; reading needs the lock.
         self._reading = reading
         self._lock = threading.Lock()
         self._last: deque[str] = deque(maxlen=_KEPT_LINES)
         self._printed = {stream: Printed() for stream in reading}
         self._screen = screen
-        # What is still to be passed on: a stream, a line, whether it is complete, and whether it is a progress bar.
+        # Lines to be printed: the stream, the line, whether it is complete, and whether it is a progress bar.
         self._unwritten: deque[tuple[int, str, bool, bool]] = deque()
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """The last lines that were printed on standard error up to now."""
-        # The thread may not have come to them yet; what is there is no more than a pipe holds.
+        """The last lines on standard error up to now."""
+        # The thread may be behind, by at most the size of the pipe.
         for _ in range(_PIPE_SIZE // _READ_SIZE):
             if not self.read(2):
                 break
         return tuple(self._last)
 
     def read(self, stream: int) -> bytes | None:
-        """Take in what was printed: some of it, nothing at the end, None if there is no more yet. Any thread."""
+        """Read a part of a stream: empty at its end, None if there is nothing yet. Any thread."""
         with self._lock:
             if stream not in self._reading:
                 return b""
@@ -69,8 +69,8 @@ class WorkerOutput:
             return data
 
     def pass_on(self) -> None:
-        """Print what was taken in; takes as long as whoever reads that."""
-        # A program whose own output is gone must not lose its actors over it.
+        """Print the lines that were read; blocks while the reader of this process's output is slow."""
+        # Without an output of its own, the program goes on.
         with suppress(OSError, ValueError, AttributeError):
             for stream, texts in groupby(self._shown(), itemgetter(0)):
                 target = sys.stdout if stream == 1 else sys.stderr
@@ -84,7 +84,7 @@ class WorkerOutput:
             yield from self._screen.show((self, stream), stream, line, complete=complete, is_bar=is_bar)
 
     def close(self, stream: int) -> None:
-        """Read a stream no more."""
+        """Stop reading a stream."""
         with self._lock:
             os.close(self._reading.pop(stream))
 
@@ -101,11 +101,11 @@ class LogPump:
         self._closing = False
         self._lock = threading.Lock()
         self._new: list[tuple[int, tuple[WorkerOutput, int]]] = []
-        # Both streams are one terminal, usually.
+        # One for both streams, which usually are one terminal.
         self._screen = Screen()
 
     def open(self) -> tuple[WorkerOutput, int, int]:
-        """Pipes for a new worker: where its output is seen, and the two ends to write to, which the caller closes.
+        """Pipes for a new worker: its output, and the two ends to write to, which the caller closes.
 
         Raises:
             OSError: There are no descriptors left.
@@ -132,7 +132,7 @@ class LogPump:
         return output, ends[0], ends[1]
 
     def close(self) -> None:
-        """Pass on what is there and stop reading. Blocks until that is done, which takes no time."""
+        """Print what is there and end the thread."""
         self._closing = True
         if self._thread is not None:
             self._wakeup_end.send(b"\0")
@@ -169,7 +169,7 @@ class LogPump:
             self._selector.register(fd, selectors.EVENT_READ, data)
 
     def _read(self, fd: int, output: WorkerOutput, stream: int) -> bool:
-        """Pass on what is there; False once the worker has closed its end, and so this one is closed."""
+        """Print what is there; False if the worker has closed its end."""
         data = output.read(stream)
         output.pass_on()
         if data == b"":

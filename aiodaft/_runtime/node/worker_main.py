@@ -1,4 +1,4 @@
-"""The life of a worker process: a loop, a peer, and a connection home; it ends with any of them."""
+"""The entry point of a worker: runs a loop with a peer and a connection to the controller, and ends with either."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft.exceptions import DaftError, ProtocolError
 from aiodaft_transport import Key
 
-# How long the end of a worker may take once it is decided.
+# Seconds that the orderly end of a worker may take.
 _EXIT_GRACE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a worker is told when it starts; travels as plain data."""
+    """The settings of a worker; they travel as plain data."""
 
     id: str
     node: str
@@ -92,12 +92,12 @@ class Worker:
         peer.caller.current_maker = current_call.get
         self._peer = peer
         opened(peer.process, peer.stay_behind)
-        # Its code is loaded while there are descriptors to load it with.
+        # Loaded now, because later there may be no descriptors left to load it with.
         peer.store.transport_named(self._settings.transport)
         self._start_heartbeat(peer)
         peer.connections.attach(options.home, self._connection)
         await self._over.wait()
-        # Whatever does not end in time is ended by the process itself.
+        # The end of the process ends what is left.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_EXIT_GRACE):
                 await peer.aclose("the worker ended")
@@ -112,10 +112,10 @@ class Worker:
 
     async def _explain(self, connection: Connection, reason: Exception) -> DaftError:
         if connection.remote == self._settings.home:
-            # Nobody is left to work for. Unless that was wanted, it is no orderly end.
+            # The exit code is 0 only if the controller closed the connection.
             self._end(0 if connection.dismissed else 1)
             if isinstance(reason, ProtocolError):
-                log_error("the connection to the controller cannot be used any more", reason)
+                log_error("the connection to the controller broke", reason)
             return DaftError(f"the controller is gone: {reason}")
         if isinstance(reason, ProtocolError):
             return reason
@@ -126,7 +126,7 @@ class Worker:
         if isinstance(code, str):
             sys.stderr.write(f"{code}\n")
             code = 1
-        # At once and without answering: callers learn from the end of the process that it ended, and how.
+        # At once and without an answer: callers get the exit report.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code or 0)
@@ -139,7 +139,7 @@ class Worker:
 
 
 def run_forked(parent: int, packed: bytes, connection: int, out: int, err: int, heartbeat: int) -> int:
-    """In a forked child: take the descriptors given, forget the parent's, and serve."""
+    """In a forked child: use these descriptors, close the parent's, and serve."""
     os.setsid()
     die_with_parent(parent)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -148,14 +148,14 @@ def run_forked(parent: int, packed: bytes, connection: int, out: int, err: int, 
         os.close(source)
     sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
     _reseed()
-    # The environment may name another time zone than that of the fork server.
+    # The environment may name another time zone than the fork server's.
     time.tzset()
     _set_threads()
     return _serve(packed, connection, heartbeat)
 
 
 def _stream(fd: int, mode: str) -> TextIO:
-    # Line by line, so that a line is in the log when the next call fails.
+    # Line by line, so that a line is in the log before the next call fails.
     stream = open(fd, mode, encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115 - it stays open
     return cast("TextIO", stream)
 
@@ -189,30 +189,30 @@ def _serve(packed: bytes, connection: int, heartbeat: int) -> int:
         status = runner.run(serve())
         sys.stdout.flush()
         sys.stderr.flush()
-        # A `def` method may still run, and user threads may; the process does not wait for them.
+        # The process does not wait for `def` methods and user threads.
         os._exit(status)
 
 
 def _reseed() -> None:
-    """Forked workers share the state of every random generator; Python reseeds its own, numpy does not."""
+    """Reseed numpy, whose generator forked workers share; Python reseeds its own."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         numpy.random.seed()
 
 
 def _set_log_level(level: int) -> None:
-    """Print what is logged here from the controller's level on, unless the program says what becomes of it."""
+    """Print log records from the controller's level on, unless the program has handlers."""
     root, printer = logging.getLogger(), logging.lastResort
-    # A module that the fork server has loaded may have said so.
+    # A module that the fork server has loaded may have added one.
     if not root.handlers and printer is not None:
         root.setLevel(level)
-        # It is used only as long as there are no handlers, so that `logging.basicConfig` works as anywhere.
+        # `logging` uses it only while there are no handlers, so `logging.basicConfig` works as usual.
         printer.setLevel(logging.NOTSET)
         printer.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
 
 
 def _refuse_breakpoint(*args: Any, **kwargs: Any) -> Any:
-    """What `breakpoint()` does here: a debugger that reads the terminal would find none."""
+    """Replace `breakpoint()`: a debugger that reads the terminal has none here."""
     if os.environ.get("PYTHONBREAKPOINT"):
         return sys.__breakpointhook__(*args, **kwargs)
     raise RuntimeError(
@@ -224,9 +224,9 @@ def _refuse_breakpoint(*args: Any, **kwargs: Any) -> Any:
 
 
 def _set_threads() -> None:
-    """torch that the fork server has loaded has not read the environment of this process."""
+    """Set torch's threads: a torch that the fork server has loaded has not read this process's environment."""
     torch: Any = sys.modules.get("torch")
-    # OpenMP allows a list, with a number for each level of nesting.
+    # OpenMP allows a list, with a number per level of nesting.
     number = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if hasattr(torch, "set_num_threads") and number.isdecimal() and int(number):
         torch.set_num_threads(int(number))

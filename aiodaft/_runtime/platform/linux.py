@@ -1,4 +1,4 @@
-"""What Linux offers to make sure that no process outlives the one it works for."""
+"""Processes as Linux knows them: their ends, their children, and whether they do anything."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ IS_LINUX: Final = sys.platform == "linux"
 
 
 def importable_path() -> list[str]:
-    """Where modules of this process come from."""
-    # Import hooks may put other things there.
+    """`sys.path` as text."""
+    # Import hooks may add other objects.
     return [str(entry) for entry in sys.path]
 
 
 def fresh_python(module: str, *numbers: int) -> list[str]:
-    """The command of a new interpreter that calls `main(*numbers)` of a module, found where this one finds it."""
+    """The command of a new interpreter that calls `main(*numbers)` of a module, with this process's `sys.path`."""
     first = 1 + len(numbers)
     code = (
         f"import sys; sys.path[:] = sys.argv[{first}:]; from {module} import main; main(*map(int, sys.argv[1:{first}]))"
@@ -41,18 +41,15 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Be sent a signal when the parent ends, whatever this process is doing.
-
-    The signal comes when the *thread* of the parent ends that has started this process.
-    """
+    """Have the kernel send this process a signal when the thread of the parent ends that started it."""
     _prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
-        # It ended before we asked.
+        # It ended before the request.
         os._exit(1)
 
 
 def is_thread(process: int, thread: int) -> bool:
-    """Whether a process, if it can be seen from here (0 if not), still has a thread."""
+    """Whether a process still has a thread; True for the process 0, which is not visible from this PID namespace."""
     return not IS_LINUX or not process or os.path.exists(f"/proc/{process}/task/{thread}")
 
 
@@ -62,13 +59,13 @@ def adopt_orphans() -> None:
 
 
 def children() -> list[int]:
-    """The processes whose parent this single-threaded process is, by the pids that they have for it."""
+    """The children of this single-threaded process, by their pids in its own PID namespace."""
     visible = _visible_children()
     return visible if visible_pid() == os.getpid() else [_pid_inside(pid) for pid in visible]
 
 
 def visible_pid(child: int | None = None) -> int:
-    """What everybody else calls this process, or a child of it: in a PID namespace, that is not its own pid."""
+    """The pid of this process, or of a child, outside of this PID namespace."""
     try:
         own = int(os.readlink("/proc/self"))
     except OSError:
@@ -80,7 +77,7 @@ def visible_pid(child: int | None = None) -> int:
 
 def _visible_children() -> list[int]:
     try:
-        # Bytes: a codec may have to be imported, which a signal handler that looks as well must not interrupt.
+        # As bytes: decoding may import a codec, which a signal handler that calls this must not interrupt.
         with open("/proc/thread-self/children", "rb") as file:
             return [int(pid) for pid in file.read().split()]
     except OSError:
@@ -92,12 +89,12 @@ def _pid_inside(visible: int) -> int:
         with open(f"/proc/{visible}/status", encoding="utf-8", errors="replace") as file:
             return next(int(line.split()[-1]) for line in file if line.startswith("NSpid:"))
     except (OSError, StopIteration):
-        # Gone; no process has this pid.
+        # It has ended; no process has the pid 0.
         return 0
 
 
 def session_of(pid: int) -> int:
-    """The session of a process; 0 if it is gone."""
+    """The session of a process; 0 if it has ended."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
@@ -105,14 +102,14 @@ def session_of(pid: int) -> int:
 
 
 def kill(pid: int, number: int) -> None:
-    """Send a signal to a child; nothing if it is gone."""
+    """Send a signal to a child; nothing if it has ended."""
     if pid:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def reap() -> list[tuple[int, int]]:
-    """Collect the children that ended: pid and status, as `waitpid` gives them."""
+    """Reap the children that ended; returns the pid and status of each."""
     ended: list[tuple[int, int]] = []
     with suppress(ChildProcessError):
         while True:
@@ -124,11 +121,14 @@ def reap() -> list[tuple[int, int]]:
 
 
 def status_of(pid: int) -> tuple[int | None, str | None] | None:
-    """As `describe_status`, of a process that others wait for; None while it has not ended, UNKNOWN once they have."""
+    """Like `describe_status`, for a process with another parent.
+
+    None until the process ends, UNKNOWN once its parent has reaped it.
+    """
     try:
         fields = _stat_of(pid)
     except OSError:
-        # This process has no descriptor to look with.
+        # This process has no descriptor left.
         return None
     if not fields:
         return UNKNOWN if IS_LINUX else None
@@ -136,19 +136,19 @@ def status_of(pid: int) -> tuple[int | None, str | None] | None:
 
 
 def signs_of_life(pid: int, others: Collection[int]) -> object:
-    """What changes while a process, or a child that it waits for, does anything; None while the process is stopped.
+    """A value that changes while a process or its descendants use CPU or memory; None while the process is stopped.
 
-    If this process has no descriptor to look with, what it gives is like nothing before.
+    Different each time if this process has no descriptor left to read it with.
 
     Args:
         pid: The process.
-        others: Children that it does not wait for.
+        others: Children to leave out, with their descendants.
     """
     if is_stopped(pid):
         return None
     stats = {}
     try:
-        for process in family(pid, others):
+        for process in process_tree(pid, others):
             stats[process] = _stat_of(process)
     except OSError:
         return object()
@@ -156,20 +156,20 @@ def signs_of_life(pid: int, others: Collection[int]) -> object:
     return [(process, [stat[field : field + 1] for field in (7, 9, 11, 12)]) for process, stat in stats.items()]
 
 
-def family(pid: int, others: Collection[int] = ()) -> list[int]:
-    """A process and its descendants, without some children and theirs. Those that wait to be reaped are among them."""
+def process_tree(pid: int, others: Collection[int] = ()) -> list[int]:
+    """A process and its descendants, zombies included, without some children and their descendants."""
     found = [pid]
     for path in glob.glob(f"/proc/{pid}/task/*/children"):
         with suppress(OSError), open(path, "rb") as file:
             for child in map(int, file.read().split()):
-                found += family(child, others) if child not in others else []
+                found += process_tree(child, others) if child not in others else []
     return found
 
 
-def kill_family(pid: int) -> None:
-    """Kill a process that adopts orphans and does not run any more, after all its descendants."""
+def kill_tree(pid: int) -> None:
+    """Kill a stopped or stuck process that adopts orphans, after all its descendants."""
     killed = {pid}
-    while new := set(family(pid)) - killed:
+    while new := set(process_tree(pid)) - killed:
         for process in new:
             kill(process, signal.SIGKILL)
         killed |= new
@@ -177,19 +177,19 @@ def kill_family(pid: int) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP). One that a debugger holds is not."""
+    """Whether a process is stopped (SIGSTOP); a process that a debugger holds is not."""
     try:
         return _stat_of(pid)[:1] == [b"T"]
     except OSError:
-        # This process has no descriptor to look with.
+        # This process has no descriptor left.
         return False
 
 
 def _stat_of(pid: int) -> list[bytes]:
-    """The fields of proc_pid_stat(5) from the third one, the state, to the last one, the status; none if it is gone."""
+    """The fields of proc_pid_stat(5) from the third, the state, to the last, the status; none if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The second field, the name, may contain anything.
+            # The second field, the name, may contain any character.
             return file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []

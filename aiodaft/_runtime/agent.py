@@ -83,8 +83,8 @@ class Agent(Actor):
         return {
             "running": tuple(begun[:_SHOWN]),
             "running_besides": len(begun[_SHOWN:]),
-            # Calls of def methods wait for the actor's thread.
-            "queued": hosted.mailbox.queued + len(calls) - len(begun),
+            # Calls of `def` methods wait for the actor's thread, also after they were cancelled and answered.
+            "queued": hosted.mailbox.queued + sum(not (call.begun or call.over) for call in calls),
             "done": hosted.done,
             "abandoned": len(hosted.abandoned),
             "stored_bytes": self._objects.store.stored_bytes(),

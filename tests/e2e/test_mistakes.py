@@ -78,7 +78,7 @@ async def test_wrong_arguments_fail_at_the_call_and_nothing_is_sent(
     mrt: aiodaft.Runtime, call: Callable[[Any], object], reason: str
 ) -> None:
     careless = await mrt.spawn(Careless)
-    connection = list(mrt.peer.connections.values())[-1]
+    connection = list(mrt._controller.peer.connections.values())[-1]
     sent = connection.traffic.messages_sent
     with pytest.raises(TypeError, match=reason):
         call(careless)
@@ -105,10 +105,10 @@ async def test_wrong_arguments_fail_at_the_call_and_nothing_is_sent(
 async def test_a_wrong_spawn_fails_at_its_own_line(
     mrt: aiodaft.Runtime, spawn: Callable[[Any], object], error: type[Exception], reason: str
 ) -> None:
-    before = set(mrt.peer.connections)
+    before = set(mrt._controller.peer.connections)
     with pytest.raises(error, match=reason):
         spawn(mrt)
-    assert set(mrt.peer.connections) == before
+    assert set(mrt._controller.peer.connections) == before
 
 
 async def test_a_stream_is_neither_awaited_nor_passed_on(mrt: aiodaft.Runtime) -> None:
@@ -185,14 +185,14 @@ async def test_a_class_that_cannot_be_imported_by_the_worker_fails_the_spawn(lic
 
 
 async def test_a_constructor_that_raises_fails_the_spawn_with_its_own_error(mrt: aiodaft.Runtime) -> None:
-    before, connections = await mrt.resources(), len(mrt.peer.connections)
+    before, connections = await mrt.resources(), len(mrt._controller.peer.connections)
     with pytest.raises(ValueError, match="no weights") as caught:
         await mrt.on(gpus=1).spawn(SlowStart, 0.0, "no weights")
     assert any(note.startswith("raised while SlowStart-") for note in caught.value.__notes__)
     with pytest.raises(ValueError, match="no weights"):
         await mrt.on(gpus=1).group(2, SlowStart, 0.0, "no weights")
     assert await mrt.resources() == before
-    assert sum(connection.lost is None for connection in mrt.peer.connections.values()) <= connections
+    assert sum(connection.lost is None for connection in mrt._controller.peer.connections.values()) <= connections
 
 
 @pytest.mark.parametrize(("how", "code", "number"), [("exit", 7, None), ("_exit", 7, None), ("kill", None, "SIGKILL")])

@@ -22,12 +22,12 @@ ExtHook = Callable[[int, bytes], Any]
 
 
 class FrameEncoder:
-    """Packs frames one after the other into one buffer, so that a turn of the loop costs one write."""
+    """Packs frames, so that those of one turn of the loop are written together."""
 
     def __init__(self) -> None:
-        # Not one growing buffer in the packer: that would lose the frames in it when a later one cannot be packed.
+        # One buffer in the packer would lose its frames when a later frame cannot be packed.
         self._pack: Callable[[Any], bytes] = msgpack.Packer(unicode_errors="surrogatepass").pack
-        # Those that were not taken; it stays the same list, and others may know it.
+        # Frames that were not taken. Always the same list object.
         self.frames: list[bytes] = []
 
     def pack(self, frame: Any) -> None:
@@ -59,9 +59,9 @@ class FrameDecoder:
             max_map_len=0,
             max_ext_len=0,
         )
-        # Bytes of all times.
+        # All bytes so far.
         self._fed = 0
-        # Bytes since a frame was completed; the unpacker bounds each field, but not their sum.
+        # Bytes since the last complete frame; the unpacker limits each field, but not their sum.
         self._unfinished = 0
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Any]:
@@ -75,7 +75,7 @@ class FrameDecoder:
         self._fed = fed = self._fed + len(data)
         try:
             unpacker.feed(data)
-            # To ask for a frame that is not there costs more than a frame does.
+            # Asking for an incomplete frame costs more than unpacking a frame.
             while unpacker.tell() < fed:
                 frames.append(unpacker.unpack())
         except msgpack.OutOfData:
@@ -99,7 +99,7 @@ def _big_int(value: Any) -> Any:
     raise TypeError(f"cannot pack {type(value).__name__}")
 
 
-# The one extension that packing itself needs: integers beyond 64 bits.
+# The extension for integers beyond 64 bits.
 BIG_INT: Final = 1
 
 
@@ -122,7 +122,7 @@ def _with_big_ints(ext_hook: ExtHook) -> ExtHook:
 
 
 def unpack(data: bytes | memoryview, ext_hook: ExtHook) -> Any:
-    """Decode what `pack` made; `ext_hook` turns extensions other than big integers into values."""
+    """Decode the output of `pack`; `ext_hook` decodes extensions other than big integers."""
     return msgpack.unpackb(
         data,
         ext_hook=_with_big_ints(ext_hook),

@@ -1,4 +1,4 @@
-"""Names of things. Ids are never reused: a late reply to call 7 must not answer a new call 7."""
+"""Ids. They are never reused: a late reply to call 7 must not answer a new call 7."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Final, NewType
 
 # A process: unique in its cluster and in time.
 PeerId = NewType("PeerId", str)
-# One incarnation of an actor: its number, which stays, and above it its epoch, which grows with each restart. What is
-# addressed to one incarnation can never reach another.
+# One incarnation of an actor: its number, which stays, in the low bits, and its epoch, which grows with each restart. A
+# message to one incarnation can never reach another.
 ActorId = NewType("ActorId", int)
-# A call, and the value it will give: unique within the process that made the call.
+# A call, and its result: unique within the process that made the call.
 CallId = NewType("CallId", int)
 
 # Every process hosts two actors that serve its peers; the controller (or a node process) hosts more.
@@ -29,7 +29,7 @@ def incarnation(actor: ActorId, epoch: int) -> ActorId:
 
 
 def number_of(actor: ActorId) -> ActorId:
-    """What all incarnations of an actor have in common: the id of the first."""
+    """The id of an actor's first incarnation, the same for all of them."""
     return ActorId(actor & (1 << _EPOCH_SHIFT) - 1)
 
 

@@ -1,14 +1,18 @@
-"""One conversation between two peers: bytes in, messages out, and calls within a window. No I/O.
+"""One conversation between two processes: bytes in, messages out, and calls within a window. No I/O.
 
-Calls that are not answered yet are bounded: beyond the window they wait here, in order, as small records. A call
-whose arguments are still being copied holds its place; the answers themselves are the credits, so a sender alone
-keeps the other side's memory bounded. A run of a graph, which is no call, takes its place behind the calls that wait
-when it is sent. All calls in the window may wait for one beyond it (say, the one that opens
-a gate), so a window that brings no answer for a while is opened further.
+    submit ----> waiting ----> sent ----> answered (`settle`)
+       |            |
+       |            +--------> withdrawn
+       +-> refused (Overloaded)
 
-The runtime's own calls (of agents, the node, the supervisor, channels) are outside the window and its bounds, so that a
-runtime that is overloaded can still be looked at and stopped. They go in order among themselves, and behind the calls
-before them that are still being prepared: an actor that is stopped gets what it was told last.
+A call is sent when it has its message, the calls before it are sent, and the window has room: for the number of
+unanswered calls and for the bytes of their arguments. So the sender alone keeps the memory of the callee bounded. All
+calls in the window may wait for one beyond it (such as the call that opens a gate), so a window without an answer for
+some time grows. Other messages, such as runs of graphs, can line up behind the waiting calls (`line_up`).
+
+The runtime's own calls (of agents, the node, supervisors, channels) are outside of the window, so that an overloaded
+runtime can be inspected and stopped. They keep their order, and stay behind earlier calls without a message: an actor
+that is stopped gets all earlier calls.
 """
 
 from __future__ import annotations
@@ -29,42 +33,42 @@ CallT = TypeVar("CallT")
 # Unanswered calls that one connection carries, and the bytes that their arguments may take in the callee.
 WINDOW: Final = 4096
 WINDOW_BYTES: Final = 64 << 20
-# Seconds without any answer after which more calls are let through.
+# Seconds without an answer after which the window grows.
 STALL: Final = 1.0
 
 
 @dataclass(slots=True)
 class _OwnCall:
-    """A call of the runtime that is not sent yet."""
+    """A waiting call of the runtime itself."""
 
-    # None while it is being prepared.
+    # None until `provide`.
     message: Message | None
-    # Calls of users before it that are being prepared.
+    # Earlier calls of users that have no message.
     behind: set[CallId]
 
 
 class Session(Generic[CallT]):
-    """State of one control link. `CallT` is whatever the owner wants to keep with each call."""
+    """The state of one conversation. It keeps a `CallT` with each call until the call is answered."""
 
     def __init__(self, local: PeerId, pid: int, *, remote: PeerId, max_pending: int, window: int = WINDOW) -> None:
         self.remote = remote
         self.remote_pid: int | None = None
         self.version = WIRE_VERSION
-        # Calls without an answer: under way, and waiting for their turn.
+        # Calls without an answer: sent and waiting ones.
         self.calls: dict[CallId, CallT] = {}
         self._waiting: OrderedDict[CallId, Message | None] = OrderedDict()
-        # Messages among them that are no calls; they have negative numbers.
+        # Messages among the waiting ones that are no calls; they have negative numbers.
         self._others = 0
         self._last_other = 0
-        # The runtime's own calls: all, and those that are not sent yet.
+        # The runtime's own calls: all of them, and the waiting ones.
         self._own: set[CallId] = set()
         self._own_waiting: OrderedDict[CallId, _OwnCall] = OrderedDict()
-        # Never larger than what is allowed to be without an answer.
+        # At most `max_pending`.
         self._base_window = self._window = min(window, max_pending)
         self._answers = 0
         self._answers_before = 0
         self._max_pending = max_pending
-        # Bytes of arguments, of those calls that have any.
+        # Bytes of the arguments of each call; no entry for zero.
         self._costs: dict[CallId, int] = {}
         self._bytes = 0
         self._window_bytes = WINDOW_BYTES
@@ -72,33 +76,33 @@ class Session(Generic[CallT]):
         self._encoder = FrameEncoder()
         self.send: Callable[[Message], None] = self._encoder.pack
         self.data_to_send = self._encoder.take
-        # Messages that nobody has taken yet.
+        # Packed messages that were not taken by `data_to_send`.
         self.packed = self._encoder.frames
         self.send(hello(local, pid))
 
     @property
     def waiting(self) -> int:
-        """Calls that are not sent yet, without the runtime's own."""
+        """The number of waiting calls, without the runtime's own."""
         return len(self._waiting) - self._others
 
     def is_waiting(self, call_id: CallId) -> bool:
-        """Whether a call is not sent yet."""
+        """Whether a call is waiting."""
         return call_id in self._waiting or call_id in self._own_waiting
 
     def unsent(self, call_id: CallId) -> Message | None:
-        """The message of a call that is not sent yet, if it has one."""
+        """The message of a waiting call, if it has one."""
         own = self._own_waiting.get(call_id)
         return self._waiting.get(call_id) if own is None else own.message
 
     def under_way(self) -> Iterator[CallT]:
-        """Calls that are sent and not answered, the oldest first."""
+        """Sent calls without an answer, the oldest first."""
         return (call for call_id, call in self.calls.items() if not self.is_waiting(call_id))
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> list[Message]:
-        """Return the messages that `data` completes, without the greeting.
+        """Return the messages that `data` completes, without HELLO.
 
         Raises:
-            RemoteProtocolError: The other side does not follow the protocol. The session is of no use after that.
+            RemoteProtocolError: The other side does not follow the protocol. The session must not be used any more.
         """
         messages = check_all(self._decoder.feed(data))
         if self.remote_pid is None and messages:
@@ -107,7 +111,7 @@ class Session(Generic[CallT]):
 
     def _greet(self, message: Message) -> None:
         if message[0] != HELLO:
-            raise RemoteProtocolError(f"expected a greeting, got a message of kind {message[0]}")
+            raise RemoteProtocolError(f"expected HELLO, got a message of kind {message[0]}")
         oldest, newest, remote, pid = read_hello(message)
         self.version = min(WIRE_VERSION, newest)
         if self.version < max(OLDEST_WIRE_VERSION, oldest):
@@ -122,14 +126,14 @@ class Session(Generic[CallT]):
     def submit(
         self, call_id: CallId, call: CallT, message: Message | None, cost: int = 0, admitted: bool = False
     ) -> None:
-        """Send a call, or let it wait for its turn.
+        """Send a call, or let it wait.
 
         Args:
             call_id: Number of the call.
-            call: What to keep with it until it is answered.
-            message: The CALL or SEND; None while it is being prepared (see `provide`).
+            call: Kept with it until it is answered.
+            message: The CALL or SEND; None until `provide`.
             cost: Bytes of arguments in it.
-            admitted: It was accepted before, and is not refused now, however many calls there are.
+            admitted: It was accepted before, and is never refused now.
 
         Raises:
             Overloaded: Too many calls have no answer yet.
@@ -156,7 +160,7 @@ class Session(Generic[CallT]):
         self._wait(call_id, message, cost)
 
     def submit_own(self, call_id: CallId, call: CallT, message: Message | None) -> None:
-        """Send a call of the runtime itself; None for the message while it is being prepared (see `provide`)."""
+        """Send a call of the runtime itself; the message is None until `provide`."""
         self.calls[call_id] = call
         self._own.add(call_id)
         unprepared = {other for other, waiting in self._waiting.items() if waiting is None}
@@ -174,7 +178,7 @@ class Session(Generic[CallT]):
         self._pump_own(call_id)
 
     def line_up(self, message: Message) -> None:
-        """Send a message that is no call behind the calls that wait; it takes no place in the window."""
+        """Send a message that is no call, outside of the window, behind the waiting calls."""
         if not self._waiting:
             self.send(message)
             return
@@ -183,7 +187,7 @@ class Session(Generic[CallT]):
         self._waiting[CallId(self._last_other)] = message
 
     def withdraw(self, call_id: CallId) -> bool:
-        """Take back a call that was not sent yet; True if that was possible."""
+        """Take back a waiting call; False if it is not waiting."""
         if call_id in self._own_waiting:
             del self._own_waiting[call_id], self.calls[call_id]
             self._own.remove(call_id)
@@ -197,11 +201,11 @@ class Session(Generic[CallT]):
         return True
 
     def settle(self, call_id: CallId) -> CallT | None:
-        """The call is answered: return what was kept with it (None if it is unknown) and make room for the next."""
+        """A call is answered: return its `CallT` (None if the call is unknown) and send the next ones."""
         if self._own and call_id in self._own:
             return self._settle_own(call_id)
         if self._waiting and call_id in self._waiting:
-            # Nobody can have answered what was not sent.
+            # A call that was not sent cannot be answered.
             return None
         call = self.calls.pop(call_id, None)
         if call is not None:
@@ -216,14 +220,14 @@ class Session(Generic[CallT]):
         if call_id in self._own_waiting:
             return None
         self._own.remove(call_id)
-        # It says nothing of the window.
+        # It is outside of the window.
         return self.calls.pop(call_id)
 
     def look_for_stall(self) -> bool:
-        """Called every `STALL` seconds while calls wait: opens the window if nothing was answered since the last time.
+        """Enlarge the window if no call was answered since the last time; called every `STALL` seconds.
 
         Returns:
-            Whether calls still wait, so that this has to be called again.
+            Whether calls still wait.
         """
         if self._answers == self._answers_before:
             self._window = min(2 * self._window, self._max_pending)
@@ -260,7 +264,7 @@ class Session(Generic[CallT]):
                 self._others -= 1
             else:
                 cost = self._costs.get(call_id, 0)
-                # One call may exceed the byte window, or it would wait for ever.
+                # A single call may exceed the byte window: it would wait forever.
                 full = self._bytes and self._bytes + cost > self._window_bytes
                 if full or len(self.calls) - len(self._own) - self.waiting >= self._window:
                     return

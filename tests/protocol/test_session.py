@@ -89,7 +89,7 @@ def test_a_greeting_may_come_byte_by_byte() -> None:
 
 
 def test_anything_before_the_greeting_is_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="expected a greeting"):
+    with pytest.raises(RemoteProtocolError, match="expected HELLO"):
         session().receive_data(frames(call(1), hello()))
 
 

@@ -109,7 +109,7 @@ def test_what_is_too_large_is_cut_and_keeps_its_type(error: Exception) -> None:
     assert type(found) is type(error)
     assert len(str(found)) < 20_000
     assert found.__notes__[0] == "of the user"
-    assert "cut, to travel" in found.__notes__[-1]
+    assert "truncated to travel" in found.__notes__[-1]
     if isinstance(error, CustomError):
         assert vars(found)["code"] == 7
     if isinstance(error, aiodaft.ActorDied):
@@ -133,7 +133,7 @@ class Unfriendly(Exception):
 
 
 @pytest.mark.parametrize(("error", "why"), [
-    (Unfriendly(size=1_000_000), "it is too large, and cannot be cut: "),
+    (Unfriendly(size=1_000_000), "it is too large, and cannot be truncated: "),
     (HostileError(), "no pickle either"),
 ])  # fmt: skip
 def test_one_that_comes_as_text_says_why(error: Exception, why: str) -> None:

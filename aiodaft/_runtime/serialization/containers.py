@@ -13,7 +13,7 @@ FLAT: Final = frozenset({type(None), bool, int, float, str})
 
 
 def contains_ref(value: Any) -> bool:
-    """Whether a ref is at any depth of plain containers, named tuples and dataclass instances."""
+    """Whether a value is a ref or has one in its plain containers."""
     if isinstance(value, Ref):
         return True
     kind: type = type(value)
@@ -28,7 +28,7 @@ def contains_ref(value: Any) -> bool:
 
 
 def map_refs(value: Any, replace: Callable[[Ref[Any]], Any]) -> Any:
-    """A value with each ref in its plain containers replaced; everything else is the very object."""
+    """Replace each ref in the plain containers of a value; other objects stay the same objects."""
     if isinstance(value, Ref):
         return replace(value)
     if not contains_ref(value):
@@ -45,7 +45,7 @@ def map_refs(value: Any, replace: Callable[[Ref[Any]], Any]) -> Any:
 
 
 async def resolved(value: Any) -> Any:
-    """A value with the refs in its plain containers replaced by their values."""
+    """Replace each ref in the plain containers of a value by its value."""
     refs: list[Ref[Any]] = []
     map_refs(value, refs.append)
     values = {ref: await ref for ref in refs}
@@ -53,7 +53,7 @@ async def resolved(value: Any) -> Any:
 
 
 def rebuild_dataclass(cls: type, fields: dict[str, Any]) -> Any:
-    """An instance with these fields; works for frozen classes, and runs no `__post_init__` a second time."""
+    """Make an instance from its fields, also of a frozen class, without running `__post_init__` again."""
     instance: Any = object.__new__(cls)
     for name, value in fields.items():
         object.__setattr__(instance, name, value)
@@ -64,5 +64,5 @@ def field_names(value: Any) -> list[str]:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return []
     fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    # `__post_init__` may have set others.
+    # `__post_init__` may have set further attributes.
     return [*fields, *(name for name in getattr(value, "__dict__", ()) if name not in fields)]

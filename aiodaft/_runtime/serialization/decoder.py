@@ -1,4 +1,4 @@
-"""Encoded values back to Python values. Buffers are not copied: tensors and arrays look into the blob."""
+"""Encoded values to Python values. Buffers are not copied: tensors and arrays use the memory of the blobs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SOLE_TENSOR: Final = pack(pack_exts(wire.TENSOR, 0))
 
 
 def is_heavy(payload: bytes) -> bool:
-    """Whether decoding takes long, so that it belongs in a helper thread."""
+    """Whether decoding takes long and belongs in a helper thread."""
     return bool(payload[0] & wire.HEAVY)
 
 
 def sole_tensor(payload: bytes) -> Spec | None:
-    """How the tensor is laid out in the only buffer, if the value is one tensor and nothing else."""
+    """The spec of the tensor, if the value is one tensor and nothing else."""
     if payload[0] != wire.TABLE:
         return None
     table, specs, skeleton = unpack(memoryview(payload)[1:], Ext)
@@ -65,7 +65,7 @@ class Decoder:
         try:
             return self._decode(payload)
         finally:
-            # It looks into the buffers through this object: they would keep each other alive.
+            # It refers to this object, and so would keep the buffers alive.
             self._tensors = None
 
     def _decode(self, payload: bytes) -> Any:
@@ -152,11 +152,11 @@ def decode(
 
     Args:
         payload: The skeleton.
-        blobs: The memory beside it; tensors of the result look into it.
-        slots: Values of the refs that were to be resolved.
+        blobs: The blobs; tensors of the result use their memory.
+        slots: Values of the resolved refs.
         refs: The refs that travel inside.
-        origin: Gives the very object that a buffer came from, if it is in this process.
-        patient: Whether this is a helper thread, where time does not matter.
+        origin: Gives the object of this process that a buffer was made from, if there is one.
+        patient: Whether this thread may take long.
         home: The process that decodes, for handles and channels in the value.
 
     Raises:
@@ -165,4 +165,4 @@ def decode(
     try:
         return Decoder(blobs, slots, refs, origin, yield_gil if patient else None, home).decode(payload)
     except Exception as error:
-        raise SerializationError(f"a value that arrived cannot be rebuilt here: {error}") from error
+        raise SerializationError(f"a received value cannot be rebuilt here: {error}") from error

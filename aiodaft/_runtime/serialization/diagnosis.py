@@ -1,4 +1,4 @@
-"""Which part of a value cannot travel, and how to reach it: `args[0].cfg.fn`."""
+"""Finds the part of a value that cannot travel, and the path to it: `args[0].cfg.fn`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from aiodaft._runtime.serialization.pickling import TooLong
 
-# Where pickle's and our own code is.
+# The code of pickle and of the runtime.
 _INSIDE: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep, pickle.__file__, copyreg.__file__
 _MAX_DEPTH: Final = 20
 _MAX_CHILDREN: Final = 1000
@@ -23,7 +23,7 @@ def find_path(names: Iterable[tuple[str, Any]], attempt: Callable[[Any], object]
     """The deepest part of some values that cannot be encoded.
 
     Args:
-        names: The values, and what to call them.
+        names: The values and their names.
         attempt: Encodes a value, or raises.
 
     Returns:
@@ -43,17 +43,14 @@ def find_path(names: Iterable[tuple[str, Any]], attempt: Callable[[Any], object]
 
 
 def advice_on(error: BaseException) -> str:
-    """What to do where pickle refused; errors of our own, and of users, say so themselves."""
+    """Advice for errors of pickle; other errors have their own."""
     if isinstance(error, RecursionError):
         return "; it is nested too deeply: make it flatter, or make it in the actor"
     return "; make it in the actor, or leave it out of its object's state (`__getstate__`)" if _refuses(error) else ""
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """The error, if it tells more than the message: the user's own code raised it, or the value is nested too deeply.
-
-    It has the frames of the user's code alone.
-    """
+    """The error, with frames of the user's code alone, if that raised it or the value is nested too deeply."""
     if isinstance(error, RecursionError):
         return error.with_traceback(None)
     frames = None if _refuses(error) else error.__traceback__
@@ -63,7 +60,7 @@ def cause_of(error: BaseException) -> BaseException | None:
 
 
 def _refuses(error: BaseException) -> bool:
-    """Whether these are pickle's words for what cannot be pickled."""
+    """Whether the message is the one of pickle for objects that cannot be pickled."""
     return str(error).startswith(("cannot pickle", "Can't pickle", "no default __reduce__"))
 
 
@@ -98,5 +95,5 @@ def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _has_own_reduce(value: Any) -> bool:
-    # Attributes of such an object are not what is pickled. Those of builtins give their attributes.
+    # Such an object is not pickled by its attributes.
     return isinstance(type(value).__reduce__, FunctionType)

@@ -1,7 +1,7 @@
-"""Encoded values: a small skeleton, and the big buffers beside it, not copied until somebody says where to.
+"""Encoded values: a small skeleton and large buffers, which are copied only when their target is known.
 
-Buffers of one value are packed into one *blob* (64-byte aligned), so that 200 tensors are one payload; a buffer that
-already lies where others can read it (`aiodaft.empty`, `aiodaft.register`) is a blob of its own and is never copied.
+The buffers of one value are packed into one *blob* (64-byte aligned), so that 200 tensors are one transfer. A buffer in
+memory that other processes can read (`aiodaft.empty`, `aiodaft.register`) is a separate blob and is never copied.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from aiodaft_transport.memory.address import address_of, aligned, copy_memory
 
 
 class Source:
-    """One buffer of a value, where it lies now."""
+    """One buffer of a value."""
 
     __slots__ = ("address", "block", "device", "fill", "keep", "lent", "nbytes", "origin", "version")
 
     def __init__(self, nbytes: int, address: int, keep: Any, device: int | None = None) -> None:
         self.nbytes = nbytes
         self.address = address
-        # Which accelerator of this process it is on; None for memory of the host.
+        # The accelerator of this process that has it; None for memory of the host.
         self.device = device
         # Keeps the memory alive and, for a buffer object, exported.
         self.keep = keep
         # Writes the content to an address, for memory that is not contiguous.
         self.fill: Callable[[int], None] | None = None
-        # Counts the writes to a tensor, as far as torch can see them; None where it cannot.
+        # Gives the number of writes to a tensor, as torch counts them; None if torch does not.
         self.version: Callable[[], int | None] | None = None
-        # Gives the object the buffer came from, while it lives and was not written to.
+        # Gives the object that the buffer was made from, while it lives and was not written to.
         self.origin: Callable[[], Any] | None = None
-        # Memory that peers can read where it is.
+        # Set if other processes can read the memory in place.
         self.block: Pullable | None = None
         self.lent = False
 
     @property
     def is_apart(self) -> bool:
-        """Whether it is a blob of its own."""
+        """Whether it is a separate blob."""
         return self.block is not None or (self.lent and self.device is not None)
 
     @classmethod
@@ -63,8 +63,8 @@ class Encoded:
 
     Attributes:
         payload: The skeleton; a few bytes if the skeleton itself is one of the sources.
-        sources: The buffers beside it.
-        offsets: Where each source goes in the blob; -1 for one that is a blob of its own.
+        sources: The buffers.
+        offsets: The offset of each source in the blob; -1 for a separate blob.
         nbytes: Size of the blob.
         device_nbytes: Size of the blob of each accelerator that has buffers of the value.
         slots: Refs that the receiver replaces by their values.
@@ -91,7 +91,7 @@ class Encoded:
 
     @property
     def lent(self) -> bool:
-        """Whether a buffer is read where it lies, so that its owner must not write to it."""
+        """Whether a buffer is read in place, so that its owner must not write to it."""
         return any(source.lent for source in self.sources)
 
     def write_to(self, address: int) -> None:
@@ -109,7 +109,7 @@ class Encoded:
         return bytes(blob)
 
     def versions(self) -> list[int | None]:
-        """How often each buffer has been written to, where that can be known."""
+        """The number of writes to each buffer; None if it is not known."""
         return [source.version() if source.version is not None else None for source in self.sources]
 
     def check_unchanged(self, before: list[int | None]) -> None:

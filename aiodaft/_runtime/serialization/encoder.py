@@ -1,10 +1,9 @@
 """Python values to encoded values.
 
-Plain data is MessagePack, with types kept (a tuple stays a tuple); tensors are spans of memory; anything else is
-pickled (protocol 5, buffers out of band), and by cloudpickle where pickle cannot: functions, classes of `__main__`
-and of notebooks. Nothing long happens in one step: beyond a budget `encode` raises `TooLong`, and the caller does it
-again in a helper thread with `patient=True`, where big parts are made in pieces and the interpreter is given away
-between them.
+Plain data becomes MessagePack that keeps types (a tuple stays a tuple); tensors become spans of memory; other objects
+are pickled (protocol 5, buffers out of band), by cloudpickle if pickle cannot: functions, classes of `__main__` and of
+notebooks. Beyond a budget of time `encode` raises `TooLong`. The caller then repeats it in a helper thread with
+`patient=True`, where large parts are encoded in pieces and other threads get the interpreter in between.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ PICKLE: Final = 10
 DATACLASS: Final = 11
 NAMEDTUPLE: Final = 12
 CHUNKS: Final = 13
-# First byte of a payload: what follows.
+# The first byte of a payload: its kind.
 PLAIN: Final = 0  # the skeleton
 TABLE: Final = 1  # [offsets, specs of tensors, skeleton]
 FAR: Final = 2  # [offsets, specs of tensors], and the skeleton is the last buffer
 HEAVY: Final = 4  # decoding takes long: not on a loop
-# Bytes beside which a buffer of its own pays.
+# Bytes from which on a separate buffer pays.
 _BUFFER_LIMIT: Final = 16 << 10
-# Copying more than this is not for a loop.
+# More bytes than this are not copied on a loop.
 _LONG_COPY: Final = 1 << 20
-# Refs that a message has room for.
+# Refs that fit into a message.
 _MAX_REFS: Final = 1 << 16
 # Elements that one step may encode; about 2 ms.
 _BUDGET: Final = 50_000
@@ -54,11 +53,11 @@ _PICKLED_TOGETHER: Final = 16
 
 
 class Names(NamedTuple):
-    """What to call a value in errors: ("Model.execute", [("args[0]", x)], "Model-1")."""
+    """The names of a value in errors: ("Model.execute", [("args[0]", x)], "Model-1")."""
 
     whole: str
     parts: tuple[tuple[str, Any], ...] = ()
-    # The actor that it is for.
+    # The actor that receives it.
     to: str = ""
 
 
@@ -100,7 +99,7 @@ class Encoder:
             self.sources.clear()
             self.slots.clear()
             self.refs.clear()
-        # Deep or cyclic: pickle keeps track of what it has seen. What it raises has no context.
+        # Deep or cyclic: pickle remembers the objects that it has seen. Its errors get no context.
         return pack(self._pickle(value))
 
     def walk(self, value: Any) -> Any:
@@ -118,12 +117,12 @@ class Encoder:
         return self._walk_other(value)
 
     def add_source(self, buffer: Any) -> int:
-        """Take a buffer of its own and return its number."""
+        """Take a separate buffer and return its number."""
         self.sources.append(Source.of(buffer))
         return len(self.sources) - 1
 
     def add_bytes(self, value: bytes | bytearray) -> int:
-        """A buffer that the receiver has to copy out, because its type owns its memory."""
+        """Take a buffer that the receiver copies, because bytes own their memory."""
         self.heavy |= len(value) > _LONG_COPY
         return self.add_source(value)
 
@@ -141,7 +140,7 @@ class Encoder:
             raise TypeError(f"{what!r} belongs to another runtime, that of {owned.process.runtime_name}: {instead}")
 
     def add_ref(self, ref: Any) -> int:
-        """A ref that travels as a ref."""
+        """Take a ref that travels as a ref, and return its number."""
         self._check_ref(ref)
         self.refs.append(ref)
         return len(self.refs) - 1
@@ -179,13 +178,13 @@ class Encoder:
         return {self.walk(key): self.walk(item) for key, item in value.items()}
 
     def _is_opaque(self, items: Collection[Any]) -> bool:
-        """Whether there are objects among the items that have to be pickled, and no refs to resolve."""
+        """Whether some items have to be pickled and no item has a ref to resolve."""
         kinds = {kind for kind in map(type, items) if kind not in FLAT and kind not in _HANDLERS}
         opaque = kinds - {list, dict} and not all(map(is_dense_tensor, items))
         return bool(opaque) and not (self.resolve and any(map(contains_ref, items)))
 
     def _chunks(self, kind: str, items: list[Any]) -> Any:
-        """A long container as pieces in a buffer of its own: packing it at once would hold the interpreter."""
+        """Encode a long container in pieces, in a separate buffer: packing it at once would hold the interpreter."""
         self.heavy = True
         out = bytearray()
         for start in range(0, len(items), CHUNK):
@@ -264,14 +263,14 @@ def encode(
 
     Args:
         value: The value.
-        names: What to call it and its parts in errors.
-        places: Which tensors may stay where they are.
+        names: Its name, and the names of its parts, in errors.
+        places: The tensors that may stay where they are.
         resolve: Whether refs in plain containers stand for their values.
-        patient: Whether this is a helper thread, where time does not matter.
+        patient: Whether this thread may take long.
 
     Raises:
-        SerializationError: Part of it cannot travel; names the path to it.
-        TooLong: It takes long and `patient` is not set.
+        SerializationError: A part of it cannot travel; the message has the path to the part.
+        TooLong: It takes long, and `patient` is not set.
     """
 
     def attempt(part: Any) -> Encoded:
@@ -283,7 +282,7 @@ def encode(
         raise
     except Exception as error:  # noqa: BLE001 - user code runs while pickling, and may raise anything
         failed = error
-    # Outside of the block, so that the frames of pickle and of this package are no context of the error.
+    # Outside of the except block, so that the error has no context with frames of pickle.
     to = f" to {names.to}" if names.to else ""
     path, reason = find_path(names.parts, attempt)
     refused = f"{path} of {names.whole} cannot travel{to}: {reason or failed}{advice_on(failed)}"
@@ -291,7 +290,7 @@ def encode(
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value travels in a frame as it is."""
+    """Whether a value is a field of a message as it is."""
     kind = type(value)
     if kind is int:
         return bool(-(1 << 63) <= value < 1 << 64)
@@ -301,7 +300,7 @@ def is_plain(value: Any) -> bool:
 
 
 def all_plain(values: tuple[Any, ...]) -> bool:
-    """Whether arguments travel in a frame as they are."""
+    """Whether arguments are fields of a message as they are."""
     for value in values:  # noqa: SIM110 - on the path of every call: all() with a generator costs twice as much
         if not is_plain(value):
             return False

@@ -1,4 +1,4 @@
-"""Exceptions on the wire: they arrive as their own type, with the remote frames, or as text if that cannot be."""
+"""Encodes exceptions with their type and frames, or as text if they cannot be pickled."""
 
 from __future__ import annotations
 
@@ -17,21 +17,11 @@ from aiodaft.exceptions import CallCancelled, DaftError, RemoteError, RestartLim
 
 # Where the runtime's own code is.
 _RUNTIME: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep
-
-
 _MAX_ENCODED: Final = 256 << 10
-
-
 _MAX_TEXT: Final = 16 << 10
-
-
 _MAX_MESSAGE: Final = 4 << 10
-
-
-# What Python says of `await 1`.
+# The message of the TypeError that `await 1` raises.
 _NOT_AWAITABLE: Final = re.compile(r"can't be (used in 'await' expression|awaited)")
-
-
 _OWN_CALL: Final = (
     "a `def` method that is called on `self` gives its result, not a ref: do not await it; "
     "`aiodaft.local(self.method)(...)` tells type checkers so"
@@ -39,7 +29,7 @@ _OWN_CALL: Final = (
 
 
 def encode_error(error: BaseException) -> bytes:
-    """An exception as bytes; never raises, whatever the exception does when it is looked at."""
+    """Encode an exception. Never raises, even if methods of the exception do."""
     type_name = f"{type(error).__module__}.{type(error).__qualname__}"
     # An exception may refuse to have its attributes set, as frozen dataclasses do.
     BaseException.with_traceback(error, _users_part(error.__traceback__))
@@ -47,7 +37,7 @@ def encode_error(error: BaseException) -> bytes:
 
 
 def decode_error(data: bytes) -> BaseException:
-    """The exception that `encode_error` encoded, or a RemoteError that tells of it."""
+    """The exception that `encode_error` encoded, or a RemoteError that describes it."""
     type_name, message, text, payload, blob = unpack(data, _no_extensions)
     why = payload
     if isinstance(payload, bytes):
@@ -63,13 +53,13 @@ def decode_error(data: bytes) -> BaseException:
 
 
 def decode_failure(data: bytes, executed: bool | None) -> BaseException:
-    """The exception that ended a call, or a step of a graph, which knows whether that ran."""
+    """The exception that ended a call or a step of a graph, with whether it ran."""
     error = decode_error(data)
     return error.with_executed(executed) if isinstance(error, DaftError) else error
 
 
 def as_call_error(error: BaseException, where: str | None) -> Exception:
-    """What a caller gets for what a method raised, with a note of where that was."""
+    """The exception that a caller gets for one that a method raised, with a note of the place."""
     if isinstance(error, asyncio.CancelledError):
         cancelled = CallCancelled("the call was cancelled" if not str(error) else f"the call was cancelled: {error}")
         cancelled.__cause__ = error
@@ -88,7 +78,7 @@ def as_call_error(error: BaseException, where: str | None) -> Exception:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a line to an exception, once; one that refuses goes without."""
+    """Add a note to an exception, once. An exception that refuses notes stays without."""
     try:
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
@@ -107,7 +97,7 @@ def copy_error(error: DaftError) -> DaftError:
 
 
 def passed_on(error: BaseException, *, executed: bool | None) -> BaseException:
-    """The error of one call as that of another, which ran or not: the first one goes on saying what is true of it."""
+    """The error of one call as the error of another, with its own `.executed`."""
     if not isinstance(error, DaftError) or error.executed is executed:
         return error
     return copy_error(error).with_traceback(error.__traceback__).with_executed(executed)
@@ -116,7 +106,7 @@ def passed_on(error: BaseException, *, executed: bool | None) -> BaseException:
 def unsent(error: BaseException) -> BaseException:
     """The error of one more call that was not sent."""
     if not isinstance(error, DaftError) or isinstance(error, RestartLimitReached):
-        # That an actor died too often is one error, however many wait for it.
+        # One error for all calls that wait for an actor that died too often.
         return error
     return copy_error(error).with_executed(False)
 
@@ -125,7 +115,7 @@ def take_frames(error: BaseException) -> list[tuple[BaseException, Any]]:
     """Take the tracebacks off an exception and its causes, because frames hold variables.
 
     Returns:
-        What `give_frames` needs to give them tracebacks that show the same lines.
+        The argument for `give_frames`, which restores tracebacks with the same lines.
     """
     from tblib import Traceback  # noqa: PLC0415 - only errors need it
 
@@ -145,22 +135,22 @@ def take_frames(error: BaseException) -> list[tuple[BaseException, Any]]:
 
 
 def give_frames(taken: list[tuple[BaseException, Any]]) -> None:
-    """Undo `take_frames`: the new frames hold no variables."""
+    """Restore the tracebacks that `take_frames` took, without variables."""
     for error, frames in taken:
         BaseException.with_traceback(error, frames and frames.as_traceback())
 
 
 def _encode_object(error: BaseException) -> tuple[bytes | str, bytes | None]:
-    """An exception as payload and blob; or why that cannot be, and None."""
+    """An exception as payload and blob; or the reason why it cannot be encoded, and None."""
     try:
         return _encode_whole(error)
     except Exception as problem:  # noqa: BLE001 - user code runs while pickling, and may raise anything
         if not _is_too_large(problem):
             return _message(problem), None
     try:
-        return _encode_whole(cut(error))
+        return _encode_whole(truncated(error))
     except Exception as problem:  # noqa: BLE001 - the same
-        return f"it is too large, and cannot be cut: {_message(problem)}", None
+        return f"it is too large, and cannot be truncated: {_message(problem)}", None
 
 
 def _encode_whole(error: BaseException) -> tuple[bytes, bytes | None]:
@@ -168,7 +158,7 @@ def _encode_whole(error: BaseException) -> tuple[bytes, bytes | None]:
     if encoded.size > _MAX_ENCODED:
         raise TooLong
     blob = encoded.packed()
-    # An exception that cannot be rebuilt here will not be rebuilt elsewhere either.
+    # An exception that cannot be rebuilt here cannot be rebuilt in the other process.
     _decode_object(encoded.payload, blob)
     return encoded.payload, blob
 
@@ -180,17 +170,17 @@ def _decode_object(payload: bytes, blob: Any) -> BaseException:
             raise TypeError(f"it turns into a {type(error).__name__}")
         return error
     finally:
-        # The frames that were rebuilt lead back to this one: it must not lead to them.
+        # The rebuilt frames refer to this one: break the circle.
         del error
 
 
 def _is_too_large(problem: BaseException | None) -> bool:
-    """Whether an exception could not be encoded because it is large, or refers to others that refer to others..."""
+    """Whether an exception could not be encoded because it, or its chain of causes, is large."""
     return problem is not None and (isinstance(problem, TooLong | RecursionError) or _is_too_large(problem.__cause__))
 
 
 def _users_part(frames: TracebackType | None) -> TracebackType | None:
-    """Frames without those of the runtime, which led to the user's code; all of them if there are no others."""
+    """The frames of the user's code; all frames if there are none."""
     found: list[TracebackType] = []
     entry = frames
     while entry is not None:
@@ -214,32 +204,31 @@ def _no_extensions(code: int, content: bytes) -> Any:
     raise ValueError(f"unexpected extension {code} in an error")
 
 
-# Bytes of one argument, attribute or note; and how many notes.
+# Limits of a truncated exception: bytes of one argument, attribute or note; number of notes.
 _MAX_PART: Final = 4 << 10
-
-
 _MAX_NOTES: Final = 16
 
 
-def cut(error: BaseException) -> BaseException:
-    """A copy of an exception: long texts in it end early, a text stands for anything else that is large.
-
-    What it was caused by is left out; a note says so.
+def truncated(error: BaseException) -> BaseException:
+    """A truncated copy of an exception: long texts end early, other large objects become texts, causes are left out.
 
     Raises:
-        Exception: Its class cannot be made of that.
+        Exception: Its class refuses the arguments.
     """
     cls = type(error)
     args: tuple[Any, ...]
     if isinstance(error, BaseExceptionGroup):
-        args = (_short(error.message), [cut(one) for one in error.exceptions])
+        args = (_short(error.message), [truncated(one) for one in error.exceptions])
     else:
         args = tuple(map(_short, error.args))
     twin = cls.__new__(cls, *args)
     twin.args = args
     notes = [_short(note) for note in getattr(error, "__notes__", ())][:_MAX_NOTES]
     twin.__dict__.update({name: _short(value) for name, value in error.__dict__.items() if name != "__notes__"})
-    twin.__notes__ = [*notes, "cut, to travel: what is large in it, and what caused it, stayed where it was raised"]
+    twin.__notes__ = [
+        *notes,
+        "truncated to travel: its large parts and its causes stayed in the process that raised it",
+    ]
     return twin.with_traceback(error.__traceback__)
 
 

@@ -1,4 +1,4 @@
-"""Pickle, with tensors, refs and exceptions taken out, and cloudpickle for what pickle cannot do."""
+"""Pickle without tensors, refs and large buffers, and cloudpickle for objects that pickle refuses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.ref import Ref, Refs, parts_of
 
-# Out-of-band buffers below this size cost more than they save.
+# Smaller out-of-band buffers cost more than they save.
 _SMALL_BUFFER: Final = 4 << 10
-# What one step may pickle; about a millisecond.
+# Bytes that one step may pickle; about a millisecond.
 _IMPATIENT_LIMIT: Final = 256 << 10
 
 # Frames of a traceback that travel.
@@ -32,11 +32,11 @@ _decoding = threading.local()
 
 
 class TooLong(Exception):
-    """Encoding this takes long: do it in a helper thread, patiently."""
+    """Encoding takes long: repeat it in a helper thread with `patient=True`."""
 
 
 def yield_gil() -> None:
-    """In a helper thread: let the loop have the interpreter."""
+    """In a helper thread: give the interpreter to the loop."""
     time.sleep(0.0002)  # noqa: TID251 - a thread of its own
 
 
@@ -97,12 +97,12 @@ def _reduce(aside: Aside, value: Any, *, by_value: bool) -> Any:
     if isinstance(value, Actor):
         raise TypeError(f"an instance of {kind.__name__} stays in its process: pass the handle that spawn gave")
     if kind.__name__ == "UntypedStorage" and kind.__module__ == "torch.storage":
-        # torch writes it, and cannot read what it has written.
+        # torch pickles it, and cannot unpickle the result.
         raise TypeError("a storage cannot travel: pass a tensor that uses it")
     if isinstance(value, _FILES):
         raise TypeError(f"the open file {getattr(value, 'name', value)!r} stays in its process: pass its path")
     if by_value and kind is cached_property:
-        # Part of a class. In Python 3.11 it has a lock, which cloudpickle refuses.
+        # Part of a class. In Python 3.11 it holds a lock, which cloudpickle refuses.
         return cached_property, (value.func,), {"attrname": value.attrname}
     if not by_value and isinstance(value, type | FunctionType) and not importable(value):
         raise NeedsCloudpickle
@@ -110,7 +110,7 @@ def _reduce(aside: Aside, value: Any, *, by_value: bool) -> Any:
 
 
 class _Sink(io.RawIOBase):
-    """Takes what a pickler writes; refuses to go on for long on a loop, takes breath elsewhere."""
+    """Takes the output of a pickler. A long one raises TooLong on a loop, and yields the interpreter elsewhere."""
 
     def __init__(self, *, patient: bool) -> None:
         self._patient = patient
@@ -192,7 +192,7 @@ def _module_can_be_found(name: str) -> bool:
 
 
 def importable(value: type | FunctionType) -> bool:
-    """Whether another process finds this class or function under its name."""
+    """Whether another process can import this class or function by its name."""
     module = value.__module__
     if module == "__main__" or module not in sys.modules or "<locals>" in value.__qualname__:
         return False
@@ -203,7 +203,7 @@ def importable(value: type | FunctionType) -> bool:
 
 
 class Context(Protocol):
-    """What unpickling needs of the value it is part of."""
+    """The value that a pickle is part of; the decoder."""
 
     @property
     def home(self) -> Process | None:
@@ -220,7 +220,7 @@ class Context(Protocol):
 
 
 def unpickle(data: Any, buffers: list[memoryview], context: Context, pause: Callable[[], None] | None = None) -> Any:
-    """Load what `pickle_into` made; `pause` runs now and then if given."""
+    """Load the output of `pickle_into`; calls `pause` from time to time."""
     outer = getattr(_decoding, "context", None)
     _decoding.context = context
     try:
@@ -232,7 +232,7 @@ def unpickle(data: Any, buffers: list[memoryview], context: Context, pause: Call
 
 
 class _Tap(io.RawIOBase):
-    """Hands out a pickle piece by piece, so that another thread gets its turn in between."""
+    """Reads a pickle in pieces, with a pause between them."""
 
     def __init__(self, data: Any, pause: Callable[[], None]) -> None:
         self._buffer = io.BytesIO(data)

@@ -1,7 +1,7 @@
-"""How torch tensors travel: every dtype, any strides, and views of one storage stay views of one storage.
+"""Encodes torch tensors: every dtype, any strides; views of one storage stay views of one storage.
 
-torch is never imported here unless a tensor is at hand, or arrives. torch's own pickling cannot load several dtypes
-(fp8, unsigned, complex32), so a tensor is (dtype, size, strides) and a span of its storage's bytes.
+torch is imported only when a tensor is received. Its own pickling cannot load several dtypes (fp8, unsigned,
+complex32), so a tensor is encoded as (dtype, size, strides) and a span of the bytes of its storage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Spec: TypeAlias = list[Any]
 
 _REQUIRES_GRAD: Final = 1
 _PARAMETER: Final = 2
-# Views of one storage travel as one span unless that would send more than twice what they cover.
+# Views of one storage travel as one span, up to this many times the bytes that they cover.
 _SPAN_SLACK: Final = 2
 
 
@@ -36,7 +36,7 @@ def loaded_torch() -> ModuleType | None:
 
 
 def is_dense_tensor(value: Any) -> bool:
-    """Whether a value travels by this module: strided tensors and parameters, not sparse ones or other subclasses."""
+    """Whether this module encodes a value: strided tensors and parameters, no sparse tensors or other subclasses."""
     torch = loaded_torch()
     if torch is None or not hasattr(torch, "nn"):
         return False
@@ -48,13 +48,13 @@ def nowhere(_: Any) -> None:
 
 
 class Places(NamedTuple):
-    """Which tensors peers can read where they are, or from the same accelerator.
+    """The tensors that other processes can read in place, or on the same accelerator.
 
     Attributes:
-        find_block: Finds the block that a tensor's memory is, if peers can reach it where it lies.
-        find_device: Finds the accelerator that a tensor is on; None if it is to travel by way of host memory.
-        lend: Whether an accelerator's memory is read where it is, not copied.
-        home: The process that encodes: refs and handles of others' runtimes are refused. None where there can be none.
+        find_block: Finds the block of a tensor's memory, if other processes can read it in place.
+        find_device: Finds the accelerator of a tensor; None if the tensor travels through memory of the host.
+        lend: Whether memory of an accelerator is read in place, not copied.
+        home: The process that encodes; refs and handles of other runtimes are refused. None: there are none.
     """
 
     find_block: Callable[[Source], Block | None] = nowhere
@@ -113,7 +113,7 @@ class TensorTable:
         low, high = min(extents)[0], max(high for _, high in extents)
         first_index, first = group[0]
         compact = len(group) == 1 and high - low > first.numel() * first.element_size()
-        # What is empty is nowhere.
+        # Empty memory is on no device.
         device = self._devices[first_index] if high > low else None
         if compact:
             source = _strided_source(first) if device is None else _gathered_source(first, device)
@@ -182,7 +182,7 @@ class TensorMaker:
         else:
             if buffer not in self._bases:
                 memory = self._buffer(buffer)
-                # What came from an accelerator to one is a tensor already.
+                # Memory that was received on an accelerator is a tensor already.
                 host = isinstance(memory, memoryview)
                 self._bases[buffer] = torch.frombuffer(memory, dtype=torch.uint8) if host else memory
             end = start + _span(size, stride) * dtype.itemsize
@@ -195,7 +195,7 @@ class TensorMaker:
 
 
 def fills_its_span(tensor: torch.Tensor) -> bool:
-    """Whether the elements are all of the memory from the first to the last, each once, in whatever order."""
+    """Whether the elements cover the memory from the first to the last, each once, in any order."""
     step = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length != 1:
@@ -281,13 +281,13 @@ def _strided_source(tensor: torch.Tensor) -> Source:
 
 
 def _gathered_source(tensor: torch.Tensor, device: int) -> Source:
-    """Memory of an accelerator's tensor with gaps: it makes a tensor without them, in its own time."""
+    """Memory of an accelerator's tensor with gaps: the accelerator copies it to a tensor without gaps."""
     gathered = _copyable(tensor).contiguous()
     return Source(gathered.numel() * gathered.element_size(), gathered.data_ptr(), gathered, device)
 
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory under a dtype that can be copied: some have no kernel for it, but every size has one that has."""
+    """The same memory under a dtype that has a copy kernel; each element size has one."""
     torch = loaded_torch()
     assert torch is not None
     carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

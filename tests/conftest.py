@@ -161,7 +161,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     gc.collect()
     left = Snapshot.take().new_since(before)
-    if "module_rt" in request.fixturenames:
+    if not {"module_rt", "log_only"}.isdisjoint(request.fixturenames):
         # A runtime that goes on keeps its pools; it is looked at when it ends.
         left = {name: found for name, found in left.items() if name == "processes"}
     assert left == {}
@@ -197,8 +197,28 @@ async def shared_runtime(request: pytest.FixtureRequest) -> AsyncIterator[aiodaf
 async def module_rt(shared_runtime: aiodaft.Runtime, nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
     """The module's runtime, without actors at the beginning and at the end."""
     yield shared_runtime
-    for target in shared_runtime._scope_actors:
-        await shared_runtime.stop(Handle(target, Echo))
+    await _stop_actors(shared_runtime)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_log_only() -> AsyncIterator[aiodaft.Runtime]:
+    """A runtime for tests of a module that keeps no errors for its end."""
+    async with aiodaft.Runtime(preload=(), unhandled="log") as runtime:
+        # The first one starts the fork server, which stays.
+        await runtime.stop(await runtime.spawn(Echo))
+        yield runtime
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def log_only(shared_log_only: aiodaft.Runtime, nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
+    """The same, without actors at the beginning and at the end."""
+    yield shared_log_only
+    await _stop_actors(shared_log_only)
+
+
+async def _stop_actors(runtime: aiodaft.Runtime) -> None:
+    for target in runtime._scope_actors:
+        await runtime.stop(Handle(target, Echo))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeAlias
 
 import anyio
@@ -248,12 +248,16 @@ async def test_the_wait_is_over_when_the_call_is(
     assert not any(connection.session.calls for connection in module_rt._controller.peer.connections.values())
 
 
-async def test_what_a_cancelled_call_gives_all_the_same_is_dropped(
-    module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The call ends before its grace time does.
-    monkeypatch.setattr(module_rt._controller.peer.process, "grace", 3600)
-    subject = await module_rt.spawn(Subject)
+@pytest.fixture
+async def patient_rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
+    """A runtime in which cancelled calls end before their grace time does."""
+    async with aiodaft.Runtime(preload=(), cancel_grace=3600) as runtime:
+        yield runtime
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_what_a_cancelled_call_gives_all_the_same_is_dropped(patient_rt: aiodaft.Runtime) -> None:
+    subject = await patient_rt.spawn(Subject)
     ref = subject.stubborn(subject)
     await subject.has_begun()
     assert ref.cancel()
@@ -264,15 +268,15 @@ async def test_what_a_cancelled_call_gives_all_the_same_is_dropped(
     assert caught.value.executed is True
     assert ref.cancelled()
     assert not ref.cancel()
-    while (await module_rt.info(subject)).stored_bytes:
+    while (await patient_rt.info(subject)).stored_bytes:
         pass
 
 
+@pytest.mark.asyncio(loop_scope="function")
 async def test_a_run_of_a_graph_that_is_cancelled_starts_no_more_steps_on_the_thread(
-    module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
+    patient_rt: aiodaft.Runtime,
 ) -> None:
-    monkeypatch.setattr(module_rt._controller.peer.process, "grace", 3600)
-    subject = await module_rt.spawn(Subject)
+    subject = await patient_rt.spawn(Subject)
     await subject.remember_loop()
 
     def flow() -> tuple[aiodaft.Ref[bytes], aiodaft.Ref[bytes]]:
@@ -288,6 +292,6 @@ async def test_a_run_of_a_graph_that_is_cancelled_starts_no_more_steps_on_the_th
                 await ref
             assert caught.value.executed is executed
         await subject.let_go()
-        while (await module_rt.info(subject)).abandoned:
+        while (await patient_rt.info(subject)).abandoned:
             pass
         assert await subject.history() == ["began", "ended"]

@@ -120,20 +120,20 @@ async def test_an_unordered_map_gives_results_as_they_come(rt: aiodaft.Runtime) 
 
 
 async def test_results_that_wait_for_the_oldest_are_bounded_in_number_and_size(
-    rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
+    rt: aiodaft.Runtime,
 ) -> None:
     group = await rt.group(2, Member)
-    monkeypatch.setattr("aiodaft.group._RESULT_BYTES", 4 << 20)
-    for method, most in ((Member.hold_first, 2 * 64), (Member.padded, 8)):
+    # 256 MiB at most, in results of 8 MiB.
+    for method, most, count in ((Member.hold_first, 2 * 64, 200), (Member.padded, 32, 60)):
         taken: list[int] = []
-        results = asyncio.get_running_loop().create_task(_collect(group.map(method, noted(taken, range(200)))))
+        results = asyncio.get_running_loop().create_task(_collect(group.map(method, noted(taken, range(count)))))
         while len(taken) <= most:
             await asyncio.sleep(0)
         for _ in range(3):
             await group.all(Member.times, 1)
         assert most < len(taken) <= most + 2 * len(group)
         await group.all(Member.open)
-        assert len(await results) == 200
+        assert len(await results) == count
         await group.all(Member.close)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from actors import Echo, Log
 
 import aiodaft
-from aiodaft._runtime.connections import connections
-from aiodaft._runtime.node import node_agent as node
+from aiodaft._runtime.platform.env import Env
 
 MIB = 1 << 20
 
@@ -66,11 +66,16 @@ async def test_more_refs_than_a_message_has_room_for_are_refused(rt: aiodaft.Run
     assert await echo.echo([ref] * 1000) == [1] * 1000
 
 
-async def test_a_process_is_remembered_for_a_while_and_forgotten_for_good(
-    rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "_REMEMBERED", 3)
-    monkeypatch.setattr(node, "_REMEMBERED", 3)
+@pytest.fixture
+async def forgetful_rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
+    """A runtime that remembers three processes that ended."""
+    async with aiodaft.Runtime(preload=(), env=Env(remembered=3)) as runtime:
+        yield runtime
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_a_process_is_remembered_for_a_while_and_forgotten_for_good(forgetful_rt: aiodaft.Runtime) -> None:
+    rt = forgetful_rt
     gone: list[Any] = []
     for _ in range(6):
         echo = await rt.spawn(Echo)

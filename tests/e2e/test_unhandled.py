@@ -175,13 +175,6 @@ async def test_a_scope_is_cancelled_by_what_a_runtime_only_logs(module_rt: aioda
 SEEN = "failed as well; its ref was dropped after the await of another call of the same task had failed"
 
 
-@pytest.fixture
-def log_only(module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch) -> aiodaft.Runtime:
-    """The module's runtime, which keeps no errors for its end now."""
-    monkeypatch.setattr(module_rt, "_raises_unhandled", False)
-    return module_rt
-
-
 async def one_after_the_other(x: Failing, y: Failing) -> None:
     a, b = x.raise_value_error("a"), y.raise_value_error("b")
     await a

@@ -14,9 +14,8 @@ from actors import NeedsGpu
 from probes import Probe
 
 import aiodaft
-from aiodaft._runtime.platform import gpu_claims as claims
 from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.platform.gpu_claims import GpuClaims, gpu_names, id_named
+from aiodaft._runtime.platform.gpu_claims import GpuClaims, gpu_names, id_named, machine_gpus
 
 
 @pytest.fixture
@@ -138,10 +137,9 @@ def test_names_of_gpus_lead_to_those_of_the_machine(monkeypatch: pytest.MonkeyPa
     assert id_named("MIG-7", []) == ""
 
 
-def test_the_machines_gpus_are_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "_NVIDIA", str(tmp_path / "gpus"))
-    assert claims.machine_gpus() == []
+def test_the_machines_gpus_are_read_from_the_driver(tmp_path: Path) -> None:
+    assert machine_gpus(str(tmp_path / "gpus")) == []
     for place, text in (("0000:81:00.0", "Model: \t\t H200\nGPU UUID: \t GPU-b2\n"), ("0000:01:00.0", "Model: X\n")):
         (tmp_path / "gpus" / place).mkdir(parents=True)
         (tmp_path / "gpus" / place / "information").write_text(text)
-    assert claims.machine_gpus() == ["0000:01:00.0", "GPU-b2"]
+    assert machine_gpus(str(tmp_path / "gpus")) == ["0000:01:00.0", "GPU-b2"]

@@ -10,6 +10,8 @@ from typing import Any
 
 from aiodaft_transport import Key, Transport, open_transport
 from aiodaft_transport.conformance import LoopbackControl
+from aiodaft_transport.tcp import TcpTransport
+from aiodaft_transport.ucx.find_library import load
 
 KEY = Key(bytes(range(32)))
 
@@ -54,10 +56,11 @@ class LocalPair:
 
 
 @asynccontextmanager
-async def open_pair(name: str) -> AsyncGenerator[LocalPair, None]:
+async def open_pair(name: str, **options: Any) -> AsyncGenerator[LocalPair, None]:
+    """Two ends in this process; `options` are arguments of the transport's class."""
     host = LocalHost()
-    producer = LocalEnd(open_transport(name, host, KEY, local="producer"), LoopbackControl("consumer"))
-    consumer = LocalEnd(open_transport(name, host, KEY, local="consumer"), LoopbackControl("producer"))
+    producer = LocalEnd(_open(name, host, "producer", options), LoopbackControl("consumer"))
+    consumer = LocalEnd(_open(name, host, "consumer", options), LoopbackControl("producer"))
     producer.control.connect(consumer.transport, consumer.control)
     consumer.control.connect(producer.transport, producer.control)
     pair = LocalPair(producer, consumer)
@@ -68,3 +71,14 @@ async def open_pair(name: str) -> AsyncGenerator[LocalPair, None]:
         producer.transport.close()
         consumer.transport.close()
         await host.aclose()
+
+
+def _open(name: str, host: LocalHost, local: str, options: dict[str, Any]) -> Transport:
+    if not options:
+        return open_transport(name, host, KEY, local=local)
+    if name == "tcp":
+        return TcpTransport(host, KEY, name=local, **options)
+    from aiodaft_transport.ucx.transport import UcxTransport
+
+    assert name == "ucx"
+    return UcxTransport(host, load(), local=local, **options)

@@ -220,8 +220,8 @@ class Member(Actor):
 
     @method
     async def padded(self, value: int) -> bytes:
-        """A result of half a MiB; that of 0 waits for `open`."""
-        return bytes([await Member.hold_first.fn(self, value)]) * (1 << 19)
+        """A result of 8 MiB; that of 0 waits for `open`."""
+        return bytes([await Member.hold_first.fn(self, value)]) * (8 << 20)
 
     @method
     async def open(self) -> None:

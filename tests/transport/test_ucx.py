@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import signal
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 from ends import KEY, LocalHost, LocalPair, open_pair
@@ -17,9 +18,7 @@ from transports import needs_ucx
 from aiodaft_transport import PeerGone, TransportError, open_transport
 from aiodaft_transport.conformance import CHECKS, LoopbackControl, fetched, fill, granted
 from aiodaft_transport.memory.address import address_of
-from aiodaft_transport.ucx import progress as ucx_worker
-from aiodaft_transport.ucx import transport as ucx
-from aiodaft_transport.ucx.transport import INTERFACE_VARIABLE, UcxTransport
+from aiodaft_transport.ucx.transport import UcxSettings, UcxTransport
 
 pytestmark = needs_ucx
 
@@ -34,11 +33,9 @@ def opened(transport: object) -> UcxTransport:
     return transport
 
 
-@pytest.fixture
-def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As between hosts: nothing is shared."""
-    monkeypatch.setenv(INTERFACE_VARIABLE, "lo")
-    monkeypatch.setattr(ucx, "_LOCAL", "self")
+def over_tcp(turn_seconds: float = 0.001) -> AbstractAsyncContextManager[LocalPair]:
+    """A pair as between hosts: nothing is shared."""
+    return open_pair("ucx", interface="lo", settings=UcxSettings(local="self", turn_seconds=turn_seconds))
 
 
 async def drained(transport: UcxTransport) -> None:
@@ -69,9 +66,8 @@ async def test_a_gibibyte_arrives_from_another_process() -> None:
         assert numbers_in(view) == list(range(1024))
 
 
-@pytest.mark.usefixtures("over_tcp")
 async def test_without_shared_memory_it_works_over_a_network() -> None:
-    async with open_pair("ucx") as pair:
+    async with over_tcp() as pair:
         for nbytes in (1, 5000, 20 * MIB + 1):
             _, grant, content = await granted(pair, nbytes)
             assert await fetched(pair, grant) == content
@@ -181,12 +177,6 @@ async def _cancelled_after(pair: LocalPair, ticks: int) -> bool:
     return interrupted
 
 
-@pytest.fixture
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each turn makes UCX progress once: how far a transfer is after so many turns does not depend on the clock."""
-    monkeypatch.setattr(ucx_worker, "_SLICE", 0.0)
-
-
 async def _cancelled_everywhere(pair: LocalPair) -> int:
     """Cancel fetches later and later, until one was complete before that; how many were not."""
     # One that was not begun has nothing to give back.
@@ -197,21 +187,21 @@ async def _cancelled_everywhere(pair: LocalPair) -> int:
     return interrupted
 
 
-@pytest.mark.usefixtures("small_steps")
+# Each turn makes UCX progress once: how far a transfer is after so many turns does not depend on the clock.
+
+
 async def test_memory_of_a_cancelled_fetch_is_not_reused_before_ucx_is_done_with_it() -> None:
-    async with open_pair("ucx") as pair:
+    async with open_pair("ucx", settings=UcxSettings(turn_seconds=0.0)) as pair:
         assert await _cancelled_everywhere(pair) >= 8
 
 
-@pytest.mark.usefixtures("over_tcp", "small_steps")
-async def test_the_same_over_a_network() -> None:
-    async with open_pair("ucx") as pair:
+async def test_memory_of_a_fetch_that_is_cancelled_over_a_network_is_not_reused_early() -> None:
+    async with over_tcp(turn_seconds=0.0) as pair:
         assert await _cancelled_everywhere(pair) >= 8
 
 
-@pytest.mark.usefixtures("over_tcp")
 async def test_memory_is_its_owners_again_once_a_fetch_into_it_over_a_network_is_cancelled() -> None:
-    async with open_pair("ucx") as pair:
+    async with over_tcp() as pair:
         await CHECKS["memory_is_its_owners_again_once_a_fetch_into_it_is_cancelled"](pair)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 
 import pytest
 from ends import LocalPair, open_pair
@@ -15,8 +15,7 @@ from transports import needs_ucx
 
 from aiodaft_transport import PeerGone
 from aiodaft_transport.conformance import fetched, granted
-from aiodaft_transport.ucx import transport as ucx
-from aiodaft_transport.ucx.transport import INTERFACE_VARIABLE, UcxTransport
+from aiodaft_transport.ucx.transport import UcxSettings, UcxTransport
 
 pytestmark = needs_ucx
 
@@ -29,11 +28,9 @@ def opened(transport: object) -> UcxTransport:
     return transport
 
 
-@pytest.fixture(autouse=True)
-def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As between hosts: nothing is shared."""
-    monkeypatch.setenv(INTERFACE_VARIABLE, "lo")
-    monkeypatch.setattr(ucx, "_LOCAL", "self")
+def over_tcp() -> AbstractAsyncContextManager[LocalPair]:
+    """A pair as between hosts: nothing is shared."""
+    return open_pair("ucx", interface="lo", settings=UcxSettings(local="self"))
 
 
 def cut_connections() -> int:
@@ -57,7 +54,7 @@ async def broken(pair: LocalPair) -> None:
 
 
 async def test_after_ucx_broke_a_connection_the_next_transfer_makes_another() -> None:
-    async with open_pair("ucx") as pair:
+    async with over_tcp() as pair:
         for seed in range(3):
             block, grant, content = await granted(pair, 100_000, seed)
             assert await fetched(pair, grant) == content
@@ -74,7 +71,7 @@ async def test_after_ucx_broke_a_connection_the_next_transfer_makes_another() ->
 # In the middle of a transfer UCX 1.22 may use what it has freed, and end the process: see README.
 @pytest.mark.soak
 async def test_a_transfer_whose_connection_breaks_fails_and_the_next_one_succeeds() -> None:
-    async with open_pair("ucx") as pair:
+    async with over_tcp() as pair:
         consumer = opened(pair.consumer.transport)
         _, first, content = await granted(pair, 1000)
         assert await fetched(pair, first) == content

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,8 @@ from transports import needs_ucx
 import aiodaft
 from aiodaft_transport import TransportError
 from aiodaft_transport.conformance import fetched, granted
-from aiodaft_transport.ucx import shm_folder as ucx_folder
-from aiodaft_transport.ucx import transport as ucx
 from aiodaft_transport.ucx.shm_folder import SHARED_MEMORY, folder, sweep
+from aiodaft_transport.ucx.transport import UcxSettings, UcxTransport
 
 _MAKER = """
 import sys
@@ -65,31 +64,33 @@ async def test_what_a_killed_actor_leaves_its_nursery_removes(rt: aiodaft.Runtim
 
 
 @needs_ucx
-async def test_ucx_makes_its_files_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_ucx_makes_its_files_there(tmp_path: Path) -> None:
     @contextmanager
     def nowhere(nbytes: int) -> Generator[str]:
         yield str(tmp_path / "nowhere")
 
-    monkeypatch.setattr(ucx, "folder", nowhere)
-    async with open_pair("ucx") as pair:
+    async with open_pair("ucx", settings=UcxSettings(folder=nowhere)) as pair:
         with pytest.raises(TransportError):
             await fetched(pair, (await granted(pair, 100))[1])
 
 
 @needs_ucx
 @pytest.mark.parametrize("side", ["producer", "consumer"])
-async def test_a_process_without_room_in_shared_memory_says_so_and_goes_on_when_it_has_some(
-    side: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_pair("ucx") as pair:
+async def test_a_process_without_room_in_shared_memory_says_so_and_goes_on_when_it_has_some(side: str) -> None:
+    room = 1 << 30
+
+    def bounded(nbytes: int) -> AbstractContextManager[str]:
+        return folder(nbytes, room=lambda: room)
+
+    async with open_pair("ucx", settings=UcxSettings(folder=bounded)) as pair:
         if side == "consumer":
             # The producer has what it needs already.
-            assert isinstance(pair.producer.transport, ucx.UcxTransport)
+            assert isinstance(pair.producer.transport, UcxTransport)
             assert pair.producer.transport.driver
-        with monkeypatch.context() as patched:
-            patched.setattr(ucx_folder, "_room", lambda: 1000)
-            with pytest.raises(OSError, match=r"UCX needs [\d,]+ bytes in /dev/shm, and 1,000 are free there"):
-                await fetched(pair, (await granted(pair, 100_000))[1])
-            await pair.settle()
+        room = 1000
+        with pytest.raises(OSError, match=r"UCX needs [\d,]+ bytes in /dev/shm, and 1,000 are free there"):
+            await fetched(pair, (await granted(pair, 100_000))[1])
+        await pair.settle()
+        room = 1 << 30
         _, grant, content = await granted(pair, 100_000)
         assert await fetched(pair, grant) == content

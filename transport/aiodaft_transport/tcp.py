@@ -45,7 +45,6 @@ _REPLY: Final = struct.Struct("<Q")  # bytes that follow; 0: not granted
 _RETURN: Final = struct.Struct("<Q")  # note: id of a grant that comes back unused
 _SOCKET_BUFFER: Final = 4 << 20
 _CHUNK: Final = 1 << 20
-_HANDSHAKE_TIMEOUT: Final = 5.0
 _MAX_STRANGERS: Final = 64
 # How often a consumer connects if it is dropped before the handshake is over.
 _ATTEMPTS: Final = 16
@@ -65,7 +64,14 @@ class TcpTransport:
     shared: ClassVar[bool] = False
 
     def __init__(
-        self, host: Host, key: Key, *, name: str, interface: str = "127.0.0.1", keep: int = DEFAULT_KEEP
+        self,
+        host: Host,
+        key: Key,
+        *,
+        name: str,
+        interface: str = "127.0.0.1",
+        keep: int = DEFAULT_KEEP,
+        handshake_timeout: float = 5.0,
     ) -> None:
         if _is_wildcard(interface):
             raise ValueError("a transport listens on one named interface, never on all of them")
@@ -73,6 +79,7 @@ class TcpTransport:
         self._key = key
         self._name = name
         self._interface = interface
+        self._handshake_timeout = handshake_timeout
         self._blocks = Arena(shared=False, keep=keep)
         self._landing = Arena(shared=False, keep=keep)
         # A socket sends from any memory: there is nothing to undo.
@@ -217,7 +224,7 @@ class TcpTransport:
         _configure(connection)
         with connection:
             try:
-                async with asyncio.timeout(_HANDSHAKE_TIMEOUT):
+                async with asyncio.timeout(self._handshake_timeout):
                     peer = await self._admit(connection)
             except (HandshakeError, PeerGone, OSError, TimeoutError):
                 return

@@ -7,7 +7,7 @@ import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, Final, Protocol, cast
+from typing import Any, Protocol, cast
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import PeerId
@@ -23,9 +23,6 @@ from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import DaftError, PeerLost, ProtocolError, RemoteProtocolError, RuntimeClosed
 from aiodaft_transport import TransportError
-
-# Lost connections that are remembered with the reason.
-_REMEMBERED: Final = 1024
 
 
 class ConnectionsOwner(Protocol):
@@ -136,7 +133,7 @@ class Connections:
     def _connection_lost(self, connection: Connection, reason: Exception) -> None:
         """Fail everything that went over a connection, with the best explanation."""
         self._lost.append(connection)
-        while len(self._lost) > _REMEMBERED:
+        while len(self._lost) > self._process.env.remembered:
             forgotten = self._lost.popleft()
             self._past_traffic = total([self._past_traffic, forgotten.traffic])
             del self._table[forgotten.remote]

@@ -36,8 +36,6 @@ from aiodaft.methods import method
 
 # Read by OpenMP, MKL, OpenBLAS and torch.
 _THREADS: Final = "OMP_NUM_THREADS"
-# Ended processes whose exit reports are remembered.
-_REMEMBERED: Final = 1024
 
 
 class NodeAgent(Actor):
@@ -322,7 +320,7 @@ class NodeAgent(Actor):
         if not child.pid:
             # The fork server may still make it; without a connection it ends at once.
             self._connections.to(worker.id).close(error)
-        while len(self._endings) > _REMEMBERED:
+        while len(self._endings) > self._process.env.remembered:
             del self._endings[next(iter(self._endings))]
         for actor in worker.placed:
             self._free(number_of(actor))

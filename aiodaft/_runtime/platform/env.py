@@ -53,6 +53,7 @@ class Env:
         pid: The pid of this process.
         sockets: What connects processes.
         thread: Makes a thread beside a loop, from the thread's name and the loop.
+        remembered: How many processes that ended are remembered, to say how they did.
         launcher: Starts worker processes; takes the arguments of `WorkerLauncher`. None: `WorkerLauncher`.
         timeouts: How long the runtime waits.
     """
@@ -65,6 +66,7 @@ class Env:
     pid: Callable[[], int] = visible_pid
     sockets: Sockets = field(default_factory=Sockets)
     thread: Callable[[str, asyncio.AbstractEventLoop], HelperThread] = HelperThread
+    remembered: int = 1024
     launcher: Callable[..., Any] | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
 

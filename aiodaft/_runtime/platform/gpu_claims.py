@@ -85,17 +85,17 @@ def _holder(name: str) -> str:
     return f"pid {pid} ({command[:_LONGEST_COMMAND]})"
 
 
-def machine_gpus() -> list[str]:
+def machine_gpus(folder: str = _NVIDIA) -> list[str]:
     """The ids of the machine's NVIDIA GPUs in the order of their numbers; found without loading any GPU library."""
     try:
-        return [_id_of(place) for place in sorted(os.listdir(_NVIDIA))]
+        return [_id_of(folder, place) for place in sorted(os.listdir(folder))]
     except OSError:
         return []
 
 
-def _id_of(place: str) -> str:
+def _id_of(folder: str, place: str) -> str:
     """The id of the GPU at a place on the bus; the place, if the driver does not say."""
-    with open(f"{_NVIDIA}/{place}/information", encoding="utf-8") as file:
+    with open(f"{folder}/{place}/information", encoding="utf-8") as file:
         for line in file:
             key, _, value = line.partition(":")
             if key == "GPU UUID":

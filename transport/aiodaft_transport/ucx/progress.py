@@ -11,8 +11,6 @@ from typing import Final, TypeAlias
 
 from aiodaft_transport.ucx.ucp import Library, Worker
 
-# Copying between processes is work that `progress` does itself; the rest of the loop gets its turn in between.
-_SLICE: Final = 0.001
 # How long closing waits for what is in flight: two pieces of each transfer at most, so milliseconds.
 _CLOSE_TIME: Final = 5.0
 
@@ -46,8 +44,10 @@ class Endpoint:
 class Driver:
     """Makes progress on the running loop. Everything is called on that loop, except `worker.unregister`."""
 
-    def __init__(self, library: Library, options: Mapping[str, str]) -> None:
+    def __init__(self, library: Library, options: Mapping[str, str], turn_seconds: float) -> None:
         self.worker = Worker(library, options)
+        # Copying between processes is work that `progress` does itself; the rest of the loop gets its turn in between.
+        self._turn_seconds = turn_seconds
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Completed] = {}
@@ -102,7 +102,7 @@ class Driver:
         return False
 
     def turn(self) -> None:
-        """Do what there is to do, for a millisecond at most; the rest follows in the next turn of the loop."""
+        """Do what there is to do, for `turn_seconds` at most; the rest follows in the next turn of the loop."""
         if self._turning or self._scheduled or self._closed:
             # What a callback began is carried on by the turn that called it, and many begun at once share a turn.
             return
@@ -115,7 +115,7 @@ class Driver:
 
     def _work(self) -> None:
         worker = self.worker
-        until = time.perf_counter() + _SLICE
+        until = time.perf_counter() + self._turn_seconds
         while not self._closed:
             busy = worker.progress()
             if worker.completed or worker.failed:

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -19,16 +19,16 @@ _PREFIX: Final = "aiodaft-"
 
 
 @contextmanager
-def folder(nbytes: int = 0) -> Generator[str]:
+def folder(nbytes: int = 0, room: Callable[[], int] | None = None) -> Generator[str]:
     """A new folder in shared memory, with room for so many bytes; afterwards it is gone, with all that is in it.
 
     Raises:
         OSError: There is no room. UCX would not say so: it would go without shared memory, and connect to nobody.
     """
     sweep()
-    room = _room()
-    if room < nbytes:
-        raise OSError(errno.ENOSPC, f"UCX needs {nbytes:,} bytes in {SHARED_MEMORY}, and {room:,} are free there")
+    free = (room or _room)()
+    if free < nbytes:
+        raise OSError(errno.ENOSPC, f"UCX needs {nbytes:,} bytes in {SHARED_MEMORY}, and {free:,} are free there")
     path, lock = _make()
     try:
         yield path

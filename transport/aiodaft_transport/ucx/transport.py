@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, cast
 
@@ -51,17 +52,18 @@ _LOCAL: Final = "posix,cma,self"
 _REMOTE: Final = "rc,ud,dc,tcp"
 
 
-def options_for(interface: str | None) -> dict[str, str]:
+def options_for(interface: str | None, local: str = _LOCAL) -> dict[str, str]:
     """How UCX is configured, whatever the environment says.
 
     Args:
         interface: A network device, such as "eth0" or "mlx5_0:1", to connect other hosts by; None for this host only.
+        local: What connects processes of this host.
 
     Raises:
         Unreachable: There is no such device.
     """
     options = {
-        "TLS": _LOCAL,
+        "TLS": local,
         # Shared memory must not be ruled out because a peer may die.
         "MM_ERROR_HANDLING": "y",
         # Files in shared memory are unlinked as soon as they are made.
@@ -78,7 +80,22 @@ def options_for(interface: str | None) -> dict[str, str]:
     devices = [path.name for kind in ("net", "infiniband") for path in Path("/sys/class", kind).glob("*")]
     if interface.partition(":")[0] not in devices:
         raise Unreachable(f"transport 'ucx' cannot use {interface!r}: the interfaces are {', '.join(sorted(devices))}")
-    return {**options, "TLS": f"{_LOCAL},{_REMOTE}", "NET_DEVICES": interface}
+    return {**options, "TLS": f"{local},{_REMOTE}", "NET_DEVICES": interface}
+
+
+@dataclass(frozen=True, slots=True)
+class UcxSettings:
+    """What tests change.
+
+    Attributes:
+        local: How UCX connects processes of this host: "self" has them use the network.
+        turn_seconds: For how long UCX works before the rest of the loop has its turn.
+        folder: Makes the folder for files in shared memory, with room for so many bytes.
+    """
+
+    local: str = _LOCAL
+    turn_seconds: float = 0.001
+    folder: Callable[[int], AbstractContextManager[str]] = folder
 
 
 class UcxTransport:
@@ -88,12 +105,20 @@ class UcxTransport:
     shared: ClassVar[bool] = False
 
     def __init__(
-        self, host: Host, library: Library, *, local: str, interface: str | None = None, keep: int = DEFAULT_KEEP
+        self,
+        host: Host,
+        library: Library,
+        *,
+        local: str,
+        interface: str | None = None,
+        keep: int = DEFAULT_KEEP,
+        settings: UcxSettings | None = None,
     ) -> None:
         self._host = host
         self._library = library
         self._local = local
-        self._options = options_for(interface or os.environ.get(INTERFACE_VARIABLE) or None)
+        self._settings = settings or UcxSettings()
+        self._options = options_for(interface or os.environ.get(INTERFACE_VARIABLE) or None, self._settings.local)
         self._blocks = Pool(keep=keep, on_segment_closed=self._block_segment_closed)
         self._landing = Pool(keep=keep)
         # Users' memory, numbered like the segments of blocks, because peers are told of both.
@@ -126,8 +151,9 @@ class UcxTransport:
             if self._closed:
                 raise TransportError("the transport is closed")
             # All its files are made now; others reach them through /proc.
-            with folder(_SHARED_MEMORY) as path:
-                self._driver = Driver(self._library, {**self._options, "POSIX_DIR": path})
+            with self._settings.folder(_SHARED_MEMORY) as path:
+                options = {**self._options, "POSIX_DIR": path}
+                self._driver = Driver(self._library, options, self._settings.turn_seconds)
         return self._driver
 
     def allocate(self, nbytes: int) -> Block:

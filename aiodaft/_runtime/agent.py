@@ -78,7 +78,7 @@ class Agent(Actor):
         hosted = self._host.actors.get(ActorId(actor))
         if hosted is None:
             raise ActorDied("the actor was stopped", executed=False)
-        calls = list(hosted.running)
+        calls = hosted.under_way()
         begun = [call.label for call in calls if call.begun]
         return {
             "running": tuple(begun[:_SHOWN]),

@@ -190,7 +190,9 @@ class Host:
 
     def calls(self) -> list[InboundCall]:
         """Every call that waits or runs here."""
-        return [call for hosted in list(self.actors.values()) for call in (*hosted.running, *hosted.mailbox.waiting())]
+        return [
+            call for hosted in list(self.actors.values()) for call in (*hosted.under_way(), *hosted.mailbox.waiting())
+        ]
 
     def remove(self, hosted: HostedActor) -> None:
         """Host an actor no more; later calls are refused in its name."""
@@ -242,7 +244,9 @@ class HostedActor:
         """Says which actor this is, in errors."""
         return f"{self.name} (pid {self._process.pid}, {self._process.options.node})"
 
-    # Starting.
+    def under_way(self) -> list[InboundCall]:
+        """Calls that have started and not ended, without those cancelled before the thread took them."""
+        return [call for call in self.running if not call.withdrawn]
 
     def admits(self, call: InboundCall) -> bool:
         """Whether a call may wait here; one that may not is refused."""
@@ -293,7 +297,7 @@ class HostedActor:
             if len(self.running) > 1:
                 self._host.suspect(self)
             return
-        # Earlier calls that were started or cancelled go first. Streams and the runtime's own actors take their turn.
+        # Earlier calls go first. Streams and the runtime's own actors take their turn.
         in_turn = call.behind or self.abandoned or call.spec.is_stream or self.id < FIRST_USER_ACTOR
         self._host.starter.start(call, self.run(call), at_once=at_once and not in_turn)
 

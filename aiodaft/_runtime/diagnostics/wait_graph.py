@@ -124,7 +124,7 @@ class WaitGraph:
 
     def in_the_way(self, hosted: HostedActor) -> list[InboundCall]:
         """The calls of an actor for which its other calls wait."""
-        found = hosted.mailbox.in_the_way(lambda: list(hosted.running)) if hosted.mailbox.holds_some else []
+        found = hosted.mailbox.in_the_way(hosted.under_way) if hosted.mailbox.holds_some else []
         if hosted.thread.backlog:
             occupant, _ = on_thread(hosted)
             found += [] if occupant is None else [occupant]
@@ -143,9 +143,7 @@ class WaitGraph:
         if isinstance(call, SegmentCall) and not call.ready:
             return call.waits_for()
         if not call.started:
-            return [
-                self.place(other) for other in call.hosted.mailbox.ahead_of(call, lambda: list(call.hosted.running))
-            ]
+            return [self.place(other) for other in call.hosted.mailbox.ahead_of(call, call.hosted.under_way)]
         occupant = on_thread(call.hosted)[0] if call.rules.on_thread else None
         return [] if occupant is None else [self.place(occupant)]
 

@@ -87,10 +87,10 @@ class Channel(Generic[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         endpoint = self._endpoint
-        return _rebuild, (endpoint.id, endpoint.hand_on(), endpoint.token)
+        return _rebuild, (endpoint.id, endpoint.hand_on(), endpoint.ref)
 
 
-def _rebuild(channel_id: Any, keeper: Any, token: Ref[None]) -> Channel[Any]:
+def _rebuild(channel_id: Any, keeper: Any, ref: Ref[None]) -> Channel[Any]:
     channel: Channel[Any] = Channel.__new__(Channel)
-    channel._endpoint = home().part(Channels).endpoint(channel_id, keeper, token)
+    channel._endpoint = home().part(Channels).endpoint(channel_id, keeper, ref)
     return channel

@@ -16,11 +16,11 @@ from typing import Any, Final, Generic, NoReturn, ParamSpec, Self, TypeVar, cast
 
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._protocol.plan import Dataflow, Step
-from aiodaft._runtime.calls.call import Request, Target
+from aiodaft._runtime.calls.call import Caller, Request, Target
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.owner import GraphOwner
+from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.objects.ref_table import PutState
-from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import Process, current_process
 from aiodaft._runtime.serialization.containers import map_refs
 from aiodaft.actor import class_of, target_of
@@ -234,14 +234,13 @@ def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -
         CyclicGraph: Steps would wait for each other in a cycle.
     """
     process = current_process()
-    peer = process.part(Peer)
+    caller = process.part(Caller)
     _check_loop(process, "a graph is captured")
     if max_in_flight < 1:
         raise ValueError(f"at least one run is under way, not {max_in_flight}")
-    states = [PutState(peer.objects, None, f"input {index}") for index in range(_count_inputs(fn))]
+    states = [PutState(caller.objects, None, f"input {index}") for index in range(_count_inputs(fn))]
     recorder = _Recorder(states)
     inputs: list[Ref[Any]] = [Ref(state) for state in states]
-    caller = peer.caller
     sender, caller.outgoing = caller.outgoing, recorder
     try:
         output = fn(*inputs)
@@ -259,7 +258,7 @@ def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -
     if not outputs or min(numbers) < len(inputs):
         raise TypeError(f"{getattr(fn, '__qualname__', fn)} must return the refs of calls it made, not {output!r:.80}")
     flow = Dataflow(len(inputs), tuple(recorder.steps), tuple(numbers))
-    core = peer.graphs.open(flow, recorder.specs, max_in_flight)
+    core = process.part(Graphs).open(flow, recorder.specs, max_in_flight)
     return Graph(process, core, output, recorder.numbers, lambda: isinstance(caller.outgoing, _Recorder))
 
 

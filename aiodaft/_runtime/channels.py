@@ -1,7 +1,10 @@
-"""Channels between processes: carries out what the state machines of `_protocol.channel` decide.
+"""Channels between processes: carries out the commands of the state machines in `_protocol.channel`.
 
-Small items travel with the messages, large ones as refs: from their sender straight to their receiver. Who holds a
-channel is counted as with refs, because every `Channel` object holds a ref of its maker.
+Small items travel with the messages. Large items travel as refs, from their sender straight to their receiver. The
+holders of a channel are counted as those of a ref: every `Channel` object holds a ref that the channel's maker owns.
+
+    user -> Endpoint -> End ------- Message -------> Keeper      One `Channels` actor per process passes the
+            (one per process)  (one per process)   (the queue)   messages between ends and keepers.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiodaft._protocol.channel import (
     FOR_KEEPERS,
@@ -32,9 +35,11 @@ from aiodaft._protocol.ids import CHANNELS, CallId, PeerId
 from aiodaft._protocol.messages import WANT_NOTHING
 from aiodaft._protocol.value import HERE
 from aiodaft._runtime.actors.hosted_actor import current_call
-from aiodaft._runtime.calls.call import Request, Target, TellState
+from aiodaft._runtime.calls.call import Caller, Request, Target, TellState
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefState, state_of
+from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.context import current_deadline
 from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note
@@ -43,16 +48,11 @@ from aiodaft.exceptions import ChannelClosed, DaftError
 from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 
-if TYPE_CHECKING:
-    from aiodaft._runtime.connections.connection import Connection
-    from aiodaft._runtime.objects.store import Store
-    from aiodaft._runtime.peer import Peer
 
+class ItemRef:
+    """A queued item that stays with its sender until it is received.
 
-class Parcel:
-    """An item that is queued as its ref: it stays with its sender until it is received.
-
-    No dataclass, because refs in those are replaced by their values.
+    Not a dataclass: the encoder replaces refs in dataclasses by their values.
     """
 
     __slots__ = ("_ref",)
@@ -61,43 +61,65 @@ class Parcel:
         self._ref = ref
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kept = state_of(self._ref).stored
-        if kept is not None and kept.is_inline:
-            return Letter, (kept.payload, kept.inline, kept.refs)
-        return Parcel, (self._ref,)
+        stored = state_of(self._ref).stored
+        if stored is not None and stored.is_inline:
+            return EncodedItem, (stored.payload, stored.inline, stored.refs)
+        return ItemRef, (self._ref,)
 
     async def open(self, store: Store) -> Any:
-        """The item, brought here if it is elsewhere."""
+        """The item, fetched if it is elsewhere."""
         return await self._ref
 
 
-class Letter:
-    """A small item that came from another process: encoded until it is received."""
+class EncodedItem:
+    """A small item of another process, not decoded before it is received."""
 
-    __slots__ = ("_arrived",)
+    __slots__ = ("_value",)
 
     def __init__(self, payload: bytes, inline: bytes | None, refs: list[Ref[Any]]) -> None:
-        self._arrived = ReceivedValue(payload, inline, [], refs)
+        self._value = ReceivedValue(payload, inline, [], refs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arrived = self._arrived
-        return Letter, (arrived.payload, arrived.inline, arrived.refs)
+        value = self._value
+        return EncodedItem, (value.payload, value.inline, value.refs)
 
     async def open(self, store: Store) -> Any:
         """The item."""
-        return await store.decode(self._arrived, refs=self._arrived.refs)
+        return await store.decode(self._value, refs=self._value.refs)
 
 
-class Token(RefState):
-    """What every process holds of a channel, so that its maker knows of all of them."""
+class ReceivedItem:
+    """A received item, or the error of fetching it."""
+
+    def __init__(self, item: Any) -> None:
+        self._item = item
+        self._error: Exception | None = None
+
+    async def open(self, store: Store) -> None:
+        """Fetch and decode it."""
+        if isinstance(self._item, ItemRef | EncodedItem):
+            try:
+                self._item = await self._item.open(store)
+            except Exception as error:  # noqa: BLE001 - the receive raises it
+                self._error = error
+
+    def result(self) -> Any:
+        """The item, or raise the error."""
+        if self._error is not None:
+            raise self._error
+        return self._item
+
+
+class ChannelRef(RefState):
+    """The state of the ref that every holder of a channel has; it tells the keeper who the holders are."""
 
     handles = 1
     status = HERE
     value = None
 
     def __init__(self, channels: Channels, number: CallId) -> None:
-        self.objects = objects = channels.peer.objects
-        self.process = objects.process
+        self.objects = channels.objects
+        self.process = channels.process
         self.number = number
         self._channels = channels
 
@@ -138,15 +160,15 @@ class Token(RefState):
         if self.handles or self.borrowers is None or len(self.borrowers) != 1:
             return
         (holder,) = self.borrowers
-        # A call under way has the channel as an argument: what its callee holds of it is the same handle.
-        connection = self._channels.peer.connections.get(holder)
+        # A call under way that has the channel as an argument is the same holder as its callee.
+        connection = self._channels.connections.get(holder)
         calls = [] if connection is None else connection.session.calls.values()
         if sum((call.inputs or []).count(self) for call in calls) == self.uses:
             self._channels.tell_alone(self.number, holder)
 
 
-class NoteState(TellState):
-    """A message about a channel; it holds the refs in it while it is under way, and goes also if one has failed."""
+class MessageState(TellState):
+    """A message about a channel: it holds the refs in it while it is under way, and is sent even if one has failed."""
 
     def __init__(self, label: str, body: Any, undelivered: Callable[[], None]) -> None:
         super().__init__(label, own=True)
@@ -159,48 +181,50 @@ class NoteState(TellState):
         self._undelivered()
 
 
-def how_ended(connection: Connection) -> Leaving:
-    """What the end of a connection says of the process at its other end."""
+def leaving_of(connection: Connection) -> Leaving:
+    """How the process at the other end of a lost connection left the channels that it held."""
     return Leaving.ENDED if connection.dismissed else Leaving.DIED
 
 
 class Channels(Actor):
-    """The channels of one process; every process has this actor, and they send each other messages."""
+    """The channels of one process. Every process has this actor; they send each other messages."""
 
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
+    def __init__(self, caller: Caller) -> None:
+        self.process = caller.process
+        self.connections = caller.connections
+        self.objects = caller.objects
+        self._caller = caller
         self.keepers: dict[ChannelId, Keeper] = {}
         self.ends: dict[ChannelId, End] = {}
-        # Values may be decoded in a thread, and bring channels.
+        # Values are also decoded in threads, and may contain channels.
         self._lock = threading.Lock()
-        # Of the channels that were made here.
-        self._tokens: weakref.WeakValueDictionary[CallId, Token] = weakref.WeakValueDictionary()
+        # The refs of the channels that were made here.
+        self._refs: weakref.WeakValueDictionary[CallId, ChannelRef] = weakref.WeakValueDictionary()
         self._endpoints: weakref.WeakValueDictionary[ChannelId, Endpoint] = weakref.WeakValueDictionary()
-        # Users that wait, by channel and ticket.
+        # Waiting users, by channel and ticket.
         self._waiting: dict[tuple[ChannelId, int], asyncio.Future[Settle]] = {}
-        self._note = specs_of(Channels)["note"]
+        self._spec = specs_of(Channels)["message"]
 
     def create(self, capacity: int) -> Endpoint:
         """A new channel, whose queue is here."""
-        number = self.peer.process.next_number()
-        channel_id = (self.peer.process.id, number)
-        token = self._tokens[number] = Token(self, number)
-        self.keepers[channel_id] = Keeper(self.peer.process.id, self.peer.process.id, capacity)
-        return self.endpoint(channel_id, self.peer.process.id, Ref(token))
+        number, here = self.process.next_number(), self.process.id
+        state = self._refs[number] = ChannelRef(self, number)
+        self.keepers[here, number] = Keeper(here, here, capacity)
+        return self.endpoint((here, number), here, Ref(state))
 
-    def endpoint(self, channel_id: ChannelId, keeper: PeerId, token: Ref[None]) -> Endpoint:
-        """This process's end of a channel; `keeper` is the process that is thought to have the queue."""
+    def endpoint(self, channel_id: ChannelId, keeper: PeerId, ref: Ref[None]) -> Endpoint:
+        """This process's end of a channel; `keeper` is the process that probably has the queue."""
         with self._lock:
             endpoint = self._endpoints.get(channel_id)
             if endpoint is None:
                 end = self.ends.setdefault(channel_id, End(keeper))
-                endpoint = self._endpoints[channel_id] = Endpoint(self, channel_id, end, token)
-                self.peer.process.call_soon(partial(self.register, channel_id))
+                endpoint = self._endpoints[channel_id] = Endpoint(self, channel_id, end, ref)
+                self.process.call_soon(partial(self._register, channel_id))
             return endpoint
 
     async def wait(self, channel_id: ChannelId, ticket: int, commands: list[Command]) -> Settle:
-        """Carry out what begins something, and wait for its outcome."""
-        waiting: asyncio.Future[Settle] = self.peer.process.loop.create_future()
+        """Carry out the commands that begin an operation, and wait for its outcome."""
+        waiting: asyncio.Future[Settle] = self.process.loop.create_future()
         self._waiting[channel_id, ticket] = waiting
         try:
             self.run(channel_id, commands)
@@ -209,52 +233,48 @@ class Channels(Actor):
             del self._waiting[channel_id, ticket]
 
     def close(self) -> None:
-        """The runtime is closed: nothing will come any more."""
+        """The runtime is closed: end every wait."""
         for (_, ticket), waiting in list(self._waiting.items()):
             if not waiting.done():
                 waiting.set_result(Settle(ticket, Outcome.LOST))
 
-    # Who holds a channel.
+    # Holders.
 
-    def let_go(self, channel_id: ChannelId) -> None:
-        """An endpoint is gone."""
-        self._forget_if_idle(channel_id)
-
-    def register(self, channel_id: ChannelId) -> None:
-        """There is an endpoint; its maker knows, unless that is gone."""
-        end, connection = self.ends.get(channel_id), self.peer.connections.get(channel_id[0])
+    def _register(self, channel_id: ChannelId) -> None:
+        """Register as a holder with the keeper if the maker, which counts the holders, is gone."""
+        end, connection = self.ends.get(channel_id), self.connections.get(channel_id[0])
         if end is not None and connection is not None and connection.lost is not None:
-            self.run(channel_id, [Tell(end.keeper, Message(Kind.HELD, 0, self.peer.process.id))])
+            self.run(channel_id, [Tell(end.keeper, Message(Kind.HELD, 0, self.process.id))])
 
     def holder_came(self, number: CallId, peer: PeerId) -> None:
-        """A process holds a channel of this one."""
-        channel_id = (self.peer.process.id, number)
+        """A process holds a channel that was made here."""
+        channel_id = (self.process.id, number)
         keeper = self.keepers.get(channel_id)
         if keeper is not None:
             self.run(channel_id, keeper.holder_came(peer))
 
     def holder_left(self, number: CallId, peer: PeerId, how: Leaving) -> None:
-        """A process holds a channel of this one no more."""
-        channel_id = (self.peer.process.id, number)
+        """A process no longer holds a channel that was made here."""
+        channel_id = (self.process.id, number)
         keeper = self.keepers.get(channel_id)
         if keeper is not None:
             self.run(channel_id, keeper.holder_left(peer, how))
 
     def tell_alone(self, number: CallId, holder: PeerId) -> None:
-        """Only that process holds a channel of this one."""
-        self.run((self.peer.process.id, number), [Tell(holder, Message(Kind.ALONE))])
+        """Tell a process that it is the only holder of a channel that was made here."""
+        self.run((self.process.id, number), [Tell(holder, Message(Kind.ALONE))])
 
     def drop(self, number: CallId) -> None:
-        """No process holds a channel of this one."""
-        channel_id = (self.peer.process.id, number)
+        """A channel that was made here has no holder left."""
+        channel_id = (self.process.id, number)
         keeper = self.keepers.pop(channel_id, None)
         if keeper is not None:
             self.run(channel_id, keeper.drop())
 
     def peer_lost(self, remote: PeerId, how: Leaving) -> None:
-        """The connection to a process is gone."""
-        for number, token in list(self._tokens.items()):
-            if token.borrowers and remote in token.borrowers:
+        """The connection to a process is lost."""
+        for number, state in list(self._refs.items()):
+            if state.borrowers and remote in state.borrowers:
                 self.holder_left(number, remote, how)
         for channel_id in list(self.keepers.keys() | self.ends.keys()):
             self.run(channel_id, self._lost(channel_id, remote, how))
@@ -264,10 +284,19 @@ class Channels(Actor):
         commands = [] if keeper is None else keeper.peer_lost(remote, how)
         return commands if end is None else [*commands, *end.peer_lost(remote)]
 
-    # Carrying out.
+    def forget_if_idle(self, channel_id: ChannelId) -> None:
+        """Forget the end of a channel that this process neither holds nor uses."""
+        with self._lock:
+            end = self.ends.get(channel_id)
+            if end is None or not end.is_idle or channel_id in self._endpoints:
+                return
+            del self.ends[channel_id]
+        self.run(channel_id, end.leave(self.process.id))
+
+    # Commands.
 
     def run(self, channel_id: ChannelId, commands: list[Command]) -> None:
-        """Carry out what a state machine decided, and what follows from that in this process."""
+        """Carry out commands of a state machine, and those that follow from them in this process."""
         left = deque(commands)
         while left:
             command = left.popleft()
@@ -275,66 +304,57 @@ class Channels(Actor):
                 waiting = self._waiting.get((channel_id, command.ticket))
                 if waiting is not None and not waiting.done():
                     waiting.set_result(command)
-            elif command.to == self.peer.process.id:
-                left.extend(self._handle(channel_id, self.peer.process.id, command.message))
+            elif command.to == self.process.id:
+                left.extend(self._handle(channel_id, self.process.id, command.message))
             else:
-                left.extend(self._tell(channel_id, command))
+                left.extend(self._send(channel_id, command))
         keeper = self.keepers.get(channel_id)
         if keeper is not None and keeper.is_over:
             del self.keepers[channel_id]
-        self._forget_if_idle(channel_id)
+        self.forget_if_idle(channel_id)
 
     def _handle(self, channel_id: ChannelId, sender: PeerId, message: Message) -> list[Command]:
         if message.kind not in FOR_KEEPERS:
             end = self.ends.get(channel_id)
             if end is not None:
                 return end.handle(sender, message)
-            # A keeper that counts by itself still has this process among those that hold the channel.
-            left = Message(Kind.LEFT, 0, (self.peer.process.id, int(Leaving.DROPPED)))
+            # A keeper that counts without the maker still has this process among the holders.
+            left = Message(Kind.LEFT, 0, (self.process.id, int(Leaving.DROPPED)))
             return [Tell(sender, left)] if message.kind is Kind.COUNTING else []
         if message.kind is Kind.QUEUE:
-            self.keepers[channel_id] = Keeper(self.peer.process.id, channel_id[0], message.body.capacity)
+            self.keepers[channel_id] = Keeper(self.process.id, channel_id[0], message.body.capacity)
         keeper = self.keepers.get(channel_id)
         if keeper is not None:
             return keeper.handle(sender, message)
         refused = refusal(message)
         return [] if refused is None else [Tell(sender, refused)]
 
-    def _tell(self, channel_id: ChannelId, command: Tell) -> list[Command]:
-        peer, to, (kind, ticket, body) = self.peer, command.to, command.message
-        if peer.process.closed is not None:
+    def _send(self, channel_id: ChannelId, command: Tell) -> list[Command]:
+        to, (kind, ticket, body) = command.to, command.message
+        if self.process.closed is not None:
             return []
-        connection = peer.connections.to(to)
+        connection = self.connections.to(to)
         if connection.lost is not None:
-            return self._lost(channel_id, to, how_ended(connection))
-        target = Target(peer.caller, to, CHANNELS, f"channels of {to}", None)
+            return self._lost(channel_id, to, leaving_of(connection))
+        target = Target(self._caller, to, CHANNELS, f"channels of {to}", None)
         arguments = (*channel_id, int(kind), ticket, body)
-        state = NoteState(self._note.label, body, partial(self._undelivered, channel_id, to))
-        # What processes tell each other is not subject to the deadline of one who sends or receives.
+        state = MessageState(self._spec.label, body, partial(self._undelivered, channel_id, to))
+        request = Request(target, self._spec, arguments, {}, self.process.next_number(), WANT_NOTHING, state)
+        # The deadline of a sender or receiver does not apply to messages between processes.
         token = current_deadline.set(None)
         try:
-            peer.sender.submit(
-                Request(target, self._note, arguments, {}, peer.process.next_number(), WANT_NOTHING, state)
-            )
+            self._caller.sender.submit(request)
         finally:
             current_deadline.reset(token)
         return []
 
     def _undelivered(self, channel_id: ChannelId, to: PeerId) -> None:
-        """A process could not take a message, such as a long queue: for this channel it is as good as gone."""
+        """A process could not take a message, such as a long queue: treat it as lost for this channel."""
         self.run(channel_id, self._lost(channel_id, to, Leaving.ENDED))
 
-    def _forget_if_idle(self, channel_id: ChannelId) -> None:
-        with self._lock:
-            end = self.ends.get(channel_id)
-            if end is None or not end.is_idle or channel_id in self._endpoints:
-                return
-            del self.ends[channel_id]
-        self.run(channel_id, end.leave(self.peer.process.id))
-
     @method
-    async def note(self, maker: str, number: int, kind: int, ticket: int, body: Any) -> None:
-        """Another process says something about a channel."""
+    async def message(self, maker: str, number: int, kind: int, ticket: int, body: Any) -> None:
+        """Handle a message of another process about a channel."""
         call = current_call.get()
         assert call is not None
         channel_id = (PeerId(maker), CallId(number))
@@ -342,28 +362,28 @@ class Channels(Actor):
 
 
 class Endpoint:
-    """One process's end of a channel; shared by all its `Channel` objects there."""
+    """One process's end of a channel, shared by its `Channel` objects there."""
 
-    def __init__(self, channels: Channels, channel_id: ChannelId, end: End, token: Ref[None]) -> None:
+    def __init__(self, channels: Channels, channel_id: ChannelId, end: End, ref: Ref[None]) -> None:
         self.id = channel_id
-        # Counts this process among those that hold the channel.
-        self.token = token
+        # Makes this process a holder of the channel.
+        self.ref = ref
         self._channels = channels
-        self._peer = channels.peer
+        self._process = channels.process
         self._end = end
-        # One at a time, in their order.
+        # One send and one receive at a time, in the order in which they began.
         self._sending = asyncio.Lock()
         self._receiving = asyncio.Lock()
 
     def __del__(self) -> None:
         # In any thread.
-        self._peer.process.call_soon(partial(self._channels.let_go, self.id))
+        self._process.call_soon(partial(self._channels.forget_if_idle, self.id))
 
     def __repr__(self) -> str:
         return f"<Channel {self.id[1]} of {self.id[0]}>"
 
     def hand_on(self) -> PeerId:
-        """The channel travels to another process; the process that has the queue, as far as this one knows."""
+        """The channel travels to another process. Returns the process that probably has the queue."""
         self._end.is_passive = False
         return self._end.keeper
 
@@ -372,7 +392,7 @@ class Endpoint:
         self._check()
         async with self._sending:
             item = value if is_plain(value) else await self._pack(value)
-            ticket = self._peer.process.next_number()
+            ticket = self._process.next_number()
             try:
                 settled = await self._channels.wait(self.id, ticket, self._end.send(ticket, item))
             except BaseException:
@@ -381,15 +401,15 @@ class Endpoint:
         if settled.outcome is not Outcome.DONE:
             raise await self._error(settled, "nothing can be sent: the channel is closed")
 
-    async def _pack(self, value: Any) -> Parcel:
-        ref: Ref[Any] = Ref(self._peer.refs.put(value, "Channel.send"))
+    async def _pack(self, value: Any) -> ItemRef:
+        ref: Ref[Any] = Ref(self._channels.objects.refs.put(value, "Channel.send"))
         await ref.ready()
         if ref.exception() is not None:
             await ref
-        return Parcel(ref)
+        return ItemRef(ref)
 
     async def receive(self) -> Any:
-        """The next item; cancelling this loses none."""
+        """The next item. Cancellation: no item is lost."""
         self._check()
         async with self._receiving:
             try:
@@ -402,62 +422,39 @@ class Endpoint:
             raise await self._error(settled, "the channel is closed, and everything in it has been received")
         return received.result()
 
-    async def _receive(self) -> tuple[Settle, Received]:
+    async def _receive(self) -> tuple[Settle, ReceivedItem]:
         end, channels = self._end, self._channels
-        ticket = self._peer.process.next_number()
+        ticket = self._process.next_number()
         settled = await channels.wait(self.id, ticket, end.receive(ticket))
-        received = Received(settled.body)
+        received = ReceivedItem(settled.body)
         if settled.outcome is Outcome.DONE:
-            await received.open(self._peer.store)
+            await received.open(channels.objects.store)
             settled = await channels.wait(self.id, ticket, end.confirm(ticket))
         return settled, received
 
     async def aclose(self) -> None:
-        """Close the channel: what is in it can still be received."""
+        """Close the channel; its items can still be received."""
         self._check()
-        ticket = self._peer.process.next_number()
+        ticket = self._process.next_number()
         await self._channels.wait(self.id, ticket, self._end.close(ticket))
-        self._peer.process.check_open("the channel cannot be closed")
+        self._process.check_open("the channel cannot be closed")
 
     def _check(self) -> None:
-        self._peer.process.check_open("the channel cannot be used")
-        if asyncio._get_running_loop() is not self._peer.process.loop:
+        self._process.check_open("the channel cannot be used")
+        if asyncio._get_running_loop() is not self._process.loop:
             raise RuntimeError("a channel is used on another event loop than the one its runtime was opened on")
 
     async def _error(self, settled: Settle, closed: str) -> DaftError:
-        self._peer.process.check_open("the channel cannot be used")
+        self._process.check_open("the channel cannot be used")
         process = settled.body
         if settled.outcome is Outcome.CLOSED:
             return ChannelClosed(closed, executed=False)
         if process is None:
             return ChannelClosed("the channel is gone: its maker has ended, and no process held it any more")
-        error = await self._peer.connections.why_lost(
-            self._peer.connections.route_to(process), "cannot be reached from here"
-        )
+        connections = self._channels.connections
+        error = await connections.why_lost(connections.route_to(process), "cannot be reached from here")
         if settled.outcome is Outcome.ORPHANED:
             add_note(error, f"nothing will come through {self}: of the processes that sent, none is left")
         else:
             add_note(error, f"{self} is lost, and what was in it: this process had its queue")
         return error
-
-
-class Received:
-    """What a receive has got: an item, once it is here, or why it cannot be had."""
-
-    def __init__(self, item: Any) -> None:
-        self._item = item
-        self._error: Exception | None = None
-
-    async def open(self, store: Store) -> None:
-        """Bring it here."""
-        if isinstance(self._item, Parcel | Letter):
-            try:
-                self._item = await self._item.open(store)
-            except Exception as error:  # noqa: BLE001 - whoever receives the item gets it
-                self._error = error
-
-    def result(self) -> Any:
-        """The item, or the error."""
-        if self._error is not None:
-            raise self._error
-        return self._item

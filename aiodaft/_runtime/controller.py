@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol, TypeVar, cast
 from aiodaft._protocol.ids import COORDINATOR, NODE, SUPERVISOR, ActorId, PeerId
 from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.resources import Resources
+from aiodaft._runtime.agent import Agent
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, Location
 from aiodaft._runtime.connections.connection import Connection
@@ -128,7 +129,7 @@ class Controller:
         self._loop = process.loop
         self.objects = peer.objects
         self.connections = peer.connections
-        self.agent_of = peer.agent_of
+        self.sender = peer.sender
         launcher: Callable[..., WorkerLauncher] = options.env.launcher or WorkerLauncher
         self.launcher = launcher(
             process.loop,
@@ -139,9 +140,9 @@ class Controller:
         )
         self.launcher.on_stack_request = self._show_stacks
         agent = self._make_agent(root)
-        self.node = peer.node_agent()
+        self.node = cast("NodeAgent", peer.caller.handle(peer_id, NODE, "node agent", NodeAgent))
         self.coordinator = cast("Coordinator", peer.caller.handle(peer_id, COORDINATOR, "coordinator", Coordinator))
-        self.directory = Directory(peer)
+        self.directory = Directory(self)
         self.directory.on_over = lambda number: self.coordinator.release.tell(peer_id, number)
         peer.add_actor(NODE, "node agent", agent)
         peer.add_actor(COORDINATOR, "coordinator", Coordinator())
@@ -272,8 +273,12 @@ class Controller:
             raise RuntimeClosed(self._why_closed)
         return self.process.tasks.start(coro, name=name)
 
-    def target(self, remote: PeerId, actor: ActorId, label: str, sink: UnhandledErrors) -> Target:
-        """An actor that is not supervised, as this process calls it."""
+    def agent_of(self, remote: PeerId) -> Agent:
+        """The agent of a process."""
+        return self.peer.agent_of(remote)
+
+    def target(self, remote: PeerId, actor: ActorId, label: str, sink: UnhandledErrors | None = None) -> Target:
+        """An actor, as this process calls it; `sink` gets the errors that no code sees."""
         return Target(self.peer.caller, remote, actor, label, sink)
 
     def follow(self, location: Location, label: str, sink: UnhandledErrors) -> FollowingTarget:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, SUPERVISOR, ActorId, CallId, PeerId
@@ -11,11 +11,11 @@ from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.agent import Agent
-from aiodaft._runtime.calls.call import Caller, Target
+from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers, Location
 from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.calls.replies import Replies
-from aiodaft._runtime.channels import Channels, how_ended
+from aiodaft._runtime.channels import Channels, leaving_of
 from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
@@ -27,17 +27,43 @@ from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import Process, ProcessOptions
+from aiodaft.actor import Actor
 from aiodaft.exceptions import (
     DaftError,
     RemoteProtocolError,
     RuntimeClosed,
 )
-from aiodaft.methods import specs_of
+from aiodaft.methods import method, specs_of
+from aiodaft.ref import Ref
 from aiodaft_transport import Key, Transport, open_transport
 
-if TYPE_CHECKING:
-    from aiodaft._runtime.node.node_agent import NodeAgent
-    from aiodaft.ref import Ref
+
+class NodeContact(Actor):
+    """What every process asks of the node agent, which implements it."""
+
+    @method
+    async def introduce(self, other: str) -> None:
+        """Connect the calling process with another one of this node."""
+        raise NotImplementedError
+
+    @method
+    async def exit_report(self, peer: str, in_flight: int) -> DaftError:
+        """How a process ended, as the error for its callers, `in_flight` of whose calls it had."""
+        raise NotImplementedError
+
+    @method
+    async def unheld(self, encoded: bytes, what: str) -> None:
+        """Report an error in a worker that no code there saw, and what has failed."""
+        raise NotImplementedError
+
+
+class Locator(Actor):
+    """What callers of a supervised actor ask its owner; `Directory` implements it."""
+
+    @method
+    async def locate(self, number: int, wait: bool) -> Location:
+        """Where an actor is; if it is down, and `wait`, as soon as it is up."""
+        raise NotImplementedError
 
 
 class Peer:
@@ -55,6 +81,8 @@ class Peer:
         self.inbound = Inbound(self.host, self.transfer, self.refs)
         self.caller = Caller(process, self.connections, self.objects, self.actors)
         self.sender = Outgoing(self.caller, self.inbound)
+        home = process.options.home
+        self.node = cast("NodeContact", self.caller.handle(home, NODE, "node agent", NodeContact))
         self.followers = Followers(self.caller, self._locate)
         self.replies = Replies(self.objects)
         self.graphs = Graphs(
@@ -65,7 +93,7 @@ class Peer:
         self.host.suspect = self.deadlocks.suspect
         # Told, in a forked child, that it stayed behind.
         self.on_forked: Callable[[], object] = lambda: None
-        self.channels = Channels(self)
+        self.channels = Channels(self.caller)
         self.connections.handlers += self._handlers()
         self.add_actor(AGENT, "agent", Agent(self.host, self.objects, self.graphs, self.deadlocks))
         process.provide(Peer, self)
@@ -73,6 +101,7 @@ class Peer:
         process.provide(Caller, self.caller)
         process.provide(Followers, self.followers)
         process.provide(Channels, self.channels)
+        process.provide(Graphs, self.graphs)
         self.add_actor(CHANNELS, "channels", self.channels)
 
     # Actors.
@@ -88,27 +117,15 @@ class Peer:
         """The agent of a process."""
         return cast("Agent", self.caller.handle(remote, AGENT, f"agent of {remote}", Agent))
 
-    def target(self, remote: PeerId, actor: ActorId, label: str) -> Target:
-        """An actor, whose errors belong to no scope."""
-        return Target(self.caller, remote, actor, label, None)
-
-    def node_agent(self) -> NodeAgent:
-        """The agent of this process's machine."""
-        from aiodaft._runtime.node.node_agent import NodeAgent  # noqa: PLC0415 - the node agent is itself hosted by a peer
-
-        return cast("NodeAgent", self.caller.handle(self.process.options.home, NODE, "node agent", NodeAgent))
-
     def _locate(self, owner: PeerId, number: ActorId, wait: bool) -> Ref[Location]:
-        from aiodaft._runtime.supervision.directory import Directory  # noqa: PLC0415 - it is itself hosted by a peer
-
-        directory = cast("Directory", self.caller.handle(owner, SUPERVISOR, "supervisor", Directory))
-        return directory.locate(number, wait)
+        locator = cast("Locator", self.caller.handle(owner, SUPERVISOR, "supervisor", Locator))
+        return locator.locate(number, wait)
 
     # What connections need.
 
     def introduce(self, remote: PeerId) -> Awaitable[object]:
         """Ask the node agent to connect this process with another."""
-        return self.node_agent().introduce(remote)
+        return self.node.introduce(remote)
 
     def ask(self, remote: PeerId) -> Awaitable[object]:
         """Ask a process for an answer."""
@@ -129,7 +146,7 @@ class Peer:
         self.graphs.owner_lost(remote)
         self.store.peer_lost(remote)
         self.store.process_lost(remote)
-        self.channels.peer_lost(remote, how_ended(connection))
+        self.channels.peer_lost(remote, leaving_of(connection))
         self.refs.peer_lost(remote)
         self.transfer.relays.connection_lost(remote)
 

@@ -154,7 +154,7 @@ class ScopeActors:
         what = f"{spec.cls.__name__} cannot be spawned"
         try:
             self._scope.check_open(what)
-            making = spec.make(self._controller.peer, target.remote, target.actor, again=again)
+            making = spec.make(self._controller, target.remote, target.actor, again=again)
             self._making[making] = target
             try:
                 await making
@@ -208,13 +208,13 @@ class ScopeActors:
         await self._end(list(self), graceful=graceful)
 
     async def _end(self, targets: Sequence[Target], *, graceful: bool) -> None:
-        controller, peer = self._controller, self._controller.peer
+        controller = self._controller
         children = [child for target in targets if (child := controller.directory.retire(target)) is not None]
         await asyncio.gather(*(child.settled() for child in children))
         if graceful:
-            answers = await stop_in_turn(peer, targets, WHY_STOPPED, controller.options.stop_grace)
+            answers = await stop_in_turn(controller, targets, WHY_STOPPED, controller.options.stop_grace)
         else:
-            answers = await asyncio.gather(*(stop_actor(peer, target, WHY_STOPPED, 0) for target in targets))
+            answers = await asyncio.gather(*(stop_actor(controller, target, WHY_STOPPED, 0) for target in targets))
         await asyncio.gather(*map(self._vacate, targets, answers))
 
     async def _vacate(self, target: Target, answers: bool = True) -> None:

@@ -26,11 +26,11 @@ from aiodaft._runtime.node.launcher import ChildProcess, Ending, WorkerLauncher
 from aiodaft._runtime.node.postmortem import OomKills, activity, died, given_up, silence
 from aiodaft._runtime.node.worker_main import WorkerSettings
 from aiodaft._runtime.node.worker_table import Conditions, Place, Worker, WorkerProcess
+from aiodaft._runtime.peer import NodeContact
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import decode_error
-from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, DaftError, InsufficientResources, OutcomeUnknown, PeerLost
 from aiodaft.methods import method
 
@@ -38,7 +38,7 @@ from aiodaft.methods import method
 _THREADS: Final = "OMP_NUM_THREADS"
 
 
-class NodeAgent(Actor):
+class NodeAgent(NodeContact):
     """One machine."""
 
     def __init__(

@@ -119,7 +119,7 @@ class Worker:
             return DaftError(f"the controller is gone: {reason}")
         if isinstance(reason, ProtocolError):
             return reason
-        return await self._peer.node_agent().exit_report(connection.remote, self._peer.graphs.in_flight(connection))
+        return await self._peer.node.exit_report(connection.remote, self._peer.graphs.in_flight(connection))
 
     def _exit_requested(self, error: BaseException) -> None:
         code = error.code if isinstance(error, SystemExit) else 130
@@ -133,7 +133,7 @@ class Worker:
 
     def _report_unheld(self, error: BaseException, what: str) -> None:
         if self._peer.process.closed is None:
-            self._peer.node_agent().unheld.tell(encode_error(error), what)
+            self._peer.node.unheld.tell(encode_error(error), what)
         else:
             log_error(what, error)
 

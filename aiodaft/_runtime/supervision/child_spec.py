@@ -41,7 +41,8 @@ class SupervisionOwner(Protocol):
         """The agent of a process."""
         ...
 
-    def node_agent(self) -> NodeAgent:
+    @property
+    def node(self) -> NodeAgent:
         """The node agent."""
         ...
 

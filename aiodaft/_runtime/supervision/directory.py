@@ -9,10 +9,10 @@ from aiodaft._protocol.child import REACHABLE, ChildEvent, ChildState
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import NOWHERE, FollowingTarget, Location, PinnedTarget
+from aiodaft._runtime.peer import Locator
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, SupervisionOwner
 from aiodaft._runtime.supervision.supervisor import Child, Supervisor
-from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown
 from aiodaft.methods import method
 from aiodaft.supervision import Restart
@@ -21,7 +21,7 @@ from aiodaft.supervision import Restart
 _REMEMBERED: Final = 1024
 
 
-class Directory(Actor):
+class Directory(Locator):
     """Knows every supervised actor of its process."""
 
     def __init__(self, owner: SupervisionOwner) -> None:
@@ -99,7 +99,7 @@ class Directory(Actor):
             del self._ended[next(iter(self._ended))]
         child.target.end(error)
         self.on_over(child.number)
-        self._owner.node_agent().vacate.tell(child.place.peer, child.place.actor, str(error))
+        self._owner.node.vacate.tell(child.place.peer, child.place.actor, str(error))
 
     def process_ended(self, remote: PeerId, error: OutcomeUnknown, wanted: bool) -> None:
         """Restart the actors of a process that ended, or end them if that was wanted."""

@@ -239,7 +239,7 @@ class Supervisor:
         place, reason = child.place, "one of its siblings died"
         target = self._owner.target(place.peer, place.actor, child.label)
         answers = await stop_actor(self._owner, target, reason, self._grace)
-        await self._owner.node_agent().vacate(place.peer, place.actor, reason, keep=True, answers=answers)
+        await self._owner.node.vacate(place.peer, place.actor, reason, keep=True, answers=answers)
         self._left(child, ChildEvent.STOPPED)
 
     def _left(self, child: Child, event: ChildEvent) -> None:
@@ -276,7 +276,7 @@ class Supervisor:
         logger.info("%s is up again, with epoch %d, in %s", child.label, child.epoch, child.place.peer)
 
     async def _make(self, child: Child) -> None:
-        node = self._owner.node_agent()
+        node = self._owner.node
         beside = None if child.beside is None else child.beside.remote
         if isinstance(child.beside, FollowingTarget):
             location = await child.wait_for(child.beside.locate(wait=True))

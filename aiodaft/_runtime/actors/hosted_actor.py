@@ -348,7 +348,7 @@ class HostedActor:
     def _run_on_thread(self, call: InboundCall) -> None:
         if call.take():
             # The thread has no context of its own to leave behind.
-            copy_context().run(_run_through, self.run(call))
+            copy_context().run(run_through, self.run(call))
         else:
             call.begun = True
             self.thread.to_loop(partial(self._end, call))
@@ -582,7 +582,7 @@ async def _give_items(call: InboundCall, items: AsyncGenerator[Any, None]) -> No
         await items.aclose()
 
 
-def _run_through(coro: Coroutine[Any, Any, None]) -> None:
+def run_through(coro: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine that never waits."""
     try:
         coro.send(None)

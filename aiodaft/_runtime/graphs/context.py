@@ -16,15 +16,11 @@ from aiodaft._runtime.process import Process
 
 
 class GraphAgent(Protocol):
-    """The methods of a process's agent that serve graphs."""
+    """The methods of a process's agent that serve graphs; see `Graphs`."""
 
-    def install(self, number: int, plan: Opaque, /) -> Awaitable[None]:
-        """Take part in a graph of the calling process."""
-        ...
+    def install(self, number: int, plan: Opaque, /) -> Awaitable[None]: ...
 
-    def uninstall(self, number: int, /) -> Awaitable[None]:
-        """Take no more part in it."""
-        ...
+    def uninstall(self, number: int, /) -> Awaitable[None]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,26 +24,18 @@ from aiodaft.ref import Ref
 
 
 class RunOwner(Protocol):
-    """What a run needs of its graph."""
+    """What a run needs of its graph; see `GraphOwner`."""
 
     inputs: int
     specs: Specs
 
-    def may_begin(self) -> bool:
-        """Whether the graph is ready and has room for one more run."""
-        ...
+    def may_begin(self) -> bool: ...
 
-    def turn_came(self, run: OwnerRun) -> None:
-        """Send a run, or fail it if the graph is broken."""
-        ...
+    def turn_came(self, run: OwnerRun) -> None: ...
 
-    def withdraw(self, run: OwnerRun) -> None:
-        """Forget a run that was not sent."""
-        ...
+    def withdraw(self, run: OwnerRun) -> None: ...
 
-    def skip(self, run: OwnerRun) -> None:
-        """Tell the participants that no result of a run is needed any more."""
-        ...
+    def skip(self, run: OwnerRun) -> None: ...
 
 
 class ResultState(CallState):

@@ -319,8 +319,7 @@ class ParticipantRun:
     def answer(self, call: InboundCall, result: Any) -> None:
         """A segment is over."""
         assert isinstance(call, SegmentCall)
-        if call.rules.on_thread:
-            call.flush()
+        call.flush()
         if not call.over:
             call.over = True
             self._one_finished()

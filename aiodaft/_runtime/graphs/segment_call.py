@@ -12,11 +12,13 @@ from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.mailbox import Rules
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._protocol.plan import Segment, Step, SubPlan
-from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, Responder
+from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall, Responder, run_through
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, NeedsFetch
+from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error
 from aiodaft.exceptions import ActorDied
@@ -102,7 +104,7 @@ class BoundSegment:
         self.last = self.steps[-1] if len(steps) > 1 else None
         rules = steps[0].rules
         self.rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, row=len(steps) > 1)
-        execute = SegmentCall.run_on_thread if rules.on_thread else SegmentCall.run_on_loop
+        execute = _execute_on_thread if rules.on_thread else SegmentCall.execute
         self.spec = MethodSpec(steps[0].label, rules.name, execute, Options(self.rules))
 
     def _method(self, step: Step[Arguments]) -> MethodSpec:
@@ -115,29 +117,19 @@ class BoundSegment:
 
 
 class SegmentCaller(Responder, Protocol):
-    """What a segment needs of its run."""
+    """What a segment needs of its run; see `ParticipantRun`."""
 
     @property
-    def owner(self) -> PeerId:
-        """The owner of the graph."""
-        ...
+    def owner(self) -> PeerId: ...
 
     @property
-    def values(self) -> dict[int, Flowing]:
-        """The values of the run in this process, by number."""
-        ...
+    def values(self) -> dict[int, Flowing]: ...
 
-    def give(self, step: BoundStep, value: Flowing) -> None:
-        """Take the result of a step."""
-        ...
+    def give(self, step: BoundStep, value: Flowing) -> None: ...
 
-    def call_at(self, value: int) -> CallAt:
-        """What the deadlock search calls the segment that makes a value."""
-        ...
+    def call_at(self, value: int) -> CallAt: ...
 
-    def makers_of(self, values: Sequence[int]) -> list[CallAt]:
-        """The segments that make those of the values that have not come; nothing if inputs are among them."""
-        ...
+    def makers_of(self, values: Sequence[int]) -> list[CallAt]: ...
 
 
 class SegmentCall(InboundCall):
@@ -148,8 +140,8 @@ class SegmentCall(InboundCall):
     mode = WANT_REPLY
     # Number of steps that gave their results.
     _given = 0
-    # Results that the thread made and the loop has not given yet.
-    _batch: deque[Flowing] | None = None
+    # On the thread: results that the loop has not given yet.
+    _batch: deque[Flowing]
 
     def __init__(self, run: SegmentCaller, segment: BoundSegment) -> None:
         self.run = self.responder = run
@@ -194,83 +186,72 @@ class SegmentCall(InboundCall):
     # Execution.
 
     @staticmethod
-    async def run_on_loop(instance: Any, call: SegmentCall) -> None:
-        """Execute the steps on the loop, as a method of the actor; an error of a step is its value."""
+    async def execute(instance: Any, call: SegmentCall) -> None:
+        """Execute the steps, as a method of the actor; an error of a step is its value.
+
+        On the actor's thread, nothing in here waits on the loop: it runs through at once.
+        """
         # It would keep itself alive.
         call.args = ()
-        segment, hosted = call.segment, call.hosted
+        segment, hosted, on_thread = call.segment, call.hosted, call.rules.on_thread
+        store = segment.context.objects.store
         value: Flowing
         for step in segment.steps:
-            if call._given and call.given_up:
-                # The step before ignored its cancellation.
+            if call.given_up:
+                # The step before ignored its cancellation, or ran on the thread.
                 raise asyncio.CancelledError
             if step is segment.last:
                 hosted.last_begun(call)
             executed = False
             try:
                 try:
-                    args, kwargs = call._arguments(step, patient=False)
+                    args, kwargs = call._arguments(step, patient=on_thread)
                 except NeedsFetch:
-                    await call._fetch_own(step)
-                    args, kwargs = call._arguments(step, patient=False)
+                    fetching = call._fetch_own(step)
+                    if on_thread:
+                        asyncio.run_coroutine_threadsafe(fetching, segment.context.process.loop).result()
+                    else:
+                        await fetching
+                    args, kwargs = call._arguments(step, patient=on_thread)
                 executed = True
-                result = await step.fn(instance, *args, **kwargs)
+                result: Any = step.fn(instance, *args, **kwargs)
+                if not on_thread:
+                    result = await result
                 if call.late:
                     return
-                if is_plain(result):
-                    value = result
-                else:
-                    stored = await hosted.capture(result, step.label, "result", step.transport)
-                    await segment.context.objects.store.pack(stored)
-                    value = GraphValue.of_stored(stored)
+                value = result if is_plain(result) else GraphValue.of_stored(await call._store(step, result, store))
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:
-                if hosted.is_late(call, error) or (call.given_up and isinstance(error, asyncio.CancelledError)):
-                    # The actor knows the reason, which holds for all remaining steps.
+                if call._is_ended_by(error):
                     raise
                 value = call._failure(step, error, executed)
-            call.run.values[step.index] = value
-            call._give(value)
+            call._keep(step, value)
 
-    @staticmethod
-    def run_on_thread(instance: Any, call: SegmentCall) -> None:
-        """Execute the steps on the actor's thread, as a method of the actor; an error of a step is its value."""
-        # It would keep itself alive.
-        call.args = ()
-        segment, batch = call.segment, call._batch
-        context = segment.context
-        assert batch is not None
-        value: Flowing
-        for step in segment.steps:
-            if call.given_up:
-                # The remaining steps have failed already.
-                return
-            if step is segment.last:
-                call.hosted.last_begun(call)
-            executed = False
-            try:
-                try:
-                    args, kwargs = call._arguments(step, patient=True)
-                except NeedsFetch:
-                    asyncio.run_coroutine_threadsafe(call._fetch_own(step), context.process.loop).result()
-                    args, kwargs = call._arguments(step, patient=True)
-                executed = True
-                result = step.fn(instance, *args, **kwargs)
-                if is_plain(result):
-                    value = result
-                else:
-                    stored = context.objects.store.keep_patiently(result, step.label, step.transport)
-                    context.objects.store.pack_here(stored)
-                    value = GraphValue.of_stored(stored)
-            except (SystemExit, KeyboardInterrupt):
-                raise
-            except BaseException as error:  # noqa: BLE001 - an error of the method belongs to its caller
-                value = call._failure(step, error, executed)
-            call.run.values[step.index] = value
-            batch.append(value)
-            if step is not segment.steps[-1] and step.leaves_segment:
-                call.hosted.thread.to_loop(call.flush)
+    def _keep(self, step: BoundStep, value: Flowing) -> None:
+        self.run.values[step.index] = value
+        if not self.rules.on_thread:
+            self._give(value)
+            return
+        self._batch.append(value)
+        if step is not self.segment.steps[-1] and step.leaves_segment:
+            self.hosted.thread.to_loop(self.flush)
+
+    def _is_ended_by(self, error: BaseException) -> bool:
+        """Whether the actor has ended the segment. It knows the reason, which holds for all remaining steps."""
+        if self.rules.on_thread:
+            return False
+        return (self.given_up and isinstance(error, asyncio.CancelledError)) or self.hosted.is_late(self, error)
+
+    async def _store(self, step: BoundStep, result: Any, store: Store) -> StoredValue:
+        """Encode a result and copy its buffers before the actor can change it."""
+        if self.rules.on_thread:
+            stored = store.keep_patiently(result, step.label, step.transport)
+            store.pack_here(stored)
+        else:
+            stored = await self.hosted.capture(result, step.label, "result", step.transport)
+            await store.pack(stored)
+        return stored
 
     async def _fetch_own(self, step: BoundStep) -> None:
         """Fetch the arguments of a step that this process made."""
@@ -314,7 +295,7 @@ class SegmentCall(InboundCall):
 
     def flush(self) -> None:
         """Give the results that the thread has made."""
-        while self._batch:
+        while self.rules.on_thread and self._batch:
             self._give(self._batch.popleft())
 
     def _give(self, value: Flowing) -> None:
@@ -338,6 +319,10 @@ class SegmentCall(InboundCall):
             before = step
         self.over = True
         self.args = ()
+
+
+def _execute_on_thread(instance: Any, call: SegmentCall) -> None:
+    run_through(SegmentCall.execute(instance, call))
 
 
 def _missing(*args: Any) -> None:

@@ -11,10 +11,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from aiodaft._runtime.node.environment import WorkerEnvironment
+from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.heartbeat import Heartbeat, HeartbeatWatch
 from aiodaft._runtime.node.launcher import ChildProcess, Ending
-from aiodaft._runtime.node.worker_main import Worker, WorkerSettings
+from aiodaft._runtime.node.worker_main import Worker
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft.exceptions import SpawnFailed

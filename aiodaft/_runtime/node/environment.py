@@ -1,11 +1,13 @@
-"""What a worker inherits from the controller: environment, working directory, sys.path and sys.argv."""
+"""What a worker gets from the controller: its settings, environment, working directory, sys.path and sys.argv."""
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
+from aiodaft._protocol.codec import pack, unpack
 from aiodaft._runtime.platform.linux import importable_path
 from aiodaft.exceptions import SpawnFailed
 
@@ -48,3 +50,33 @@ def change_environment(base: dict[str, str], changes: dict[str, str | None]) -> 
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
     os.environ.update((name, value) for name, value in wanted.items() if os.environ.get(name) != value)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """The settings of a worker; they travel as plain data."""
+
+    id: str
+    node: str
+    home: str
+    transport: str
+    direct: bool
+    grace: float
+    max_pending: int
+    key: bytes
+    uvloop: bool
+    log_level: int
+    argv: list[str]
+
+    def packed(self) -> bytes:
+        """As bytes."""
+        return pack(list(astuple(self)))
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> WorkerSettings:
+        """From bytes."""
+        return cls(*unpack(data, _no_extensions))
+
+
+def _no_extensions(code: int, content: bytes) -> Any:
+    raise ValueError(f"unexpected extension {code}")

@@ -25,6 +25,7 @@ from typing import Any, Final
 from aiodaft._protocol.codec import pack, unpack
 from aiodaft._runtime.diagnostics.attach import STACK_SIGNAL
 from aiodaft._runtime.node.environment import change_environment
+from aiodaft._runtime.node.orders import EXITED, FAILED, IMPORTING, KILL, SPAWN, SPAWNED, STACK_REQUESTED
 from aiodaft._runtime.platform.linux import (
     adopt_orphans,
     children,
@@ -38,16 +39,6 @@ from aiodaft._runtime.platform.linux import (
     visible_pid,
 )
 from aiodaft_transport.ucx.shm_folder import sweep
-
-# Number, working directory, sys.path, changes to the environment, modules to import before forking, variables for the
-# worker alone, settings of the worker; with descriptors.
-SPAWN: Final = 1
-KILL: Final = 2  # number, signal
-SPAWNED: Final = 3  # number, pid
-EXITED: Final = 4  # number, pid, exit code, signal
-FAILED: Final = 5  # number, text
-STACK_REQUESTED: Final = 6  # no number (0), pid of the fork server outside of its PID namespace
-IMPORTING: Final = 7  # no number (0), name of a module whose import begins
 
 _MAX_MESSAGE: Final = 1 << 20
 _MAX_FDS: Final = 4

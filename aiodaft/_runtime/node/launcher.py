@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from aiodaft._protocol.codec import pack, unpack
-from aiodaft._runtime.node import forkserver as order
+from aiodaft._runtime.node import orders as order
 from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.forkserver_watch import ForkServerWatch
 from aiodaft._runtime.node.heartbeat import HeartbeatWatch

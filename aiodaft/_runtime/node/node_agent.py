@@ -21,10 +21,9 @@ from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.connections.connection import introduce
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.diagnostics.native_dump import take_dump
-from aiodaft._runtime.node.environment import WorkerEnvironment
+from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.launcher import ChildProcess, Ending, WorkerLauncher
 from aiodaft._runtime.node.postmortem import OomKills, activity, died, given_up, silence
-from aiodaft._runtime.node.worker_main import WorkerSettings
 from aiodaft._runtime.node.worker_table import Conditions, Place, Worker, WorkerProcess
 from aiodaft._runtime.peer import NodeContact
 from aiodaft._runtime.platform.exhaustion import exhausted

@@ -10,14 +10,13 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import astuple, dataclass
 from typing import Any, TextIO, cast
 
-from aiodaft._protocol.codec import pack, unpack
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.diagnostics.native_dump import offer_dump
+from aiodaft._runtime.node.environment import WorkerSettings
 from aiodaft._runtime.node.heartbeat import Heartbeat
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
@@ -31,32 +30,6 @@ from aiodaft_transport import Key
 
 # Seconds that the orderly end of a worker may take.
 _EXIT_GRACE = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """The settings of a worker; they travel as plain data."""
-
-    id: str
-    node: str
-    home: str
-    transport: str
-    direct: bool
-    grace: float
-    max_pending: int
-    key: bytes
-    uvloop: bool
-    log_level: int
-    argv: list[str]
-
-    def packed(self) -> bytes:
-        """As bytes."""
-        return pack(list(astuple(self)))
-
-    @classmethod
-    def unpacked(cls, data: bytes) -> WorkerSettings:
-        """From bytes."""
-        return cls(*unpack(data, _no_extensions))
 
 
 class Worker:
@@ -230,7 +203,3 @@ def _set_threads() -> None:
     number = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if hasattr(torch, "set_num_threads") and number.isdecimal() and int(number):
         torch.set_num_threads(int(number))
-
-
-def _no_extensions(code: int, content: bytes) -> Any:
-    raise ValueError(f"unexpected extension {code}")

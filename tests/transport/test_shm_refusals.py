@@ -1,4 +1,4 @@
-"""Grants and notes that make no sense are refused, and cost neither memory nor descriptors."""
+"""Grants and notes that make invalid note are refused, and cost neither memory nor descriptors."""
 
 from __future__ import annotations
 

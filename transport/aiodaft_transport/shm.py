@@ -187,7 +187,7 @@ class ShmTransport:
         if len(fds) > (kind == _SEGMENT) or not _SEGMENT <= kind <= _MISSED or (kind == _SEGMENT and number in known):
             for fd in fds:
                 os.close(fd)
-            raise GrantError(f"{control.peer} sent a note that makes no sense")
+            raise GrantError(f"{control.peer} sent an invalid note")
         if kind == _SEGMENT:
             self._segment_came(control, number, size, fds)
         elif kind in {_RETURN, _RETIRE}:

@@ -158,7 +158,7 @@ class TcpTransport:
 
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
         if len(note) != _RETURN.size:
-            raise GrantError(f"{control.peer} sent a note that makes no sense")
+            raise GrantError(f"{control.peer} sent an invalid note")
         (grant_id,) = _RETURN.unpack(note)
         self._take_back(control.peer, grant_id)
 

@@ -1,18 +1,17 @@
-"""What a process knows of a peer whose device memory it reads, and one such transfer."""
+"""A peer with device memory, and one transfer from it."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from aiodaft_transport.abc import Control
 from aiodaft_transport.cuda.device import DeviceBlock, DeviceSegment, Driver, Event, Land, Landing, Span
+from aiodaft_transport.memory.pull import BasePull
 
 
 class RemoteSegment:
-    """A segment of a peer, and where it is open."""
+    """A segment of a peer, and its addresses in this process."""
 
     __slots__ = ("addresses", "gone", "handle", "identity", "size", "users")
 
@@ -20,26 +19,26 @@ class RemoteSegment:
         self.size = size
         self.identity = identity
         self.handle = handle
-        # By device of this process. Belongs to the helper thread.
+        # Its address for each device of this process. Belongs to the helper thread.
         self.addresses: dict[int, int] = {}
         self.users = 0
-        # What to say once it is closed; set when nobody wants it any more.
+        # Called once it is closed; set when it is not used any more.
         self.gone: Callable[[], object] | None = None
 
     def opened(self, driver: Driver, device: int) -> int:
-        """Where it is for work of a device; opened if it was not. In the helper thread."""
+        """Its address for work of a device; opens it if needed. In the helper thread."""
         if device not in self.addresses:
             self.addresses[device] = driver.open(device, self.handle)
         return self.addresses[device]
 
     def shut(self, driver: Driver) -> None:
-        """Close it everywhere. In the helper thread, or when that has ended."""
+        """Close it on all devices. In the helper thread, or after that has ended."""
         while self.addresses:
             driver.shut(*self.addresses.popitem())
 
 
 class OwnSegment:
-    """A segment of this very process, as one of a peer."""
+    """A segment of this process, for a transfer within the process."""
 
     __slots__ = ("_segment", "identity", "users")
 
@@ -49,38 +48,36 @@ class OwnSegment:
         self.users = 0
 
     def opened(self, driver: Driver, device: int) -> int:
-        """Where it is."""
+        """Its address."""
         return self._segment.address
 
 
 class Remote:
-    """A peer: what of our memory it may read, and what of its memory is known here."""
+    """A peer: the grants that it holds, and its segments known here."""
 
     def __init__(self, control: Control) -> None:
         self.control = control
-        # Our segments that it knows.
+        # Segments of this process that it knows.
         self.told: set[int] = set()
         self.granted: dict[int, DeviceBlock] = {}
         self.segments: dict[int, RemoteSegment] = {}
         self.pulls: set[Pull] = set()
 
 
-class Pull:
-    """One transfer: owns what it is about until the device is done with it."""
+class Pull(BasePull[Any]):
+    """One transfer. Owns its memory until it is over."""
 
     def __init__(
         self, remote: Remote, segment: RemoteSegment | OwnSegment, offset: int, nbytes: int, grant: int
     ) -> None:
+        super().__init__()
         self.remote = remote
         self.segment = segment
         self.offset = offset
         self.nbytes = nbytes
         self.grant = grant
-        self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.landing: Landing | None = None
         self.event: Event | None = None
-        self._over = False
-        self._ended: asyncio.Future[None] | None = None
 
     def begin(self, driver: Driver, land: Land) -> Event:
         """Have the device copy; in the helper thread, because opening memory and making a context take long."""
@@ -91,31 +88,9 @@ class Pull:
         return self.event
 
     def settle(self, error: Exception | None) -> None:
-        """Tell the waiter, unless it knows better or is gone."""
-        if self.done.done():
-            return
-        if error is None:
+        """Give the waiter its result or error, if it still waits."""
+        if error is not None:
+            self.set_error(error)
+        elif not self.done.done():
             assert self.landing is not None
             self.done.set_result(self.landing.owner)
-        else:
-            self.done.set_exception(error)
-            # Whoever waited may be gone.
-            self.done.exception()
-
-    def end(self) -> None:
-        """The device is done with it, or the process ends."""
-        self._over = True
-        if self._ended is not None:
-            self._ended.set_result(None)
-
-    async def wait_over(self) -> None:
-        """Wait until the device is done with it, also if the waiter was told of an error before.
-
-        Cancellation: does not end it, because a device cannot be stopped either. Whoever calls this because of a
-        cancellation passes that one on.
-        """
-        while not self._over:
-            if self._ended is None:
-                self._ended = asyncio.get_running_loop().create_future()
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([self._ended])

@@ -2,11 +2,11 @@
 
 The producer copies a value into memory that it exports, on the stream that made the value: what the stream does later
 comes after the snapshot. Once the device is past that copy, and not before, the block is granted. The consumer opens
-the segment, once, and copies into memory of its own on a stream of its own; then the grant goes back. So nothing in
-any stream ever waits for another process, which may die, and nobody depends on a producer's memory after the fetch.
+the segment, once, and copies into memory of its own on a stream of its own; then the grant goes back. So no
+stream waits for another process, which may die, and the consumer does not need the producer's memory after the fetch.
 
-A segment is freed when every peer has said that it has closed it, or is gone: CUDA leaves undefined what happens
-otherwise. The driver is a seam: everything here also runs on devices that are memory of the host, in the tests.
+A segment is freed when every peer has closed it or is gone: anything else is undefined in CUDA. The driver is a seam:
+in tests, everything here also runs on devices that are memory of the host.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from aiodaft_transport.cuda.pull import OwnSegment, Pull, Remote, RemoteSegment
 from aiodaft_transport.exceptions import GrantError, PeerGone, TransportError
 from aiodaft_transport.memory.grants import segment_of
 
-_SEGMENT: Final = 1  # id, size; identity of the device, and handle: memory that grants are about
+_SEGMENT: Final = 1  # id, size; identity of the device, and handle: a segment
 _RETURN: Final = 2  # id: a grant comes back
-_GONE: Final = 3  # id: a segment that is to be closed
-_CLOSED: Final = 4  # id: it is
+_GONE: Final = 3  # id: the receiver has to close a segment
+_CLOSED: Final = 4  # id: the sender has closed a segment
 _NOTE: Final = struct.Struct("<BQQ")
 
 
@@ -48,7 +48,7 @@ class CudaTransport:
     """Device memory between processes of one host."""
 
     name: ClassVar[str] = "cuda"
-    # Each consumer has a copy, which a device makes.
+    # A device makes a copy for each consumer.
     shared: ClassVar[bool] = False
 
     def __init__(self, host: DeviceHost, open_driver: Callable[[], Driver], land: Land, *, local: str) -> None:
@@ -63,16 +63,16 @@ class CudaTransport:
         self._next_segment = itertools.count(1).__next__
         self._grants = itertools.count(1)
         self._pools: dict[int, DevicePool] = {}
-        # Our segments, until every peer has closed them.
+        # Segments of this process, until every peer has closed them.
         self._segments: dict[int, DeviceSegment] = {}
         self._remotes: dict[str, Remote] = {}
-        # Those of peers, until they are closed here.
+        # Segments of peers, until they are closed here.
         self._foreign: set[RemoteSegment] = set()
         self._closed = False
 
     @property
     def driver(self) -> Driver:
-        """What drives the devices; opened when first needed, which takes long, and not to hear of a peer's devices.
+        """The driver of the devices; opened when first needed, because that takes long.
 
         Raises:
             Unreachable: This process has no device.
@@ -98,13 +98,13 @@ class CudaTransport:
         return self._pools.setdefault(device, made)
 
     def capture(self, device: int, spans: Sequence[Span], nbytes: int, stream: int, keep: Any) -> DeviceBlock:
-        """A block that a stream of `device` copies to, behind what it has to do. Safe in any thread, waits for nothing.
+        """A block that a stream of `device` copies to, behind its earlier work. Safe in any thread; does not wait.
 
         Args:
-            device: Where the memory is.
-            spans: What to copy; targets are offsets in the block.
+            device: The device of the memory.
+            spans: The bytes to copy; targets are offsets in the block.
             nbytes: Size of the block.
-            stream: Whose work makes the content, and may change it afterwards.
+            stream: The stream that makes the content, and may change it afterwards.
             keep: Kept alive until the copy is made.
 
         Raises:
@@ -117,12 +117,12 @@ class CudaTransport:
         return block
 
     def lend(self, device: int, address: int, nbytes: int, stream: int, keep: Any) -> DeviceBlock:
-        """A block that is somebody's memory, once a stream is past what it has to do now. Safe in any thread.
+        """Memory of the user as a block, once a stream has done its present work. Safe in any thread.
 
-        All of the allocation that the memory is part of can be read by peers that get a grant.
+        Peers that get a grant can read the whole allocation that the memory is part of.
 
         Raises:
-            Unreachable: That memory cannot be exported.
+            Unreachable: The memory cannot be exported.
         """
         event = self.driver.record(device, stream)
         try:
@@ -178,13 +178,13 @@ class CudaTransport:
         return await self._pull(grant, control, self._land).done
 
     async def fetch_into(self, grant: Grant, control: Control, target: Landing) -> None:
-        """Bring the granted bytes into memory of the caller's, behind what its stream has to do.
+        """Bring the granted bytes into memory of the caller, behind the earlier work of its stream.
 
-        See `Transport.fetch_into`: once it is over, the device is past the copy, unless this process ends.
+        See `Transport.fetch_into`: when it returns or raises, the copy is done, unless this process ends.
 
         Raises:
             ValueError: The memory is of another size.
-            Unreachable: The device of the memory cannot reach the granted block; where `device_of` is the same, it can.
+            Unreachable: The device of the memory cannot reach the granted block; the device of `device_of` can.
             PeerGone: The peer was lost before the bytes were here.
             DeviceError: The device failed.
             GrantError: There is no such memory.
@@ -200,7 +200,7 @@ class CudaTransport:
             raise
 
     def device_of(self, grant: Grant, control: Control) -> int | None:
-        """Which device of this process the granted bytes are on, if it is one of them.
+        """The device of this process that has the granted bytes, if one has.
 
         Raises:
             GrantError: There is no such memory.
@@ -214,13 +214,13 @@ class CudaTransport:
             self._send(self._remotes[control.peer], _RETURN, cast(int, grant[3]))
 
     def register(self, address: int, nbytes: int) -> None:
-        """Nothing to prepare: `lend` exports any memory that can be, and a target of a fetch is reached as it is."""
+        """Nothing to prepare: `lend` exports memory itself, and a fetch needs no registered target."""
 
     def unregister(self, address: int) -> None:
         """Nothing was registered."""
 
     def block_at(self, memory: memoryview) -> None:
-        """None: what a view shows is memory of the host."""
+        """None: views are memory of the host."""
 
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
         """Handle a note from the same transport in the peer; no descriptors come along."""
@@ -229,7 +229,7 @@ class CudaTransport:
         if self._closed:
             return
         if len(note) < _NOTE.size or fds:
-            raise GrantError(f"{control.peer} sent a note that makes no sense")
+            raise GrantError(f"{control.peer} sent an invalid note")
         kind, number, size = _NOTE.unpack_from(note)
         body, remote = note[_NOTE.size :], self._remote(control)
         if kind == _SEGMENT and len(body) > IDENTITY_SIZE and number not in remote.segments:
@@ -242,15 +242,15 @@ class CudaTransport:
         elif kind == _CLOSED and number in self._segments and control.peer in self._segments[number].waiting:
             self._closed_at(self._segments[number], control.peer)
         else:
-            raise GrantError(f"{control.peer} sent a note that makes no sense")
+            raise GrantError(f"{control.peer} sent an invalid note")
 
     def peer_lost(self, peer: str) -> None:
-        """Forget everything about a peer: its grants are over, and what is being fetched from it fails."""
+        """Forget a peer: its grants end, and fetches from it fail."""
         remote = self._remotes.pop(peer, None)
         if remote is None:
             return
         for pull in remote.pulls:
-            # The device may still copy; the pull keeps what it needs until then.
+            # The device may still copy; the pull owns the memory until then.
             pull.settle(PeerGone(f"{peer} is gone"))
         granted, remote.granted = remote.granted, {}
         for block in granted.values():
@@ -262,7 +262,7 @@ class CudaTransport:
             self._give_up(remote.segments.popitem()[1], lambda: None)
 
     def close(self) -> None:
-        """Free everything, after waiting for what the devices have to do. The helper thread has ended. Idempotent."""
+        """Wait for the copies, then free everything. The helper thread has ended before. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -289,7 +289,7 @@ class CudaTransport:
         return self._remotes.setdefault(control.peer, Remote(control))
 
     def _send(self, remote: Remote, kind: int, number: int, size: int = 0, body: bytes = b"") -> None:
-        # A note to a peer that is gone would reach whoever takes its place.
+        # A note to a peer that is gone would reach the process that takes its place.
         if self._remotes.get(remote.control.peer) is remote:
             remote.control.send_note(self.name, _NOTE.pack(kind, number, size) + body)
 
@@ -318,15 +318,15 @@ class CudaTransport:
         try:
             event = await self._host.in_thread(lambda: pull.begin(self.driver, land))
             await self._happens(event)
-        except Exception as caught:  # noqa: BLE001 - whatever it is belongs to the waiter
+        except Exception as caught:  # noqa: BLE001 - any error is the waiter's
             error = caught
         except BaseException:
             # The process ends: `close` waits for the device.
-            pull.end()
+            pull.set_over()
             raise
         pull.settle(error)
         pull.landing = None
-        pull.end()
+        pull.set_over()
         pull.remote.pulls.discard(pull)
         pull.segment.users -= 1
         self._send(pull.remote, _RETURN, pull.grant)
@@ -360,7 +360,7 @@ class CudaTransport:
 
     async def _shut(self, segment: RemoteSegment, closed: Callable[[], object]) -> None:
         if segment.addresses:
-            # Until then it is what `close` closes.
+            # Until then `close` closes it.
             await self._host.in_thread(lambda: segment.shut(self.driver))
         self._foreign.discard(segment)
         closed()
@@ -369,7 +369,7 @@ class CudaTransport:
         self._segments[segment.id] = segment
 
     def _segment_closed(self, segment: DeviceSegment) -> None:
-        # Pools call this in any thread; links belong to the loop.
+        # Pools call this in any thread; connections belong to the loop.
         self._host.call_soon(lambda: self._retire(segment))
 
     def _retire(self, segment: DeviceSegment) -> None:

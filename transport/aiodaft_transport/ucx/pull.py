@@ -1,13 +1,12 @@
-"""What a process knows of a peer that it pulls from, and one such transfer."""
+"""A peer that this process pulls from, and one such transfer."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from aiodaft_transport.exceptions import PeerGone
+from aiodaft_transport.memory.pull import BasePull
 from aiodaft_transport.ucx.registered_memory import WORD, Stamp, read_word
 from aiodaft_transport.ucx.ucp import UcxError
 
@@ -17,12 +16,12 @@ if TYPE_CHECKING:
     from aiodaft_transport.ucx.progress import Driver, Endpoint
 
 PIECE: Final = 8 << 20
-# Of one transfer. Two keep UCX busy while the loop learns that one is complete.
+# Pieces of one transfer. Two keep UCX busy while the loop handles the completion of one.
 PIECES_IN_FLIGHT: Final = 2
 
 
 class RemoteSegment:
-    """Memory of a peer that grants are about."""
+    """A segment of a peer."""
 
     __slots__ = ("address", "packed", "rkey", "size", "users")
 
@@ -42,22 +41,22 @@ class RemoteSegment:
 
 
 class Remote:
-    """A peer: how to reach its worker, what of its memory is known here, and what of ours it may read."""
+    """A peer: its worker, its segments known here, and the grants that it holds."""
 
     def __init__(self, control: Control, stamp: Stamp) -> None:
         self.control = control
         self.stamp = stamp
-        # Of its worker, once that is known. The endpoint is made with it, and made anew after UCX broke one.
+        # The address of its worker, once that is known. After UCX broke an endpoint, a new one is made with it.
         self.address = b""
         self.endpoint: Endpoint | None = None
-        # Keys of endpoints that are no more; transfers that are ending may still use them.
+        # Keys of closed endpoints; transfers that are ending may still use them.
         self.retired: list[int] = []
-        # The segment that has nothing but its stamp.
+        # The segment with its stamp alone.
         self.stamped = RemoteSegment(0, 0, b"")
         self.expected_stamp = 0
         self.segments: dict[int, RemoteSegment] = {}
         self.granted: dict[int, AnyBlock] = {}
-        # Which of our own segments it knows, and whether it knows our address.
+        # The segments of this process that it knows, and whether it knows the address of this process.
         self.told: set[int] = set()
         self.introduced = False
         self.pulls: set[Pull] = set()
@@ -76,12 +75,12 @@ class Remote:
             endpoint.close()
 
 
-class Pull:
-    """One transfer: owns the landing block until nothing can write to it any more."""
+class Pull(BasePull[None]):
+    """One transfer. Owns the block that it writes to until it is over."""
 
     def __init__(self, remote: Remote, driver: Driver, landing: AnyBlock, on_finished: Callable[[], object]) -> None:
+        super().__init__()
         self.landing = landing
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._remote = remote
         self._driver = driver
         self._on_finished = on_finished
@@ -89,11 +88,9 @@ class Pull:
         self._in_flight = 0
         self._word = 0
         self._stopped = False
-        self._finished = False
-        self._quiet: asyncio.Future[None] | None = None
 
     def begin(self, segment: RemoteSegment, offset: int, memory: int, stamp_memory: int) -> None:
-        """Begin the first pieces. What is small may be here when this returns."""
+        """Begin the first pieces. A small transfer may be over when this returns."""
         self._segment = segment
         self._source = segment.address + offset
         self._memory = memory
@@ -103,32 +100,17 @@ class Pull:
         self._advance()
 
     def fail(self, error: Exception) -> None:
-        """Tell the waiter now; what is in flight completes later."""
-        if not self.done.done():
-            self.done.set_exception(error)
-            # Whoever waited may have been cancelled.
-            self.done.exception()
+        """Fail the waiter now; the pieces in flight complete later."""
+        self.set_error(error)
         self._stop()
 
     def detach(self) -> None:
-        """The waiter is gone: begin nothing more, and free the block when nothing is in flight."""
+        """The waiter is gone: begin no more pieces, and release the block when none is in flight."""
         self.done.cancel()
         self._stop()
-        if self._finished:
-            # It may have been complete, but was never taken.
+        if self.is_over:
+            # The transfer may have been complete, and its result was never taken.
             self.landing.release()
-
-    async def wait_quiet(self) -> None:
-        """After `fail` or `detach`: wait until nothing can write to the memory any more.
-
-        Cancellation: does not end it, because UCX cannot be stopped either. Whoever calls this because of a
-        cancellation passes that one on.
-        """
-        while not self._finished:
-            if self._quiet is None:
-                self._quiet = asyncio.get_running_loop().create_future()
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([self._quiet])
 
     def _stop(self) -> None:
         self._stopped = True
@@ -136,7 +118,7 @@ class Pull:
             self._finish()
 
     def _advance(self) -> None:
-        """Begin what may be begun."""
+        """Begin the next pieces, or check the stamp after the last one."""
         try:
             while not self._stopped and self._in_flight < PIECES_IN_FLIGHT and self._begun < self.landing.nbytes:
                 self._begin_piece()
@@ -152,7 +134,7 @@ class Pull:
         self._get(self._segment, self.landing.address + start, size, self._source + start, self._memory)
 
     def _check_stamp(self) -> None:
-        """Everything is here: was it still granted when it was read?"""
+        """All bytes are here: check that they were still granted when they were read."""
         if not self._word:
             self._word = self._remote.stamp.landing_word()
             stamped = self._remote.stamped
@@ -182,9 +164,8 @@ class Pull:
             self._advance()
 
     def _finish(self) -> None:
-        if self._finished:
+        if self.is_over:
             return
-        self._finished = True
         self._segment.users -= 1
         self._remote.pulls.discard(self)
         # Cancelling a task cancels what it awaits, before the task itself learns of it.
@@ -192,6 +173,5 @@ class Pull:
             self.landing.release()
         else:
             self.done.set_result(None)
-        if self._quiet is not None:
-            self._quiet.set_result(None)
+        self.set_over()
         self._on_finished()

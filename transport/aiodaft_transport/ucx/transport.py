@@ -1,7 +1,7 @@
-"""UCX: the consumer pulls straight from the producer's registered memory into its own, by remote memory access.
+"""UCX: the consumer pulls from the producer's registered memory into its own, by remote memory access.
 
-UCX faces no strangers: addresses and keys of memory travel as notes over the control link, nothing listens on one
-host, and across hosts only the interface that was named. The control link says whether a peer lives, not UCX.
+UCX faces no strangers: addresses and keys of memory travel as notes over the connection. On one host nothing listens;
+across hosts only the named interface does. The connection shows whether a peer lives, not UCX.
 
 An operation owns its buffers until UCX reports that it is complete. Cancelling a fetch only stops the next pieces;
 memory is reused, and the grant goes back, when the last piece under way has completed.
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from aiodaft_transport.abc import Block, Control, Grant, Host
     from aiodaft_transport.memory.registered import AnyBlock
 
-_ADDRESS: Final = 1  # where the peer's stamp is, what it is, bytes of its key; the key, and the worker's address
-_SEGMENT: Final = 2  # id, first byte, size, key: memory that grants are about
-_GONE: Final = 3  # id: a segment that is no more
+_ADDRESS: Final = 1  # address and value of the sender's stamp, size of its key; the key, and the worker's address
+_SEGMENT: Final = 2  # id, address, size, key: a segment
+_GONE: Final = 3  # id: a segment was closed
 _RETURN: Final = 4  # id: a grant comes back
 _KIND: Final = struct.Struct("<B8s")  # and a digest of the rest: UCX trusts what it unpacks
 _HEAD: Final = struct.Struct("<QQQ")
 _NUMBER: Final = struct.Struct("<Q")
 
-# What a worker takes in shared memory while it starts, and a little to spare. UCX 1.22 takes 17 MiB, and keeps 4.
-# With less it goes without, and with 16 MiB it ends the process.
+# Shared memory that a worker needs while it starts, and some more. UCX 1.22 takes 17 MiB and keeps 4. With less it uses
+# none, and with 16 MiB it ends the process.
 _SHARED_MEMORY: Final = 20 << 20
 
 INTERFACE_VARIABLE: Final = "AIODAFT_UCX_INTERFACE"
@@ -70,7 +70,7 @@ def options_for(interface: str | None, local: str = _LOCAL) -> dict[str, str]:
         "POSIX_USE_PROC_LINK": "y",
         # Else UCX prefers a rendezvous protocol that cannot use process_vm_readv.
         "RNDV_THRESH": "inf",
-        # The control link says who is alive; this would only wake idle processes.
+        # The connection shows whether a peer lives; this would only wake idle processes.
         "KEEPALIVE_INTERVAL": "inf",
     }
     if interface is None:
@@ -121,7 +121,7 @@ class UcxTransport:
         self._options = options_for(interface or os.environ.get(INTERFACE_VARIABLE) or None, self._settings.local)
         self._blocks = Pool(keep=keep, on_segment_closed=self._block_segment_closed)
         self._landing = Pool(keep=keep)
-        # Users' memory, numbered like the segments of blocks, because peers are told of both.
+        # Memory of users, numbered like the segments of blocks, because peers know both.
         self._regions = Regions(self._blocks.arena.next_number, self._blocks.closed)
         self._stamps = Pool(keep=keep)
         self._driver: Driver | None = None
@@ -146,7 +146,7 @@ class UcxTransport:
 
     @property
     def driver(self) -> Driver:
-        """What drives UCX; started when first needed, because it belongs to the running loop."""
+        """The driver of UCX; started when first needed, because it belongs to the running loop."""
         if self._driver is None:
             if self._closed:
                 raise TransportError("the transport is closed")
@@ -204,10 +204,10 @@ class UcxTransport:
             await pull.done
         except BaseException:
             pull.detach()
-            await pull.wait_quiet()
+            await pull.wait_over()
             raise
         finally:
-            # The error's frames lead here; they must not keep the memory registered.
+            # The frames of the error refer to this one; they must not keep the memory registered.
             del pull
 
     def decline(self, grant: Grant, control: Control) -> None:
@@ -243,7 +243,7 @@ class UcxTransport:
         elif kind == _RETURN and len(body) == _NUMBER.size:
             self._take_back(remote, _NUMBER.unpack(body)[0])
         else:
-            raise GrantError(f"{control.peer} sent a note that makes no sense")
+            raise GrantError(f"{control.peer} sent an invalid note")
 
     def peer_lost(self, peer: str) -> None:
         remote = self._remotes.pop(peer, None)
@@ -294,26 +294,25 @@ class UcxTransport:
         end = _HEAD.size + size
         remote.stamped = RemoteSegment(address, WORD, body[_HEAD.size : end])
         remote.address = body[end:]
-        # Both sides do, so that both can end it; UCX makes one connection of the two. The peer may be dead by now: that
-        # is no fault of its note, and the next transfer finds out.
-        # Nor is it one that this process has no room for UCX now.
+        # Both sides connect, so that both can end it; UCX makes one connection of the two. If the peer is dead by now,
+        # or this process has no memory for UCX, the note is still valid, and the next transfer fails.
         with suppress(OSError):
             with suppress(UcxError):
                 self._reach(remote)
             self._introduce(remote)
 
     def _reach(self, remote: Remote) -> None:
-        """Have an endpoint to a peer: the first one, or the next after one that UCX broke."""
+        """Make an endpoint to a peer, if there is none."""
         if remote.endpoint is None:
             remote.endpoint = self.driver.connect(remote.address, lambda status: self._broke(remote, status))
 
     def _broke(self, remote: Remote, status: int) -> None:
-        """UCX gave a connection up. Whether the peer lives, its control link says: the next transfer connects again."""
+        """UCX gave an endpoint up. The peer may live: the next transfer makes a new one."""
         remote.cut(f"UCX lost {remote.control.peer}: {self._library.text(status)}")
         self._free_keys(remote)
 
     def _pull(self, grant: Grant, control: Control, target: memoryview | None) -> Pull:
-        """Begin to fetch, into the pool if there is no target; what is small is here when this returns."""
+        """Begin to fetch, into the pool if there is no target. A small fetch may be over when this returns."""
         _, offset, nbytes, grant_id = cast(tuple[int, int, int, int], grant)
         remote, segment = self.source_of(grant, control)
         try:
@@ -337,11 +336,11 @@ class UcxTransport:
         return pull
 
     def source_of(self, grant: Grant, control: Control) -> tuple[Remote, RemoteSegment]:
-        """Where granted bytes are.
+        """The segment with the granted bytes.
 
         Raises:
-            GrantError: Nowhere.
-            PeerGone: Out of reach.
+            GrantError: There is no such segment.
+            PeerGone: The peer is gone.
         """
         remote = self._remotes.get(control.peer)
         if remote is not None and remote.lost is not None:
@@ -353,11 +352,11 @@ class UcxTransport:
         return remote, segment
 
     def landing_memory(self, landing: ArenaBlock) -> int:
-        """The handle of the memory of a block that something is to arrive in."""
+        """The handle of the memory of a block to fetch into."""
         return self._landing.memory_of(landing.segment, self.driver.worker)
 
     def _pulled(self, remote: Remote, grant_id: int) -> None:
-        """A transfer touches nothing any more, neither here nor there."""
+        """A transfer is over: return its grant."""
         if self._remotes.get(remote.control.peer) is remote:
             self._send(remote, _RETURN, _NUMBER.pack(grant_id))
         self._free_keys(remote)
@@ -371,7 +370,7 @@ class UcxTransport:
             self.driver.worker.forget(segment.rkey)
 
     def _free_keys(self, remote: Remote) -> None:
-        """Free what belonged to a connection that is no more, once no transfer uses it."""
+        """Free the keys of closed endpoints once no transfer uses them."""
         if remote.pulls:
             return
         retired, remote.retired = remote.retired, []
@@ -387,7 +386,7 @@ class UcxTransport:
             block.return_grant()
 
     def _block_segment_closed(self, segment_id: int) -> None:
-        # The arena calls this in any thread; links belong to the loop.
+        # The arena calls this in any thread; connections belong to the loop.
         self._host.call_soon(lambda: self._tell_gone(segment_id))
 
     def _tell_gone(self, segment_id: int) -> None:

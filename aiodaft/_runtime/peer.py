@@ -147,7 +147,6 @@ class Peer:
         self.inbound.connection_lost(connection)
         self.graphs.owner_lost(remote)
         self.store.peer_lost(remote)
-        self.store.process_lost(remote)
         self.channels.peer_lost(remote, leaving_of(connection))
         self.refs.peer_lost(remote)
         self.transfer.relays.connection_lost(remote)

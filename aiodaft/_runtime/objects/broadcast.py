@@ -68,7 +68,7 @@ class Relays:
 
     def _free(self, key: Key) -> None:
         for member in self._fanouts.pop(key).members:
-            self._tell(member, key, member)
+            self.leave(member, key, member)
 
     # Of values that are fetched.
 
@@ -88,7 +88,7 @@ class Relays:
                 del self._fetching[key]
                 self._send_away(key, fetching)
                 if fetching.root is not None and key not in self._store.entries:
-                    self._tell(fetching.root, key, self._process.id)
+                    self.leave(fetching.root, key, self._process.id)
 
     def wait(self, key: Key, found: Found) -> bool:
         """Call `found` with the copy when it is here, or with another place; False if the value is not on its way."""
@@ -97,10 +97,6 @@ class Relays:
             return False
         fetching.wait(found)
         return True
-
-    def let_down(self, root: PeerId, key: Key, relay: PeerId) -> None:
-        """Tell the root that a relay gave nothing."""
-        self._tell(root, key, relay)
 
     def answered(self, fetching: Fetching, key: Key) -> None:
         """The value is about to come."""
@@ -135,7 +131,8 @@ class Relays:
         for found in fetching.take_waiting():
             self._locate_elsewhere(*key, found)
 
-    def _tell(self, remote: PeerId, key: Key, member: PeerId) -> None:
+    def leave(self, remote: PeerId, key: Key, member: PeerId) -> None:
+        """Tell a process that a member has no copy, or is to free its copy."""
         connection = self._connections.get(remote)
         if connection is not None:
             connection.send(m.leave(*key, member))
@@ -148,7 +145,7 @@ class Relays:
         fetching = self._fetching.get((owner, number))
         if fetching is None:
             # The value is not wanted here any more.
-            self._tell(connection.remote, (owner, number), self._process.id)
+            self.leave(connection.remote, (owner, number), self._process.id)
         else:
             fetching.joined(connection.remote, keep=keep)
 

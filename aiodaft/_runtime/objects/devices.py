@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -88,7 +88,9 @@ class Devices:
             for device, nbytes in encoded.device_nbytes.items():
                 taken.append(self._capture(encoded, device, nbytes))
         except BaseException:
-            release_all([*taken, *(source.block for source in lent)])
+            for block in (*taken, *(source.block for source in lent)):
+                if block is not None:
+                    block.release()
             raise
         return taken
 
@@ -117,13 +119,6 @@ class Devices:
 
     def _land(self, source: bytes, nbytes: int) -> Landing:
         return self.kind.land(self.transport.driver.identities, source, nbytes)
-
-
-def release_all(blocks: Iterable[Any]) -> None:
-    """Release blocks, as far as there are any."""
-    for block in blocks:
-        if block is not None:
-            block.release()
 
 
 class Gpus:

@@ -281,8 +281,10 @@ class Store:
         if stored is not None and stored.root == root:
             self.drop(key)
 
-    def process_lost(self, remote: PeerId) -> None:
-        """Free every value of an owner that is gone, and every copy of a value that it made."""
+    def peer_lost(self, remote: PeerId) -> None:
+        """Forget the grants and mappings of a peer; free every value that it owned, and every copy of one it made."""
+        for transport in self._opened():
+            transport.peer_lost(remote)
         for key in [key for key, stored in self.entries.items() if remote in (key[0], stored.root)]:
             self.drop(key)
 
@@ -316,11 +318,6 @@ class Store:
         del self._registered[address]
         for transport in list(self._transports.values()):
             transport.unregister(address)
-
-    def peer_lost(self, peer: PeerId) -> None:
-        """Forget the grants and mappings of a peer."""
-        for transport in self._opened():
-            transport.peer_lost(peer)
 
     def close(self) -> None:
         """Free everything."""

@@ -34,7 +34,6 @@ class StoredValue:
         "_devices",
         "_lender",
         "_on_loop",
-        "_packed",
         "_released",
         "_transport",
         "_versions",
@@ -44,6 +43,7 @@ class StoredValue:
         "lent",
         "on_release",
         "origins",
+        "packed",
         "root",
         "via",
     )
@@ -78,7 +78,8 @@ class StoredValue:
         self._transport: Transport | None = None
         # Calls back on the process's loop; from any thread, also while garbage is collected.
         self._on_loop = on_loop
-        self._packed = False
+        # Peers can reach what is in host memory.
+        self.packed = False
         self._released = False
 
     def __del__(self) -> None:
@@ -92,7 +93,7 @@ class StoredValue:
         """A small value that was received, to be passed on as it is."""
         stored = cls(Encoded(received.payload, refs=received.refs))
         stored.inline = received.inline
-        stored._packed = True
+        stored.packed = True
         return stored
 
     @classmethod
@@ -140,14 +141,9 @@ class StoredValue:
         return not any(source.is_apart for source in encoded.sources)
 
     @property
-    def packed(self) -> bool:
-        """Whether peers can reach what is in host memory."""
-        return self._packed
-
-    @property
     def ready(self) -> bool:
         """Whether it may be granted without waiting for anything."""
-        return self._packed and all(block.settled for block in self._device_blocks)
+        return self.packed and all(block.settled for block in self._device_blocks)
 
     def can_be_relayed(self, smallest: int) -> bool:
         """Whether it may go from consumer to consumer: one blob of some size, whose bytes are sent.
@@ -173,7 +169,7 @@ class StoredValue:
             BorrowError: A tensor was written to meanwhile, or since it was lent.
             ResourceExhausted: There is no memory or descriptor for them.
         """
-        if self._packed:
+        if self.packed:
             return
         self._transport = transport
         encoded = self.encoded
@@ -200,7 +196,7 @@ class StoredValue:
             if self._released:
                 # It was released meanwhile, when it had no block yet.
                 block.release()
-        self._packed = True
+        self.packed = True
         for source in encoded.sources:
             if not source.lent:
                 # The copy is made: the original is not needed any more.
@@ -217,7 +213,7 @@ class StoredValue:
             self.encoded.check_unchanged(self._versions)
         # A grant to a lost process would never come back.
         blobs = self.blobs() if connection.lost is None else []
-        if not (self._packed and blobs):
+        if not (self.packed and blobs):
             return self.inline
         traffic = connection.traffic
         traffic.payloads_sent += len(blobs)

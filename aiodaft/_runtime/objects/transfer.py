@@ -102,7 +102,8 @@ class Transfer:
             if step is Next.FAIL:
                 raise answer
         if step is Next.ASK_ROOT:
-            self.relays.let_down(route.asked, key, asked)
+            # The relay gave nothing.
+            self.relays.leave(route.asked, key, asked)
 
     async def _ask(
         self, fetching: Fetching, asked: PeerId, key: Key, into: IntoTensor | None

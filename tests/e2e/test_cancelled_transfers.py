@@ -141,61 +141,61 @@ async def test_results_of_a_graph_whose_closing_is_cancelled(module_rt: aiodaft.
 
 async def test_a_value_for_a_graph_that_is_no_more(module_rt: aiodaft.Runtime) -> None:
     peer = module_rt._controller.peer
-    kept = await kept_here(module_rt)
-    assert kept.block is not None
-    item = (0, kept.payload, kept.blobs_for(peer.connections.loopback), (), ())
+    stored = await stored_here(module_rt)
+    assert stored.block is not None
+    item = (0, stored.payload, stored.blobs_for(peer.connections.loopback), (), ())
     message = (FLOW, peer.process.id, peer.process.next_number(), 1, (item, (1, "plain")))
     peer.graphs.handlers[FLOW](peer.connections.loopback, message)
-    assert kept.block.grants == 0
+    assert stored.block.grants == 0
 
 
 # The rule behind all of these: what is dropped goes back.
 
 
-async def kept_here(module_rt: aiodaft.Runtime) -> StoredValue:
+async def stored_here(module_rt: aiodaft.Runtime) -> StoredValue:
     ref = module_rt.put(bytes(MEDIUM))
     await ref.ready()
-    kept = state_of(ref).stored
-    assert kept is not None
-    return kept
+    stored = state_of(ref).stored
+    assert stored is not None
+    return stored
 
 
 @pytest.mark.parametrize("how", ["dropped", "before the first step"])
 async def test_a_delivery_that_nobody_has_any_more_is_declined(module_rt: aiodaft.Runtime, how: str) -> None:
     peer = module_rt._controller.peer
-    kept = await kept_here(module_rt)
-    assert kept.block is not None
+    stored = await stored_here(module_rt)
+    assert stored.block is not None
     delivery = Delivery(
-        peer.store, peer.connections.loopback, kept.payload, kept.blobs_for(peer.connections.loopback), ()
+        peer.store, peer.connections.loopback, stored.payload, stored.blobs_for(peer.connections.loopback), ()
     )
     if how == "before the first step":
         task = peer.process.tasks.start(peer.transfer.receive(delivery), name="receive")
         task.cancel()
         await asyncio.wait([task])
         del task
-    assert kept.block.grants == 1
+    assert stored.block.grants == 1
     del delivery
     await asyncio.sleep(0)
-    assert kept.block.grants == 0
+    assert stored.block.grants == 0
 
 
 async def test_what_was_lent_is_not_read_any_more_when_everybody_has_dropped_it(module_rt: aiodaft.Runtime) -> None:
     lent = Borrowed(bytes(MEDIUM))
-    kept = module_rt._controller.peer.store.keep(lent.value, Names("a value"), lender=lent)
-    assert not kept.packed
-    del kept
+    stored = module_rt._controller.peer.store.keep(lent.value, Names("a value"), lender=lent)
+    assert not stored.packed
+    del stored
     await lent.released()
 
 
 async def test_a_value_that_cannot_be_granted_as_a_whole_is_not_granted_in_part(module_rt: aiodaft.Runtime) -> None:
     peer = module_rt._controller.peer
     tensors = [aiodaft.empty((MEDIUM,)) for _ in range(2)]
-    kept = peer.store.keep(tensors, Names("tensors"))
-    peer.store.pack_here(kept)
-    (_, first), (_, second) = kept.blobs()
+    stored = peer.store.keep(tensors, Names("tensors"))
+    peer.store.pack_here(stored)
+    (_, first), (_, second) = stored.blobs()
     second.release()
     with pytest.raises(GrantError):
-        kept.blobs_for(peer.connections.loopback)
+        stored.blobs_for(peer.connections.loopback)
     assert first.grants == 0
 
 
@@ -220,10 +220,10 @@ async def test_a_process_that_is_lost_while_it_is_told_of_a_value_is_granted_not
 ) -> None:
     peer = module_rt._controller.peer
     tensors = [aiodaft.empty((MEDIUM,)) for _ in range(2)]
-    kept = peer.store.keep(tensors, Names("tensors"))
-    peer.store.pack_here(kept)
-    (transport, first), (_, second) = kept.blobs()
+    stored = peer.store.keep(tensors, Names("tensors"))
+    peer.store.pack_here(stored)
+    (transport, first), (_, second) = stored.blobs()
     connection: Any = Breaking(transport)
-    assert kept.blobs_for(connection) is None
+    assert stored.blobs_for(connection) is None
     assert connection.lost is not None
     assert (first.grants, second.grants) == (0, 0)

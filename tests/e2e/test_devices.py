@@ -29,7 +29,7 @@ async def test_a_tensor_goes_from_device_to_device_and_touches_no_host_memory(rt
         for size in (1, SIZE):
             ref = make(size, 3.0)
             assert await b.where(ref) == (0, size * 3.0)
-            # What came is passed on, by a process whose devices are others.
+            # A received value is passed on, by a process with other devices.
             assert await c.where(b.echo(ref)) == (0, size * 3.0)
     sent, passed = await a.traffic(), await b.traffic()
     assert sent["payload"] == sent["device"] == 2 * 2 * 4 * (SIZE + 1)

@@ -145,7 +145,7 @@ async def test_a_hundred_sends_and_receives_register_once(module_rt: aiodaft.Run
             ref = module_rt.put(tensor, transport="ucx")
             assert await giver.total(ref) == SIZE * step
             await ref.released()
-            # Nobody reads it: it may change, and the next reader sees that.
+            # No process reads it: it may change, and the next reader sees that.
             tensor.add_(1.0)
             assert (await giver.full_by_ucx(SIZE, float(step)).into(target))[-1] == step
             counts.append(ucx.registrations)

@@ -30,7 +30,7 @@ async def stored(rt: aiodaft.Runtime, actors: list[Sink]) -> list[int]:
 
 
 async def nothing_stored(rt: aiodaft.Runtime, actors: list[Sink]) -> None:
-    """Wait until nobody keeps a copy any more: the time limit of the promise."""
+    """Wait until no process has a copy any more: the time limit of the promise."""
     gc.collect()
     async with asyncio.timeout(1):
         while any(await stored(rt, actors)):
@@ -57,7 +57,7 @@ async def test_the_producer_sends_twice_and_the_consumers_the_rest(transport: st
         assert await asyncio.gather(*(sink.take(ref) for sink in sinks)) == [expected] * 8
         assert await source.sent() == 2 * SIZE
         assert sum([await sink.sent() for sink in sinks]) == 6 * SIZE
-        # Whoever comes late, and this process too.
+        # Processes that ask late, and this one too.
         assert digest(await ref) == expected
         assert await source.sent() == 2 * SIZE
         assert sum(await stored(rt, sinks)) > SIZE

@@ -1,4 +1,4 @@
-"""Streams: bounded, ordered, and ended when nobody listens (row CR9)."""
+"""Streams: bounded, ordered, and ended when the consumer leaves (row CR9)."""
 
 from __future__ import annotations
 

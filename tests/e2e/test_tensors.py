@@ -211,7 +211,7 @@ async def test_released_at_the_caller_waits_for_readers(rt: aiodaft.Runtime) -> 
         await b.keep(torch.zeros(1))
         await waiting
     else:
-        # Over TCP the reader has a copy of its own, so nobody reads the original.
+        # Over TCP the reader has a copy of its own, so no process reads the original.
         await ref.released()
     await a.overwrite(2.0)
 
@@ -246,7 +246,7 @@ async def test_a_box_with_a_large_tensor_ref_travels_as_a_ref(rt: aiodaft.Runtim
 
 
 async def test_threads_of_torch_are_where_they_belong(rt: aiodaft.Runtime) -> None:
-    # A forked process whose parent had started torch's threads would hang here.
+    # A process forked after torch had started its threads would hang here.
     a = await rt.spawn(Layer, 512, 512, seed=0)
     x = torch.randn(2048, 512)
     assert (await a.forward(x)).shape == (2048, 512)

@@ -1,4 +1,4 @@
-"""What a process knows of a value: who is told of its error."""
+"""The code that awaits a call is told of an error of its argument, once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tell(peer: Any) -> TellState:
 
 
 def argument_of(user: PendingCall, peer: Any) -> CallState:
-    """A call whose ref only `user` has."""
+    """A call with a ref that only `user` has."""
     argument = call(peer)
     argument.add_use()
     argument.drop_handle()
@@ -53,7 +53,7 @@ def argument_of(user: PendingCall, peer: Any) -> CallState:
 
 @pytest.mark.parametrize("make", [call, stream, tell])
 @pytest.mark.parametrize("argument_first", [True, False])
-async def test_a_call_that_fails_of_its_argument_is_where_that_is_told(
+async def test_the_error_of_an_argument_is_reported_by_the_call_that_fails_of_it(
     make: Callable[[Any], PendingCall], argument_first: bool
 ) -> None:
     peer = Recorder()
@@ -67,7 +67,7 @@ async def test_a_call_that_fails_of_its_argument_is_where_that_is_told(
 
 
 @pytest.mark.parametrize("make", [call, stream, tell])
-async def test_an_argument_that_fails_after_its_call_went_well_is_told_by_itself(
+async def test_the_error_of_an_argument_is_reported_by_itself_if_its_call_went_well(
     make: Callable[[Any], PendingCall],
 ) -> None:
     peer = Recorder()

@@ -1,4 +1,4 @@
-"""Values that are kept for others: whole, or not at all."""
+"""Values that are stored for others: whole, or not at all."""
 
 from __future__ import annotations
 
@@ -41,43 +41,43 @@ class Interrupted:
         return self._arena.allocate(nbytes)
 
 
-def packed(kept: StoredValue, arena: Arena, happening: Callable[[], object] = lambda: None) -> StoredValue:
+def packed(stored: StoredValue, arena: Arena, happening: Callable[[], object] = lambda: None) -> StoredValue:
     transport: Any = Interrupted(arena, happening)
-    kept.pack(transport)
-    return kept
+    stored.pack(transport)
+    return stored
 
 
 def test_what_is_packed_is_what_was_given(arena: Arena) -> None:
-    kept = packed(StoredValue(encode(torch.full((LARGE,), 7, dtype=torch.uint8), names=Names("x"))), arena)
-    assert kept.ready
-    assert kept.block is not None
-    assert bytes(kept.block.view) == bytes([7]) * LARGE
-    kept.release()
+    stored = packed(StoredValue(encode(torch.full((LARGE,), 7, dtype=torch.uint8), names=Names("x"))), arena)
+    assert stored.ready
+    assert stored.block is not None
+    assert bytes(stored.block.view) == bytes([7]) * LARGE
+    stored.release()
     assert arena.live_blocks() == 0
 
 
 def test_a_write_before_it_is_packed_is_found_out(arena: Arena) -> None:
     tensor = torch.zeros(LARGE)
-    kept = StoredValue(encode(tensor, names=Names("x")))
+    stored = StoredValue(encode(tensor, names=Names("x")))
     tensor.add_(1.0)
     with pytest.raises(BorrowError, match=r"x.clone\(\)"):
-        packed(kept, arena)
-    assert not kept.ready
+        packed(stored, arena)
+    assert not stored.ready
 
 
 def test_a_write_while_it_is_packed_is_found_out_and_costs_no_memory(arena: Arena) -> None:
     tensor = torch.zeros(LARGE)
-    kept = StoredValue(encode(tensor, names=Names("x")))
+    stored = StoredValue(encode(tensor, names=Names("x")))
     with pytest.raises(BorrowError, match=r"x.clone\(\)"):
-        packed(kept, arena, lambda: tensor.add_(1.0))
-    assert not kept.ready
-    assert kept.block is None
+        packed(stored, arena, lambda: tensor.add_(1.0))
+    assert not stored.ready
+    assert stored.block is None
     assert arena.live_blocks() == 0
 
 
-def test_a_value_that_is_given_up_while_it_is_packed_costs_no_memory(arena: Arena) -> None:
-    kept = StoredValue(encode(torch.zeros(LARGE), names=Names("x")))
-    packed(kept, arena, kept.release)
+def test_a_value_that_is_released_while_it_is_packed_costs_no_memory(arena: Arena) -> None:
+    stored = StoredValue(encode(torch.zeros(LARGE), names=Names("x")))
+    packed(stored, arena, stored.release)
     assert arena.live_blocks() == 0
 
 

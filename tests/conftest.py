@@ -221,6 +221,13 @@ async def _stop_actors(runtime: aiodaft.Runtime) -> None:
         await runtime.stop(Handle(target, Echo))
 
 
+@pytest.fixture
+def fifo(tmp_path: Path) -> Path:
+    """A named pipe: the end that is opened first waits for the other one."""
+    os.mkfifo(tmp_path / "fifo")
+    return tmp_path / "fifo"
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def here(shared_runtime: aiodaft.Runtime) -> HostDriver:
     """The fake GPU of this process, for all tests of a module."""

@@ -26,13 +26,6 @@ def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
     return module_rt
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Path:
-    """A restarted member waits until somebody writes there."""
-    os.mkfifo(tmp_path / "gate")
-    return tmp_path / "gate"
-
-
 async def kill(actor: Mortal) -> None:
     """Return once this process has seen the death."""
     with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
@@ -73,25 +66,25 @@ async def test_a_call_of_a_group_without_a_living_member_fails_at_once_and_says_
         await anext(group.map(Mortal.add, [1]))
 
 
-async def test_any_and_map_leave_out_a_member_until_it_is_back(rt: aiodaft.Runtime, gate: Path) -> None:
-    group = await rt.group(2, Late, str(gate))
+async def test_any_and_map_leave_out_a_member_until_it_is_back(rt: aiodaft.Runtime, fifo: Path) -> None:
+    group = await rt.group(2, Late, str(fifo))
     first, second = await group.all(Late.pid)
     await kill(group[0])
     assert await pids(group) == {second}
     assert [value async for value in group.map(Late.add, [1] * 8)] == list(range(1, 9))
     back = group[0].pid()
-    await asyncio.to_thread(gate.write_text, "")
+    await asyncio.to_thread(fifo.write_text, "")
     assert await back != first
     assert await pids(group) == {await back, second}
 
 
-async def test_a_call_waits_if_all_members_are_being_restarted(rt: aiodaft.Runtime, gate: Path) -> None:
-    group = await rt.group(1, Late, str(gate))
+async def test_a_call_waits_if_all_members_are_being_restarted(rt: aiodaft.Runtime, fifo: Path) -> None:
+    group = await rt.group(1, Late, str(fifo))
     (before,) = await group.all(Late.pid)
     await kill(group[0])
     refs = [group.any(Late.pid) for _ in range(4)]
     assert not any(ref.done() for ref in refs)
-    await asyncio.to_thread(gate.write_text, "")
+    await asyncio.to_thread(fifo.write_text, "")
     assert set(await asyncio.gather(*refs)) == {await group[0].pid()} != {before}
 
 
@@ -133,8 +126,8 @@ async def test_another_process_leaves_out_what_it_knows_to_be_dead(rt: aiodaft.R
     assert set(await balancer.pids(4)) == set(alive)
 
 
-async def test_another_process_finds_a_restarted_member_again(rt: aiodaft.Runtime, gate: Path) -> None:
-    group = await rt.group(2, Late, str(gate))
+async def test_another_process_finds_a_restarted_member_again(rt: aiodaft.Runtime, fifo: Path) -> None:
+    group = await rt.group(2, Late, str(fifo))
     balancer = await rt.spawn(Balancer, group)
     _, second = await group.all(Late.pid)
     assert len(set(await balancer.pids(8))) == 2
@@ -142,7 +135,7 @@ async def test_another_process_finds_a_restarted_member_again(rt: aiodaft.Runtim
     while set(await balancer.pids(2)) != {second}:
         pass
     back = group[0].pid()
-    await asyncio.to_thread(gate.write_text, "")
+    await asyncio.to_thread(fifo.write_text, "")
     expected = {await back, second}
     while set(await balancer.pids(2)) != expected:
         pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest.fixture
 def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
     return module_rt
-
-
-@pytest.fixture
-def fifo(tmp_path: Path) -> Path:
-    os.mkfifo(tmp_path / "fifo")
-    return tmp_path / "fifo"
 
 
 async def refused(call: Any, method: str, max_queue: int) -> None:

@@ -85,11 +85,7 @@ async def test_it_shows_what_runs_where_it_is_and_what_it_waits_for(module_rt: a
 
 
 @pytest.mark.parametrize("how", ["keep_loop", "keep_interpreter"])
-async def test_a_process_whose_loop_does_not_turn_shows_its_threads(
-    rt: aiodaft.Runtime, how: str, tmp_path: Path
-) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
+async def test_a_process_whose_loop_does_not_turn_shows_its_threads(rt: aiodaft.Runtime, how: str, fifo: Path) -> None:
     stuck = await rt.spawn(Stuck)
     ref = getattr(stuck, how)(str(fifo))
     stack = await rt.stack(patience=0.2)

@@ -14,6 +14,17 @@ from aiodaft import Actor, method
 from aiodaft_transport.ucx.shm_folder import folder
 
 
+class WithGate(Actor):
+    """Has a gate for its calls to wait at, and a call that opens it."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+
+    @method(ordered=False)
+    async def open(self) -> None:
+        self.gate.set()
+
+
 class Echo(Actor):
     """Gives back what it gets, in every way there is."""
 

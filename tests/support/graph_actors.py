@@ -10,10 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from actors import WithGate
 from here import current_peer
 
 import aiodaft
-from aiodaft import Actor, Ref, method
+from aiodaft import Ref, method
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.graphs.participant import Participant, ParticipantRun
 from aiodaft._runtime.graphs.segment_call import SegmentCall
@@ -27,14 +28,14 @@ class Box:
     content: Any
 
 
-class Node(Actor):
+class Node(WithGate):
     """Computes, remembers what it did, and fails when told to."""
 
     def __init__(self, name: str = "") -> None:
+        super().__init__()
         self.name = name
         self.log: list[Any] = []
         self.total = 0
-        self.gate = asyncio.Event()
 
     @method
     async def on_loop(self, *values: Any) -> Any:
@@ -120,10 +121,6 @@ class Node(Actor):
         with suppress(asyncio.CancelledError):
             await self.gate.wait()
         return value
-
-    @method(ordered=False)
-    async def open(self) -> None:
-        self.gate.set()
 
     @method(ordered=False)
     async def break_with(self, process: PeerId) -> None:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
+
+from actors import WithGate
 
 from aiodaft import Actor, method
 
 
-class Bounded(Actor):
+class Bounded(WithGate):
     """One of its methods has a bound."""
-
-    def __init__(self) -> None:
-        self.gate = asyncio.Event()
 
     @method(concurrency=1, max_queue=3)
     async def hold(self, value: int) -> int:
         await self.gate.wait()
         return value
-
-    @method(ordered=False)
-    async def open(self) -> None:
-        self.gate.set()
 
     @method(ordered=False)
     async def echo(self, value: int) -> int:

@@ -99,17 +99,8 @@ class Graph(Generic[P, Out]):
     Cancellation: cancelling all awaited results of a run skips the steps that have not begun, and cancels the others.
     """
 
-    def __init__(
-        self,
-        process: Process,
-        core: GraphOwner,
-        output: Any,
-        numbers: dict[Any, int],
-        is_capturing: Callable[[], bool],
-    ) -> None:
-        self._process = process
-        # Whether a graph of the process is being captured.
-        self._is_capturing = is_capturing
+    def __init__(self, caller: Caller, core: GraphOwner, output: Any, numbers: dict[Any, int]) -> None:
+        self._caller = caller
         self._core = core
         self._output = output
         # The value that it gives, if that is the result of one call.
@@ -129,8 +120,8 @@ class Graph(Generic[P, Out]):
             raise TypeError(
                 f"the graph takes {core.inputs} positional inputs, not {len(args)} and {len(kwargs)} by name"
             )
-        _check_loop(self._process, "a graph is run")
-        if self._is_capturing():
+        _check_loop(self._caller.process, "a graph is run")
+        if isinstance(self._caller.outgoing, _Recorder):
             raise TypeError(f"{self!r} cannot run inside another ({_line()}): call there the function it was made of")
         refs = core.start(args)
         if self._only is not None:
@@ -259,7 +250,7 @@ def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -
         raise TypeError(f"{getattr(fn, '__qualname__', fn)} must return the refs of calls it made, not {output!r:.80}")
     flow = Dataflow(len(inputs), tuple(recorder.steps), tuple(numbers))
     core = process.part(Graphs).open(flow, recorder.specs, max_in_flight)
-    return Graph(process, core, output, recorder.numbers, lambda: isinstance(caller.outgoing, _Recorder))
+    return Graph(caller, core, output, recorder.numbers)
 
 
 def _count_inputs(fn: Callable[..., Any]) -> int:

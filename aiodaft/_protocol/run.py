@@ -138,7 +138,7 @@ SHARE: Final[Mapping[ShareState, Mapping[ShareEvent, ShareState]]] = {
     },
     # The segments are in the mailboxes of their actors.
     ShareState.RUNNING: {
-        # All segments have ended, all results are told, all values have come: also those that no step uses now.
+        # All segments have ended, all results are told, all values have come, even if no step uses them now.
         ShareEvent.DONE: ShareState.OVER,
         # The calls end by themselves.
         ShareEvent.DROPPED: ShareState.RUNNING,

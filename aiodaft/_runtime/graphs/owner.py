@@ -345,7 +345,7 @@ class GraphOwner:
             route.send_in_turn(m.skip(run.deployment.number, run.number))
 
     def in_flight_with(self, remote: PeerId) -> int:
-        """The number of runs that need a process: those that wait fail of its loss, too."""
+        """The number of runs that need a process: waiting runs fail with its loss, too."""
         return sum(remote in (run.deployment or self._deployment).plans for run in self._runs.values())
 
     def lost(self, remote: PeerId, error: DaftError) -> None:

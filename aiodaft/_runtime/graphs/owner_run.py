@@ -110,7 +110,7 @@ class OwnerRun:
     # Inputs.
 
     def take_inputs(self, args: tuple[Any, ...], store: Store) -> list[tuple[int, Any]]:
-        """Encode the inputs. Returns those that take long, with their positions: the helper thread encodes them."""
+        """Encode the inputs. Returns the long ones with their positions, for the helper thread."""
         if all_plain(args):
             self.is_plain = True
             self.inputs.extend(args)

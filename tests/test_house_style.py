@@ -80,6 +80,35 @@ def test_exceptions_to_the_checks_say_why() -> None:
     assert found == []
 
 
+def imports_of(path: Path, module: str, files: dict[str, Path]) -> Iterator[str]:
+    """The modules among `files` that a file imports, also for types and inside functions."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree_of(path)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            names = [f"{base}.{name}" if f"{base}.{name}" in files else base for name in names]
+        yield from (name for name in names if name in files and name != module)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files: dict[str, Path] = {}
+    for path in SOURCES:
+        root = ROOT / "transport" if path.is_relative_to(ROOT / "transport") else ROOT
+        parts = path.relative_to(root).with_suffix("").parts
+        # A package's own file re-exports, and may be imported by what it imports.
+        if path.name != "__init__.py":
+            files[".".join(parts)] = path
+    left = {module: set(imports_of(path, module, files)) for module, path in files.items()}
+    assert sum(map(len, left.values())) > len(left)
+    while free := [module for module, imported in left.items() if not imported & left.keys()]:
+        for module in free:
+            del left[module]
+    # What is left is in a circle, or imports one.
+    assert sorted(left) == []
+
+
 def test_nothing_is_left_for_later() -> None:
     assert [name_of(path) for path in SOURCES if re.search(r"\b(TODO|FIXME|XXX)\b", path.read_text())] == []
 

@@ -1,4 +1,4 @@
-"""Deadlocks: calls that wait for each other and for nobody else. Pure.
+"""Deadlocks: calls that wait only for each other. Pure.
 
 The rule is that of the communication model of Chandy, Misra and Haas ("Distributed deadlock detection", 1983): a call
 that waits for others goes on as soon as *one* of them does, so a call is deadlocked only if everything it waits for,
@@ -20,12 +20,12 @@ from aiodaft.exceptions import LocalProtocolError
 
 from .ids import CallId, PeerId
 
-# More calls than this in one search are given up: they are no deadlock that anybody could read.
+# A search gives up beyond this number of calls: no one could read such a deadlock.
 _MOST_CALLS: Final = 1_000
 
 
 class CallAt(NamedTuple):
-    """A call, by whose it is and its number there, and the process that it went to."""
+    """A call: the process that runs it, the process that made it, and its number there."""
 
     host: PeerId
     owner: PeerId
@@ -33,7 +33,7 @@ class CallAt(NamedTuple):
 
 
 class Reason(Enum):
-    """Why a call waits; what to say of it."""
+    """Why a call waits, as errors say it."""
 
     AWAITS = "awaits"
     NEEDS = "needs the result of"
@@ -113,9 +113,9 @@ class Search:
         return frozenset(self._asked)
 
     def handle_answers(self, answers: Mapping[CallAt, Waiting | None]) -> None:
-        """What calls wait for; None of one that does not wait, is over, or waits for what nobody can see."""
+        """Take what calls wait for; None for a call that does not wait, is over, or waits for something not visible."""
         if not answers.keys() <= self._asked:
-            raise LocalProtocolError(f"nobody asked about {answers.keys() - self._asked}")
+            raise LocalProtocolError(f"no question was asked about {answers.keys() - self._asked}")
         self._asked -= answers.keys()
         if self.phase is Phase.EXPLORING:
             self._known.update(answers)
@@ -138,9 +138,9 @@ class Search:
 
 
 def reduced(waiting: dict[CallAt, Waiting]) -> dict[CallAt, Waiting]:
-    """Of some calls that wait, those that wait for nobody but each other."""
+    """The calls among some waiting calls that wait only for each other."""
     stuck = {call: one for call, one in waiting.items() if one.on}
-    # Whoever waits for a call has to be looked at again when that turns out to be alive.
+    # The calls to look at again when a call turns out to be alive.
     behind: dict[CallAt, list[CallAt]] = {}
     for call, one in stuck.items():
         for other in one.on:
@@ -152,7 +152,7 @@ def reduced(waiting: dict[CallAt, Waiting]) -> dict[CallAt, Waiting]:
 
 
 def knots(stuck: dict[CallAt, Waiting]) -> list[set[CallAt]]:
-    """The sets of calls that all wait for each other and for nobody outside."""
+    """The sets of calls that wait for each other and for no call outside the set."""
     found: list[set[CallAt]] = []
     left = set(stuck)
     while left:
@@ -166,7 +166,7 @@ def knots(stuck: dict[CallAt, Waiting]) -> list[set[CallAt]]:
 
 
 def _reach(start: CallAt, stuck: dict[CallAt, Waiting]) -> set[CallAt]:
-    """Everything that a call waits for, directly or not."""
+    """The calls that a call waits for, directly or indirectly."""
     found: set[CallAt] = set()
     ahead = [start]
     while ahead:

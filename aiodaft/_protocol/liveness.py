@@ -1,8 +1,8 @@
-"""Whether a process that says nothing is still there, judged by what its watcher could have heard. No clock, no I/O.
+"""Whether a silent process is to be suspected or given up, judged by its heartbeats. No clock, no I/O.
 
-The watcher asks once a period and then counts the periods that pass without an answer. A look that comes late, because
-the watcher itself was held up, counts as one period all the same: the silence counted is never longer than the real one
-(but for a tenth of a period), so a watcher that slept for minutes accuses nobody. This is a failure detector in the
+The watcher asks once a period and counts the periods without an answer. A look that is late, because the watcher itself
+was blocked, counts as one period: so the counted silence is never longer than the real one (except for a tenth of a
+period), and a watcher that slept for minutes suspects no process. This is a failure detector in the
 sense of Chandra and Toueg (1996), perfect where no process that lives is silent for longer than its patience.
 """
 
@@ -13,15 +13,15 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-# How often a process is asked, at least: also what keeps the lag of its loop up to date.
+# Seconds between two questions, at most: they also keep the lag of the loop up to date.
 _LONGEST_PERIOD: Final = 1.0
 # Questions that fit into the shorter patience.
 _ASKED_WITHIN: Final = 5
 _SHORTEST: Final = 0.1
-# For so long a loop may be kept from turning before that is reported, and so long is the first pause between reports.
+# Seconds that a loop may be blocked before that is reported, and the first pause between two reports.
 _STALL: Final = 1.0
 _FIRST_PAUSE: Final = 5.0
-# The part of a period that may count as one.
+# The part of a period that counts as one.
 _AT_LEAST: Final = 0.9
 
 
@@ -38,7 +38,7 @@ class Patience:
             next warning comes when the silence has lasted twice as long, and so on. None for no warnings.
         lost_after: Seconds until a process is killed that is stopped (SIGSTOP, state T) and silent. Its calls fail with
             `PeerLost`. None for never.
-        give_up: Seconds of silence, whatever the reason, until a process is killed. None for never.
+        give_up: Seconds of silence, for any reason, until a process is killed. None for never.
 
     Raises:
         ValueError: Less than 0.1 seconds, or no number.
@@ -55,7 +55,7 @@ class Patience:
                 raise ValueError(f"{name}={value!r}: at least {_SHORTEST} seconds are needed, or None for never")
 
     def widened(self, other: Patience) -> Patience:
-        """What satisfies both: the longer of each."""
+        """The longer of each limit."""
         return Patience(
             _longer(self.suspect_after, other.suspect_after),
             _longer(self.lost_after, other.lost_after),
@@ -64,7 +64,7 @@ class Patience:
 
     @property
     def period(self) -> float | None:
-        """Seconds between two questions; None if nothing is ever to be found out."""
+        """Seconds between two questions; None without limits."""
         limits = (self.suspect_after, self.lost_after, self.give_up)
         shortest = min((after for after in limits if after is not None), default=None)
         return None if shortest is None else min(_LONGEST_PERIOD, shortest / _ASKED_WITHIN)
@@ -88,7 +88,7 @@ class Order(enum.Enum):
 
 
 class Liveness:
-    """What is known of one process. LOST is final: what comes later comes from a process that was given up."""
+    """The heartbeats of one process. LOST is final."""
 
     def __init__(self, patience: Patience, now: float) -> None:
         self.health = Health.ALIVE
@@ -104,16 +104,16 @@ class Liveness:
 
     @property
     def patience(self) -> Patience:
-        """How long it is waited for."""
+        """How long the process may be silent."""
         return self._patience
 
     @property
     def is_silent(self) -> bool:
-        """Whether a question is not answered yet: then `handle_timer` wants to know whether the process is stopped."""
+        """Whether a question is unanswered, so that `handle_timer` needs to know whether the process is stopped."""
         return self._missed is not None
 
     def relax(self, patience: Patience) -> None:
-        """Wait as long as this from now on, whatever was missed before."""
+        """Use another patience from now on; earlier silence does not count."""
         self._patience = patience
         if self._missed is not None:
             self._ask()
@@ -133,16 +133,16 @@ class Liveness:
         return Order.CLEAR if suspected else None
 
     def handle_timer(self, now: float, *, stopped: bool = False) -> Order | None:
-        """A period is over. Whatever came in meanwhile must have been handed to `heard` before.
+        """A period is over; answers that came in it were passed to `heard`.
 
         Args:
             now: The time.
-            stopped: Whether the process is stopped now. Only a silent process need be looked at.
+            stopped: Whether the process is stopped now; only of interest for a silent process.
         """
         period = self._patience.period
         if self.health is Health.LOST or period is None or now < self._due:
             return None
-        # All processes are looked at in the same moments, and so cost one wakeup. Never much sooner than in a period.
+        # Aligned, so that looks at all processes cost one wakeup; never much less than a period away.
         self._due = math.ceil(now / period + _AT_LEAST) * period
         if self._missed is None:
             self._ask()
@@ -167,14 +167,14 @@ class Liveness:
 
 
 class Stalls:
-    """When to report what keeps the loop of a process from turning: each culprit again, after pauses that double."""
+    """When to report what blocks the loop of a process: each culprit again after pauses that double."""
 
     def __init__(self) -> None:
         # When the next report of each culprit may come, and the pause after that.
         self._next: dict[str, tuple[float, float]] = {}
 
     def is_due(self, culprit: str, lag: float, now: float) -> bool:
-        """Whether to report it now; `lag` is for how long the loop has not turned."""
+        """Whether to report a culprit now; `lag` is the seconds for which the loop has been blocked."""
         due, pause = self._next.get(culprit, (now, _FIRST_PAUSE))
         if lag < _STALL or now < due:
             return False
@@ -183,7 +183,7 @@ class Stalls:
 
 
 def _is_over(after: float | None, period: float, periods: int) -> bool:
-    # In whole periods: 5 times a fifth may be less than the whole.
+    # Rounded, because 5 times a fifth of a number may be less than the number.
     return after is not None and periods >= math.ceil(round(after / period, 6))
 
 

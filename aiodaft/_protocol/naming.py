@@ -1,7 +1,7 @@
 """The coordinator's table of names. Pure.
 
 A name belongs to an incarnation of an actor; it is free again when that incarnation is gone. Revisions only grow,
-so that a watcher can tell what it has seen.
+so that a watcher knows which it has seen.
 """
 
 # pyright: reportUnnecessaryIsInstance=false
@@ -25,7 +25,7 @@ class Registration:
     name: str
     peer: PeerId
     actor: ActorId
-    # What it is called in errors, and its class with all bases.
+    # Its name in errors, and its class with all bases.
     label: str
     class_names: tuple[str, ...]
     revision: int
@@ -68,10 +68,10 @@ class NameTable:
         return self._names[name]
 
     def lookup(self, name: str) -> Registration:
-        """Return who has a name.
+        """The actor with a name.
 
         Raises:
-            NameNotFound: Nobody has.
+            NameNotFound: No actor has it.
         """
         try:
             return self._names[name]

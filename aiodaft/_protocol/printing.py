@@ -1,4 +1,4 @@
-"""What many processes print, on one terminal: whole lines, and progress bars as they move. No I/O."""
+"""The output of many processes on one terminal: whole lines, and progress bars as they move. No I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_LINE: Final = 4 << 10
 
 
 class Printed:
-    """Cuts what one process prints on one stream into lines.
+    """Cuts one stream of one process into lines.
 
     A carriage return goes back to the beginning of the line, so of each line only the last state counts. That keeps a
     progress bar, which is one line with thousands of states, as small as any line.
@@ -21,7 +21,7 @@ class Printed:
         self._rest = b""
 
     def take(self, data: bytes) -> list[str]:
-        """The lines that are complete with this; nothing (b"") means that the process prints no more."""
+        """The lines that this data completes; b"" is the end of the stream."""
         *lines, rest = (self._rest + data).split(b"\n")
         state = _last_state(rest)
         if state and (not data or len(state) > MAX_LINE):
@@ -35,12 +35,12 @@ class Printed:
 
     @property
     def line(self) -> str:
-        """The line that is not complete yet, as it looks now, without a last character of which bytes are missing."""
+        """The incomplete line as it looks now, without an incomplete last character."""
         return codecs.getincrementaldecoder("utf-8")("backslashreplace").decode(_last_state(self._rest))
 
     @property
     def is_bar(self) -> bool:
-        """Whether that line was written over: it is a progress bar."""
+        """Whether that line was overwritten, as progress bars are."""
         return b"\r" in self._rest
 
 
@@ -60,7 +60,7 @@ class Screen:
     """
 
     def __init__(self) -> None:
-        # Who has the incomplete line, on which stream, what it looks like, and whether it is a bar.
+        # The writer of the incomplete line, its stream, how the line looks, and whether it is a bar.
         self._writer: Hashable = None
         self._stream = 0
         self._shown = ""
@@ -69,7 +69,7 @@ class Screen:
     def show(
         self, writer: Hashable, stream: int, line: str, *, complete: bool, is_bar: bool = False
     ) -> list[tuple[int, str]]:
-        """What to write, and on which streams, when a writer's current line looks like this."""
+        """The texts to write, each with its stream, when the current line of a writer looks like this."""
         written: list[tuple[int, str]] = []
         if writer != self._writer:
             if self._writer is not None:
@@ -79,7 +79,7 @@ class Screen:
             self._writer, self._stream, self._shown = writer, stream, ""
         change = line.removeprefix(self._shown)
         if len(change) == len(line) and self._shown:
-            # Spaces hide what was longer.
+            # Spaces hide the rest of a longer line.
             change = "\r" + line.ljust(len(self._shown))
         self._shown, self._is_bar = line, is_bar
         if complete:

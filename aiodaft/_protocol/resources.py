@@ -1,4 +1,4 @@
-"""What a node has and who uses it: counted, never overcommitted. Pure."""
+"""The resources of a node and their holders: counted, never overcommitted. Pure."""
 
 # pyright: reportUnnecessaryIsInstance=false
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Demand:
 
 
 class Claims(Protocol):
-    """What keeps several ledgers from giving away the same GPU of a machine."""
+    """Claims that keep several runtimes from using the same GPU of a machine."""
 
     def take(self, gpu: int) -> str | None:
-        """Claim a GPU, by its number in the ledger; or say who has it. Idempotent."""
+        """Claim a GPU by its number in the node; returns the holder if another runtime has it. Idempotent."""
         ...
 
     def give_back(self, gpu: int) -> None:
-        """Let others have it. Idempotent."""
+        """End the claim. Idempotent."""
         ...
 
 
 class Resources(Generic[HolderT]):
-    """Resources of one node. A GPU is claimed while somebody has at least a part of it."""
+    """Resources of one node. A GPU is claimed while an actor has at least a part of it."""
 
     def __init__(
         self, *, cpus: float, gpus: int, custom: Mapping[str, float] | None = None, claims: Claims | None = None
@@ -61,15 +61,15 @@ class Resources(Generic[HolderT]):
         """Reserve what an actor needs.
 
         Args:
-            holder: Who takes it; gives it back with `give_back`.
-            label: What to call the holder in messages.
+            holder: The actor; gives it back with `give_back`.
+            label: The name of the holder in errors.
             demand: What it needs.
 
         Returns:
             The numbers of its GPUs.
 
         Raises:
-            InsufficientResources: It is not there, or somebody has it; nothing was reserved.
+            InsufficientResources: The node does not have it, or others hold it; nothing was reserved.
         """
         if holder in self._holders:
             raise ValueError(f"{label} has its resources already")
@@ -125,7 +125,7 @@ class Resources(Generic[HolderT]):
         return tuple(chosen)
 
     def _claim(self, gpus: list[int], count: int) -> tuple[list[int], list[str]]:
-        """The first so many GPUs that nobody else has claimed; and what is to be said of those that others have."""
+        """The first `count` GPUs that can be claimed, and an explanation for each GPU that another runtime has."""
         chosen: list[int] = []
         others: list[str] = []
         for gpu in gpus:
@@ -139,7 +139,7 @@ class Resources(Generic[HolderT]):
         return chosen, others
 
     def _unclaim(self, gpus: Iterable[int]) -> None:
-        """Give back the claims of GPUs that nobody has any more."""
+        """Give back the claims of GPUs without holders."""
         if self._claims is not None:
             for gpu in gpus:
                 if self._gpus[gpu] < _EPSILON:

@@ -1,7 +1,7 @@
-"""Whether a process gets on with what it has to do, judged by what changes from look to look. No clock, no I/O.
+"""Whether a process makes progress, judged by what changes between looks at it. No clock, no I/O.
 
-A process that is stopped, or that waits for something that never comes, does not change; one that is slow does.
-Looks are counted and not seconds: a watcher that was held up itself must not blame the process for that.
+A process that is stopped, or waits for ever, does not change; a slow process does.
+Looks are counted, not seconds, so that a blocked watcher does not blame the process.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-# Looks in a row that see no change.
+# Looks in a row without a change.
 _SUSPECT: Final = 5
 _LOST: Final = 30
-# Looks in all, for a process that is busy and comes to no end.
+# Looks in all, at a process that is busy and does not end.
 _SLOW: Final = 60
 _ENDLESS: Final = 600
 
 
 class Verdict(enum.Enum):
-    """What the looks have come to."""
+    """The result of the looks."""
 
     WAIT = enum.auto()
     REPORT = enum.auto()
@@ -26,7 +26,7 @@ class Verdict(enum.Enum):
 
 
 class Standstill:
-    """The looks at one process since it was last heard of."""
+    """The looks at one process since its last answer."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -34,7 +34,7 @@ class Standstill:
         self._last: object = None
 
     def look(self, signs: object) -> Verdict:
-        """Take what can be seen of the process: equal to what was seen last if it has done nothing since."""
+        """Take the signs of life of the process, which are equal to the last ones if it has done nothing since."""
         self.looks += 1
         self._unchanged = self._unchanged + 1 if signs == self._last else 0
         self._last = signs

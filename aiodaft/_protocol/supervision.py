@@ -1,4 +1,4 @@
-"""Who is started again when an actor has died, after how long, and when it is enough. Pure.
+"""Which actors are restarted when one dies, after how long, and when no more. Pure.
 
 The rules are those of OTP supervisors (https://www.erlang.org/doc/system/sup_princ.html): strategy, intensity,
 period, and for each child whether it is permanent, transient or temporary. The back-off is an addition of ours.
@@ -30,8 +30,7 @@ class Backoff:
         base: Seconds before the first restart; 0 for no wait at all.
         factor: By how much each wait is longer than the one before.
         max: Seconds that no wait exceeds.
-        jitter: Part of each wait, 0 to 1, that is left to chance, so that not all that died together come back
-            together.
+        jitter: Random part of each wait, 0 to 1, so that actors that died together are not restarted together.
     """
 
     base: float = 0.1
@@ -58,26 +57,26 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True)
 class Gone(Generic[ChildT]):
-    """The child is not started again, and nobody else is concerned."""
+    """The child is not restarted, and no sibling is."""
 
     child: ChildT
 
 
 @dataclass(frozen=True, slots=True)
 class Again(Generic[ChildT]):
-    """Stop `stop` in this order, then start `start` in this order. Those of `gone` are among `stop`, and stay away."""
+    """Stop `stop` in this order, then start `start` in this order. `gone` is a part of `stop` that is not restarted."""
 
     stop: tuple[ChildT, ...]
     start: tuple[ChildT, ...]
     gone: tuple[ChildT, ...]
-    # How many restarts the period has seen, this one included.
+    # The number of restarts within the period, with this one.
     count: int
     delay: float
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Generic[ChildT, EvidenceT]):
-    """More restarts than the intensity allows: `down` stay down. The evidence of each failure, oldest first."""
+    """The intensity allows no more restarts: `down` stay down. The evidence of each failure, oldest first."""
 
     down: tuple[ChildT, ...]
     evidence: tuple[EvidenceT, ...]
@@ -127,8 +126,8 @@ class Siblings(Generic[ChildT, EvidenceT]):
 
         Args:
             child: Which one; it may be up or down.
-            evidence: What is known of it.
-            normal: It ended as it wanted to, with exit code 0.
+            evidence: Its error.
+            normal: Whether it ended with exit code 0.
             now: Seconds of a clock that never jumps.
         """
         kind = self._children[child]

@@ -1,6 +1,6 @@
 """The life of a worker process, as its node agent sees it. Pure.
 
-An accident is an end that nothing in the runtime wanted. Its error belongs to the callers whose calls failed of it. If
+An accident is an end that the runtime did not ask for. Its error belongs to the callers whose calls failed of it. If
 there are none, it belongs to the scope of the actors: the node agent waits a while for callers before it reports that.
 
     STARTING --STARTED--> UP --ENDED--> UNBLAMED --BLAME_OVER--> UNHELD

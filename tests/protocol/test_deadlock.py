@@ -175,5 +175,5 @@ def test_a_chain_that_nobody_could_read_is_given_up() -> None:
 
 
 def test_only_what_was_asked_can_be_answered() -> None:
-    with pytest.raises(LocalProtocolError, match="nobody asked"):
+    with pytest.raises(LocalProtocolError, match="no question was asked"):
         Search([call(1)]).handle_answers({call(2): None})

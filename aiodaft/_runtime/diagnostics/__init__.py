@@ -1,1 +1,4 @@
-"""Who waits for whom: deadlocks and stacks."""
+"""Wait graphs, deadlocks and stacks.
+
+May import graphs and the rooms below it.
+"""

@@ -1,6 +1,6 @@
-"""What tasks and threads are in the middle of: their suspended frames, and the calls whose results they await.
+"""The suspended frames of tasks and threads, and the calls that they wait for.
 
-Nothing is recorded for this while the program runs; it is read from the coroutines themselves when somebody asks.
+Nothing is recorded while the program runs: a request reads the coroutines. What cannot be read counts as unknown.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Wait:
     """What a task waits for.
 
     Attributes:
-        known: Whether it waits, and for calls only.
-        calls: The calls, of which one has to end.
-        futures: What it would be woken by: the same futures later mean that it did not wake in between.
-        line: Where in the user's source it waits.
+        known: Whether it waits, and only for calls.
+        calls: The calls; the end of one lets it go on.
+        futures: The futures that wake it: the same futures later mean that it did not wake in between.
+        line: The line of user code in which it waits.
     """
 
     known: bool = True
@@ -47,7 +47,7 @@ class Wait:
 
 
 class _UnknownError(Exception):
-    """It waits for something of which nobody can see who will end it."""
+    """The task waits for something that is not known to end with a call."""
 
 
 def frames_of(awaitable: object) -> Frames:
@@ -70,7 +70,7 @@ def _look_into(awaitable: object) -> tuple[types.FrameType | None, object]:
     if isinstance(awaitable, types.AsyncGeneratorType):
         return awaitable.ag_frame, awaitable.ag_await
     if type(awaitable).__name__ in _ASYNC_GENERATOR_STEPS:
-        # They tell nobody what they step through, but the garbage collector.
+        # Only the garbage collector knows what they step through.
         inside = gc.get_referents(awaitable)
         return None, next(
             (one for one in inside if isinstance(one, types.CoroutineType | types.AsyncGeneratorType)), None
@@ -103,7 +103,7 @@ def _is_pythons(frame: types.FrameType) -> bool:
 
 
 def users_line(frames: Frames) -> str:
-    """The innermost line that is neither ours nor of Python's own library, as "file:line in function"."""
+    """The innermost line of user code, as "file:line in function"."""
     for frame in reversed(frames):
         if not (is_ours(frame) or _is_pythons(frame)):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -121,7 +121,7 @@ def wait_of_thread(frames: Frames) -> Wait:
     """What a thread waits for by `asyncio.run_coroutine_threadsafe(...).result()`."""
     blocked = next((frame for frame in frames if frame.f_code is concurrent.futures.Future.result.__code__), None)
     if blocked is None or blocked.f_locals["timeout"] is not None:
-        # Whoever comes back after a while to do something else is not stuck.
+        # A wait with a timeout is not a deadlock.
         return Wait(known=False)
     future = blocked.f_locals["self"]
     tasks = [_enclosed(callback, "_call_check_cancel", "source") for callback in future._done_callbacks]
@@ -183,9 +183,9 @@ Found: TypeAlias = Iterable["CallAt | asyncio.Future[Any]"]
 
 
 def _calls_behind(state: Any) -> list[CallAt]:
-    """The calls whose end a ref waits for."""
+    """The calls that a ref waits for."""
     if not isinstance(state, RefState) or state.settled:
-        # What is on its way comes by itself.
+        # The value is on its way.
         raise _UnknownError
     parts = state.parts()
     if parts is None:
@@ -204,11 +204,11 @@ def _at_question(frames: Frames) -> Found:
 
 def _at_stream(frames: Frames) -> Found:
     if len(frames) < 2 or frames[-2].f_code is not StreamState.next_item.__code__:
-        # It waits for the end of a cancelled one, which has its time.
+        # It waits for the end of a cancelled call, which has a time limit.
         raise _UnknownError
     stream: StreamState = frames[-1].f_locals["self"]
     if stream.opening:
-        # For another task to take an item that is there.
+        # It waits for another task to take an item.
         raise _UnknownError
     return [
         CallAt(
@@ -225,7 +225,7 @@ def _at_task_group(frames: Frames) -> Found:
 
 def _at_wait(frames: Frames) -> Found:
     if frames[-1].f_locals["timeout"] is not None:
-        # Whoever comes back after a while to do something else is not stuck.
+        # A wait with a timeout is not a deadlock.
         raise _UnknownError
     return [future for future in frames[-1].f_locals["fs"] if not future.done()]
 
@@ -235,7 +235,7 @@ def _at_wait_for(frames: Frames) -> Found:
 
 
 def _at_queue(frames: Frames) -> Found:
-    """Nobody can see who will put something into a queue, unless `as_completed` made it."""
+    """The tasks that `as_completed` waits for; for another queue, the putter is not known."""
     caller = frames[-2] if len(frames) > 1 else None
     if caller is None or caller.f_code.co_name != "_wait_for_one" or not _is_pythons(caller):
         raise _UnknownError
@@ -264,7 +264,7 @@ def _code(function: Any) -> types.CodeType:
     return code
 
 
-# What is known of a task by the innermost of its frames.
+# How to find what a task waits for, by the innermost of its frames.
 _KNOWN: Final[dict[types.CodeType, Callable[[Frames], Found]]] = {
     _code(RefState.wait): _at_ref,
     _code(RefState.wait_settled): _at_ref,

@@ -1,8 +1,8 @@
-"""Finds deadlocks, and ends them with an error in one of their calls.
+"""Finds deadlocks, and ends each with an error in one of its calls.
 
-Nobody looks while calls go on. A call that is held up makes its process look at the actor some time later; what has
-been in the way since then is the root of a search. What leads to other processes is searched by the home process:
-it has connections to all of them, so there is one search per deadlock, and no connection is made for it.
+Nothing is looked at while calls go on. A call that has to wait makes its process look at the actor some time later. A
+call that is in the way at two looks is the root of a search. A search that leads to other processes is made by the home
+process, which has connections to all of them: so each deadlock is searched once, and needs no new connection.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError, DeadlockDetected, WaitingCall
 
-# Seconds between two looks at what is held up.
+# Seconds between two looks at actors with waiting calls.
 _PATIENCE: Final = 0.25
 
 
@@ -56,22 +56,22 @@ class Deadlocks:
         self._process = waits.process
         self._agent_of = agent_of
         self._actors: set[HostedActor] = set()
-        # What was in the way when we last looked.
+        # The calls that were in the way at the last look.
         self._seen: set[InboundCall] = set()
         self._looking = False
-        # Of the home process: where the next search begins.
+        # In the home process: the roots of the next search.
         self._roots: set[CallAt] = set()
         self._searching = False
 
     def suspect(self, hosted: HostedActor) -> None:
-        """A call of an actor has to wait."""
+        """Look at an actor later: one of its calls has to wait."""
         self._actors.add(hosted)
         if not self._looking:
             self._looking = True
             self._look_later()
 
     def _look_later(self) -> None:
-        # In a context of its own: the deadline of whichever call came first is not that of a search.
+        # In an empty context: a search has no deadline of a call.
         self._process.loop.call_later(_PATIENCE, self._look, context=Context())
 
     def _look(self) -> None:
@@ -83,7 +83,7 @@ class Deadlocks:
         self._look_later()
         seen = {call for hosted in self._actors for call in self.waits.in_the_way(hosted)}
         lasting, self._seen = seen & self._seen, seen
-        # Most wait for nothing that is not in this process, and are alive: that costs no message.
+        # Most calls wait only for live calls of this process, which costs no message.
         roots = [root for root in map(self.waits.place, lasting) if self._may_be_stuck(root)]
         home = self._process.options.home
         if roots and home == self._process.id:
@@ -103,7 +103,7 @@ class Deadlocks:
     # In the home process.
 
     def investigate(self, roots: Iterable[CallAt]) -> None:
-        """Search from these calls on, after the search that is under way."""
+        """Search from these calls on, after the current search."""
         self._roots.update(roots)
         if not self._searching:
             self._searching = True
@@ -119,7 +119,7 @@ class Deadlocks:
                 for deadlock in search.deadlocks:
                     await self._give_up(deadlock)
         except DaftError as error:
-            # A process is gone, and with it whatever waited for it; what still waits will be looked at again.
+            # A process is gone; calls that still wait will be looked at again.
             logger.debug("a search for deadlocks ended: %s", error)
         finally:
             self._searching = False
@@ -148,5 +148,5 @@ class Deadlocks:
         if not call.begun:
             call.hosted.give_up(call, error)
             return
-        # The last one is what no other of them waits for.
+        # No other future depends on the last one.
         self.waits.wait_of(call).futures[-1].set_exception(error)

@@ -1,7 +1,7 @@
-"""The stacks of a process whose loop does not turn, or whose interpreter is held by C code: by a signal.
+"""The stacks of a process whose loop is blocked, or whose GIL is held by C code: by a signal.
 
-`faulthandler` writes them from inside the signal's handler, without the interpreter, into memory that the process has
-set up for that; the node reads it through /proc. Nothing is written before somebody asks, and nothing is left.
+`faulthandler` writes them in the signal's handler, without the interpreter, into a memory file that the process made at
+its start; the node reads the file through /proc.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-# One of the signals that nobody else uses: programs have plans for SIGUSR1 and SIGUSR2.
+# A signal that programs do not use, unlike SIGUSR1 and SIGUSR2.
 DUMP: Final = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 _NAME: Final = "aiodaft stacks"
-# How often, and at what interval in seconds, to look whether the dump is complete.
+# The number of looks whether the dump is complete, and the seconds between two.
 _LOOKS: Final = 50
 _INTERVAL: Final = 0.02
 
 
 def offer_dump() -> None:
-    """Let the node ask this process for its stacks at any time."""
+    """Prepare this process for `take_dump`."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create(_NAME)
-        # The reader empties it: what is written then has to go to the beginning.
+        # The reader truncates it, and the next dump must begin at the start.
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
         faulthandler.register(DUMP, file=fd, all_threads=True)
 
 
 async def take_dump(pid: int, send: Callable[[int], object]) -> str:
-    """The stacks of a process that has offered them; "" if it is stopped, or gone.
+    """The stacks of a process that has called `offer_dump`; "" if it is stopped or has ended.
 
     Args:
         pid: The process.
@@ -47,7 +47,7 @@ async def take_dump(pid: int, send: Callable[[int], object]) -> str:
         send(DUMP)
         size = 0
         for _ in range(_LOOKS):
-            # Nobody says when it is complete: it is when nothing more comes.
+            # It is complete when its size does not change.
             await asyncio.sleep(_INTERVAL)
             before, size = size, os.fstat(fd).st_size
             if size and size == before:

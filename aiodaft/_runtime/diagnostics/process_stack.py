@@ -1,4 +1,4 @@
-"""Looks at one process for `rt.stack()`, and at all of them."""
+"""The stack of one process, for `rt.stack()`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _threads() -> list[ThreadStack]:
     return [
         ThreadStack(names.get(ident, str(ident)), _frames(stack_of(frame)))
         for ident, frame in sys._current_frames().items()
-        # What this thread does is to make this list; what it does otherwise are its tasks.
+        # This thread makes the list; its tasks are listed by themselves.
         if ident != own
     ]
 
@@ -63,21 +63,21 @@ def _is_users(task: asyncio.Task[object]) -> bool:
 
 
 def _frames(frames: Frames) -> tuple[Frame, ...]:
-    """As data, without our own frames unless there are no others."""
+    """As data, without the runtime's frames unless there are no others."""
     shown = [frame for frame in frames if not is_ours(frame)] or frames
     found = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in shown]
     return tuple(Frame(file, line, name, linecache.getline(file, line).strip()) for file, line, name in found)
 
 
 async def is_answered(question: Ref[Any], patience: float) -> bool:
-    """Wait for an answer; True once it, or an error, is there. If it takes longer, the question is withdrawn.
+    """Wait for an answer; True if there is one, or an error. A question without an answer in time is cancelled.
 
-    Cancellation: the question is withdrawn. However it ends is then no news to anybody.
+    Cancellation: the question is cancelled, and its error counts as seen.
     """
     try:
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):
-                # Unlike awaiting the ref itself, this does not wait for the cleanup of what cannot run.
+                # Awaiting the ref itself would wait for the cleanup after a cancellation.
                 await question.ready()
         return question.done()
     finally:

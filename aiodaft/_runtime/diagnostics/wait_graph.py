@@ -1,4 +1,4 @@
-"""What the calls in this process wait for, as one looks at them from outside."""
+"""The wait graph of one process: which calls each of its calls waits for."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def on_thread(hosted: HostedActor) -> tuple[InboundCall | None, Frames]:
 
 
 def on_loop(ident: int) -> tuple[InboundCall | None, str]:
-    """What the thread of a loop is busy with, looked at from another thread: a call, and the line of the user's code.
+    """The call that a loop's thread runs, and its line of user code; called in another thread.
 
-    No line if it runs no code of the user. No call if that is a task or a callback that a method has left behind.
+    No line if it runs no user code. No call if it runs a task or a callback of the user.
     """
     frames = thread_stack(ident)
     codes = [frame.f_code for frame in frames]
-    # Outside of the loop is what has started the process.
+    # The frames outside of it started the process.
     inside = frames[codes.index(_RUNNER) + 1 :] if _RUNNER in codes else []
     call = next((frame.f_locals["call"] for frame in inside if frame.f_code is _RUN), None)
     return call, users_line(inside)
@@ -78,7 +78,7 @@ class WaitGraph:
         self._numbers = itertools.count(1)
 
     def place(self, call: InboundCall) -> CallAt:
-        """What other processes call a call of this one."""
+        """The identity of a call of this process."""
         if isinstance(call, SegmentCall):
             return call.call_at
         return CallAt(self.process.id, call.caller, call.number)
@@ -88,7 +88,7 @@ class WaitGraph:
         return self._find_call(at.owner, at.number) or self._graphs.find(at)
 
     def look(self, at: CallAt) -> Waiting | None:
-        """What a call waits for; None if it does not, is not here, or waits for what nobody can see."""
+        """What a call waits for; None if it does not wait, is not here, or waits for something not known."""
         call = self.find(at)
         if call is None or call.over:
             return None
@@ -106,11 +106,11 @@ class WaitGraph:
         return Wait(known=False)
 
     def calls_before(self, call: InboundCall) -> list[CallAt]:
-        """The calls that a call waits for, as far as that can be seen."""
+        """The calls that a call waits for, as far as that is known."""
         return self.wait_of(call).calls if call.begun or call.fetching is not None else self._ahead_of(call)
 
     def name_of(self, at: CallAt) -> str:
-        """What to call a call that this process waits for."""
+        """The name of a call, for errors and stacks."""
         running = self.find(at) if at.host == self.process.id else None
         if running is not None:
             return f"{running.label} of {running.hosted.name}"
@@ -123,7 +123,7 @@ class WaitGraph:
         return f"{'a call' if state is None else state.label} in {at.host}"
 
     def in_the_way(self, hosted: HostedActor) -> list[InboundCall]:
-        """The calls of an actor for which its other calls wait."""
+        """The calls of an actor that its other calls wait for."""
         found = hosted.mailbox.in_the_way(hosted.under_way) if hosted.mailbox.holds_some else []
         if hosted.thread.backlog:
             occupant, _ = on_thread(hosted)

@@ -1,1 +1,4 @@
-"""One machine: its worker processes, how they start, live and end."""
+"""Worker processes: how they are started, watched and ended; the resources and names of a machine.
+
+May import peer and the rooms below it; not the controller.
+"""

@@ -1,1 +1,4 @@
-"""What asyncio, threads and Linux offer, before there is any actor."""
+"""Tasks, threads, processes, forks, GPUs and the log, as asyncio and Linux offer them.
+
+May import `_protocol` and the transport; no other room.
+"""

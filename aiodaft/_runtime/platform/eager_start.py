@@ -1,8 +1,7 @@
-"""Coroutines that begin at once: one that never waits is over without a task, which often costs more than it does.
+"""Starts calls at once: a coroutine that never waits ends without a task of its own, which would often cost more.
 
-A task is kept at hand, parked. While a coroutine takes its first steps, that one is the current task; if the coroutine
-waits, the task goes on with it, and is its own from then on. (Eager tasks, as Python 3.12 has them, begin at once too;
-here those that do not wait cost no task.)
+A parked task is kept ready. It is the current task while a coroutine takes its first step. If the coroutine waits, the
+task goes on with it. (Eager tasks of Python 3.12 also start at once, but each coroutine costs a task.)
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from aiodaft._runtime.platform.tasks import may_step
 
 
 class Started(Protocol):
-    """A call, as far as its task goes."""
+    """A call, as far as `Starter` knows it."""
 
     task: asyncio.Task[None] | None
-    # In which it begins; by default a copy of that of whoever starts it.
+    # The context in which it starts. Default: a copy of the starter's context.
     context: Context | None
 
 
@@ -37,8 +36,7 @@ class Starter:
     def start(self, call: Started, coro: Coroutine[Any, Any, None], *, at_once: bool = True) -> None:
         """Run the coroutine of a call until it waits for the first time, in a context of its own.
 
-        If that is not to be at once, or a task runs here, which no other may interrupt, it begins in its turn, as in
-        any task.
+        With `at_once` False, or inside of a task, which must not be interrupted, it starts in its turn like any task.
         """
         loop = self._loop
         if not (at_once and may_step(loop)) or asyncio.current_task(loop) is not None:
@@ -47,7 +45,7 @@ class Starter:
         spare = self._spare
         if spare is None or spare.is_spoilt:
             spare = self._spare = Spare(loop)
-        # Not `or`: an empty one counts as false.
+        # Not `or`: an empty context is false.
         context = copy_context() if call.context is None else call.context
         task = call.task = spare.task
         _enter_task(loop, task)
@@ -61,14 +59,14 @@ class Starter:
         spare.runs.go_on(coro, context, awaited)
 
     def close(self) -> None:
-        """Let go of the task at hand."""
+        """Cancel the parked task."""
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.task.cancel()
 
 
 class Spare:
-    """A task at hand, and what it runs: that does not know its task, or the two would be garbage in a circle."""
+    """A parked task and its coroutine, which does not refer to the task: a cycle would need the garbage collector."""
 
     __slots__ = ("runs", "task")
 
@@ -78,33 +76,33 @@ class Spare:
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether somebody has cancelled it: who cancels all tasks, or a call that had it before."""
-        # Before its first step, a task tells nobody in public that it will be cancelled.
+        """Whether it was cancelled: with all tasks of the loop, or by an earlier call that had it."""
+        # No public method says that a task will be cancelled before its first step.
         task: Any = self.task
         return bool(task._must_cancel) or self.runs.parked.done()
 
 
 class Deferred(Coroutine[Any, Any, None]):
-    """What a task runs that was there first: nothing, until it gets a coroutine that has begun."""
+    """The coroutine of a parked task: waits until it gets a coroutine that has started, and continues that."""
 
     __slots__ = ("_awaited", "_context", "_fresh", "coro", "parked")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.coro: Coroutine[Any, Any, None] | None = None
         self._context: Context
-        # What the coroutine gave when it waited for the first time; the task has not heard of it.
+        # The first future that the coroutine waits for; the task does not have it yet.
         self._awaited: asyncio.Future[Any] | None = None
         self._fresh = False
         self.parked: asyncio.Future[None] = loop.create_future()
 
     def __getattr__(self, name: str) -> Any:
-        # Who looks at a task (its stack, its text, a debugger) gets to see the coroutine.
+        # For `Task.get_stack`, `repr` and debuggers.
         return getattr(self.coro, name)
 
     def go_on(self, coro: Coroutine[Any, Any, None], context: Context, awaited: asyncio.Future[Any] | None) -> None:
-        """Have the task go on with a coroutine, which waits for that future, or only for its next turn."""
+        """Have the task continue a coroutine, which waits for a future, or for the next turn of the loop (None)."""
         if asyncio.isfuture(awaited):
-            # As tasks do when they get it: others may wait for it, too, before this one hears of it.
+            # As tasks do, because other tasks may wait for it before this one gets it.
             awaited._asyncio_future_blocking = False
         self.coro, self._context, self._awaited, self._fresh = coro, context, awaited, True
         if not self.parked.done():
@@ -126,7 +124,7 @@ class Deferred(Coroutine[Any, Any, None]):
             self.parked.cancel()
             raise thrown
         awaited = self._take_awaited()
-        # As tasks do: what is waited for is cancelled, and says so to who waits, with the same words.
+        # As tasks do: cancel the future, which then raises the same message here.
         if asyncio.isfuture(awaited) and isinstance(thrown, asyncio.CancelledError) and awaited.cancel(*thrown.args):
             return awaited
         return self._context.run(self.coro.throw, thrown)

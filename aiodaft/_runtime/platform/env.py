@@ -1,4 +1,4 @@
-"""The one seam for time, randomness and identity, so that a whole cluster can be simulated."""
+"""The seam for time, randomness, identity and timeouts, so that a whole runtime can be simulated."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Env:
     Attributes:
         monotonic: Seconds of a clock that never jumps.
         random: Source of choices that need not be secret.
-        token: Random bytes that nobody can guess.
+        token: Secret random bytes.
         gpus: The ids of the machine's GPUs, in the order of their numbers.
         hostname: The name of the machine.
         pid: The pid of this process.

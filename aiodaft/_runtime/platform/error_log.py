@@ -1,4 +1,4 @@
-"""Errors in the log. Their text may come from another process: it forges no line there, and its length is limited."""
+"""Errors in the log. Texts from other processes cannot forge lines there, and are limited in length."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _MARGIN: Final = "  | "
 
 
 def log_error(what: str, error: BaseException, level: int = logging.ERROR) -> None:
-    """Log what has failed, with the traceback of the error."""
+    """Log an error with its traceback, and what failed of it."""
     if not logger.isEnabledFor(level):
         return
     file, line, function, _ = logger.findCaller(stacklevel=2)
     info = (type(error), error, error.__traceback__)
     record = logger.makeRecord(logger.name, level, file, line, "%s", (what,), info, function)
-    # Formatters take this in place of their own text of the error; handlers that want the error itself have that.
+    # Formatters use this text instead of their own; the error itself is in the record, too.
     record.exc_text = _MARGIN + printable(text_of(error))
     logger.handle(record)
 
@@ -35,7 +35,7 @@ def text_of(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """A text from elsewhere as part of the log: without control characters, indented, and cut in the middle."""
+    """A text of another process for the log: without control characters, indented, and cut in the middle."""
     left_out = len(text) - _MAX_TEXT
     if left_out > 0:
         half = _MAX_TEXT // 2

@@ -1,4 +1,4 @@
-"""What the operating system refuses: which limit that is, and what to do about it."""
+"""Errors for resources that the operating system refuses: the limit, and what to do about it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _LARGEST: Final = {resource.RLIM_INFINITY: "unlimited"}
 
 
 def exhausted(error: OSError, what: str) -> ResourceExhausted:
-    """The error of a value that this process has no descriptor or memory for."""
+    """The error for a value that this process has no descriptor or memory for."""
     return ResourceExhausted(refusal(error, what))
 
 
 def refusal(error: OSError, what: str) -> str:
-    """Say that something cannot be had, why, and what to do."""
+    """The text of a refusal: what is refused, why, and what to do."""
     return f"{what}: {_reason(error)}"
 
 

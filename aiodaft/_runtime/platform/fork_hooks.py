@@ -1,10 +1,10 @@
-"""What is told to the forked children of this process: its loops, connections and signals are not theirs.
+"""Hooks for forked children of this process, to which its loops, connections and signal handlers do not belong.
 
-A signal that reaches a child before the child has left the parent's signal handling goes to the parent instead: the
-handler in C writes it into the wakeup socket of the loop, which both processes have, and the child forgets it. So a
-process whose loop handles signals blocks all signals of the thread that forks, from before the fork until the child has
-left the handling (in the child) or the fork is over (in the parent). `subprocess` runs these hooks only if it has a
-`preexec_fn`; without one it uses vfork and blocks signals itself.
+A signal that reaches a child before it has left the parent's signal handling goes to the parent instead: the handler in
+C writes it to the wakeup socket of the loop, which both processes have, and the child forgets it. So a process with a
+loop that handles signals blocks all signals of the forking thread, from before the fork until the child has left the
+handling (in the child) or the fork is over (in the parent). `subprocess` runs these hooks only with a `preexec_fn`;
+without one it uses vfork and blocks signals itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _callbacks: Final[dict[Callable[[], object], None]] = {}
 
 
 class _Masks(threading.local):
-    """The signals that the current thread blocked before each fork that it is in the middle of."""
+    """The signals that the current thread blocked before each fork under way."""
 
     def __init__(self) -> None:
         self.before: list[set[int]] = []
@@ -41,8 +41,8 @@ def no_more(callback: Callable[[], object]) -> None:
 
 
 def leave_signals() -> None:
-    """In a child: signals that come here are not told to the parent's loop, and SIGTERM ends this process."""
-    # They would arrive in a socket that both have.
+    """In a child: leave the signal handling of the parent's loop, and let SIGTERM end this process."""
+    # Parent and child share the socket.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -1,9 +1,9 @@
-"""GPUs of the machine that this runtime has to itself, so that no other runtime gives them to its actors.
+"""Claims on GPUs, so that two runtimes of a machine do not give the same GPU to their actors.
 
-A claim is a unix socket that listens, named after the GPU in the abstract namespace. The kernel gives a name to one
-socket at a time, takes it back when the process ends, however that ends, and tells who listens. There is no file:
-nothing is left behind, and users need no rights for each other's claims. Processes in different network namespaces,
-such as containers with a network of their own, do not see each other's claims.
+A claim is a listening unix socket, named after the GPU in the abstract namespace. The kernel gives a name to one socket
+at a time, frees it when the process ends, and tells which process listens. There is no file: none is left behind, and
+users need no rights for each other's claims. Processes in different network namespaces, such as containers with a
+network of their own, do not see each other's claims.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GpuClaims:
         """Claim a GPU, by its number in the runtime. Idempotent.
 
         Returns:
-            Who has it, if that is another runtime.
+            The process of another runtime that has it; None if the claim succeeds.
 
         Raises:
             InsufficientResources: The machine refuses sockets.
@@ -54,13 +54,13 @@ class GpuClaims:
         return None
 
     def give_back(self, gpu: int) -> None:
-        """Let other runtimes have a GPU. Idempotent."""
+        """End the claim of a GPU. Idempotent."""
         claim = self._held.pop(gpu, None)
         if claim is not None:
             claim.close()
 
     def close(self) -> None:
-        """Give back all; in a forked child, which has a copy of each socket, leave them to the parent."""
+        """End all claims; in a forked child, which has copies of the sockets, they stay the parent's."""
         for gpu in list(self._held):
             self.give_back(gpu)
 
@@ -73,14 +73,14 @@ def _holder(name: str) -> str:
             question.connect(name)
             found = question.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         except OSError:
-            # It has just ended, or was asked too often.
+            # It has just ended, or its queue of connections is full.
             return "another process"
     pid, _, _ = _CREDENTIALS.unpack(found)
     try:
         with open(f"/proc/{pid}/cmdline", errors="replace", encoding="utf-8") as file:
             command = file.read().replace("\0", " ").strip()
     except OSError:
-        # The process of another container, say.
+        # It is in another container, for example.
         return f"pid {pid}" if pid else "a process of another container"
     return f"pid {pid} ({command[:_LONGEST_COMMAND]})"
 
@@ -94,7 +94,7 @@ def machine_gpus(folder: str = _NVIDIA) -> list[str]:
 
 
 def _id_of(folder: str, place: str) -> str:
-    """The id of the GPU at a place on the bus; the place, if the driver does not say."""
+    """The id of the GPU at a place on the bus, or the place if the driver gives no id."""
     with open(f"{folder}/{place}/information", encoding="utf-8") as file:
         for line in file:
             key, _, value = line.partition(":")
@@ -104,26 +104,26 @@ def _id_of(folder: str, place: str) -> str:
 
 
 def gpu_names(machine: Sequence[str], declared: object = None) -> list[str]:
-    """What CUDA calls the GPUs of this process: numbers of the machine, or ids where it may use only some.
+    """The names that CUDA has for the GPUs of this process: numbers of the machine, or ids if it may use only some.
 
     Args:
         machine: The ids of the machine's GPUs.
-        declared: How many there are, if the user says so.
+        declared: The number of GPUs, if the user gives it.
     """
     restricted = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = [name for entry in (restricted or "").split(",") if (name := entry.strip()) not in ("", "-1")]
     if declared is None:
         return [str(gpu) for gpu in range(len(machine))] if restricted is None else visible
-    # Of what is no number, the ledger says so.
+    # `Resources` refuses anything but a number.
     count = declared if isinstance(declared, int) else 0
     return [visible[gpu] if gpu < len(visible) else str(gpu) for gpu in range(count)]
 
 
 def id_named(name: str, machine: Sequence[str]) -> str:
-    """The id of the GPU that CUDA knows by this name; empty if the machine does not have it."""
+    """The id of the GPU with this name in CUDA; "" if the machine does not have it."""
     if name.isdigit():
         return machine[int(name)] if int(name) < len(machine) else ""
     if name.startswith("MIG-"):
         return name if machine else ""
-    # CUDA takes the beginning of an id as well.
+    # CUDA also takes the beginning of an id.
     return next((found for found in machine if found.startswith(name)), "")

@@ -1,6 +1,6 @@
-"""How tasks that await refs go on: in the turn of the loop in which the values come, right behind the messages.
+"""Wakes tasks that await refs in the turn of the loop in which the values come, right after the messages.
 
-Futures have whoever awaits them go on in the next turn, and a turn takes longer than all that a small answer needs.
+A plain future would wake them in the next turn, and a turn takes longer than the handling of a small answer.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from aiodaft._runtime.platform.tasks import may_step
 
 
 class Wakeup(asyncio.Future[None]):
-    """What one `await` of a ref waits for: a future that one task waits for, and that says itself when that goes on."""
+    """The future of one `await` of a ref. It has one waiting task, which `Wakeups` continues."""
 
-    # It is forgotten when it is called: it knows the task, and that knows this.
+    # The task's wakeup, removed when it is called, because the task refers to this future.
     _callback: Callable[[Any], object] | None = None
     _context: Context | None = None
 
@@ -26,25 +26,25 @@ class Wakeup(asyncio.Future[None]):
         self._wakeups = wakeups
 
     def wake(self) -> None:
-        """There is something to go on with."""
+        """Wake the task."""
         if not self.done():
             self.set_result(None)
             self._wakeups.add(self)
 
     def go_on(self) -> None:
-        """Have the task take its next step, now; none runs here."""
+        """Have the task take its next step now; called outside of tasks."""
         callback, context = self._callback, self._context
         if callback is not None and context is not None:
             self._callback = None
             context.run(callback, self)
 
     def go_on_soon(self) -> None:
-        """The same, in its turn."""
+        """The same in the next turn of the loop."""
         callback, self._callback = self._callback, None
         if callback is not None:
             self._wakeups.loop.call_soon(callback, self, context=self._context)
 
-    # What futures do with those who wait for them.
+    # As in `asyncio.Future`.
 
     def set_exception(self, error: type | BaseException, /) -> None:
         """End the wait with an error."""
@@ -59,15 +59,15 @@ class Wakeup(asyncio.Future[None]):
         return cancelled
 
     def add_done_callback(self, callback: Callable[[Any], object], /, *, context: Context | None = None) -> None:
-        """Take what has a task go on."""
+        """Set the task's wakeup."""
         self._callback = callback
-        # Not `or`: an empty one counts as false.
+        # Not `or`: an empty context is false.
         self._context = copy_context() if context is None else context
         if self.done():
             self.go_on_soon()
 
     def remove_done_callback(self, callback: Callable[[Any], object], /) -> int:
-        """Forget it."""
+        """Remove the task's wakeup."""
         if self._callback != callback:
             return 0
         self._callback = None
@@ -75,11 +75,11 @@ class Wakeup(asyncio.Future[None]):
 
 
 class Wakeups:
-    """The tasks of one process that can go on.
+    """The tasks of one process that are to be woken.
 
     Attributes:
-        collecting: Set while messages are handled, by who is called by the loop itself, and calls `run` right after.
-        due: Those that have come up since then.
+        collecting: Set by a callback of the loop while it handles messages; it calls `run` right after that.
+        due: The wakeups since then.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -88,19 +88,19 @@ class Wakeups:
         self.due: deque[Wakeup] = deque()
 
     def add(self, wakeup: Wakeup) -> None:
-        """A task can go on."""
+        """Wake a task: in `run` while collecting, else in the next turn."""
         if self.collecting and may_step(self.loop):
             self.due.append(wakeup)
         else:
             wakeup.go_on_soon()
 
     def run(self) -> None:
-        """Let all go on that can."""
+        """Wake the tasks."""
         due = self.due
         try:
             while due:
                 due.popleft().go_on()
         finally:
             if due:
-                # Something ends the program, and may be caught outside.
+                # SystemExit or KeyboardInterrupt passes, and may be caught outside.
                 self.loop.call_soon(self.run)

@@ -1,1 +1,4 @@
-"""Restarts, in the words of OTP."""
+"""Restarts of actors, in the words of OTP.
+
+May import node, peer and the rooms below them; not the controller.
+"""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from .call import GONE, QUEUED, Stage
 from .ids import PeerId
 
 
@@ -37,15 +38,10 @@ class Entry(Protocol):
 
     caller: PeerId
     rules: Rules
-    # Its arguments are here.
-    ready: bool
-    # Cancelled before it started.
-    withdrawn: bool
-    # When it was started, one before it had not begun: it has to begin in its turn.
+    # See `Life`.
+    stage: Stage
     behind: bool
-    # Its first line has run; set by the thread or task that runs it.
     begun: bool
-    # Of a row: the first line of its last call has.
     last_begun: bool
 
 
@@ -78,7 +74,7 @@ class Mailbox(Generic[EntryT]):
     def waiting(self) -> list[EntryT]:
         """The calls that wait for their turn."""
         waiting = [*(entry for lane in self._lanes.values() for entry in lane), *self._unordered]
-        return [entry for entry in waiting if not entry.withdrawn]
+        return [entry for entry in waiting if entry.stage not in GONE]
 
     def arrive(self, entry: EntryT) -> bool:
         """A call came in: True if it starts now, else it is kept."""
@@ -87,7 +83,7 @@ class Mailbox(Generic[EntryT]):
         if (
             rules.ordered
             and rules.concurrency is None
-            and entry.ready
+            and entry.stage is QUEUED
             and not (self._lanes or self._held or caller in self._last)
         ):
             # The usual case, and what `_may_start` and `_start` come to: there is nothing that it might wait for.
@@ -132,9 +128,9 @@ class Mailbox(Generic[EntryT]):
         self.watching = False
         for caller, lane in list(self._lanes.items()):
             first = lane[0]
-            while lane and (lane[0].withdrawn or self._may_start(lane[0])):
+            while lane and (lane[0].stage in GONE or self._may_start(lane[0])):
                 entry = lane.popleft()
-                if not entry.withdrawn:
+                if entry.stage not in GONE:
                     self._start(entry)
                     yield entry
             if not lane:
@@ -144,7 +140,7 @@ class Mailbox(Generic[EntryT]):
                 self._lanes[caller] = self._lanes.pop(caller)
         for _ in range(len(self._unordered)):
             entry = self._unordered.popleft()
-            if entry.withdrawn:
+            if entry.stage in GONE:
                 continue
             if self._may_start(entry):
                 self._start(entry)
@@ -166,7 +162,7 @@ class Mailbox(Generic[EntryT]):
         lane = self._lanes.get(entry.caller) if rules.ordered else None
         if lane and lane[0] is not entry:
             return [lane[0]]
-        if not entry.ready or entry.withdrawn or self._held:
+        if entry.stage is not QUEUED or self._held:
             return []
         if rules.concurrency is not None and self._running[rules.name] >= rules.concurrency:
             same = [other for other in running() if other.rules.name == rules.name]
@@ -179,12 +175,12 @@ class Mailbox(Generic[EntryT]):
         found: list[EntryT] = []
         names: set[str] = set()
         for lane in self._lanes.values():
-            if len(lane) > 1 and not lane[0].ready:
+            if len(lane) > 1 and lane[0].stage is not QUEUED:
                 found.append(lane[0])
             found += self.ahead_of(lane[0], running)
         for entry in self._unordered:
             # What one waits for, all of that method wait for.
-            if entry.ready and entry.rules.name not in names:
+            if entry.stage is QUEUED and entry.rules.name not in names:
                 names.add(entry.rules.name)
                 found += self.ahead_of(entry, running)
         return found
@@ -198,7 +194,7 @@ class Mailbox(Generic[EntryT]):
 
     def _may_start(self, entry: EntryT) -> bool:
         rules = entry.rules
-        if not entry.ready or self._held:
+        if entry.stage is not QUEUED or self._held:
             return False
         if rules.concurrency is not None and self._running[rules.name] >= rules.concurrency:
             return False
@@ -241,8 +237,8 @@ class BoundedMailbox(Mailbox[EntryT]):
 
     def admit(self, entry: EntryT) -> str | None:
         """Count a call that came in, before it is told to `arrive`; or say why it is refused."""
-        first = next((other for other in self._on_thread if not other.withdrawn), None)
-        self._queue = {other: None for other in self._queue if not other.withdrawn}
+        first = next((other for other in self._on_thread if other.stage not in GONE), None)
+        self._queue = {other: None for other in self._queue if other.stage not in GONE}
         waiting = [other.rules.name for other in self._queue if other is not first and not other.begun]
         most, of_method = self._max_queue, entry.rules.max_queue
         if most is not None and len(waiting) >= most:

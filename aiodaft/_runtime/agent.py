@@ -84,7 +84,7 @@ class Agent(Actor):
             "running": tuple(begun[:_SHOWN]),
             "running_besides": len(begun[_SHOWN:]),
             # Calls of `def` methods wait for the actor's thread, also after they were cancelled and answered.
-            "queued": hosted.mailbox.queued + sum(not (call.begun or call.over) for call in calls),
+            "queued": hosted.mailbox.queued + sum(not (call.begun or call.answered) for call in calls),
             "done": hosted.done,
             "abandoned": len(hosted.abandoned),
             "stored_bytes": self._objects.store.stored_bytes(),

@@ -8,6 +8,7 @@ from typing import Final
 
 import pytest
 
+from aiodaft._protocol.call import FETCHING, QUEUED, WITHDRAWN, Stage
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.mailbox import BoundedMailbox, Mailbox, Rules, check_max_queue
 
@@ -20,8 +21,7 @@ class Call:
 
     caller: PeerId
     rules: Rules
-    ready: bool = True
-    withdrawn: bool = False
+    stage: Stage = QUEUED
     begun: bool = False
     # Only for the eyes of whoever reads a failure.
     number: int = field(default_factory=lambda: next(_numbers))
@@ -37,7 +37,7 @@ def call(
     ready: bool = True,
     max_queue: int | None = None,
 ) -> Call:
-    return Call(PeerId(caller), Rules(name, on_thread, ordered, concurrency, max_queue), ready)
+    return Call(PeerId(caller), Rules(name, on_thread, ordered, concurrency, max_queue), QUEUED if ready else FETCHING)
 
 
 def started(mailbox: Mailbox[Call], *calls: Call) -> None:
@@ -71,7 +71,7 @@ def test_a_call_that_waits_for_arguments_holds_up_its_callers_next_ones() -> Non
     kept(mailbox, first, second, third)
     assert [*mailbox.startable()] == []
     assert mailbox.queued == 3
-    first.ready = True
+    first.stage = QUEUED
     assert [*mailbox.startable()] == [first, second, third]
     assert mailbox.queued == 0
 
@@ -94,9 +94,9 @@ def test_an_unordered_call_that_waits_holds_up_nobody() -> None:
     waits, next_one = call(ordered=False, ready=False), call(ordered=False, ready=False)
     kept(mailbox, waits, next_one)
     started(mailbox, call(), call(ordered=False))
-    next_one.ready = True
+    next_one.stage = QUEUED
     assert [*mailbox.startable()] == [next_one]
-    waits.ready = True
+    waits.stage = QUEUED
     assert [*mailbox.startable()] == [waits]
 
 
@@ -104,7 +104,7 @@ def test_a_withdrawn_call_makes_way() -> None:
     mailbox: Mailbox[Call] = Mailbox()
     first, second, loose = call(ready=False), call(), call(ordered=False, ready=False)
     kept(mailbox, first, second, loose)
-    first.withdrawn = loose.withdrawn = True
+    first.stage = loose.stage = WITHDRAWN
     assert mailbox.queued == 1
     assert [*mailbox.startable()] == [second]
     assert [*mailbox.startable()] == []
@@ -263,7 +263,7 @@ def test_what_the_first_does_when_it_starts_counts_for_those_behind_it() -> None
     mailbox: Mailbox[Call] = Mailbox()
     first, second, third, loose = call(ready=False), call(), call(), call(ordered=False, ready=False)
     kept(mailbox, first, second, loose)
-    first.ready = loose.ready = True
+    first.stage = loose.stage = QUEUED
     starting = mailbox.startable()
     assert next(starting) is first
     kept(mailbox, third)
@@ -279,7 +279,7 @@ def test_draining_takes_out_what_waits_and_was_not_withdrawn() -> None:
     first, second, loose = call(ready=False), call(), call(ordered=False, ready=False)
     started(mailbox, running)
     kept(mailbox, first, second, loose)
-    first.withdrawn = True
+    first.stage = WITHDRAWN
     assert mailbox.drain() == [second, loose]
     assert mailbox.queued == 0
     assert mailbox.drain() == [*mailbox.startable()] == []
@@ -378,9 +378,9 @@ def test_withdrawn_calls_do_not_wait() -> None:
     mailbox: BoundedMailbox[Call] = BoundedMailbox(1)
     running, waits, on_thread, behind = call(concurrency=1), call(concurrency=1), call(on_thread=True), call()
     admitted(mailbox, running, waits)
-    waits.withdrawn = True
+    waits.stage = WITHDRAWN
     admitted(mailbox, on_thread)
-    on_thread.withdrawn = True
+    on_thread.stage = WITHDRAWN
     admitted(mailbox, behind)
 
 

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from aiodaft._protocol.call import FETCHING, QUEUED, WITHDRAWN, Stage
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.mailbox import Mailbox, Rules
 
@@ -31,15 +32,14 @@ class Call:
     caller: PeerId
     rules: Rules
     number: int
-    ready: bool
-    withdrawn: bool = False
+    stage: Stage
     begun: bool = False
     started: bool = False
     ended: bool = False
 
     @property
     def waits(self) -> bool:
-        return not self.started and not self.withdrawn
+        return not self.started and self.stage is not WITHDRAWN
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -60,8 +60,8 @@ class AnyHistory(RuleBasedStateMachine):
 
     def start(self, call: Call) -> None:
         assert not call.started, "started twice"
-        assert call.ready
-        assert not call.withdrawn
+        assert call.stage is QUEUED
+        assert call.stage is not WITHDRAWN
         assert not self.held
         assert not call.rules.ordered or not [
             earlier for earlier in self.lane(call.caller) if earlier.number < call.number and earlier.waits
@@ -89,24 +89,26 @@ class AnyHistory(RuleBasedStateMachine):
     )
     def arrive(self, caller: PeerId, rules: list[Rules], ready: bool) -> None:
         for each in rules:
-            call = Call(caller, each, len(self.calls), ready)
+            call = Call(caller, each, len(self.calls), QUEUED if ready else FETCHING)
             starts = self.mailbox.arrive(call)
             if starts:
                 self.start(call)
             self.calls.append(call)
 
-    @precondition(lambda self: any(call.waits and not call.ready for call in self.calls))
+    @precondition(lambda self: any(call.waits and call.stage is FETCHING for call in self.calls))
     @rule(data=st.data())
     def make_ready(self, data: st.DataObject) -> None:
-        call = data.draw(st.sampled_from([call for call in self.calls if call.waits and not call.ready]))
-        call.ready = True
+        call = data.draw(st.sampled_from([call for call in self.calls if call.waits and call.stage is FETCHING]))
+        call.stage = QUEUED
         self.look_again()
 
-    @precondition(lambda self: any(not call.begun and not call.withdrawn for call in self.calls))
+    @precondition(lambda self: any(not call.begun and call.stage is not WITHDRAWN for call in self.calls))
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
-        call = data.draw(st.sampled_from([call for call in self.calls if not call.begun and not call.withdrawn]))
-        call.withdrawn = True
+        call = data.draw(
+            st.sampled_from([call for call in self.calls if not call.begun and call.stage is not WITHDRAWN])
+        )
+        call.stage = WITHDRAWN
         if not call.started:
             self.look_again()
 
@@ -122,7 +124,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def begin(self, call: Call) -> None:
         call.begun = True
-        if call.withdrawn:
+        if call.stage is WITHDRAWN:
             # Cancelled after it was started: it ends when its turn comes, without having run.
             self.end(call)
             return
@@ -174,7 +176,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def reason(self, call: Call) -> bool:
         limit = call.rules.concurrency
-        if not call.ready or (limit is not None and self.under_way()[call.rules.name] >= limit):
+        if call.stage is FETCHING or (limit is not None and self.under_way()[call.rules.name] >= limit):
             return True
         if not call.rules.ordered:
             return False
@@ -189,7 +191,8 @@ class AnyHistory(RuleBasedStateMachine):
         while self.held:
             self.unhold()
         for call in self.calls:
-            call.ready = True
+            if call.stage is FETCHING:
+                call.stage = QUEUED
         self.look_again()
         while any(self.queues.values()) or self.running:
             for call in list(self.running):
@@ -198,7 +201,7 @@ class AnyHistory(RuleBasedStateMachine):
             for queue in self.queues.values():
                 if queue:
                     self.begin(queue.popleft())
-        assert [call for call in self.calls if not call.ended and not call.withdrawn] == []
+        assert [call for call in self.calls if not call.ended and call.stage is not WITHDRAWN] == []
         assert self.mailbox.queued == 0
         assert self.mailbox.drain() == []
 

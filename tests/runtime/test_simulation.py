@@ -23,6 +23,7 @@ import pytest
 from sim_channels import ChannelProgram
 from sim_program import Program
 
+from aiodaft._protocol.call import QUEUED
 from aiodaft._protocol.channel import Command, Keeper, Kind
 from aiodaft._protocol.channel_end import End
 from aiodaft._protocol.mailbox import Mailbox
@@ -105,6 +106,7 @@ def test_a_seed_is_the_same_in_another_process(tmp_path: Path) -> None:
 def start_again(mailbox: Mailbox[Any]) -> Iterator[Any]:
     for entry in startable(mailbox):
         yield entry
+        entry.stage = QUEUED
         yield entry
 
 
@@ -112,7 +114,7 @@ startable = Mailbox.startable
 
 
 def start_at_once(mailbox: Mailbox[Any], entry: Any) -> bool:
-    if not entry.ready:
+    if entry.stage is not QUEUED:
         return arrive(mailbox, entry)
     mailbox._start(entry)
     return True

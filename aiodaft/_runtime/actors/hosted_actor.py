@@ -10,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, Protocol
 
+from aiodaft._protocol.call import CANCEL, CANCELLED, EXPIRE, GONE, LATE, NEXT, START, WAITING, WANTED, WITHDRAW, Life
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
 from aiodaft._protocol.mailbox import BoundedMailbox, Mailbox
 from aiodaft._runtime.connections.ring_poller import RingPoller
@@ -60,7 +61,7 @@ class Responder(Protocol):
         ...
 
 
-class InboundCall:
+class InboundCall(Life):
     """A call from its arrival to its answer."""
 
     # Defaults live in the class: most calls set only what they need.
@@ -68,30 +69,17 @@ class InboundCall:
     # Arguments that are not decoded yet, and the values of the refs among them.
     received: ReceivedValue | None = None
     slots: Sequence[ReceivedValue] = ()
-    # When it is too late, on the loop's clock; it was under way when that had come.
+    # On the loop's clock.
     deadline: float | None = None
     timer: asyncio.TimerHandle | None = None
-    late = False
     # The number of earlier attempts; for the call that makes an actor, the actor's epoch.
     attempt = 0
-    # Its arguments are here; it was handed to its task or thread, behind others; that took it up (of a segment: the
-    # last step); it never will start.
-    ready = True
-    started = False
-    behind = False
-    begun = False
-    last_begun = False
-    withdrawn = False
-    # It is answered, or its caller is gone.
-    over = False
     # The task of an async method; of a `def` method, the task that waits for a ref in its place.
     task: asyncio.Task[Any] | None = None
     # The context in which it came, if it had to wait: the call that ends and lets it begin has its own.
     context: Context | None = None
     # Fetches its arguments.
     fetching: asyncio.Task[None] | None = None
-    # It was cancelled, and runs on.
-    given_up = False
     # When it began, on the clock of `Env`.
     since = 0.0
     # Items that the consumer of a stream takes.
@@ -184,7 +172,7 @@ class Host:
         # The names of the actors that were stopped last.
         self.stopped: dict[ActorId, str] = {}
         # Told of an actor with calls that wait.
-        self.suspect: Callable[[HostedActor], object] = _ignore
+        self.suspect: Callable[[HostedActor], object] = lambda hosted: None
         # Told that a method raised SystemExit or KeyboardInterrupt.
         self.on_exit: Callable[[BaseException], object] = _refuse_exit
 
@@ -244,10 +232,6 @@ class HostedActor:
         """Says which actor this is, in errors."""
         return f"{self.name} (pid {self._process.pid}, {self._process.options.node})"
 
-    def under_way(self) -> list[InboundCall]:
-        """Calls that have started and not ended, without those cancelled before the thread took them."""
-        return [call for call in self.running if not call.withdrawn]
-
     def admits(self, call: InboundCall) -> bool:
         """Whether a call may wait here; one that may not is refused."""
         why = None if self.bounds is None else self.bounds.admit(call)
@@ -289,7 +273,7 @@ class HostedActor:
             self._starting = False
 
     def _start(self, call: InboundCall, *, at_once: bool) -> None:
-        call.started = True
+        call.stage = NEXT[call.stage, START]
         self.running[call] = None
         if call.rules.on_thread:
             self._host.ring_poller.threads += 1
@@ -322,7 +306,7 @@ class HostedActor:
             result: Any = call.spec.fn(self.instance, *call.args, **call.kwargs)
             if not on_thread:
                 result = await (_give_items(call, result) if call.spec.is_stream else result)
-            if call.late:
+            if call.stage is LATE:
                 # It did not obey, but its time was over.
                 answer = partial(self._fail_late, call)
             elif is_plain(result) or call.responder.is_local:
@@ -408,7 +392,7 @@ class HostedActor:
         """The caller does not want the call any more. If it runs on the thread, it fails at once."""
         what = f"{call.label} of {self.name} was cancelled"
         self.give_up(call, CallCancelled(f"{what} before it started", executed=False))
-        if call.given_up and call.rules.on_thread:
+        if call.stage is CANCELLED and call.rules.on_thread:
             error = CallCancelled(
                 f"{what}; it runs on, because a thread cannot be interrupted, and its result is dropped"
             )
@@ -416,16 +400,16 @@ class HostedActor:
 
     def give_up(self, call: InboundCall, why: DaftError) -> None:
         """End a call, if that was not asked for before; one that has not begun fails at once, with this error."""
-        if not (call.over or call.given_up) and not self._interrupt(call):
+        if call.stage in WANTED and not self._interrupt(call):
             call.responder.fail(call, why, executed=False)
 
     def _expire(self, call: InboundCall) -> None:
         """Its deadline passes: it fails when its cleanup has run, or gets no more time."""
-        if call.over:
+        if call.answered:
             return
-        begun = call.given_up or self._interrupt(call)
+        begun = call.stage is CANCELLED or self._interrupt(call)
         if begun and not call.rules.on_thread:
-            call.late = True
+            call.handle(EXPIRE)
             call.timer = self._process.loop.call_later(self._process.grace, self._fail_late, call)
         else:
             self._fail_late(call, executed=None if begun else False)
@@ -442,14 +426,15 @@ class HostedActor:
 
     def _interrupt(self, call: InboundCall) -> bool:
         """Stop a call; False if it has not begun, and never will."""
+        waits = call.stage in WAITING
         if call.begun or not call.take():
             if call.task is not None:
                 call.task.cancel()
             # A method on the thread cannot be interrupted; its result is dropped.
-            call.given_up = True
+            call.handle(CANCEL)
             self.abandoned.add(call)
             return True
-        call.withdrawn = True
+        call.handle(WITHDRAW)
         if call.fetching is not None:
             call.fetching.cancel()
             # The task's frames lead to the call.
@@ -459,7 +444,7 @@ class HostedActor:
             call.task.cancel()
             # It ends in its turn: the calls that were started before it may not have begun either.
             self._process.loop.call_soon(self._end_unbegun, call)
-        elif not call.started:
+        elif waits:
             self.look_again()
         return False
 
@@ -480,8 +465,8 @@ class HostedActor:
 
     def is_late(self, call: InboundCall, error: BaseException) -> bool:
         """Whether it ended because its deadline passed: the calls that it made have the same one and may fail first."""
-        if call.late or call.deadline is None:
-            return call.late
+        if call.stage is LATE or call.deadline is None:
+            return call.stage is LATE
         return isinstance(error, DeadlineExceeded) and self._process.loop.time() + _TICK >= call.deadline
 
     def _refuse(self, call: InboundCall) -> None:
@@ -498,8 +483,7 @@ class HostedActor:
         finally:
             del self.running[call]
             self.done += 1
-            if call.given_up:
-                self.abandoned.discard(call)
+            self.abandoned.discard(call)
             if call.rules.on_thread:
                 self._host.ring_poller.threads -= 1
             # Its context knows the call: without this they would keep each other, and the arguments, alive.
@@ -515,6 +499,10 @@ class HostedActor:
             if self._idle is not None and not self.running:
                 self._idle.set()
 
+    def under_way(self) -> list[InboundCall]:
+        """The calls that have started and not ended, without those that were withdrawn."""
+        return [call for call in list(self.running) if call.stage not in GONE]
+
     async def stop(self, reason: str, grace: float) -> None:
         """Take no more calls, let those under way end within the grace time, cancel the rest, leave the instance."""
         if self.stopping is not None:
@@ -524,7 +512,7 @@ class HostedActor:
             self._refuse(call)
         await self._wait_idle(grace)
         for call in list(self.running):
-            if not call.over and not self._interrupt(call):
+            if not call.answered and not self._interrupt(call):
                 self._refuse(call)
         if not all(call.rules.on_thread for call in self.abandoned):
             await self._wait_idle(self._process.grace)
@@ -589,10 +577,6 @@ def run_through(coro: Coroutine[Any, Any, None]) -> None:
     except StopIteration:
         return
     raise AssertionError("a `def` method cannot wait on the loop")
-
-
-def _ignore(hosted: HostedActor) -> None:
-    """Until a search for deadlocks is there."""
 
 
 def _refuse_exit(error: BaseException) -> NoReturn:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from aiodaft._protocol import messages as m
+from aiodaft._protocol.call import ANSWER, FETCHED, FETCHING, WITHDRAW
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._protocol.messages import ERROR, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
 from aiodaft._protocol.stream import CREDIT_WINDOW
@@ -68,7 +69,7 @@ class Inbound:
         if mode == WANT_STREAM:
             call.credit = CREDIT_WINDOW
         if refs or slots or isinstance(blobs, tuple) or is_heavy(payload):
-            call.ready = False
+            call.stage = FETCHING
             call.hosted.deliver(call)
             # Arguments are fetched from now on, while the actor works on earlier calls.
             args = Delivery(self._store, connection, payload, blobs, refs)
@@ -104,7 +105,7 @@ class Inbound:
         if responder is not None:
             for call in list(responder.calls.values()):
                 call.hosted.cancel(call)
-                call.over = True
+                call.handle(ANSWER)
             responder.calls.clear()
 
     def deliver_local(self, hosted: HostedActor, call: InboundCall) -> None:
@@ -114,7 +115,7 @@ class Inbound:
         if call.mode == WANT_STREAM:
             call.credit = CREDIT_WINDOW
         if _contains_ref((call.args, call.kwargs)):
-            call.ready = False
+            call.stage = FETCHING
             hosted.deliver(call)
             call.fetching = self._process.tasks.create_task(
                 self._resolve_local(call), name=f"resolve the arguments of {call.label}"
@@ -206,17 +207,15 @@ class Inbound:
 
     def _fetched(self, call: InboundCall) -> None:
         call.fetching = None
-        call.ready = True
-        call.hosted.look_again()
+        if call.handle(FETCHED):
+            call.hosted.look_again()
 
     def _not_ready(self, call: InboundCall, error: BaseException) -> None:
         """Fail a call whose arguments cannot be had."""
         call.fetching = None
-        if call.over:
-            return
-        call.withdrawn = True
-        call.responder.fail(call, passed_on(error, executed=False), executed=False)
-        call.hosted.look_again()
+        if call.handle(WITHDRAW):
+            call.responder.fail(call, passed_on(error, executed=False), executed=False)
+            call.hosted.look_again()
 
 
 def _contains_ref(arguments: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
+from aiodaft._protocol.call import ANSWER
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import ERROR, ITEM, REPLY, RESULT, STORED
 from aiodaft._runtime.actors.hosted_actor import InboundCall
@@ -33,8 +34,8 @@ class RemoteResponder:
         self.pins: dict[CallId, deque[list[Any]]] = {}
 
     def answer(self, call: InboundCall, result: Any) -> None:
-        if not call.over:
-            self._finish(call)
+        if call.handle(ANSWER):
+            self.calls.pop(call.number, None)
             self._connection.send((REPLY, call.number, result))
         if call.pulled:
             stored = self._store.keep(result, Names(call.label))
@@ -42,12 +43,11 @@ class RemoteResponder:
             call.tell_pullers(stored)
 
     def answer_stored(self, call: InboundCall, stored: StoredValue) -> None:
-        if call.over or self._connection.lost is not None:
+        self.calls.pop(call.number, None)
+        if not call.handle(ANSWER) or self._connection.lost is not None:
             # The caller has its answer, or is gone.
             stored.release()
-            self._finish(call)
             return
-        self._finish(call)
         if stored.ready and stored.is_inline:
             refs = self._pinned(call, stored)
             self._connection.send((RESULT, call.number, stored.payload, stored.inline, refs))
@@ -57,8 +57,8 @@ class RemoteResponder:
         call.tell_pullers(stored)
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
-        if not call.over:
-            self._finish(call)
+        if call.handle(ANSWER):
+            self.calls.pop(call.number, None)
             self._connection.send((ERROR, call.number, encode_error(error), executed))
         call.tell_pullers(error)
 
@@ -66,7 +66,7 @@ class RemoteResponder:
         stored = await call.hosted.capture(value, call.label, "item", call.spec.transport)
         try:
             await self._store.make_ready(stored)
-            if not call.over and self._connection.lost is None:
+            if not call.answered and self._connection.lost is None:
                 blobs = stored.blobs_for(self._connection)
                 self._connection.send((ITEM, call.number, stored.payload, blobs, self._pinned(call, stored)))
         finally:
@@ -86,10 +86,6 @@ class RemoteResponder:
             return ()
         self.pins.setdefault(call.number, deque()).append(stored.refs)
         return tuple(self._refs.describe(ref) for ref in stored.refs)
-
-    def _finish(self, call: InboundCall) -> None:
-        call.over = True
-        self.calls.pop(call.number, None)
 
 
 class LocalCaller(Protocol):
@@ -135,6 +131,6 @@ class LocalResponder:
             call.hosted.cancel(call)
 
     def _finish(self, call: InboundCall) -> LocalCaller | None:
-        call.over = True
+        call.handle(ANSWER)
         self.calls.pop(call.number, None)
         return self.states.pop(call.number, None)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from aiodaft._protocol.call import FETCHING, WAITING
 from aiodaft._protocol.deadlock import CallAt, Reason, Waiting
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
@@ -90,7 +91,7 @@ class WaitGraph:
     def look(self, at: CallAt) -> Waiting | None:
         """What a call waits for; None if it does not wait, is not here, or waits for something not known."""
         call = self.find(at)
-        if call is None or call.over:
+        if call is None or call.answered:
             return None
         if not call.begun:
             return self._look_at_queued(call)
@@ -133,16 +134,16 @@ class WaitGraph:
     def _look_at_queued(self, call: InboundCall) -> Waiting | None:
         if call.fetching is not None:
             return self._awaiting(call, Reason.NEEDS, self.wait_of(call))
-        if isinstance(call, SegmentCall) and not call.ready:
+        if isinstance(call, SegmentCall) and call.stage is FETCHING:
             needs = call.waits_for()
             return self._waiting(call, Reason.NEEDS, needs) if needs else None
         ahead = self._ahead_of(call)
         return self._waiting(call, Reason.QUEUED, ahead) if ahead else None
 
     def _ahead_of(self, call: InboundCall) -> list[CallAt]:
-        if isinstance(call, SegmentCall) and not call.ready:
+        if isinstance(call, SegmentCall) and call.stage is FETCHING:
             return call.waits_for()
-        if not call.started:
+        if call.stage in WAITING:
             return [self.place(other) for other in call.hosted.mailbox.ahead_of(call, call.hosted.under_way)]
         occupant = on_thread(call.hosted)[0] if call.rules.on_thread else None
         return [] if occupant is None else [self.place(occupant)]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from aiodaft._protocol import messages as m
+from aiodaft._protocol.call import ANSWER, FETCHED, FETCHING
 from aiodaft._protocol.deadlock import CallAt
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.plan import SubPlan
@@ -183,7 +184,8 @@ class ParticipantRun:
         share.on(ShareEvent.RUN_CAME)
         if any(share.missing):
             for call, missing in zip(calls, share.missing, strict=True):
-                call.ready = not missing
+                if missing:
+                    call.stage = FETCHING
         for call in calls:
             call.deliver()
 
@@ -218,8 +220,7 @@ class ParticipantRun:
         for segment in self.share.value_came(index):
             if self.calls:
                 call = self.calls[segment]
-                call.ready = True
-                if not call.over:
+                if call.handle(FETCHED):
                     call.hosted.look_again(at_once=at_once)
 
     # Results of the steps of this process.
@@ -292,7 +293,7 @@ class ParticipantRun:
     def skip(self) -> None:
         """The owner needs no result: cancel the segments that run, and never start the others."""
         for call in self.calls:
-            if not call.over:
+            if not call.answered:
                 call.hosted.cancel(call)
 
     def _one_finished(self) -> None:
@@ -320,14 +321,13 @@ class ParticipantRun:
         """A segment is over."""
         assert isinstance(call, SegmentCall)
         call.flush()
-        if not call.over:
-            call.over = True
+        if call.handle(ANSWER):
             self._one_finished()
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         """A segment ends early."""
         assert isinstance(call, SegmentCall)
-        if not call.over:
+        if not call.answered:
             call.flush()
             call.give_up(error, executed=executed)
             self._one_finished()

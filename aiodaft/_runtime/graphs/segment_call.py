@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Protocol, cast
 
+from aiodaft._protocol.call import ANSWER, LATE
 from aiodaft._protocol.deadlock import CallAt
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.mailbox import Rules
@@ -217,7 +218,7 @@ class SegmentCall(InboundCall):
                 result: Any = step.fn(instance, *args, **kwargs)
                 if not on_thread:
                     result = await result
-                if call.late:
+                if call.stage is LATE:
                     return
                 value = result if is_plain(result) else GraphValue.of_stored(await call._store(step, result, store))
             except (SystemExit, KeyboardInterrupt):
@@ -299,7 +300,7 @@ class SegmentCall(InboundCall):
             self._give(self._batch.popleft())
 
     def _give(self, value: Flowing) -> None:
-        if self.over:
+        if self.answered:
             # The segment was given up, and its receivers know.
             if type(value) is GraphValue and value.stored is not None:
                 value.stored.release()
@@ -317,7 +318,7 @@ class SegmentCall(InboundCall):
                 value = GraphValue.of_error(value.error_for(self._named(step), self._named(before)), executed=False)
             self.run.give(step, value)
             before = step
-        self.over = True
+        self.handle(ANSWER)
         self.args = ()
 
 

@@ -1,7 +1,7 @@
 """What a transport is: memory of one process that others may pull, by grant.
 
 The producer *allocates* a block, fills it, and *grants* it to a peer: a grant is a small tuple that travels over
-the control link. The consumer *fetches* the grant and gets a memoryview; when the last view dies, the grant goes
+the connection. The consumer *fetches* the grant and gets a memoryview; when the last view dies, the grant goes
 back by itself. A block is reused once its owner released it and every grant is back. Nothing is matched by the
 order of messages, so nothing here can deadlock, and no size is ever declared in advance.
 """
@@ -15,12 +15,12 @@ Grant: TypeAlias = tuple[int | str | bytes, ...]
 
 
 def size_of(grant: Grant) -> int:
-    """How many bytes a grant is about: its third item, whatever the transport."""
+    """The bytes of a grant: its third item in every transport."""
     return cast(int, grant[2])
 
 
 class Control(Protocol):
-    """The control link to one peer, as a transport sees it."""
+    """The connection to one peer, as a transport sees it."""
 
     @property
     def peer(self) -> str:
@@ -28,7 +28,7 @@ class Control(Protocol):
         ...
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a small note to the same transport in the peer, in order with everything else on the link.
+        """Send a small note to the same transport in the peer, in order with all other messages.
 
         `fds` are duplicated into the peer; the caller keeps its own.
         """
@@ -36,7 +36,7 @@ class Control(Protocol):
 
 
 class Pullable(Protocol):
-    """Memory of this process that peers may pull, wherever it is."""
+    """Memory of this process that peers may pull: of the host or of a device."""
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +45,7 @@ class Pullable(Protocol):
 
     @property
     def grants(self) -> int:
-        """How many grants of it are out."""
+        """The number of grants that are not returned."""
         ...
 
     def on_unread(self, callback: Callable[[], object]) -> None:
@@ -53,12 +53,12 @@ class Pullable(Protocol):
         ...
 
     def release(self) -> None:
-        """Give the block up: it is reused as soon as no grant of it is out. Idempotent, safe in any thread."""
+        """Release the block: it is reused once all its grants are returned. Idempotent, safe in any thread."""
         ...
 
 
 class Block(Pullable, Protocol):
-    """Such memory of the host."""
+    """Memory of the host that peers may pull."""
 
     @property
     def address(self) -> int:
@@ -71,19 +71,19 @@ class Block(Pullable, Protocol):
         ...
 
     def retire(self) -> None:
-        """See to it that the memory is not reused after `release`: a forked child may still read it."""
+        """Never reuse the memory after `release`: a forked child may still read it."""
         ...
 
 
 class Host(Protocol):
-    """What a transport needs of the process it serves."""
+    """The process that a transport serves."""
 
     def call_soon(self, callback: Callable[[], object], /) -> None:
         """Run `callback` on the process's event loop; callable in any thread, also while it is collecting garbage."""
         ...
 
     def create_task(self, coro: Coroutine[Any, Any, None], /, *, name: str) -> None:
-        """Start a task that the process owns, reports and ends."""
+        """Start a task that the process owns."""
         ...
 
 
@@ -131,12 +131,12 @@ class Transport(Protocol):
     def fetch_into(self, grant: Grant, control: Control, target: memoryview) -> Awaitable[None]:
         """Bring the granted bytes into memory of the caller's, which is as large as the granted block.
 
-        Whether it succeeds, fails or is cancelled: once it is over, the grant goes back and nothing writes to the
-        memory any more, so a cancelled one may take as long as what cannot be stopped. What is in the memory is then
-        the block, or, unless it succeeded, any mixture of the block and what was there before.
+        When it returns or raises, also for a cancellation, the grant goes back and nothing writes to the memory any
+        more; so a cancellation may take until a transfer that cannot be stopped has ended. After an error or a
+        cancellation, the memory is any mixture of the block and the earlier content.
 
         Raises:
-            ValueError: The memory is of another size, or cannot be written to. Nothing was.
+            ValueError: The memory has another size, or is read-only. Nothing was written.
         """
         ...
 
@@ -145,18 +145,18 @@ class Transport(Protocol):
         ...
 
     def register(self, address: int, nbytes: int) -> None:
-        """Prepare memory of the caller's for any number of transfers. Idempotent, safe in any thread.
+        """Prepare memory of the caller for any number of transfers. Idempotent, safe in any thread.
 
         It stays where it is until it is unregistered and no block of it, nor a fetch into it, is left.
         """
         ...
 
     def unregister(self, address: int) -> None:
-        """The opposite, for new transfers; those that are left end as they would have. Safe in any thread."""
+        """Undo `register` for new transfers. Transfers under way are not affected. Safe in any thread."""
         ...
 
     def block_at(self, memory: memoryview) -> Block | None:
-        """Registered memory, or part of it, as a block that peers pull from where it lies. Safe in any thread.
+        """Registered memory, or part of it, as a block that peers pull from in place. Safe in any thread.
 
         It keeps the memory alive as long as it is referred to or granted. None if the memory is not registered, or
         if this transport can lend nothing but blocks that it allocated.
@@ -166,14 +166,14 @@ class Transport(Protocol):
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
         """Handle a note from the same transport in the peer; takes over the ownership of `fds`.
 
-        None of them are there if this process had no room for descriptors.
+        `fds` is empty if this process had no room for the descriptors.
         """
         ...
 
     def peer_lost(self, peer: str) -> None:
-        """Forget everything about a peer: its grants are over, its memory is no longer mapped for new fetches."""
+        """Forget a peer: its grants end, and its memory is not mapped for new fetches."""
         ...
 
     def close(self) -> None:
-        """Free every block and mapping. Views that are still alive keep their own memory. Idempotent."""
+        """Free every block and mapping. Views keep their own memory. Idempotent."""
         ...

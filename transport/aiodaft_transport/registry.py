@@ -1,4 +1,4 @@
-"""Which transports there are, and which one two processes use. The only place that maps names to transports."""
+"""The transports by name, and the default one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Best first.
 NAMES: Final = ("shm", "ucx", "tcp")
-# Moves memory of GPUs, and nothing else: it is not chosen, but used wherever there is such memory.
+# Moves memory of GPUs only. It is not chosen, but used for all such memory.
 DEVICE_NAME: Final = "cuda"
 
 
@@ -50,19 +50,19 @@ def open_transport(name: str, host: Host, key: Key, *, local: str) -> Transport:
     Args:
         name: One of `NAMES`.
         host: The process it serves.
-        key: What proves membership where strangers could connect.
+        key: Proves membership where strangers could connect.
         local: Id of this process among its peers.
     """
     if check_name(name) == "shm":
         return ShmTransport(host)
     if name == "ucx":
-        from aiodaft_transport.ucx.transport import UcxTransport  # noqa: PLC0415 - only those who choose it load it
+        from aiodaft_transport.ucx.transport import UcxTransport  # noqa: PLC0415 - loaded only if chosen
 
         return UcxTransport(host, _ucx_library(), local=local)
     return TcpTransport(host, key, name=local)
 
 
 def _ucx_library() -> Library:
-    from aiodaft_transport.ucx.find_library import load  # noqa: PLC0415 - only those who choose it load it
+    from aiodaft_transport.ucx.find_library import load  # noqa: PLC0415 - loaded only if chosen
 
     return load()

@@ -1,7 +1,7 @@
 """Shared memory: the producer's block *is* the message; consumers map it copy-on-write.
 
-A memfd is passed once per segment and peer over the control link, so nothing has a name and nothing is left in the
-file system whatever dies. Consumers cache their private mapping of a segment, because mapping and faulting
+A memfd is passed once per segment and peer over the connection, so nothing has a name and nothing is left in the file
+system if a process dies. Consumers cache their private mapping of a segment, because mapping and faulting
 cost more than the copy. The trap of that cache: a page that a consumer wrote to keeps its private copy when the
 producer reuses the block. So before a grant goes back, pages that became private are found (bit 61 of
 /proc/self/pagemap is clear) and dropped; the kernel then shows the file's page again.
@@ -33,7 +33,7 @@ _SEGMENT: Final = 1  # id, size: a segment to map; the descriptor comes along
 _RETURN: Final = 2  # id: a grant comes back
 _GONE: Final = 3  # id: a segment that the producer unmapped
 _RETIRE: Final = 4  # id: a grant comes back, and forked children may still read the block
-_MISSED: Final = 5  # id: the descriptor of a segment did not come, for this process had no room for it
+_MISSED: Final = 5  # id: the sender had no room for the descriptor of a segment
 _NOTE: Final = struct.Struct("<BQQ")
 # Copied in one step; about 0.1 ms.
 _SLICE: Final = 1 << 20
@@ -43,7 +43,7 @@ _IS_PRIVATE: Final = bytes(1 if byte & 0b1100_0000 and not byte & 0b0010_0000 el
 
 
 class _Mapping:
-    """One private mapping of a peer's segment, and which of its blocks are in use."""
+    """One private mapping of a peer's segment, and its blocks in use."""
 
     __slots__ = ("address", "busy", "region")
 
@@ -65,7 +65,7 @@ class _Mapping:
 
 
 class _RemoteSegment:
-    """A segment of a peer: its descriptor, and as many mappings as one block is read at the same time."""
+    """A segment of a peer: its descriptor, and a mapping for each concurrent read of the same block."""
 
     __slots__ = ("fd", "mappings", "size")
 
@@ -101,7 +101,7 @@ class ShmTransport:
         self._last_grant = 0
         self._announced: dict[str, tuple[Control, set[int]]] = {}
         self._segments: dict[str, dict[int, _RemoteSegment]] = {}
-        # Segments of peers whose descriptors did not come.
+        # Segments of peers without a descriptor here.
         self._missed: set[tuple[str, int]] = set()
 
     @property
@@ -166,7 +166,7 @@ class ShmTransport:
         with await self.fetch(grant, control) as source:
             for start in range(0, len(target), _SLICE):
                 target[start : start + _SLICE] = source[start : start + _SLICE]
-                # The loop gets its turn, and a cancellation is seen, while nothing is being written.
+                # Let the loop run; a cancellation ends it while nothing is being written.
                 await asyncio.sleep(0)
 
     def decline(self, grant: Grant, control: Control) -> None:
@@ -215,7 +215,7 @@ class ShmTransport:
     def peer_lost(self, peer: str) -> None:
         self._announced.pop(peer, None)
         for block in self._granted.pop(peer, {}).values():
-            # It cannot say any more whether it has forked, and its children may end later than itself.
+            # It may have forked, and its children may live longer.
             block.retire()
             block.return_grant()
         for segment in self._segments.pop(peer, {}).values():
@@ -247,7 +247,7 @@ class ShmTransport:
         return block is not None
 
     def _segment_closed(self, segment_id: int) -> None:
-        # The arena calls this in any thread; links belong to the loop.
+        # The arena calls this in any thread; connections belong to the loop.
         self._host.call_soon(lambda: self._tell_gone(segment_id))
 
     def _tell_gone(self, segment_id: int) -> None:

@@ -19,7 +19,7 @@ IDENTITY_SIZE: Final = 16
 
 
 class Span(NamedTuple):
-    """Bytes to copy: where to, where from, how many."""
+    """Bytes to copy: target, source, size."""
 
     target: int
     source: int
@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A point in the work of a stream, by its device and the driver's own number."""
+    """A point in the work of a stream: its device and the driver's number."""
 
     device: int
     number: int
@@ -42,11 +42,11 @@ class Export(NamedTuple):
 
 
 class Driver(Protocol):
-    """What a kind of accelerator can do. Safe in any thread. Only what says so waits for a device, or takes long."""
+    """Operations of a kind of accelerator, safe in any thread. Few wait for a device or take long; those say so."""
 
     @property
     def identities(self) -> Sequence[bytes]:
-        """What each device of this process is everywhere."""
+        """For each device of this process, an identity that all processes share."""
         ...
 
     def allocate(self, device: int, nbytes: int) -> int:
@@ -66,7 +66,7 @@ class Driver(Protocol):
         ...
 
     def open(self, device: int, handle: bytes) -> int:
-        """Where the first byte of another process's allocation is, for work of `device`. May take long.
+        """The address of another process's allocation, for work of `device`. May take long.
 
         Raises:
             Unreachable: The device cannot reach that memory.
@@ -78,7 +78,7 @@ class Driver(Protocol):
         ...
 
     def copy(self, device: int, spans: Sequence[Span], stream: int) -> None:
-        """Have a stream copy between addresses of this process."""
+        """Let a stream copy between addresses of this process."""
         ...
 
     def record(self, device: int, stream: int) -> Event:
@@ -98,11 +98,11 @@ class Driver(Protocol):
         ...
 
     def forget(self, event: Event) -> None:
-        """Nobody asks about the event any more."""
+        """Free an event."""
         ...
 
     def close(self) -> None:
-        """Let go of the devices. Idempotent."""
+        """Free the devices. Idempotent."""
         ...
 
 
@@ -115,7 +115,7 @@ class DeviceHost(Host, Protocol):
 
 
 class Landing(NamedTuple):
-    """Memory that bytes are to arrive in.
+    """Memory to fetch into.
 
     Attributes:
         owner: What the consumer gets; the memory lives as long as it does.
@@ -132,13 +132,13 @@ class Landing(NamedTuple):
     stream: int
 
 
-# Provides memory for so many bytes that come from the device with this identity; called in the helper thread.
+# Provides memory for bytes from the device with an identity; called in the helper thread.
 # Raises Unreachable if this process has no device.
 Land: TypeAlias = Callable[[bytes, int], Landing]
 
 
 class DeviceSegment(PooledSegment):
-    """Memory of one device that peers can open: allocated here, or lent by somebody for a while (`keep`)."""
+    """Memory of one device that peers can open: allocated here, or lent by the user (`keep`)."""
 
     __slots__ = ("_on_closed", "device", "handle", "keep", "waiting")
 
@@ -148,7 +148,7 @@ class DeviceSegment(PooledSegment):
         super().__init__(number, export.size, capacity, export.address)
         self.handle = export.handle
         self.device = device
-        # Set if it is somebody else's: lives until no peer has it open any more.
+        # Memory of the user, kept alive until no peer has it open; None for allocated memory.
         self.keep: Any = None
         # Peers that were told to close it.
         self.waiting: set[str] = set()
@@ -165,11 +165,11 @@ class DeviceBlock(PooledBlock[DeviceSegment]):
 
     def __init__(self, pool: BlockPool[DeviceSegment], segment: DeviceSegment, offset: int, nbytes: int) -> None:
         super().__init__(pool, segment, offset, nbytes)
-        # Once the device has done what comes before: then peers may read it.
+        # The device has done the earlier work: peers may read the block.
         self.filled = False
-        # Why it never will be.
+        # Why the device never will.
         self.error: TransportError | None = None
-        # What it is copied from.
+        # The source of the copy, kept alive.
         self.keep: Any = None
         self._waiting: list[Callable[[], object]] = []
 
@@ -179,7 +179,7 @@ class DeviceBlock(PooledBlock[DeviceSegment]):
         return self.filled or self.error is not None
 
     def fill(self, keep: Any) -> None:
-        """A device begins to write to it: until that is done it is not reused, also if it is released."""
+        """A device begins to write to it: it is not reused before the end of that, even if it is released."""
         self.keep = keep
         self.take_grant()
 
@@ -199,7 +199,7 @@ class DeviceBlock(PooledBlock[DeviceSegment]):
         for callback in waiting:
             callback()
         if error is None:
-            # After an error, nobody knows who still writes to it.
+            # After an error, the device may still write to it.
             self.return_grant()
 
 
@@ -225,7 +225,7 @@ class DevicePool(BlockPool[DeviceSegment]):
         return DeviceBlock(self, *self._take(nbytes), nbytes)
 
     def lend(self, address: int, nbytes: int, keep: Any) -> DeviceBlock:
-        """A block that is somebody's memory; `keep` keeps that alive."""
+        """Memory of the user as a block; `keep` keeps it alive."""
         export = self._driver.export(self._device, address)
         with self._lock:
             segment = self._segment(self.next_number(), export, export.size)

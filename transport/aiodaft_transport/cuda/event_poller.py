@@ -1,4 +1,4 @@
-"""How a loop learns that a device has done something."""
+"""Reports events of a device to the loop."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Final, TypeAlias
 from aiodaft_transport.cuda.device import Driver, Event
 from aiodaft_transport.exceptions import TransportError
 
-# Most copies are done by then; each turn of the loop asks.
+# Seconds in which most copies end; each turn of the loop asks.
 _EAGER: Final = 0.0002
-# From then on. Timers of the loops are no finer.
+# Seconds between later questions. Timers of the loops are no finer.
 _PATIENT: Final = 0.001
 
 Happened: TypeAlias = Callable[[TransportError | None], object]
 
 
 class EventWatch:
-    """Tells of events of a device, on the running loop.
+    """Reports events of a device on the running loop.
 
     A device has nothing that a loop could wait on, short of a function that it calls in the middle of the user's
     stream, and never calls if it has failed. So it is asked, which never waits, as long as something is awaited.
@@ -29,11 +29,11 @@ class EventWatch:
         self._awaited: dict[Event, Happened] = {}
         self._eager_until = 0.0
         self._timer: asyncio.Handle | None = None
-        # How often a device was asked.
+        # Number of questions to devices.
         self.questions = 0
 
     def add(self, event: Event, on_happened: Happened) -> None:
-        """Call back once the event has happened, or never will; at once if it has."""
+        """Call back once the event has happened or failed; at once if it has already."""
         self._awaited[event] = on_happened
         self._ask(event)
         if event in self._awaited:
@@ -42,7 +42,7 @@ class EventWatch:
             self._ask_again()
 
     def finish(self) -> None:
-        """Wait for everything that is awaited. Blocks."""
+        """Wait for all events. Blocks."""
         self._stop()
         for event in list(self._awaited):
             self._driver().wait(event)

@@ -182,7 +182,7 @@ class BlockPool(ABC, Generic[S]):
             return sum(segment.live for segment in self._segments())
 
     def close(self) -> None:
-        """Unmap everything that nobody looks at."""
+        """Unmap all memory without views."""
         with self._lock:
             self._closed = True
             for segment in list(self._segments()):

@@ -1,4 +1,4 @@
-"""Memory of the user's: read and written where it lies, and registered once for any number of transfers.
+"""Memory of the user: read and written in place, and registered once for any number of transfers.
 
 Nothing here is released by hand: a region stays registered while a block of it is referred to, a grant of such a block
 is out, or a transfer into it is under way. All of them keep the memory itself alive.
@@ -18,7 +18,7 @@ from aiodaft_transport.memory.host_pool import ArenaBlock
 
 
 class Region:
-    """A range of memory. When nobody refers to it any more, `on_closed` gets its number, in any thread."""
+    """A range of memory. When it is not referred to any more, `on_closed` gets its number, in any thread."""
 
     __slots__ = ("__weakref__", "address", "id", "size")
 
@@ -46,7 +46,7 @@ class LentBlock(Readable):
         return self.view.nbytes
 
     def release(self) -> None:
-        """There is nothing to reuse: the memory is somebody else's."""
+        """There is nothing to reuse: the memory belongs to the user."""
 
     def retire(self) -> None:
         """The same."""

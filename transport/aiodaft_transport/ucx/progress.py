@@ -55,7 +55,7 @@ class Driver:
         self._turning = False
         self._scheduled = False
         self._closed = False
-        # How often there was something to do.
+        # Number of turns with work.
         self.turns = 0
         self._loop.add_reader(self.worker.event_fd, self.turn)
 
@@ -69,7 +69,7 @@ class Driver:
         number = next(self._numbers)
         endpoint = Endpoint(self, self.worker.connect(address, number), number)
         self._endpoints[number] = endpoint, on_failed
-        # Not now: whoever connects must have the endpoint before it hears that it broke.
+        # Not now: the caller must have the endpoint before `on_failed` is called.
         self._turn_soon()
         return endpoint
 

@@ -49,7 +49,7 @@ class Pool:
 
 
 class Stamp:
-    """A random word that one peer reads after each value: while it is there, what was read before was still granted.
+    """A random word that a peer reads after each value: while it is unchanged, the value was still granted.
 
     Without it, a producer that gave up a peer could reuse a block while that peer, not knowing it yet, copies it, and
     the torn value would be taken for a good one. The rest of the block is where the peer's own stamp is read into.

@@ -20,7 +20,7 @@ _PREFIX: Final = "aiodaft-"
 
 @contextmanager
 def folder(nbytes: int = 0, room: Callable[[], int] | None = None) -> Generator[str]:
-    """A new folder in shared memory, with room for so many bytes; afterwards it is gone, with all that is in it.
+    """A new folder in shared memory with room for `nbytes` bytes; removed afterwards with its files.
 
     Raises:
         OSError: There is no room. UCX would not say so: it would go without shared memory, and connect to nobody.
@@ -38,13 +38,13 @@ def folder(nbytes: int = 0, room: Callable[[], int] | None = None) -> Generator[
 
 
 def sweep() -> None:
-    """Remove the folders of processes that are gone."""
+    """Remove the folders of processes that have ended."""
     names: list[str] = []
     with suppress(OSError):
         names = [name for name in os.listdir(SHARED_MEMORY) if name.startswith(_PREFIX)]
     for name in names:
         path = f"{SHARED_MEMORY}/{name}"
-        # Its maker lives, it is another user's, or somebody was quicker.
+        # Its process lives, it belongs to another user, or another process removed it.
         with suppress(OSError):
             lock = _lock(path, fcntl.LOCK_NB)
             _remove(path)
@@ -62,7 +62,7 @@ def _make() -> tuple[str, int]:
     while True:
         path = f"{SHARED_MEMORY}/{_PREFIX}{os.urandom(8).hex()}"
         os.mkdir(path, mode=0o700)
-        # Until it is locked it looks like one that was left.
+        # Until it is locked, it looks like the folder of a process that has ended.
         with suppress(FileNotFoundError):
             lock = _lock(path)
             if os.path.exists(path):

@@ -124,6 +124,7 @@ async def test_many_more_calls_than_the_window_are_all_answered(rt: aiodaft.Runt
     assert values == list(range(20_000))
 
 
+@pytest.mark.asyncio(loop_factories=["uvloop"])
 @pytest.mark.timeout(120)
 async def test_a_hundred_thousand_calls_to_a_slow_actor_stay_small_on_both_sides(rt: aiodaft.Runtime) -> None:
     log = await rt.spawn(Log)

@@ -229,7 +229,7 @@ async def test_no_more_than_max_pending_calls_wait_behind_a_run() -> None:
     async with aiodaft.Runtime(preload=(), max_pending=2) as rt:
         a, graph, runs = await held_up(rt)
         calls = [a.mark((number, None)) for number in range(2)]
-        with pytest.raises(aiodaft.Overloaded, match=r"mark of Node-1 is refused: 2 calls .* whose runs wait"):
+        with pytest.raises(aiodaft.Overloaded, match=r"mark of Node-1 is refused: 2 calls .* with runs that wait"):
             a.mark((2, None))
         await a.open()
         await ends([*runs, *calls])

@@ -104,6 +104,7 @@ async def test_one_of_two_awaiters_is_cancelled_and_the_other_gets_the_value(rt:
     assert second.result() == "shared"
 
 
+@pytest.mark.asyncio(loop_factories=["uvloop"])
 @pytest.mark.timeout(120)
 async def test_a_hundred_thousand_outstanding_refs_are_small(rt: aiodaft.Runtime) -> None:
     log = await rt.spawn(Log)

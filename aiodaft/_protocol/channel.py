@@ -35,12 +35,12 @@ class Kind(IntEnum):
     """What a message says. Those from `OFFER` to `FINISH` go from an end to the keeper, and carry the end's ticket."""
 
     OFFER = 0  # item: take it when there is room
-    WITHDRAW = 1  # the offer does not count any more
+    WITHDRAW = 1  # the offer is taken back
     WANT = 2  # lend the next item
     UNWANT = 3  # do not; or what was lent comes back
     GOT = 4  # what was lent is here: may the user have it?
     BACK = 5  # item: the user did not take it
-    CLOSE = 6  # take no more offers
+    CLOSE = 6  # refuse offers from now on
     FINISH = 7  # the same if there was an offer: no other process holds the channel, and this one only receives
 
     TAKEN = 8  # the offered item is in the queue
@@ -51,17 +51,17 @@ class Kind(IntEnum):
     LOST = 13  # process: the queue was lost with it; None: the channel was dropped
     MOVED = 14  # process: ask there
     ALONE = 15  # no other process holds the channel
-    COUNTING = 16  # the maker counts no more: the queue is here, and so is to be told when the channel is dropped
+    COUNTING = 16  # the sender of this counts the holders, not the maker: tell it when you drop the channel
 
     QUEUE = 17  # `Contents`: the queue is yours
     HAVE = 18  # it is here
     HELD = 19  # process: it holds the channel
-    LEFT = 20  # process, `Leaving`: it holds the channel no more
+    LEFT = 20  # process, `Leaving`: it no longer holds the channel
     DROP = 21  # no process holds the channel, as far as its maker knows
 
 
 class Leaving(IntEnum):
-    """Why a process holds a channel no more. Only of `DROPPED` can a process be sure that learns it from another."""
+    """Why a process no longer holds a channel. Only `DROPPED` is certain when another process reports it."""
 
     DROPPED = 0
     ENDED = 1  # in good order
@@ -102,7 +102,7 @@ class Tell:
 
 
 class Outcome(Enum):
-    """How something that a user waits for went on."""
+    """The outcome of an operation that a user waits for."""
 
     DONE = auto()  # with the item, for a receive
     CLOSED = auto()
@@ -112,7 +112,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Tell the user of this process who waits under a ticket."""
+    """End the wait of this process's user with this ticket."""
 
     ticket: int
     outcome: Outcome
@@ -144,7 +144,7 @@ class Keeper:
         self._at = here
         self._capacity = capacity
         self._items: deque[Any] = deque()
-        # There was an offer.
+        # Whether there was an offer.
         self._used = False
         self._closed = False
         # Offers that wait for room, and receives that wait for an item, in their order.
@@ -176,7 +176,7 @@ class Keeper:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody holds the channel, as far as that is decided here: otherwise the maker says so."""
+        """Whether this keeper counts the holders, and the channel has none."""
         return self._counts and not self._holders
 
     def handle(self, sender: PeerId, message: Message) -> list[Command]:
@@ -190,7 +190,7 @@ class Keeper:
             self._SERVE[message.kind](self, sender, message)
         elif message.kind is Kind.HAVE:
             self.place = Place.AWAY
-            # They find the queue also when the maker is gone.
+            # The holders must find the queue even if the maker dies.
             for holder in self._holders:
                 self._tell(holder, Kind.MOVED, 0, self._at)
             self._answer_held()
@@ -215,7 +215,7 @@ class Keeper:
         return self._take_out()
 
     def holder_left(self, peer: PeerId, how: Leaving) -> list[Command]:
-        """A process holds the channel no more."""
+        """A process no longer holds the channel."""
         if how is Leaving.DROPPED:
             self._holders.pop(peer, None)
         else:
@@ -227,7 +227,7 @@ class Keeper:
         return self._take_out()
 
     def peer_lost(self, peer: PeerId, how: Leaving) -> list[Command]:
-        """The connection to a process is gone, and nothing of it comes any more."""
+        """The connection to a process is lost: no message of it follows."""
         if not self.is_here:
             if peer == self._at:
                 self.place = Place.LOST
@@ -243,13 +243,13 @@ class Keeper:
         elif self._counts or self._maker == self._here:
             self._forget(peer)
         elif peer in self._holders:
-            # The maker passes that on behind what it has said before of those that hold the channel.
+            # The maker repeats this after its earlier messages about holders.
             self._tell(self._maker, Kind.LEFT, 0, (peer, int(how)))
         self._pump()
         return self._take_out()
 
     def drop(self) -> list[Command]:
-        """No process holds the channel, as far as its maker knows, which forgets it."""
+        """The maker forgets a channel that no process holds, as far as it knows."""
         if self.place in {Place.MOVING, Place.AWAY}:
             self._tell(self._at, Kind.DROP, 0)
         return self._take_out()
@@ -293,7 +293,7 @@ class Keeper:
         items, holders, senders = tuple(self._items), tuple(self._holders), tuple(self._senders)
         contents = Contents(self._capacity, items, self._used, self._closed, holders, senders, self._missed)
         self._tell(to, Kind.QUEUE, 0, contents)
-        # It asks again, there, when the queue has arrived.
+        # This process asks again, at the new place, when the queue has arrived.
         self._held.append((to, want))
         self._held += [(peer, Message(Kind.OFFER, ticket)) for peer, ticket, _ in self._offers]
         self._items.clear()
@@ -329,7 +329,7 @@ class Keeper:
         self._pump()
 
     def _hold(self, peer: PeerId) -> None:
-        # What the maker says of that may come later, or never.
+        # The maker's message may come later, or never.
         if peer not in self._holders:
             self._holders[peer] = None
             if self._counts:
@@ -372,7 +372,7 @@ class Keeper:
             want = self._wants.popleft()
             self._lent[want] = item = self._items.popleft()
             self._tell(want[0], Kind.ITEM, want[1], item)
-        # What is lent may come back.
+        # A lent item may come back.
         if self._items or self._lent:
             return
         orphaned = self._missed is not None and not any(map(self._may_send, self._holders))
@@ -385,17 +385,17 @@ class Keeper:
     def _may_send(self, holder: PeerId) -> bool:
         if holder in self._over:
             return False
-        # A maker often only hands the channel on.
+        # A maker that has not sent counts as one that only hands the channel on.
         return holder in self._senders or (holder not in self._receivers and holder != self._maker)
 
     def _answer_held(self) -> None:
-        """The queue is elsewhere, or lost: those who ask for it learn that."""
+        """Answer the held requests: the queue is elsewhere, or lost."""
         held, self._held = self._held, []
         for peer, message in held:
             if self.place is Place.AWAY:
                 self._tell(peer, Kind.MOVED, message.ticket, self._at)
             else:
-                # What is lost is closed for good.
+                # A lost channel counts as closed.
                 kind = Kind.OVER if message.kind is Kind.CLOSE else Kind.LOST
                 self._tell(peer, kind, message.ticket, self._at)
 

@@ -10,7 +10,7 @@ One receive at a time goes through these states:
     LENT       | stop                   | IDLE       | UNWANT
     CONFIRMING | YOURS                  | OWNED      | outcome of `confirm`
     CONFIRMING | stop                   | RETURNING  |
-    RETURNING  | YOURS                  | IDLE       | BACK (and WANT, if somebody receives again: ASKED)
+    RETURNING  | YOURS                  | IDLE       | BACK (and WANT, if the user receives again: ASKED)
     OWNED      | took                   | IDLE       |
     OWNED      | stop                   | IDLE       | BACK
     any        | OVER, ORPHANED, LOST   | IDLE       | outcome: no item will come
@@ -50,14 +50,14 @@ class End:
         self.is_lost = False
         # Nothing was sent from here, and the channel was not handed on.
         self.is_passive = True
-        # The maker is gone, and the keeper wants to know when the channel is dropped here.
+        # The maker is gone, and the keeper has asked to be told when the channel is dropped here.
         self._is_counted = False
         self._offer: tuple[int, Any] | None = None
         self._want = Want.IDLE
         self._want_ticket = 0
-        # Which process was asked, of requests that are not answered: by ticket.
+        # The process that was asked, for each unanswered request, by ticket.
         self._asked: dict[int, PeerId] = {}
-        # What is lent, or owned and not yet taken.
+        # The item that is lent, or owned and not yet taken.
         self._item: Any = None
         # The ticket of a receive that began while an item was on its way back.
         self._next_want: int | None = None
@@ -78,7 +78,7 @@ class End:
         return self._ask(Kind.OFFER, ticket, item)
 
     def stop_sending(self) -> list[Command]:
-        """Nobody waits any more for the offered item to be taken."""
+        """Give up the send under way."""
         if self._offer is None:
             return []
         ticket, self._offer = self._offer[0], None
@@ -93,7 +93,7 @@ class End:
         return self._ask(Kind.WANT, ticket)
 
     def confirm(self, ticket: int) -> list[Command]:
-        """What was lent is ready for the user."""
+        """The lent item is ready for the user."""
         if self._want is not Want.LENT:
             # The keeper was lost meanwhile.
             return [Settle(ticket, Outcome.LOST, self.keeper)]
@@ -106,7 +106,7 @@ class End:
         self._asked.pop(self._want_ticket, None)
 
     def stop_receiving(self) -> list[Command]:
-        """Nobody waits any more for the item that was asked for: if it came, it goes back."""
+        """Give up the receive under way; an item that came goes back."""
         self._next_want = None
         match self._want:
             case Want.CONFIRMING:
@@ -124,14 +124,14 @@ class End:
         return []
 
     def close(self, ticket: int) -> list[Command]:
-        """Close the channel for everybody."""
+        """Close the channel for all processes."""
         self._closes.add(ticket)
         return self._ask(Kind.CLOSE, ticket)
 
     # What happens.
 
     def leave(self, here: PeerId) -> list[Command]:
-        """This process holds the channel no more."""
+        """This process no longer holds the channel."""
         return self._say(Kind.LEFT, 0, (here, int(Leaving.DROPPED))) if self._is_counted else []
 
     def handle(self, sender: PeerId, message: Message) -> list[Command]:
@@ -153,7 +153,7 @@ class End:
         if kind in _ENDINGS:
             return self._settle(ticket, _ENDINGS[kind], body)
         if ticket != self._want_ticket:
-            # Of a receive that was given up, as the keeper has been told.
+            # An answer to a receive that was given up; the keeper knows that.
             return []
         if kind is Kind.ITEM and self._want is Want.ASKED:
             self._want, self._item = Want.LENT, body
@@ -168,7 +168,7 @@ class End:
         commands: list[Command] = []
         for ticket in [ticket for ticket, asked in self._asked.items() if asked == peer]:
             if self.is_lost or (self._offer is not None and self._offer[0] == ticket):
-                # It may have taken what was offered, and handed it on.
+                # It may have taken the offered item, and handed it on.
                 commands += self._settle(ticket, Outcome.LOST, peer)
             else:
                 commands += self._ask_again(ticket)
@@ -184,11 +184,11 @@ class End:
         item, again = self._item, self._next_want
         self._next_want = None
         self.took()
-        # In this order: whoever receives again gets this very item.
+        # In this order, so that the next receive gets this item.
         return [*self._say(Kind.BACK, 0, item), *([] if again is None else self.receive(again))]
 
     def _follow(self, ticket: int, to: PeerId) -> list[Command]:
-        """The queue is there: what waits under this ticket asks there, if it was not given up."""
+        """The queue is at `to`: repeat the request with this ticket there, unless it was given up."""
         self.keeper, self.is_lost = to, self.is_lost and to == self.keeper
         commands = self._ask_again(ticket)
         if self._close_again and not self.is_lost:
@@ -212,7 +212,7 @@ class End:
     def _settle(self, ticket: int, outcome: Outcome, body: Any) -> list[Command]:
         self._asked.pop(ticket, None)
         if ticket in self._closes:
-            # What is lost is closed for good, unless it turns up where it had moved to.
+            # A lost channel counts as closed, unless its queue turns up where it had moved to.
             self._closes.remove(ticket)
             self._close_again |= outcome is Outcome.LOST
             return [Settle(ticket, Outcome.DONE)]

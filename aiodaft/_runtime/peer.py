@@ -1,4 +1,4 @@
-"""One process of a runtime: its connections, its actors, its values. Controller and workers are the same thing."""
+"""The composition root of a process: builds its parts, and hands each what it needs. Controller and workers alike."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ class Peer:
         self.on_forked()
 
     def abandon(self, reason: str) -> None:
-        """Let go of everything where the loop does not run any more."""
+        """Free everything when the loop has ended."""
         self.leave(reason)
         self.process.helper_thread.abandon()
         self.store.close()

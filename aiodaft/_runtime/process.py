@@ -51,7 +51,7 @@ class ProcessOptions:
 class Process:
     """One process of a runtime. The controller and the workers are alike."""
 
-    # Why nothing works any more, once it does not.
+    # Why the process is closed; None while it is open.
     closed: str | None = None
 
     def __init__(self, options: ProcessOptions, key: Key, env: Env) -> None:
@@ -95,7 +95,7 @@ class Process:
                 self.loop.call_soon_threadsafe(callback)
 
     def check_open(self, what: str) -> None:
-        """Raise RuntimeClosed if nothing works any more."""
+        """Raise RuntimeClosed if the process is closed."""
         if self.closed is not None:
             raise RuntimeClosed(f"{what}: {self.closed}")
 

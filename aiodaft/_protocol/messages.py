@@ -44,7 +44,8 @@ An *input* is a tuple that begins with the index of a value in its graph; its le
 the constants beside it).
 
 For each kind, a function of its name builds the message, and `read_<kind>` returns its fields. No other module knows
-the position of a field. CALL and REPLY, the most frequent kinds, are built as tuples where they are sent. Use:
+the position of a field. CALL, SEND, REPLY, RESULT, RUN, FLOW and REPORT, the most frequent kinds, are built as tuples
+where they are sent, and unpacked where they are handled. Use:
 
     from aiodaft._protocol import messages as m
 
@@ -333,35 +334,6 @@ def ring(stage: int) -> Message:
 
 def read_ring(message: Message) -> int:
     return message[1]
-
-
-def run(
-    graph: int, number: int, oldest: int, left: int | None, results: tuple[CallId, ...], inputs: tuple[GraphItem, ...]
-) -> Message:
-    return RUN, graph, number, oldest, left, results, inputs
-
-
-def read_run(message: Message) -> tuple[int, int, int, int | None, tuple[CallId, ...], tuple[GraphItem, ...]]:
-    _, graph, number, oldest, left, results, inputs = message
-    return graph, number, oldest, left, results, inputs
-
-
-def flow(owner: PeerId, graph: int, number: int, result: GraphItem) -> Message:
-    return FLOW, owner, graph, number, (result,)
-
-
-def read_flow(message: Message) -> tuple[PeerId, int, int, tuple[GraphItem, ...]]:
-    _, owner, graph, number, results = message
-    return owner, graph, number, results
-
-
-def report(graph: int, number: int, result: GraphItem) -> Message:
-    return REPORT, graph, number, (result,)
-
-
-def read_report(message: Message) -> tuple[int, int, tuple[GraphItem, ...]]:
-    _, graph, number, results = message
-    return graph, number, results
 
 
 def skip(graph: int, number: int) -> Message:

@@ -186,10 +186,16 @@ class Share:
         self.unfinished = len(needs.missing)
         self.to_come = needs.foreign
 
-    def inputs_came(self, count: int) -> None:
-        """All inputs of the graph came at once, before any other value."""
-        self.missing = self._needs.missing_then.copy()
-        self.to_come -= count
+    def run_came(self, inputs: int) -> None:
+        """RUN came, with this number of inputs that were not counted: all of the graph's, before any other value.
+
+        Raises:
+            KeyError: The run was dropped.
+        """
+        self.state = SHARE[self.state][ShareEvent.RUN_CAME]
+        if inputs:
+            self.missing = self._needs.missing_then.copy()
+            self.to_come -= inputs
 
     def value_came(self, value: int) -> Iterable[int]:
         """A value is here: the segments that have everything now."""
@@ -204,11 +210,13 @@ class Share:
                 ready.append(segment)
         return ready
 
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing of a running run is left to do or to come."""
-        return not (self.unfinished or self.to_come) and self.state is ShareState.RUNNING
+    def end(self) -> bool:
+        """End a running run of which nothing is left to do or to come; False if there is something left."""
+        if self.unfinished or self.to_come or self.state is not ShareState.RUNNING:
+            return False
+        self.state = SHARE[self.state][ShareEvent.DONE]
+        return True
 
-    def on(self, event: ShareEvent) -> None:
-        """Go to the next state. Raises KeyError if the event cannot happen now."""
-        self.state = SHARE[self.state][event]
+    def drop(self) -> None:
+        """The graph is closed, or its owner is gone. Raises KeyError if the run is over."""
+        self.state = SHARE[self.state][ShareEvent.DROPPED]

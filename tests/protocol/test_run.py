@@ -22,7 +22,6 @@ from aiodaft._protocol.run import (
     RunEvent,
     RunState,
     Share,
-    ShareEvent,
     ShareState,
     may_begin,
 )
@@ -91,11 +90,11 @@ def test_a_share_starts_each_segment_once_with_all_it_needs_whatever_comes_first
 ) -> None:
     for plan in make_plan(flow).values():
         share, here, started = Share(Needs(plan)), set[int](), list[int]()
-        share.on(ShareEvent.RUN_CAME)
+        share.run_came(0)
         todo = data.draw(st.permutations(foreign_values(plan)))
         ready = [index for index, missing in enumerate(share.missing) if not missing]
         while todo or ready:
-            assert not share.is_done
+            assert not share.end()
             if ready and (not todo or data.draw(st.booleans())):
                 index = ready.pop()
                 started.append(index)
@@ -109,14 +108,15 @@ def test_a_share_starts_each_segment_once_with_all_it_needs_whatever_comes_first
                 here.add(value)
                 ready += share.value_came(value)
         assert sorted(started) == list(range(len(plan.segments)))
-        assert share.is_done
+        assert share.end()
+        assert not share.end()
 
 
 def test_inputs_that_come_at_once_are_as_good_as_one_by_one() -> None:
     a, b = actor(1), actor(2)
     plan = make_plan(Dataflow(2, (step(b), step(a, 0, 2), step(a, 1)), (3, 4)))[a[0]]
     at_once, one_by_one = Share(Needs(plan)), Share(Needs(plan))
-    at_once.inputs_came(2)
+    at_once.run_came(2)
     for value in plan.inputs:
         one_by_one.to_come -= 1
         one_by_one.value_came(value)
@@ -134,7 +134,8 @@ def test_shares_of_two_runs_do_not_count_together() -> None:
 def test_a_share_that_was_dropped_before_its_run_came_is_never_done() -> None:
     a = actor(1)
     share = Share(Needs(make_plan(Dataflow(0, (step(a),), (0,)))[a[0]]))
-    share.on(ShareEvent.DROPPED)
-    assert not share.is_done
+    share.drop()
+    share.unfinished = 0
+    assert not share.end()
     with pytest.raises(KeyError):
-        share.on(ShareEvent.RUN_CAME)
+        share.run_came(0)

@@ -309,7 +309,7 @@ class HostedActor:
             if call.stage is LATE:
                 # It did not obey, but its time was over.
                 answer = partial(self._fail_late, call)
-            elif is_plain(result) or call.responder.is_local:
+            elif call.responder.is_local or is_plain(result):
                 answer = partial(call.responder.answer, call, result)
             else:
                 stored = (

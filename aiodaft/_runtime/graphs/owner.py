@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.plan import Dataflow
-from aiodaft._protocol.run import GRAPH, UNSENT, GraphEvent, GraphState, RunEvent, RunState, may_begin
+from aiodaft._protocol.run import GRAPH, RUN, UNSENT, GraphEvent, GraphState, RunEvent, RunState, may_begin
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
@@ -252,7 +252,7 @@ class GraphOwner:
 
     def _send(self, run: OwnerRun) -> None:
         context, inputs = self._context, run.inputs
-        run.on(RunEvent.SENT)
+        run.state = RUN[run.state][RunEvent.SENT]
         run.deployment = deployment = self._deployment
         for value, state in run.states.items():
             _, _, state.connection = deployment.results[value]
@@ -268,7 +268,7 @@ class GraphOwner:
                 refs = context.objects.refs
                 items = tuple([item_of(value, index, refs, route, executed=False) for index, value in chosen])
             numbers = run.numbers if to.results is None else tuple(map(run.numbers.__getitem__, to.results))
-            route.send_in_turn(m.run(deployment.number, run.number, oldest, left, numbers, items))
+            route.send_in_turn((m.RUN, deployment.number, run.number, oldest, left, numbers, items))
             if route.lost is not None:
                 context.process.tasks.create_task(self._explain_loss(run, to.process), name="explain a lost actor")
         run.drop_inputs()
@@ -320,7 +320,7 @@ class GraphOwner:
     def _over(self, run: OwnerRun) -> None:
         if self._runs.pop(run.number, None) is not None:
             if run.deployment is not None:
-                run.on(RunEvent.ENDED)
+                run.state = RUN[run.state][RunEvent.ENDED]
             run.release()
             deployment = run.deployment
             if deployment is not self._deployment and deployment is not None and self._is_idle(deployment):

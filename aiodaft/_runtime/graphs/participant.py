@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from aiodaft._protocol import messages as m
-from aiodaft._protocol.call import ANSWER, FETCHED, FETCHING
+from aiodaft._protocol.call import ANSWER, FETCHED, FETCHING, NEXT
 from aiodaft._protocol.deadlock import CallAt
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.plan import SubPlan
-from aiodaft._protocol.run import Needs, Share, ShareEvent
+from aiodaft._protocol.run import Needs, Share
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.route import Route
@@ -152,6 +152,8 @@ class ParticipantRun:
 
     def __init__(self, participant: Participant) -> None:
         self.participant = participant
+        # The caller of the segments.
+        self.owner = participant.owner
         self.share = Share(participant.needs)
         self.values: dict[int, Flowing] = {}
         # The calls, until they begin.
@@ -159,7 +161,7 @@ class ParticipantRun:
 
     def drop(self) -> None:
         """Do not begin. The prepared calls refer to the run: without this, only garbage collection frees them."""
-        self.share.on(ShareEvent.DROPPED)
+        self.share.drop()
         self._prepared = ()
 
     def begin(
@@ -168,10 +170,13 @@ class ParticipantRun:
         """RUN came."""
         share = self.share
         self.numbers = numbers
-        if not self.values and _all_plain(items):
+        uncounted = 0 if self.values else len(items)
+        for item in items:
+            if len(item) != m.PLAIN_VALUE:
+                uncounted = 0
+        if uncounted:
             # The usual case.
             self.values.update(items)
-            share.inputs_came(len(items))
         else:
             self.values_came(items, route)
         calls, self._prepared = self._prepared, ()
@@ -181,7 +186,7 @@ class ParticipantRun:
                 call.deadline = deadline
         # The run knows all calls before the first of them may end.
         self.calls = calls
-        share.on(ShareEvent.RUN_CAME)
+        share.run_came(uncounted)
         if any(share.missing):
             for call, missing in zip(calls, share.missing, strict=True):
                 if missing:
@@ -264,7 +269,7 @@ class ParticipantRun:
             self._put(index, value)
         for route in step.routes:
             item = item_of(value, index, refs, route, executed=True)
-            route.send(m.flow(participant.owner, participant.number, self.number, item))
+            route.send((m.FLOW, self.owner, participant.number, self.number, (item,)))
         if step.is_reported and participant.route.lost is None:
             if stored is not None and step.place is not None and not (stored.ready and stored.is_inline):
                 participant.context.objects.store.entries[participant.owner, self.numbers[step.place]] = stored
@@ -274,7 +279,7 @@ class ParticipantRun:
             else:
                 # The owner only counts the step.
                 item = (index,)
-            participant.route.send(m.report(participant.number, self.number, item))
+            participant.route.send((m.REPORT, participant.number, self.number, (item,)))
         if stored is not None:
             # The grants keep the block until the other processes have read it.
             if step.is_used:
@@ -301,8 +306,7 @@ class ParticipantRun:
         self._forget_if_done()
 
     def _forget_if_done(self) -> None:
-        if self.share.is_done:
-            self.share.on(ShareEvent.DONE)
+        if self.share.end():
             self.calls = ()
             self.participant.forget(self)
             for stored in self._read_here or ():
@@ -310,19 +314,19 @@ class ParticipantRun:
 
     # As the caller of its segments.
 
-    is_local = False
-
-    @property
-    def owner(self) -> PeerId:
-        """The owner of the graph."""
-        return self.participant.owner
+    # The results of its steps are told already; it has none of its own.
+    is_local = True
 
     def answer(self, call: InboundCall, result: Any) -> None:
         """A segment is over."""
         assert isinstance(call, SegmentCall)
-        call.flush()
-        if call.handle(ANSWER):
-            self._one_finished()
+        if call.rules.on_thread:
+            call.flush()
+        after = NEXT.get((call.stage, ANSWER))
+        if after is not None:
+            call.stage = after
+            self.share.unfinished -= 1
+            self._forget_if_done()
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         """A segment ends early."""
@@ -350,10 +354,3 @@ class ParticipantRun:
         """The segments that make those of the values that have not come; nothing if inputs are among them."""
         missing = [value for value in values if value not in self.values]
         return [] if any(value in self.participant.plan.inputs for value in missing) else [*map(self.call_at, missing)]
-
-
-def _all_plain(items: tuple[m.GraphItem, ...]) -> bool:
-    for item in items:  # noqa: SIM110 - on the path of every run
-        if len(item) != m.PLAIN_VALUE:
-            return False
-    return True

@@ -77,14 +77,14 @@ class Graphs:
             participant.finish(lambda: self.participants.pop((owner, number), None))
 
     def _run_came(self, route: Route, message: m.Message) -> None:
-        graph, number, oldest, left, numbers, items = m.read_run(message)
+        _, graph, number, oldest, left, numbers, items = message
         participant = self.participants[route.remote, graph]
         if participant.pins:
             participant.unpin(oldest)
         participant.run(number).begin(left, numbers, items, route)
 
     def _flow_came(self, route: Route, message: m.Message) -> None:
-        owner, graph, number, items = m.read_flow(message)
+        _, owner, graph, number, items = message
         participant = self.participants.get((owner, graph))
         if participant is None:
             for _, _, blobs, *_ in (item for item in items if len(item) == m.ENCODED_VALUE):
@@ -102,7 +102,7 @@ class Graphs:
     # As the owner.
 
     def _report_came(self, route: Route, message: m.Message) -> None:
-        graph, number, items = m.read_report(message)
+        _, graph, number, items = message
         own = self.own.get(graph)
         if own is not None:
             own.reported(number, items, route)

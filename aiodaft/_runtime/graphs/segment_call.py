@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Protocol, cast
 
-from aiodaft._protocol.call import ANSWER, LATE
+from aiodaft._protocol.call import ANSWER, ANSWERED, GIVEN_UP, LATE
 from aiodaft._protocol.deadlock import CallAt
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.mailbox import Rules
@@ -198,7 +198,7 @@ class SegmentCall(InboundCall):
         store = segment.context.objects.store
         value: Flowing
         for step in segment.steps:
-            if call.given_up:
+            if call.stage in GIVEN_UP:
                 # The step before ignored its cancellation, or ran on the thread.
                 raise asyncio.CancelledError
             if step is segment.last:
@@ -227,13 +227,14 @@ class SegmentCall(InboundCall):
                 if call._is_ended_by(error):
                     raise
                 value = call._failure(step, error, executed)
-            call._keep(step, value)
+            call.run.values[step.index] = value
+            if on_thread:
+                call._collect(step, value)
+            else:
+                call._give(value)
 
-    def _keep(self, step: BoundStep, value: Flowing) -> None:
-        self.run.values[step.index] = value
-        if not self.rules.on_thread:
-            self._give(value)
-            return
+    def _collect(self, step: BoundStep, value: Flowing) -> None:
+        """On the thread: leave a result to the loop."""
         self._batch.append(value)
         if step is not self.segment.steps[-1] and step.leaves_segment:
             self.hosted.thread.to_loop(self.flush)
@@ -300,7 +301,7 @@ class SegmentCall(InboundCall):
             self._give(self._batch.popleft())
 
     def _give(self, value: Flowing) -> None:
-        if self.answered:
+        if self.stage in ANSWERED:
             # The segment was given up, and its receivers know.
             if type(value) is GraphValue and value.stored is not None:
                 value.stored.release()

@@ -1,10 +1,10 @@
-"""How one value reaches many processes, so that its producer sends it only twice. Pure.
+"""Broadcast: one value reaches many processes, and its producer sends it only twice. Pure.
 
 Each process that pulls the value from its producer, the root, joins the broadcast. The root sends the value to the
-first two. To each later one it names a member that will be done with one copy more before any other member. Processes
-that ask at the same time form a binomial tree, in which no member sends more often than the root. A member leaves once
-it has the value and no copy for others. Only the second one keeps a copy without being asked for it, so that a process
-that asks late, when all others have left, still finds one.
+first two. To each later one it names the member that can finish one more copy first. Processes that ask at the same
+time form a binomial tree, in which no member sends more often than the root. A member leaves once it has the value and
+no copy for others. Only the second one keeps a copy without a request, for processes that ask after all others have
+left.
 
     root                      consumer                         relay (an earlier consumer)
      | <------- PULL ----------- |                                |
@@ -25,9 +25,9 @@ from .ids import PeerId
 
 WaiterT = TypeVar("WaiterT")
 
-# How often the root, or one of the members that ask at the same time, sends a value.
+# How often the root sends a value, and each member if they ask at the same time.
 SENDS: Final = 2
-# The root itself serves a process that got nothing from so many relays.
+# After so many failed relays, the root itself sends to a process.
 PATIENCE: Final = 2
 
 
@@ -38,22 +38,22 @@ PATIENCE: Final = 2
 class _Member:
     # The relay that it gets the value from; None for the root.
     source: PeerId | None = None
-    # When it has the value, in units of one transfer, and how many members get it from here.
+    # The time at which it has the value, in units of one transfer, and the number of members that it sends to.
     ready: int = 0
     given: int = 0
-    # The root names it to no more members; earlier ones may be waiting there.
+    # The root names it to no more members; earlier ones may still wait for it.
     failing: bool = False
-    # Its relay gave it nothing.
+    # Its relay failed.
     let_down: bool = False
     disappointments: int = 0
 
 
 class Fanout:
-    """The members that are getting one value, or passing it on."""
+    """The root's table of members that get one value or pass it on."""
 
     def __init__(self) -> None:
         self._members: dict[PeerId, _Member] = {}
-        # How often the root itself has sent it.
+        # How often the root itself has sent the value.
         self.sent = 0
 
     @property
@@ -85,15 +85,15 @@ class Fanout:
         return member.source
 
     def keeps(self, peer: PeerId) -> bool:
-        """Whether a process that just joined is to keep a copy though no other process waits there."""
+        """Whether a process that just joined is to keep a copy although no process waits for it."""
         return self._members[peer].source is None and self.sent >= SENDS
 
     def leave(self, peer: PeerId) -> None:
-        """A process has no copy for others, and no other process waits there."""
+        """Remove a process that has no copy for others, and that no process waits for."""
         self._members.pop(peer, None)
 
     def fail(self, peer: PeerId, relay: PeerId) -> None:
-        """A process got nothing from a relay; it will join again."""
+        """Note that a relay failed for a process, which will join again."""
         if relay in self._members:
             self._members[relay].failing = True
         member = self._members.get(peer)
@@ -111,7 +111,7 @@ class Fanout:
         return min(able, key=done, default=None)
 
     def _waits_for(self, name: PeerId | None, peer: PeerId) -> bool:
-        """Whether one process, directly or not, waits for another, which must not wait for it in turn."""
+        """Whether a process waits for `peer`, directly or not: it cannot be the relay of `peer`."""
         while name is not None and name != peer:
             member = self._members.get(name)
             name = None if member is None else member.source
@@ -122,18 +122,18 @@ class Fanout:
 
 
 class Part(Enum):
-    """The part of a consumer in the broadcast of one value."""
+    """The role of a consumer in the broadcast of one value."""
 
-    ALONE = "the value is pulled; no other process is sent here for it"
+    ALONE = "it pulls the value; the root sends no other process here"
     MEMBER = "other processes may be sent here: a copy is made if one comes before the value does"
-    KEEPER = "the root wants a copy to be here in any case"
+    KEEPER = "the root wants a copy here in any case"
 
 
 class Event(Enum):
-    """What a consumer hears of the root."""
+    """News of the root for a consumer."""
 
     JOIN = "the root counts this process as a member"
-    JOIN_TO_KEEP = "the root wants a copy to be here"
+    JOIN_TO_KEEP = "the root wants a copy here"
     ROOT_LEFT = "the root has freed the value, or ended"
 
 
@@ -151,7 +151,7 @@ _PARTS: Final = {
 
 
 class Fetching(Generic[WaiterT]):
-    """One value that this process is getting, for one or several pulls.
+    """One value that this process fetches, for one or several pulls.
 
     Attributes:
         root: The root of the broadcast, if this process takes part in one.
@@ -162,32 +162,32 @@ class Fetching(Generic[WaiterT]):
         self.root: PeerId | None = None
         self.pulls = 0
         self._part = Part.ALONE
-        # Processes that were sent here.
+        # Processes that the root has sent here.
         self._waiting: list[WaiterT] = []
 
     def joined(self, root: PeerId, *, keep: bool) -> None:
-        """The root counts this process as a member."""
+        """Join: the root counts this process as a member."""
         self.root = root
         self._part = _PARTS[self._part, Event.JOIN_TO_KEEP if keep else Event.JOIN]
 
     def left_by(self, peer: PeerId) -> None:
-        """A process has freed the value, or ended; it may be the root."""
+        """A process, perhaps the root, has freed the value or ended."""
         if peer == self.root:
             self.root = None
             self._part = _PARTS[self._part, Event.ROOT_LEFT]
 
     def wait(self, waiter: WaiterT) -> None:
-        """Another process was sent here."""
+        """Add a process that was sent here."""
         self._waiting.append(waiter)
 
     def take_waiting(self) -> list[WaiterT]:
-        """The processes that wait here, which the caller serves or sends away."""
+        """Take out the waiting processes; the caller serves them or sends them away."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
     @property
     def is_alone(self) -> bool:
-        """Whether processes that wait here are mistaken."""
+        """Whether processes that wait here will get no copy."""
         return self._part is Part.ALONE
 
     @property

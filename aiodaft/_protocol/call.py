@@ -8,8 +8,8 @@
                                                               |                  |
                                                               +------ANSWER------+--> ABANDONED
 
-The loop moves the stage. Whether a started call has begun is known to the task or thread that runs it, which sets
-`begun`: a thread may begin a call at the moment in which the loop withdraws it, so both have to claim that right first.
+The loop changes the stage; the task or thread that runs the call sets `begun`. A thread may begin a call just when the
+loop withdraws it, so each of them first has to claim the call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 
 
 class Stage(Enum):
-    """How far a call is."""
+    """The stage of a call."""
 
     FETCHING = "its arguments are being fetched"
     QUEUED = "it waits for its turn in the mailbox"
@@ -27,10 +27,10 @@ class Stage(Enum):
     CANCELLED = "it has begun, and was told to stop; its caller waits for its end"
     LATE = "its deadline passed after it had begun; its caller waits for its cleanup"
     WITHDRAWN = "it will never begin; its caller is about to be told"
-    ABANDONED = "it runs, and its caller has its answer, or is gone"
+    ABANDONED = "it still runs, but its caller has its answer, or is gone"
     OVER = "it is answered, and has ended or will never begin"
 
-    # In C, unlike that of Enum: each call is looked up.
+    # Faster than that of Enum, for the look-ups of each call.
     __hash__ = object.__hash__
 
 
@@ -39,7 +39,7 @@ class Event(Enum):
 
     FETCHED = "its arguments are here"
     START = "the mailbox lets it start"
-    WITHDRAW = "it was cancelled, or its arguments cannot be had, before it began"
+    WITHDRAW = "before it began, it was cancelled or its arguments failed"
     CANCEL = "it was cancelled after it had begun"
     EXPIRE = "its deadline passed after it had begun"
     ANSWER = "its caller gets a result or an error, or is gone"
@@ -50,29 +50,29 @@ class Event(Enum):
 FETCHING, QUEUED, STARTED, CANCELLED, LATE, WITHDRAWN, ABANDONED, OVER = Stage
 FETCHED, START, WITHDRAW, CANCEL, EXPIRE, ANSWER = Event
 
-# An event that is not here comes too late, and changes nothing: there is one answer, and the first cancellation counts.
+# Other events come too late, and change nothing: there is one answer, and the first cancellation counts.
 NEXT: Final = {
     (FETCHING, FETCHED): QUEUED,
     (QUEUED, START): STARTED,
     # Its arguments or its turn may never come.
     (FETCHING, WITHDRAW): WITHDRAWN,
     (QUEUED, WITHDRAW): WITHDRAWN,
-    # The task or thread that has it finds it withdrawn.
+    # Its task or thread does not run it.
     (STARTED, WITHDRAW): WITHDRAWN,
     (STARTED, CANCEL): CANCELLED,
-    # The deadline gives a method the grace time anew, whether it is cancelled for that or was before.
+    # The deadline starts the grace time anew, also if the call was cancelled before.
     (CANCELLED, EXPIRE): LATE,
     # A stopped actor refuses the calls that wait.
     (FETCHING, ANSWER): OVER,
     (QUEUED, ANSWER): OVER,
     (WITHDRAWN, ANSWER): OVER,
     (STARTED, ANSWER): OVER,
-    # The grace time is over, or it runs on a thread, which cannot be interrupted. Or it ends now.
+    # The call ends; or its grace time is over; or it runs on a thread, which cannot be interrupted.
     (CANCELLED, ANSWER): ABANDONED,
     (LATE, ANSWER): ABANDONED,
 }
 
-# Nothing has ended the call, or is about to.
+# The call is to run to its end.
 WANTED: Final = frozenset({FETCHING, QUEUED, STARTED})
 # It was not handed to its task or thread.
 WAITING: Final = frozenset({FETCHING, QUEUED})
@@ -84,13 +84,13 @@ ANSWERED: Final = frozenset({ABANDONED, OVER})
 
 
 class Life:
-    """The stage of one call, and how far its turn is."""
+    """The stage of one call, and whether it has begun."""
 
     # Most calls bring their arguments along.
     stage = QUEUED
-    # When it was started, one before it had not begun: it has to begin in its turn.
+    # An earlier call had not begun when this one was started: this one has to begin after it.
     behind = False
-    # Its first line has run; of a segment, the first line of its last step has.
+    # `begun`: its first line has run. `last_begun`: the first line of the last step of a segment has run.
     begun = False
     last_begun = False
 

@@ -1,9 +1,9 @@
-"""A channel's queue as a state machine, and what processes tell each other about it: messages in, messages out. Pure.
+"""A channel's queue as a state machine, and the messages about it between processes. Pure: messages in, messages out.
 
-`Keeper` decides about the queue, in the process that has it. An `End` (see `channel_end`) stands for the sends and
-receives of one process, and talks to the keeper. The queue begins with the channel's maker and moves at most once, to
-the first process that receives: from then on items go straight from each sender to there. The maker knows which
-processes hold the channel, and tells the keeper, which goes on counting when the maker is gone.
+The `Keeper` decides about the queue, in the process that has it. An `End` (see `channel_end`) makes the sends and
+receives of one process, and talks to the keeper. The queue begins at the channel's maker and moves at most once, to the
+first process that receives: from then on each sender sends items straight to that process. The maker counts the
+processes that hold the channel, and tells the keeper; if the maker ends, the keeper counts.
 
     Place     | first WANT of this process | first WANT of process P | HAVE of P | P is lost | anything else
     NEW       | SETTLED                    | MOVING: QUEUE to P      |           |           | served
@@ -12,9 +12,9 @@ processes hold the channel, and tells the keeper, which goes on counting when th
     LOST      | answer LOST                | answer LOST             |           |           | answer LOST
     SETTLED   | served                     | served                  |           |           | served (P begins here)
 
-An item is lent to a receiver with ITEM, and stays with the keeper until the receiver confirms it with GOT; only when
-the keeper has agreed with YOURS does the receiver's user see it. So a receiver that dies takes nothing with it that its
-user has not seen, and no item is seen twice.
+The keeper lends an item to a receiver with ITEM, and keeps it until the receiver confirms it with GOT. The keeper then
+sends YOURS, and only now the receiver's user gets the item. So a receiver that dies loses no item that its user has not
+seen, and no item is seen twice.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ ChannelId: TypeAlias = tuple[PeerId, CallId]
 
 
 class Kind(IntEnum):
-    """What a message says. Those from `OFFER` to `FINISH` go from an end to the keeper, and carry the end's ticket."""
+    """The kind of a message. `OFFER` to `FINISH` go from an end to the keeper, and carry the end's ticket."""
 
     OFFER = 0  # item: take it when there is room
     WITHDRAW = 1  # the offer is taken back
     WANT = 2  # lend the next item
-    UNWANT = 3  # do not; or what was lent comes back
-    GOT = 4  # what was lent is here: may the user have it?
+    UNWANT = 3  # do not; or take back the lent item
+    GOT = 4  # the lent item is here: may the user have it?
     BACK = 5  # item: the user did not take it
     CLOSE = 6  # refuse offers from now on
-    FINISH = 7  # the same if there was an offer: no other process holds the channel, and this one only receives
+    FINISH = 7  # if there was an offer, close: no other process holds the channel, and the sender only receives
 
     TAKEN = 8  # the offered item is in the queue
     ITEM = 9  # item: lent
@@ -51,30 +51,30 @@ class Kind(IntEnum):
     LOST = 13  # process: the queue was lost with it; None: the channel was dropped
     MOVED = 14  # process: ask there
     ALONE = 15  # no other process holds the channel
-    COUNTING = 16  # the sender of this counts the holders, not the maker: tell it when you drop the channel
+    COUNTING = 16  # the sender counts the holders instead of the maker: tell it when you drop the channel
 
     QUEUE = 17  # `Contents`: the queue is yours
-    HAVE = 18  # it is here
+    HAVE = 18  # the queue is here
     HELD = 19  # process: it holds the channel
     LEFT = 20  # process, `Leaving`: it no longer holds the channel
     DROP = 21  # no process holds the channel, as far as its maker knows
 
 
 class Leaving(IntEnum):
-    """Why a process no longer holds a channel. Only `DROPPED` is certain when another process reports it."""
+    """Why a process no longer holds a channel. In the report of another process only `DROPPED` is certain."""
 
     DROPPED = 0
-    ENDED = 1  # in good order
+    ENDED = 1  # without an error
     DIED = 2
 
 
 FOR_KEEPERS: Final = frozenset(kind for kind in Kind if kind <= Kind.FINISH or kind >= Kind.QUEUE)
-# These wait for an answer, wherever the queue is.
+# Requests: the sender waits for an answer.
 _REQUESTS: Final = frozenset((Kind.OFFER, Kind.WANT, Kind.CLOSE))
 
 
 class Message(NamedTuple):
-    """What one process tells another about a channel."""
+    """A message of one process to another about a channel."""
 
     kind: Kind
     ticket: int = 0
@@ -82,7 +82,7 @@ class Message(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """A queue on its way."""
+    """The queue in a QUEUE message."""
 
     capacity: int
     items: tuple[Any, ...]
@@ -123,7 +123,7 @@ Command: TypeAlias = Tell | Settle
 
 
 class Place(Enum):
-    """Where the queue is, as a keeper knows; see the table above."""
+    """Where the queue is, as far as a keeper knows; see the table above."""
 
     NEW = auto()
     SETTLED = auto()
@@ -133,7 +133,7 @@ class Place(Enum):
 
 
 class Keeper:
-    """One channel in the process that made it, or that has its queue."""
+    """One channel in the process that made it or has its queue."""
 
     def __init__(self, here: PeerId, maker: PeerId, capacity: int) -> None:
         self.place = Place.NEW
@@ -144,23 +144,23 @@ class Keeper:
         self._at = here
         self._capacity = capacity
         self._items: deque[Any] = deque()
-        # Whether there was an offer.
+        # There was an offer.
         self._used = False
         self._closed = False
         # Offers that wait for room, and receives that wait for an item, in their order.
         self._offers: deque[tuple[PeerId, int, Any]] = deque()
         self._wants: deque[tuple[PeerId, int]] = deque()
         self._lent: dict[tuple[PeerId, int], Any] = {}
-        # Processes that hold the channel; that have sent; and that have received. They may do so again.
+        # Processes that hold the channel, that have sent, and that have received. They may do so again.
         self._holders: dict[PeerId, None] = {maker: None}
         self._senders: dict[PeerId, None] = {}
         self._receivers: set[PeerId] = set()
-        # Processes to which the connection is gone; and processes that are said to have ended.
+        # Processes with a lost connection; and processes that have ended, as reported.
         self._gone: dict[PeerId, Leaving] = {}
         self._over: set[PeerId] = set()
-        # The last process that died and may have sent, unless another one has begun to send since.
+        # The last process that died and may have sent; None once another one has begun to send.
         self._missed: PeerId | None = None
-        # Requests that came while the queue is on its way.
+        # Requests that came while the queue moved.
         self._held: list[tuple[PeerId, Message]] = []
         self._out: list[Command] = []
 
@@ -180,7 +180,7 @@ class Keeper:
         return self._counts and not self._holders
 
     def handle(self, sender: PeerId, message: Message) -> list[Command]:
-        """A process says something."""
+        """Handle a message."""
         if message.kind is Kind.HELD:
             return self.holder_came(message.body)
         if message.kind is Kind.LEFT:
@@ -203,7 +203,7 @@ class Keeper:
         return self._take_out()
 
     def holder_came(self, peer: PeerId) -> list[Command]:
-        """A process holds the channel."""
+        """Note that a process holds the channel."""
         if self.is_here:
             self._hold(peer)
             return self._take_out()
@@ -215,7 +215,7 @@ class Keeper:
         return self._take_out()
 
     def holder_left(self, peer: PeerId, how: Leaving) -> list[Command]:
-        """A process no longer holds the channel."""
+        """Note that a process no longer holds the channel."""
         if how is Leaving.DROPPED:
             self._holders.pop(peer, None)
         else:
@@ -227,7 +227,7 @@ class Keeper:
         return self._take_out()
 
     def peer_lost(self, peer: PeerId, how: Leaving) -> list[Command]:
-        """The connection to a process is lost: no message of it follows."""
+        """The connection to a process is lost: no more messages come from it."""
         if not self.is_here:
             if peer == self._at:
                 self.place = Place.LOST
@@ -243,18 +243,18 @@ class Keeper:
         elif self._counts or self._maker == self._here:
             self._forget(peer)
         elif peer in self._holders:
-            # The maker repeats this after its earlier messages about holders.
+            # The maker sends this back, after its earlier messages about holders.
             self._tell(self._maker, Kind.LEFT, 0, (peer, int(how)))
         self._pump()
         return self._take_out()
 
     def drop(self) -> list[Command]:
-        """The maker forgets a channel that no process holds, as far as it knows."""
+        """Forget a channel in its maker: no process holds it, as far as the maker knows."""
         if self.place in {Place.MOVING, Place.AWAY}:
             self._tell(self._at, Kind.DROP, 0)
         return self._take_out()
 
-    # Where the queue is: one method per message.
+    # The process that has the queue: one method per message.
 
     def _take_over(self, sender: PeerId, message: Message) -> None:
         _, items, self._used, self._closed, holders, senders, self._missed = message.body
@@ -293,7 +293,7 @@ class Keeper:
         items, holders, senders = tuple(self._items), tuple(self._holders), tuple(self._senders)
         contents = Contents(self._capacity, items, self._used, self._closed, holders, senders, self._missed)
         self._tell(to, Kind.QUEUE, 0, contents)
-        # This process asks again, at the new place, when the queue has arrived.
+        # Senders of held requests are told the new place when the queue has arrived.
         self._held.append((to, want))
         self._held += [(peer, Message(Kind.OFFER, ticket)) for peer, ticket, _ in self._offers]
         self._items.clear()
@@ -329,18 +329,18 @@ class Keeper:
         self._pump()
 
     def _hold(self, peer: PeerId) -> None:
-        # The maker's message may come later, or never.
+        # The maker's HELD may come later, or never.
         if peer not in self._holders:
             self._holders[peer] = None
             if self._counts:
                 self._tell(peer, Kind.COUNTING, 0)
 
     def _dropped(self, sender: PeerId, message: Message) -> None:
-        # If the maker has only lost processes that hold the channel, they may live all the same.
+        # The maker may only have lost its connections to the holders.
         self._count()
 
     def _count(self) -> None:
-        """Go on counting without the maker."""
+        """Count the holders, instead of the maker."""
         self._counts = True
         for gone in self._gone:
             self._forget(gone)
@@ -361,7 +361,7 @@ class Keeper:
         self._senders.pop(peer, None)
 
     def _pump(self) -> None:
-        """Let in what there is room for, lend what is wanted, and end the receives to which nothing will come."""
+        """Take offers while there is room, lend items to receivers, and end receives that will get no item."""
         while True:
             while self._offers and len(self._items) < self._capacity:
                 peer, ticket, item = self._offers.popleft()
@@ -372,7 +372,7 @@ class Keeper:
             want = self._wants.popleft()
             self._lent[want] = item = self._items.popleft()
             self._tell(want[0], Kind.ITEM, want[1], item)
-        # A lent item may come back.
+        # A lent item may be returned.
         if self._items or self._lent:
             return
         orphaned = self._missed is not None and not any(map(self._may_send, self._holders))
@@ -385,11 +385,11 @@ class Keeper:
     def _may_send(self, holder: PeerId) -> bool:
         if holder in self._over:
             return False
-        # A maker that has not sent counts as one that only hands the channel on.
+        # A maker that has not sent is assumed to only pass the channel on.
         return holder in self._senders or (holder not in self._receivers and holder != self._maker)
 
     def _answer_held(self) -> None:
-        """Answer the held requests: the queue is elsewhere, or lost."""
+        """Answer the held requests: the queue has moved, or is lost."""
         held, self._held = self._held, []
         for peer, message in held:
             if self.place is Place.AWAY:
@@ -421,7 +421,7 @@ class Keeper:
 
 
 def refusal(message: Message) -> Message | None:
-    """What a process answers that knows nothing of a channel: it was dropped, or its maker is gone."""
+    """The answer of a process that does not know a channel: it was dropped, or its maker is gone."""
     if message.kind not in _REQUESTS:
         return None
     return Message(Kind.OVER if message.kind is Kind.CLOSE else Kind.LOST, message.ticket)

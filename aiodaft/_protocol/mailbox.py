@@ -1,11 +1,11 @@
-"""Order and concurrency of one actor's calls. Pure: it says what may start, somebody else starts it.
+"""Order and concurrency of one actor's calls. Pure: it decides which calls may start; the hosted actor starts them.
 
-The rule: calls of one caller *start* in the order in which they were made, also when an earlier one still waits
-for its arguments. Different callers do not hold each other up. `ordered=False` opts out.
+Calls of one caller *start* in the order in which they were made, also when an earlier one still waits for its
+arguments. Different callers do not block each other. `ordered=False` opts out.
 
-`def` methods run on the actor's one thread, `async def` ones on the loop; each of the two takes its calls up in
-order. Where a caller's calls change from one to the other, the later one waits until the earlier one has begun; so it
-does after a row, which has begun when the last of its calls has.
+`def` methods run on the actor's one thread, `async def` methods on the loop; each of the two begins its calls in
+order. If two successive calls of a caller run on different ones, the later call waits until the earlier one has begun.
+A call after a row (see `Rules.row`) waits until the last call of the row has begun.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .ids import PeerId
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the mailbox needs to know of a method."""
+    """The properties of a method that the mailbox uses."""
 
     name: str
     on_thread: bool = False
@@ -29,12 +29,12 @@ class Rules:
     concurrency: int | None = None
     # Calls of this method that may wait at one actor.
     max_queue: int | None = None
-    # Several calls of a graph that run one after the other.
+    # The entry stands for several calls of a graph, which run one after the other.
     row: bool = False
 
 
 class Entry(Protocol):
-    """A call, as the mailbox sees it."""
+    """The part of a call that the mailbox uses."""
 
     caller: PeerId
     rules: Rules
@@ -54,11 +54,11 @@ class Mailbox(Generic[EntryT]):
     def __init__(self) -> None:
         self._lanes: dict[PeerId, deque[EntryT]] = {}
         self._unordered: deque[EntryT] = deque()
-        # The call of each caller that was started last.
+        # The last started call of each caller.
         self._last: dict[PeerId, EntryT] = {}
         self._running: Counter[str] = Counter()
         self._held = 0
-        # Something waits for a call to begin: whoever runs it then has to say so.
+        # An entry waits for a started call to begin: the hosted actor asks for `startable` when one begins.
         self.watching = False
 
     @property
@@ -77,7 +77,7 @@ class Mailbox(Generic[EntryT]):
         return [entry for entry in waiting if entry.stage not in GONE]
 
     def arrive(self, entry: EntryT) -> bool:
-        """A call came in: True if it starts now, else it is kept."""
+        """Add a call: True if it starts now, else it waits."""
         rules = entry.rules
         caller = entry.caller
         if (
@@ -86,7 +86,7 @@ class Mailbox(Generic[EntryT]):
             and entry.stage is QUEUED
             and not (self._lanes or self._held or caller in self._last)
         ):
-            # The usual case, and what `_may_start` and `_start` come to: there is nothing that it might wait for.
+            # `_may_start` and `_start` for the usual case: there is no call to wait for.
             self._last[caller] = entry
             return True
         lane = self._lanes.get(caller) if rules.ordered and self._lanes else None
@@ -102,13 +102,13 @@ class Mailbox(Generic[EntryT]):
         return False
 
     def finished(self, entry: EntryT) -> bool:
-        """A started call ended: True if others wait, so that one of them may be `startable` now."""
+        """Remove a started call that ended: True if calls wait, which may be `startable` now."""
         rules = entry.rules
         if self._last.get(entry.caller) is entry:
             del self._last[entry.caller]
         if rules.concurrency is not None:
             self._running[rules.name] -= 1
-        # What `holds_some` says; on the path of every call.
+        # `holds_some`, inlined: every call runs this.
         return bool(self._lanes or self._unordered)
 
     def hold(self) -> None:
@@ -120,10 +120,10 @@ class Mailbox(Generic[EntryT]):
         self._held -= 1
 
     def startable(self) -> Iterator[EntryT]:
-        """Take out what may start now, one after the other: a call became ready, was withdrawn, or has begun.
+        """Take out the calls that may start now, after a call became ready, was withdrawn, or has begun.
 
-        Whoever gets one starts it before the next: what it does with its first line (it makes calls, or holds the
-        mailbox) counts for those behind it.
+        The user of the iterator starts each call before it takes the next: the first line of the call may hold the
+        mailbox or make calls, and this affects the next ones.
         """
         self.watching = False
         for caller, lane in list(self._lanes.items()):
@@ -136,7 +136,7 @@ class Mailbox(Generic[EntryT]):
             if not lane:
                 del self._lanes[caller]
             elif first is not lane[0]:
-                # Whoever got something goes behind the others, or it could take every turn of a bounded method.
+                # Its caller goes behind the others, or it could take every free place of a bounded method.
                 self._lanes[caller] = self._lanes.pop(caller)
         for _ in range(len(self._unordered)):
             entry = self._unordered.popleft()
@@ -149,14 +149,14 @@ class Mailbox(Generic[EntryT]):
                 self._unordered.append(entry)
 
     def ahead_of(self, entry: EntryT, running: Callable[[], Sequence[EntryT]]) -> list[EntryT]:
-        """The calls of which one has to move on before a call that waits here may start.
+        """The calls that block a waiting call: one of them has to progress before it may start.
 
         Args:
             entry: The call.
             running: Gives the calls that have started and not ended.
 
         Returns:
-            Them; nothing if it waits for something else, or for a call that is not among `running`.
+            The calls; empty if the call waits for something else, or for a call that is not among `running`.
         """
         rules = entry.rules
         lane = self._lanes.get(entry.caller) if rules.ordered else None
@@ -171,7 +171,7 @@ class Mailbox(Generic[EntryT]):
         return [last] if last is not None and not last.begun and last.rules.on_thread is not rules.on_thread else []
 
     def in_the_way(self, running: Callable[[], Sequence[EntryT]]) -> list[EntryT]:
-        """The calls for which others here wait directly."""
+        """The calls that directly block waiting calls."""
         found: list[EntryT] = []
         names: set[str] = set()
         for lane in self._lanes.values():
@@ -179,14 +179,14 @@ class Mailbox(Generic[EntryT]):
                 found.append(lane[0])
             found += self.ahead_of(lane[0], running)
         for entry in self._unordered:
-            # What one waits for, all of that method wait for.
+            # All waiting calls of a method wait for the same calls.
             if entry.stage is QUEUED and entry.rules.name not in names:
                 names.add(entry.rules.name)
                 found += self.ahead_of(entry, running)
         return found
 
     def drain(self) -> list[EntryT]:
-        """Take out everything that waits: it will never start."""
+        """Take out all waiting calls: they will never start."""
         waiting = self.waiting()
         self._lanes.clear()
         self._unordered.clear()
@@ -203,10 +203,10 @@ class Mailbox(Generic[EntryT]):
         last = self._last.get(entry.caller)
         if last is None:
             return True
-        # What runs on the same side is taken up in order, so the last one speaks for all before it.
+        # The thread, and the loop, begin calls in order: if the last one has begun, all before it have.
         if last.rules.on_thread is rules.on_thread and (rules.on_thread or not last.rules.row):
             return True
-        # First ask to be told, then look: the other way round, it could begin in between and never say so.
+        # First set the flag, then look: otherwise a call that begins in between would go unnoticed.
         self.watching = True
         return last.last_begun if last.rules.row else last.begun
 
@@ -221,22 +221,22 @@ class Mailbox(Generic[EntryT]):
 
 
 class BoundedMailbox(Mailbox[EntryT]):
-    """A mailbox in which only so many calls may wait. Steps of graphs, which are not admitted one by one, do not count.
+    """A mailbox with a limit of waiting calls. Steps of graphs do not count: they are not admitted one by one.
 
-    Calls wait until they start: for their turn, for their arguments, or for the actor's thread. The oldest call that
-    was handed to the thread has it, or is about to get it, and does not wait.
+    Calls wait for their turn, for their arguments, or for the actor's thread. The oldest call that was handed to the
+    thread runs, or is about to run, and does not count as waiting.
     """
 
     def __init__(self, max_queue: int | None) -> None:
         super().__init__()
         self._max_queue = max_queue
-        # Admitted calls that are bounded and may still wait, in the order in which they came.
+        # Admitted calls with a limit that may still wait, in the order of arrival.
         self._queue: dict[EntryT, None] = {}
         # Calls that were handed to the thread and have not ended.
         self._on_thread: dict[EntryT, None] = {}
 
     def admit(self, entry: EntryT) -> str | None:
-        """Count a call that came in, before it is told to `arrive`; or say why it is refused."""
+        """Count a call before `arrive`. Returns the reason if the call is refused."""
         first = next((other for other in self._on_thread if other.stage not in GONE), None)
         self._queue = {other: None for other in self._queue if other.stage not in GONE}
         waiting = [other.rules.name for other in self._queue if other is not first and not other.begun]
@@ -275,10 +275,10 @@ class BoundedMailbox(Mailbox[EntryT]):
 
 
 def check_max_queue(max_queue: object, what: str) -> int | None:
-    """How many calls may wait; None if that is not bounded.
+    """Check a limit of waiting calls; None: no limit.
 
     Raises:
-        ValueError: It is no positive integer.
+        ValueError: It is not a positive integer.
     """
     if max_queue is None:
         return None

@@ -1,4 +1,4 @@
-"""The route of one pull: which process is asked for a value, and which one next. Pure.
+"""The route of one pull: the process to ask for a value, and the next one. Pure.
 
 The producer is asked first. It sends the value when the value exists, or names another process:
 
@@ -18,12 +18,12 @@ from aiodaft.exceptions import RemoteProtocolError
 
 from .ids import CallId, PeerId
 
-# Owner, producer, and two relays with the root asked again after each: more hops are a circle.
+# Longer routes are circles. The longest: owner, producer, and two relays, each with the root asked again.
 MAX_HOPS: Final = 16
 
 
 class Asked(Enum):
-    """Which process is asked."""
+    """The kind of the asked process."""
 
     HERE = "the process that pulls"
     REMOTE = "another process"
@@ -31,7 +31,7 @@ class Asked(Enum):
 
 
 class Answer(Enum):
-    """What came instead of the value."""
+    """An answer without the value."""
 
     MOVED = "the name of another process"
     BROKEN = "an error"
@@ -40,7 +40,7 @@ class Answer(Enum):
 
 
 class Next(Enum):
-    """What the pull does next."""
+    """The next step of a pull."""
 
     ASK_NAMED = "ask the process that the answer names"
     ASK_OWNER = "ask the owner"
@@ -53,7 +53,7 @@ _NEXT: Final = {
     (Asked.HERE, Answer.BROKEN): Next.FAIL,
     (Asked.REMOTE, Answer.MOVED): Next.ASK_NAMED,
     (Asked.REMOTE, Answer.BROKEN): Next.FAIL,
-    # The owner may have the value, and knows best how the producer ended.
+    # The owner may have the value, and knows how the producer ended.
     (Asked.REMOTE, Answer.LOST): Next.ASK_OWNER,
     (Asked.REMOTE, Answer.OWNER_LOST): Next.FAIL,
     (Asked.RELAY, Answer.MOVED): Next.ASK_ROOT,
@@ -81,14 +81,14 @@ class Pull:
 
     @property
     def is_here(self) -> bool:
-        """Whether the process that pulls is to ask itself."""
+        """Whether the pulling process is to ask itself."""
         return self.asked == self._local
 
     def handle(self, answer: Answer, named: PeerId | None, root: PeerId | None) -> Next:
         """Choose the process to ask next.
 
         Args:
-            answer: What came.
+            answer: The answer of the asked process.
             named: The process that a MOVED names.
             root: The root of the broadcast that this process takes part in for the value.
 

@@ -5,14 +5,14 @@
        |            +--------> withdrawn
        +-> refused (Overloaded)
 
-A call is sent when it has its message, the calls before it are sent, and the window has room: for the number of
-unanswered calls and for the bytes of their arguments. So the sender alone keeps the memory of the callee bounded. All
-calls in the window may wait for one beyond it (such as the call that opens a gate), so a window without an answer for
-some time grows. Other messages, such as runs of graphs, can line up behind the waiting calls (`line_up`).
+A call is sent when it has its message, the calls before it are sent, and the window has room: it limits the number of
+unanswered calls and the bytes of their arguments. So the sender alone bounds the memory of the callee. All calls in the
+window may wait for a call beyond it (such as one that opens a gate), so a window grows if no answer comes for some
+time. Other messages, such as runs of graphs, can line up behind the waiting calls (`line_up`).
 
 The runtime's own calls (of agents, the node, supervisors, channels) are outside of the window, so that an overloaded
-runtime can be inspected and stopped. They keep their order, and stay behind earlier calls without a message: an actor
-that is stopped gets all earlier calls.
+runtime can be inspected and stopped. They keep their order, and wait for earlier calls without a message: an actor that
+is stopped gets all earlier calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .messages import HELLO, OLDEST_WIRE_VERSION, WIRE_VERSION, Message, check_a
 
 CallT = TypeVar("CallT")
 
-# Unanswered calls that one connection carries, and the bytes that their arguments may take in the callee.
+# The window: unanswered calls of one connection, and bytes of their arguments.
 WINDOW: Final = 4096
 WINDOW_BYTES: Final = 64 << 20
 # Seconds without an answer after which the window grows.
@@ -57,13 +57,13 @@ class Session(Generic[CallT]):
         # Calls without an answer: sent and waiting ones.
         self.calls: dict[CallId, CallT] = {}
         self._waiting: OrderedDict[CallId, Message | None] = OrderedDict()
-        # Messages among the waiting ones that are no calls; they have negative numbers.
+        # The number of waiting messages that are no calls; their keys are negative.
         self._others = 0
         self._last_other = 0
-        # The runtime's own calls: all of them, and the waiting ones.
+        # The runtime's own calls: all, and the waiting ones.
         self._own: set[CallId] = set()
         self._own_waiting: OrderedDict[CallId, _OwnCall] = OrderedDict()
-        # At most `max_pending`.
+        # Never more than `max_pending`.
         self._base_window = self._window = min(window, max_pending)
         self._answers = 0
         self._answers_before = 0
@@ -76,7 +76,7 @@ class Session(Generic[CallT]):
         self._encoder = FrameEncoder()
         self.send: Callable[[Message], None] = self._encoder.pack
         self.data_to_send = self._encoder.take
-        # Packed messages that were not taken by `data_to_send`.
+        # Packed messages that `data_to_send` has not taken.
         self.packed = self._encoder.frames
         self.send(hello(local, pid))
 
@@ -102,7 +102,7 @@ class Session(Generic[CallT]):
         """Return the messages that `data` completes, without HELLO.
 
         Raises:
-            RemoteProtocolError: The other side does not follow the protocol. The session must not be used any more.
+            RemoteProtocolError: The peer violates the protocol. Do not use the session any more.
         """
         messages = check_all(self._decoder.feed(data))
         if self.remote_pid is None and messages:
@@ -133,7 +133,7 @@ class Session(Generic[CallT]):
             call: Kept with it until it is answered.
             message: The CALL or SEND; None until `provide`.
             cost: Bytes of arguments in it.
-            admitted: It was accepted before, and is never refused now.
+            admitted: The call was accepted before: do not refuse it.
 
         Raises:
             Overloaded: Too many calls have no answer yet.
@@ -201,11 +201,11 @@ class Session(Generic[CallT]):
         return True
 
     def settle(self, call_id: CallId) -> CallT | None:
-        """A call is answered: return its `CallT` (None if the call is unknown) and send the next ones."""
+        """End an answered call, and send the next ones. Returns its `CallT`; None if the call is unknown."""
         if self._own and call_id in self._own:
             return self._settle_own(call_id)
         if self._waiting and call_id in self._waiting:
-            # A call that was not sent cannot be answered.
+            # The call was not sent: this answer is not to it.
             return None
         call = self.calls.pop(call_id, None)
         if call is not None:
@@ -220,11 +220,11 @@ class Session(Generic[CallT]):
         if call_id in self._own_waiting:
             return None
         self._own.remove(call_id)
-        # It is outside of the window.
+        # It took no room of the window.
         return self.calls.pop(call_id)
 
     def look_for_stall(self) -> bool:
-        """Enlarge the window if no call was answered since the last time; called every `STALL` seconds.
+        """Enlarge the window if no call was answered since the last call of this, every `STALL` seconds.
 
         Returns:
             Whether calls still wait.
@@ -264,7 +264,7 @@ class Session(Generic[CallT]):
                 self._others -= 1
             else:
                 cost = self._costs.get(call_id, 0)
-                # A single call may exceed the byte window: it would wait forever.
+                # A single call may exceed the byte window; otherwise it would wait forever.
                 full = self._bytes and self._bytes + cost > self._window_bytes
                 if full or len(self.calls) - len(self._own) - self.waiting >= self._window:
                     return

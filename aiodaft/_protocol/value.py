@@ -1,8 +1,8 @@
-"""The life of a value in one process, its holders, and what becomes of its error. Pure.
+"""The life of a value in one process, its holders, and the report of its error. Pure.
 
 A ref is owned by the process that made the call. Its value lives while one of these holds it: a `Ref` object in the
 owner, a call under way that has it as an argument, or another process that got the ref inside an object (a borrower).
-When the last of them lets go and the value is there, it is freed in every process.
+When there is no holder left and the value exists, it is freed in every process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .ids import PeerId
 
 
 class Status(Enum):
-    """How far a value is."""
+    """The state of a value."""
 
     PENDING = "the call is under way"
     HERE = "the answer carried the value, or the value never left this process"
@@ -25,7 +25,7 @@ class Status(Enum):
 
 PENDING, HERE, THERE, FAILED, FREED = Status
 
-# An answer that comes late, after the call was given up, changes nothing.
+# A late answer, after the call was given up, changes nothing.
 _NEXT: Final = {
     PENDING: {HERE, THERE, FAILED},
     HERE: {FREED},
@@ -36,17 +36,17 @@ _NEXT: Final = {
 
 
 class Verdict(Enum):
-    """What happens to an error of which no code has been told."""
+    """What happens to an error that no code has seen."""
 
     WAIT = "a holder may still be told of it"
     HOLD = "the scope raises it when it ends, if no code looks at it before"
-    REPORT = "no code can be told of it any more: report it now"
+    REPORT = "no code can see it any more: report it now"
 
 
 class Value:
     """One value, as one process knows it."""
 
-    # Defaults live in the class: most refs are made, awaited and dropped without ever changing them.
+    # Defaults live in the class: most refs never change them.
     status = PENDING
     handles = 0
     uses = 0
@@ -62,7 +62,7 @@ class Value:
 
     @property
     def free(self) -> bool:
-        """Whether the value is there and has no holders."""
+        """Whether the call is over and the value has no holders."""
         return self.status is not PENDING and not self.held
 
     @property
@@ -78,20 +78,20 @@ class Value:
         return True
 
     def borrow(self, peer: PeerId) -> None:
-        """Another process holds the ref now."""
+        """Count another process as a holder."""
         if self.borrowers is None:
             self.borrowers = {}
         self.borrowers[peer] = self.borrowers.get(peer, 0) + 1
 
     def give_back(self, peer: PeerId) -> None:
-        """Another process dropped the ref once."""
+        """Undo one `borrow`: another process dropped the ref."""
         if self.borrowers and peer in self.borrowers:
             self.borrowers[peer] -= 1
             if not self.borrowers[peer]:
                 del self.borrowers[peer]
 
     def forget(self, peer: PeerId) -> None:
-        """Another process is gone, and with it everything that it held."""
+        """Undo every `borrow` of a process that is gone."""
         if self.borrowers:
             self.borrowers.pop(peer, None)
 
@@ -99,13 +99,13 @@ class Value:
         """A call that had the value as an argument ended. Returns whether the value's error counts as seen."""
         self.uses -= 1
         if self.error is not None:
-            # The call failed of it, and the code that awaits that call is told.
+            # The call failed with it, and the code that awaits that call gets it.
             return True
-        # The callee may hear first that the value will fail; the code that awaits the call is told there.
+        # The callee may learn first that the value failed; then the code that awaits the call gets the error.
         return failed and self.status is PENDING and not (self.handles or self.uses)
 
     def judge_error(self) -> Verdict:
-        """What happens to the error now."""
+        """Decide what happens to the error now."""
         if self.seen or self.uses:
             return Verdict.WAIT
         return Verdict.HOLD if self.handles else Verdict.REPORT

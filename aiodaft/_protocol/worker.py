@@ -1,7 +1,7 @@
 """The life of a worker process, as its node agent sees it. Pure.
 
-An accident is an end that the runtime did not ask for. Its error belongs to the callers whose calls failed of it. If
-there are none, it belongs to the scope of the actors: the node agent waits a while for callers before it reports that.
+An accident is an end that the runtime did not order. The callers with calls under way get its error. If there are none,
+the scope of the actors gets it: before it reports an accident to the scope, the node agent waits a while for callers.
 
     STARTING --STARTED--> UP --ENDED--> UNBLAMED --BLAME_OVER--> UNHELD
                           |  ^             |
@@ -17,26 +17,26 @@ from typing import Final
 
 
 class WorkerState(enum.Enum):
-    """What is known of a worker process."""
+    """The state of a worker process."""
 
     STARTING = "the fork server makes it"
     UP = "it runs"
-    BLAMED = "it runs, as far as is known; calls failed because a connection to it is lost"
-    STOPPING = "it is to end"
-    UNBLAMED = "it ended by accident, and no call is known to have failed of that"
-    UNHELD = "it ended by accident, and no call failed of that"
+    BLAMED = "it runs, as far as is known; calls failed because a connection to it was lost"
+    STOPPING = "it was told to end"
+    UNBLAMED = "it ended by accident, and no failed call is known yet"
+    UNHELD = "it ended by accident, and no call failed"
     OVER = "it ended"
 
 
 class WorkerEvent(enum.Enum):
-    """What the node agent learns of a worker process, or does with it."""
+    """An event of a worker process, or an action of the node agent."""
 
     STARTED = "the fork server has made it"
     CALLS_LOST = "another process lost its connection to it, with calls under way"
     ALIVE = "the loss of a connection was not its end"
     STOP = "it is told to end, or killed, because its actors are stopped"
     ENDED = "it ended"
-    BLAME_OVER = "the time is over in which callers report lost calls"
+    BLAME_OVER = "the time for callers to report lost calls is over"
 
 
 _S: Final = WorkerState
@@ -54,22 +54,22 @@ _TRANSITIONS: Final[dict[tuple[WorkerState, WorkerEvent], WorkerState]] = {
     (_S.STARTING, _E.CALLS_LOST): _S.BLAMED,
     (_S.UP, _E.CALLS_LOST): _S.BLAMED,
     (_S.BLAMED, _E.CALLS_LOST): _S.BLAMED,
-    # Their calls failed of the connection alone: a later end is an accident of its own.
+    # The calls failed only because of the connection: a later end is another accident.
     (_S.BLAMED, _E.ALIVE): _S.UP,
     (_S.UP, _E.ALIVE): _S.UP,
     (_S.STARTING, _E.ALIVE): _S.STARTING,
     # The connection may break before the fork server reports the start.
     (_S.BLAMED, _E.STARTED): _S.BLAMED,
     **{(state, _E.STOP): _S.STOPPING for state in (*_WATCHED, _S.STOPPING)},
-    # Its end is no accident, and no news.
+    # The end that it was told to make is no accident.
     **{(_S.STOPPING, event): _S.STOPPING for event in (_E.STARTED, _E.CALLS_LOST, _E.ALIVE)},
     (_S.STOPPING, _E.ENDED): _S.OVER,
     (_S.UNBLAMED, _E.CALLS_LOST): _S.OVER,
-    # The spawn that it was made for fails, and has the error.
+    # Its spawn fails with the error.
     (_S.UNBLAMED, _E.STOP): _S.OVER,
     (_S.UNBLAMED, _E.BLAME_OVER): _S.UNHELD,
     (_S.OVER, _E.BLAME_OVER): _S.OVER,
-    # The tasks that wait for its start, or explain a lost connection, may go on after its end.
+    # Tasks that wait for its start, or explain a lost connection, may run after its end.
     **{(_S.UNBLAMED, event): _S.UNBLAMED for event in (_E.STARTED, _E.ALIVE)},
     **{(state, event): state for state in (_S.UNHELD, _S.OVER) for event in _AFTERWARDS},
 }

@@ -1,7 +1,7 @@
 """Channels between processes: carries out the commands of the state machines in `_protocol.channel`.
 
-Small items travel with the messages. Large items travel as refs, from their sender straight to their receiver. The
-holders of a channel are counted as those of a ref: every `Channel` object holds a ref that the channel's maker owns.
+Small items travel with the messages. Large items travel as refs, from their sender straight to their receiver. Holders
+of a channel are counted as holders of a ref: every `Channel` object holds a ref that the channel's maker owns.
 
     user -> Endpoint -> End ------- Message -------> Keeper      One `Channels` actor per process passes the
             (one per process)  (one per process)   (the queue)   messages between ends and keepers.
@@ -67,12 +67,12 @@ class ItemRef:
         return ItemRef, (self._ref,)
 
     async def open(self, store: Store) -> Any:
-        """The item, fetched if it is elsewhere."""
+        """Return the item, fetched if needed."""
         return await self._ref
 
 
 class EncodedItem:
-    """A small item of another process, not decoded before it is received."""
+    """A small item of another process; the receiver decodes it."""
 
     __slots__ = ("_value",)
 
@@ -84,7 +84,7 @@ class EncodedItem:
         return EncodedItem, (value.payload, value.inline, value.refs)
 
     async def open(self, store: Store) -> Any:
-        """The item."""
+        """Decode the item."""
         return await store.decode(self._value, refs=self._value.refs)
 
 
@@ -111,7 +111,7 @@ class ReceivedItem:
 
 
 class ChannelRef(RefState):
-    """The state of the ref that every holder of a channel has; it tells the keeper who the holders are."""
+    """The state of the ref that every holder of a channel has; reports holders that come and leave to the keeper."""
 
     handles = 1
     status = HERE
@@ -160,7 +160,7 @@ class ChannelRef(RefState):
         if self.handles or self.borrowers is None or len(self.borrowers) != 1:
             return
         (holder,) = self.borrowers
-        # A call under way that has the channel as an argument is the same holder as its callee.
+        # The callee of a call under way with the channel as an argument counts once, as a borrower.
         connection = self._channels.connections.get(holder)
         calls = [] if connection is None else connection.session.calls.values()
         if sum((call.inputs or []).count(self) for call in calls) == self.uses:
@@ -168,7 +168,7 @@ class ChannelRef(RefState):
 
 
 class MessageState(TellState):
-    """A message about a channel: it holds the refs in it while it is under way, and is sent even if one has failed."""
+    """A message about a channel. It holds its refs while it is under way, and is sent even if a ref has failed."""
 
     def __init__(self, label: str, body: Any, undelivered: Callable[[], None]) -> None:
         super().__init__(label, own=True)
@@ -196,7 +196,7 @@ class Channels(Actor):
         self._caller = caller
         self.keepers: dict[ChannelId, Keeper] = {}
         self.ends: dict[ChannelId, End] = {}
-        # Values are also decoded in threads, and may contain channels.
+        # Threads decode values too, and these may contain channels.
         self._lock = threading.Lock()
         # The refs of the channels that were made here.
         self._refs: weakref.WeakValueDictionary[CallId, ChannelRef] = weakref.WeakValueDictionary()
@@ -206,14 +206,14 @@ class Channels(Actor):
         self._spec = specs_of(Channels)["message"]
 
     def create(self, capacity: int) -> Endpoint:
-        """A new channel, whose queue is here."""
+        """Make a channel, with the queue in this process."""
         number, here = self.process.next_number(), self.process.id
         state = self._refs[number] = ChannelRef(self, number)
         self.keepers[here, number] = Keeper(here, here, capacity)
         return self.endpoint((here, number), here, Ref(state))
 
     def endpoint(self, channel_id: ChannelId, keeper: PeerId, ref: Ref[None]) -> Endpoint:
-        """This process's end of a channel; `keeper` is the process that probably has the queue."""
+        """This process's end of a channel. `keeper` is the process that probably has the queue."""
         with self._lock:
             endpoint = self._endpoints.get(channel_id)
             if endpoint is None:
@@ -233,7 +233,7 @@ class Channels(Actor):
             del self._waiting[channel_id, ticket]
 
     def close(self) -> None:
-        """The runtime is closed: end every wait."""
+        """End every wait, because the runtime is closed."""
         for (_, ticket), waiting in list(self._waiting.items()):
             if not waiting.done():
                 waiting.set_result(Settle(ticket, Outcome.LOST))
@@ -296,7 +296,7 @@ class Channels(Actor):
     # Commands.
 
     def run(self, channel_id: ChannelId, commands: list[Command]) -> None:
-        """Carry out commands of a state machine, and those that follow from them in this process."""
+        """Carry out commands of a state machine, and the resulting commands of this process."""
         left = deque(commands)
         while left:
             command = left.popleft()
@@ -318,7 +318,7 @@ class Channels(Actor):
             end = self.ends.get(channel_id)
             if end is not None:
                 return end.handle(sender, message)
-            # A keeper that counts without the maker still has this process among the holders.
+            # A keeper that counts instead of the maker still has this process among the holders.
             left = Message(Kind.LEFT, 0, (self.process.id, int(Leaving.DROPPED)))
             return [Tell(sender, left)] if message.kind is Kind.COUNTING else []
         if message.kind is Kind.QUEUE:
@@ -349,7 +349,7 @@ class Channels(Actor):
         return []
 
     def _undelivered(self, channel_id: ChannelId, to: PeerId) -> None:
-        """A process could not take a message, such as a long queue: treat it as lost for this channel."""
+        """Treat a process as lost for this channel: it could not take a message, such as a long queue."""
         self.run(channel_id, self._lost(channel_id, to, Leaving.ENDED))
 
     @method
@@ -376,14 +376,14 @@ class Endpoint:
         self._receiving = asyncio.Lock()
 
     def __del__(self) -> None:
-        # In any thread.
+        # Any thread may run this.
         self._process.call_soon(partial(self._channels.forget_if_idle, self.id))
 
     def __repr__(self) -> str:
         return f"<Channel {self.id[1]} of {self.id[0]}>"
 
     def hand_on(self) -> PeerId:
-        """The channel travels to another process. Returns the process that probably has the queue."""
+        """Note that the channel travels to another process. Returns the process that probably has the queue."""
         self._end.is_passive = False
         return self._end.keeper
 
@@ -409,7 +409,7 @@ class Endpoint:
         return ItemRef(ref)
 
     async def receive(self) -> Any:
-        """The next item. Cancellation: no item is lost."""
+        """Receive the next item. Cancellation: no item is lost."""
         self._check()
         async with self._receiving:
             try:
@@ -454,7 +454,7 @@ class Endpoint:
         connections = self._channels.connections
         error = await connections.why_lost(connections.route_to(process), "cannot be reached from here")
         if settled.outcome is Outcome.ORPHANED:
-            add_note(error, f"nothing will come through {self}: of the processes that sent, none is left")
+            add_note(error, f"no item will come through {self}: every process that sent has ended")
         else:
-            add_note(error, f"{self} is lost, and what was in it: this process had its queue")
+            add_note(error, f"{self} is lost with its items: this process had its queue")
         return error

@@ -76,7 +76,7 @@ class HostDriver:
 
     def allocate(self, device: int, nbytes: int) -> int:
         if nbytes > self.memory_left:
-            raise DeviceError(f"{nbytes} bytes of device memory cannot be had: out of memory")
+            raise DeviceError(f"{nbytes} bytes of device memory cannot be allocated: out of memory")
         self.memory_left -= nbytes
         self.made += 1
         fd = os.memfd_create("device", os.MFD_CLOEXEC)

@@ -1,9 +1,9 @@
-"""What a transport is: memory of one process that others may pull, by grant.
+"""The interface of a transport: a process grants peers its memory, and they pull it.
 
 The producer *allocates* a block, fills it, and *grants* it to a peer: a grant is a small tuple that travels over
-the connection. The consumer *fetches* the grant and gets a memoryview; when the last view dies, the grant goes
-back by itself. A block is reused once its owner released it and every grant is back. Nothing is matched by the
-order of messages, so nothing here can deadlock, and no size is ever declared in advance.
+the connection. The consumer *fetches* the grant and gets a memoryview; when its last view is freed, the consumer
+returns the grant. A block is reused once its owner released it and every grant is returned. Transfers do not depend
+on the order of messages, so they cannot deadlock, and no size is declared in advance.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pullable(Protocol):
         ...
 
     def on_unread(self, callback: Callable[[], object]) -> None:
-        """Call back, on the loop, once the last grant is back. Only while one is out."""
+        """Call back, on the loop, once the last grant is returned. Only while there is a grant."""
         ...
 
     def release(self) -> None:
@@ -91,7 +91,7 @@ class Transport(Protocol):
     """One way to move payload between two processes."""
 
     name: ClassVar[str]
-    # Whether consumers read the producer's own memory, so that one more costs no bytes.
+    # Whether consumers read the producer's own memory, so that another consumer costs no copy.
     shared: ClassVar[bool]
 
     def allocate(self, nbytes: int) -> Block:
@@ -103,10 +103,10 @@ class Transport(Protocol):
         ...
 
     def grant(self, block: Block, control: Control) -> Grant:
-        """Let the peer at `control` pull `block`. The block stays until that peer gives the grant back or is gone.
+        """Let the peer at `control` pull `block`. The block stays until that peer returns the grant or is gone.
 
-        `control.send_note` may find that the peer is gone, and call `peer_lost` before it returns: the grant is then
-        over as any other one.
+        `control.send_note` may find that the peer is gone, and call `peer_lost` before it returns: that ends this
+        grant too.
 
         Raises:
             OSError: The system refuses a descriptor that the peer needs. Nothing is granted.
@@ -114,26 +114,25 @@ class Transport(Protocol):
         ...
 
     def revoke(self, grant: Grant, control: Control) -> None:
-        """Take a grant back that the peer was never told of; nothing if the peer is gone."""
+        """Take back a grant that was not sent to the peer; does nothing if the peer is gone."""
         ...
 
     def fetch(self, grant: Grant, control: Control) -> Awaitable[memoryview]:
         """Bring the granted bytes here: writable, private to this process, 64-byte aligned.
 
-        The grant goes back when the last view of the result is dropped. A fetch that was begun and cancelled gives
-        it back as well.
+        The grant is returned when the last view of the result is freed, and when the fetch is cancelled.
 
         Raises:
-            OSError: The system refuses the memory, or a descriptor for it. The grant goes back.
+            OSError: The system refuses the memory, or a descriptor for it. The grant is returned.
         """
         ...
 
     def fetch_into(self, grant: Grant, control: Control, target: memoryview) -> Awaitable[None]:
-        """Bring the granted bytes into memory of the caller's, which is as large as the granted block.
+        """Bring the granted bytes into memory of the caller, which is as large as the granted block.
 
-        When it returns or raises, also for a cancellation, the grant goes back and nothing writes to the memory any
-        more; so a cancellation may take until a transfer that cannot be stopped has ended. After an error or a
-        cancellation, the memory is any mixture of the block and the earlier content.
+        When it returns or raises, the grant is returned and the transport no longer writes to the memory; so a
+        cancellation waits for a transfer that cannot be stopped. After an error or a cancellation, the memory is any
+        mixture of the block and the earlier content.
 
         Raises:
             ValueError: The memory has another size, or is read-only. Nothing was written.
@@ -141,13 +140,13 @@ class Transport(Protocol):
         ...
 
     def decline(self, grant: Grant, control: Control) -> None:
-        """Give a grant back without having fetched it."""
+        """Return a grant without fetching it."""
         ...
 
     def register(self, address: int, nbytes: int) -> None:
         """Prepare memory of the caller for any number of transfers. Idempotent, safe in any thread.
 
-        It stays where it is until it is unregistered and no block of it, nor a fetch into it, is left.
+        The memory must stay mapped until it is unregistered, and its blocks and the fetches into it have ended.
         """
         ...
 
@@ -158,8 +157,8 @@ class Transport(Protocol):
     def block_at(self, memory: memoryview) -> Block | None:
         """Registered memory, or part of it, as a block that peers pull from in place. Safe in any thread.
 
-        It keeps the memory alive as long as it is referred to or granted. None if the memory is not registered, or
-        if this transport can lend nothing but blocks that it allocated.
+        The block keeps the memory alive as long as it is referred to or granted. None if the memory is not
+        registered, or if this transport grants only blocks that it allocated.
         """
         ...
 

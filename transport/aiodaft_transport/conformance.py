@@ -1,4 +1,4 @@
-"""What every transport must do, as checks that any test runner can call.
+"""Checks that every transport must pass; any test runner can call them.
 
 `CHECKS` maps a name to an async function of one `Pair`: two ends of a transport in this process, with control links
 that carry notes between them in order.
@@ -44,16 +44,16 @@ class Pair(Protocol):
 
     @property
     def producer(self) -> End:
-        """Where blocks are."""
+        """The end that has the blocks."""
         ...
 
     @property
     def consumer(self) -> End:
-        """Where they are wanted."""
+        """The end that fetches them."""
         ...
 
     async def settle(self) -> None:
-        """Wait until every note that is under way has been handled."""
+        """Wait until all notes under way have been handled."""
         ...
 
 
@@ -71,7 +71,7 @@ class LoopbackControl:
         return self._peer
 
     def connect(self, transport: Transport, back: Control) -> None:
-        """Say which transport gets the notes, and which link leads back."""
+        """Set the transport that gets the notes, and the link back."""
         self._deliver = lambda note, fds: transport.note_received(back, note, fds)
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
@@ -108,7 +108,7 @@ def fill(block: Block, seed: int = 1) -> bytes:
 
 
 async def granted(pair: Pair, nbytes: int, seed: int = 1) -> tuple[Block, Grant, bytes]:
-    """A filled block, a grant of it for the consumer, and what is in it."""
+    """A filled block, a grant of it for the consumer, and its content."""
     block = pair.producer.transport.allocate(nbytes)
     content = fill(block, seed)
     grant = pair.producer.transport.grant(block, pair.producer.control)
@@ -117,7 +117,7 @@ async def granted(pair: Pair, nbytes: int, seed: int = 1) -> tuple[Block, Grant,
 
 
 async def fetched(pair: Pair, grant: Grant) -> memoryview:
-    """What the consumer gets for a grant."""
+    """Fetch a grant at the consumer."""
     return await pair.consumer.transport.fetch(grant, pair.consumer.control)
 
 
@@ -132,7 +132,7 @@ async def check_every_size_arrives_unchanged_and_aligned(pair: Pair) -> None:
         block.release()
 
 
-async def check_a_consumer_may_write_and_nobody_else_sees_it(pair: Pair) -> None:
+async def check_what_a_consumer_writes_is_private_to_it(pair: Pair) -> None:
     block, grant, content = await granted(pair, 1 << 20)
     again = pair.producer.transport.grant(block, pair.producer.control)
     first = await fetched(pair, grant)
@@ -162,13 +162,13 @@ async def check_a_forked_child_keeps_seeing_what_the_parent_has_dropped(pair: Pa
     del view
     await _returned(pair)
     block.release()
-    # What is freed last is reused first.
+    # The pool reuses the last freed block first.
     await granted(pair, 1 << 20, seed=2)
     assert child.finds_it_true()
 
 
 class ForkedChild:
-    """A forked child that waits until it is asked, and then evaluates a condition."""
+    """A forked child that evaluates a condition when it is asked."""
 
     def __init__(self, condition: Callable[[], bool]) -> None:
         asked, self._asking = os.pipe()
@@ -185,7 +185,7 @@ class ForkedChild:
         os.close(telling)
 
     def finds_it_true(self) -> bool:
-        """What the condition is in the child, which ends."""
+        """Whether the condition is true in the child; ends the child."""
         os.close(self._asking)
         with open(self._told, "rb") as told:
             answer = told.read()
@@ -214,7 +214,7 @@ async def check_a_declined_grant_frees_the_block(pair: Pair) -> None:
     assert pair.producer.live_blocks() == 0
 
 
-async def check_a_grant_that_nobody_was_told_of_is_taken_back(pair: Pair) -> None:
+async def check_a_grant_that_was_not_sent_is_taken_back(pair: Pair) -> None:
     block, grant, _ = await granted(pair, 100_000)
     block.release()
     pair.producer.transport.revoke(grant, pair.producer.control)
@@ -261,7 +261,7 @@ async def check_a_consumer_that_is_lost_while_it_is_told_of_a_block_keeps_no_gra
     fill(block)
     grant = transport.grant(block, control)
     if not control.broken:
-        # A transport that sends no note.
+        # This transport sends no note.
         transport.peer_lost(peer)
     block.release()
     await pair.settle()
@@ -329,7 +329,7 @@ async def check_memory_is_its_owners_again_once_a_fetch_into_it_is_cancelled(pai
         task = asyncio.get_running_loop().create_task(_fetch_into(pair, grant, target))
         for _ in range(1 + ticks):
             await asyncio.sleep(0)
-        # A second one must not end it early.
+        # A second cancellation must not end the wait early.
         task.cancel()
         await asyncio.sleep(0)
         task.cancel()
@@ -356,7 +356,7 @@ async def check_memory_is_its_owners_again_once_the_producer_is_lost(pair: Pair)
     pair.producer.transport.peer_lost(pair.producer.control.peer)
     pair.consumer.transport.peer_lost(pair.consumer.control.peer)
     (result,) = await asyncio.gather(task, return_exceptions=True)
-    # What is mapped stays readable.
+    # Shared memory stays readable.
     assert isinstance(result, TransportError) or target == content
     target[:] = poison
     await pair.settle()
@@ -371,10 +371,10 @@ async def check_registered_memory_is_sent_from_where_it_lies(pair: Pair) -> None
     transport.register(address_of(memory), len(memory))
     parts = [transport.block_at(memory[start:]) for start in (0, 1000, 70_001)]
     if None in parts:
-        # Shared memory: only what was allocated there can be mapped.
+        # The transport grants only blocks that it allocated.
         return
     transport.unregister(address_of(memory))
-    # What is known already can still be read.
+    # The blocks made before can still be read.
     assert transport.block_at(memory) is None
     for seed, block in enumerate(filter(None, parts)):
         content = fill(block, seed)
@@ -392,7 +392,7 @@ async def _fetch_into(pair: Pair, grant: Grant, target: bytearray) -> None:
 
 
 async def _returned(pair: Pair) -> None:
-    """Let grants of dropped views go back."""
+    """Let the consumer return the grants of dropped views."""
     gc.collect()
     await pair.settle()
 

@@ -1,14 +1,14 @@
 """Mutual proof of the cluster key before anything else is read from a socket. Sans-IO.
 
-The server speaks first, so it costs the client one round trip. Everything is of fixed size, nothing is decoded or
-allocated by a length the stranger chose, and a failure says nothing but "closed".
+The server sends first, so the handshake costs the client one round trip. Every message has a fixed size: the stranger
+chooses no length. After a failure the server closes the connection without an answer.
 
     server -> client   CHALLENGE   magic 8 | nonce 32
     client -> server   HELLO       magic 8 | nonce 32 | name 64, padded | mac 32
     server -> client   ACCEPT      mac 32
 
-Each MAC is HMAC-SHA256 under a key derived from the cluster key and the direction, over everything said so far; so
-neither replaying, nor reflecting, nor swapping the roles helps.
+Each MAC is HMAC-SHA256 over all earlier messages, under a key derived from the cluster key and the direction. This
+prevents replay, reflection and swapped roles.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ class Key:
 
     def mac(self, label: bytes, *parts: bytes) -> bytes:
         """Authenticate `parts` for one purpose."""
-        import hmac  # noqa: PLC0415 - takes a while, and most processes never meet a stranger
+        import hmac  # noqa: PLC0415 - slow, and most processes need no handshake
 
         purpose = hmac.digest(self._secret, b"aiodaft/1 " + label, "sha256")
         return hmac.digest(purpose, b"".join(parts), "sha256")
 
     def made(self, proof: bytes, label: bytes, *parts: bytes) -> bool:
-        """Whether that is the `mac` of `parts`; it takes the same time, whatever it is."""
+        """Whether `proof` is the `mac` of `parts`, in constant time."""
         import hmac  # noqa: PLC0415 - see above
 
         return hmac.compare_digest(proof, self.mac(label, *parts))
 
     def secret(self) -> bytes:
-        """The key itself, to hand to a process of the same cluster over an inherited socket."""
+        """The bytes of the key, for a process of the same cluster, over an inherited socket."""
         return self._secret
 
 
 class ServerHandshake:
-    """The side that was connected to."""
+    """The side that accepts the connection."""
 
     def __init__(self, key: Key, nonce: bytes) -> None:
         self._key = key
@@ -72,7 +72,7 @@ class ServerHandshake:
             The client's name, and the ACCEPT to send.
 
         Raises:
-            HandshakeError: The client does not hold the key. Close without an answer.
+            HandshakeError: The client does not hold the key; close without an answer.
         """
         said, proof = hello[:-_MAC_SIZE], hello[-_MAC_SIZE:]
         if len(hello) != HELLO_SIZE or not said.startswith(MAGIC):
@@ -82,7 +82,7 @@ class ServerHandshake:
         try:
             name = said[len(MAGIC) + NONCE_SIZE :].rstrip(b"\0").decode("ascii")
         except UnicodeDecodeError as error:
-            raise HandshakeError("the other side's name is no text") from error
+            raise HandshakeError("the other side's name is not ASCII") from error
         return name, self._key.mac(b"server", self.challenge, hello)
 
 
@@ -107,6 +107,6 @@ class ClientHandshake:
         return self._hello
 
     def receive_accept(self, accept: bytes) -> None:
-        """Check the server's proof; without it nothing more may be sent."""
+        """Check the server's proof, before anything else is sent."""
         if not self._key.made(accept, b"server", self._challenge, self._hello):
             raise HandshakeError("the other side does not hold the cluster key")

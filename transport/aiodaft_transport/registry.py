@@ -14,9 +14,9 @@ from aiodaft_transport.tcp import TcpTransport
 if TYPE_CHECKING:
     from aiodaft_transport.ucx.ucp import Library
 
-# Best first.
+# In the order of preference.
 NAMES: Final = ("shm", "ucx", "tcp")
-# Moves memory of GPUs only. It is not chosen, but used for all such memory.
+# The transport of all GPU memory; users do not choose it.
 DEVICE_NAME: Final = "cuda"
 
 
@@ -24,12 +24,10 @@ def check_name(name: str) -> str:
     """Return `name` if there is such a transport.
 
     Raises:
-        Unreachable: There is none, or it cannot work on this machine; says why.
+        Unreachable: There is no such transport, or it cannot work on this machine.
     """
     if name == DEVICE_NAME:
-        raise Unreachable(
-            "transport 'cuda' is what CUDA tensors take by themselves; one for host memory is needed here"
-        )
+        raise Unreachable("CUDA tensors use transport 'cuda' automatically; name a transport for host memory here")
     if name not in NAMES:
         raise Unreachable(f"there is no transport {name!r}; there are {', '.join(NAMES)}")
     if name == "shm" and not hasattr(os, "memfd_create"):
@@ -45,12 +43,12 @@ def default_name() -> str:
 
 
 def open_transport(name: str, host: Host, key: Key, *, local: str) -> Transport:
-    """Open this process's end of a transport. It takes memory, descriptors and ports when it is first used.
+    """Open this process's end of a transport. Memory, descriptors and ports are taken at the first use.
 
     Args:
         name: One of `NAMES`.
         host: The process it serves.
-        key: Proves membership where strangers could connect.
+        key: Proves to peers that this process belongs to the cluster; for TCP.
         local: Id of this process among its peers.
     """
     if check_name(name) == "shm":

@@ -1,13 +1,13 @@
-"""Shared memory: the producer's block *is* the message; consumers map it copy-on-write.
+"""Shared memory: consumers map the producer's block copy-on-write.
 
-A memfd is passed once per segment and peer over the connection, so nothing has a name and nothing is left in the file
-system if a process dies. Consumers cache their private mapping of a segment, because mapping and faulting
-cost more than the copy. The trap of that cache: a page that a consumer wrote to keeps its private copy when the
-producer reuses the block. So before a grant goes back, pages that became private are found (bit 61 of
-/proc/self/pagemap is clear) and dropped; the kernel then shows the file's page again.
+The producer passes a memfd once per segment and peer over the connection, so a process that dies leaves nothing in the
+file system. Consumers cache their private mapping of a segment, because mapping and faulting cost more than the copy.
+But a page that a consumer wrote to keeps its private copy when the producer reuses the block. So before a consumer
+returns a grant, it finds the private pages (bit 61 of /proc/self/pagemap is clear) and drops them; the kernel then
+shows the file's page again.
 
-A consumer that forks while it has a view says so when it gives the grant back: its children may have the view, and show
-the file's pages, so the producer does not reuse the block. It retires the whole segment, which is closed with its last
+A consumer that forks while it has a view says so when it returns the grant: its children may have the view, and read
+the file's pages, so the producer does not reuse the block. It retires the whole segment, and closes it with its last
 block; the kernel frees the memory when the last child has ended.
 """
 
@@ -30,12 +30,12 @@ from aiodaft_transport.memory.grants import segment_of
 from aiodaft_transport.memory.host_pool import DEFAULT_KEEP, Arena, ArenaBlock, Segment
 
 _SEGMENT: Final = 1  # id, size: a segment to map; the descriptor comes along
-_RETURN: Final = 2  # id: a grant comes back
+_RETURN: Final = 2  # id: a grant is returned
 _GONE: Final = 3  # id: a segment that the producer unmapped
-_RETIRE: Final = 4  # id: a grant comes back, and forked children may still read the block
+_RETIRE: Final = 4  # id: a grant is returned, and forked children may still read the block
 _MISSED: Final = 5  # id: the sender had no room for the descriptor of a segment
 _NOTE: Final = struct.Struct("<BQQ")
-# Copied in one step; about 0.1 ms.
+# Bytes copied in one step: about 0.1 ms.
 _SLICE: Final = 1 << 20
 
 # In the top byte of a pagemap entry: bit 7 present, bit 6 swapped, bit 5 page of a file.
@@ -60,7 +60,7 @@ class _Mapping:
             for page in private_pages(self.address + first * PAGESIZE, pages):
                 self.region.madvise(MADV_DONTNEED, (first + page) * PAGESIZE, PAGESIZE)
         except OSError:
-            # Without a descriptor it cannot be seen which pages are private.
+            # Without a descriptor for the page map, drop all pages.
             self.region.madvise(MADV_DONTNEED, first * PAGESIZE, pages * PAGESIZE)
 
 
@@ -83,7 +83,7 @@ class _RemoteSegment:
 
     def close(self) -> None:
         os.close(self.fd)
-        # A mapping with a live view is kept by that view; the others go now.
+        # A live view keeps its mapping; the others are unmapped now.
         self.mappings.clear()
 
 
@@ -101,7 +101,7 @@ class ShmTransport:
         self._last_grant = 0
         self._announced: dict[str, tuple[Control, set[int]]] = {}
         self._segments: dict[str, dict[int, _RemoteSegment]] = {}
-        # Segments of peers without a descriptor here.
+        # Segments of peers for which there was no descriptor here.
         self._missed: set[tuple[str, int]] = set()
 
     @property
@@ -122,7 +122,7 @@ class ShmTransport:
         block.take_grant()
         self._last_grant += 1
         number = self._last_grant
-        # Before the note: the connection may break while that is sent, and then `peer_lost` has to find the grant.
+        # Before the note: if the connection breaks while it is sent, `peer_lost` has to find the grant.
         self._granted.setdefault(control.peer, {})[number] = block
         try:
             self._announce(segment, control)
@@ -166,14 +166,14 @@ class ShmTransport:
         with await self.fetch(grant, control) as source:
             for start in range(0, len(target), _SLICE):
                 target[start : start + _SLICE] = source[start : start + _SLICE]
-                # Let the loop run; a cancellation ends it while nothing is being written.
+                # Let the loop run; a cancellation arrives here, between two slices.
                 await asyncio.sleep(0)
 
     def decline(self, grant: Grant, control: Control) -> None:
         self._return_grant(cast(int, grant[3]), control)
 
     def register(self, address: int, nbytes: int) -> None:
-        """Nothing to prepare: peers map blocks of this process, and cannot map anything else of it."""
+        """Nothing to prepare: peers can map only blocks of this process."""
 
     def unregister(self, address: int) -> None:
         """Nothing was registered."""
@@ -199,7 +199,7 @@ class ShmTransport:
             if segment is not None:
                 segment.close()
         elif kind == _MISSED:
-            # It is sent again with the next grant.
+            # The next grant sends the segment again.
             self._announced.get(control.peer, (control, set()))[1].discard(number)
 
     def _segment_came(self, control: Control, number: int, size: int, fds: Sequence[int]) -> None:
@@ -208,14 +208,14 @@ class ShmTransport:
             self._missed.discard((control.peer, number))
             segments[number] = _RemoteSegment(fds[0], size)
         else:
-            # Values in it cannot be fetched until it is sent again.
+            # Values in the segment cannot be fetched until it is sent again.
             self._missed.add((control.peer, number))
             control.send_note(self.name, _NOTE.pack(_MISSED, number, 0))
 
     def peer_lost(self, peer: str) -> None:
         self._announced.pop(peer, None)
         for block in self._granted.pop(peer, {}).values():
-            # It may have forked, and its children may live longer.
+            # The peer may have forked, and its children may live longer.
             block.retire()
             block.return_grant()
         for segment in self._segments.pop(peer, {}).values():
@@ -258,7 +258,7 @@ class ShmTransport:
 
 
 def private_pages(address: int, pages: int) -> Iterator[int]:
-    """Indices of those pages from `address` on that this process has a private copy of.
+    """Indices of the pages from `address` on of which this process has a private copy.
 
     Source: Documentation/admin-guide/mm/pagemap.rst of the Linux kernel.
     """

@@ -1,12 +1,12 @@
 """Payload over TCP: works between any two hosts, and on one host where shared memory does not.
 
-The producer listens on one port of a chosen interface (loopback unless told otherwise); consumers connect, prove
-the cluster key, and ask for the blocks they were granted. Bytes go from the block straight into the socket, and
-from the socket straight into the buffer that the value will live in: no stream, no join, no copy in Python.
+The producer listens on one port of a chosen interface (default: loopback); consumers connect, prove the cluster key,
+and request the blocks they were granted. Bytes go from the block straight into the socket, and from the socket straight
+into the buffer of the value: Python copies nothing.
 
-A connection is a stranger until it has proved the key. Strangers have a table of their own, and the oldest one makes
-room for the next, so that strangers take no connection from a peer. A consumer that is dropped before it has proved the
-key, because many strangers came at the same time, connects again.
+A connection is a stranger until it has proved the key. Strangers have a table of their own; if it is full, the oldest
+one is dropped, so that strangers take no connection from a peer. A consumer that is dropped before it has proved the
+key connects again.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 
 _REQUEST: Final = struct.Struct("<Q")  # id of a grant
 _REPLY: Final = struct.Struct("<Q")  # bytes that follow; 0: not granted
-_RETURN: Final = struct.Struct("<Q")  # note: id of a grant that comes back unused
+_RETURN: Final = struct.Struct("<Q")  # note: id of a grant that is returned unused
 _SOCKET_BUFFER: Final = 4 << 20
 _CHUNK: Final = 1 << 20
 _MAX_STRANGERS: Final = 64
-# How often a consumer connects if it is dropped before the handshake is over.
+# Attempts of a consumer to connect, if it is dropped before the handshake is over.
 _ATTEMPTS: Final = 16
-# accept() fails like this for want of something, or because the stranger left; the listener itself is fine.
+# Errors of accept() for lack of resources, or because the stranger left; the listener itself still works.
 _PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED})
 _ACCEPT_PAUSE: Final = 0.1
-# Connections kept open to one peer; transfers beyond that open one for themselves, up to so many at a time: a peer
-# that is asked by several others has to have room for all who are not admitted yet.
+# Idle connections kept open to one peer, and the most in use at a time: a peer that many consumers connect to needs
+# room for all of them in its table of strangers.
 _IDLE_CONNECTIONS: Final = 4
 _MAX_CONNECTIONS: Final = 8
 
@@ -82,7 +82,7 @@ class TcpTransport:
         self._handshake_timeout = handshake_timeout
         self._blocks = Arena(shared=False, keep=keep)
         self._landing = Arena(shared=False, keep=keep)
-        # A socket sends from any memory: there is nothing to undo.
+        # A socket sends from any memory: unregistering undoes nothing.
         self._regions = Regions(self._blocks.next_number, lambda number: None)
         self._listener: socket.socket | None = None
         self._accepting = False
@@ -140,7 +140,7 @@ class TcpTransport:
             async with turn, self._connection(control.peer, address, port) as connection:
                 await self._pull(connection, grant_id, target)
         except BaseException:
-            # The request may not have been sent; where it was, giving back twice does no harm.
+            # The request may not have been sent; returning a grant twice does no harm.
             self.decline(grant, control)
             raise
 
@@ -205,7 +205,7 @@ class TcpTransport:
                 except OSError as error:
                     if self._closed or error.errno not in _PASSING:
                         return
-                    # The stranger stays in the queue until there is room for it.
+                    # The stranger waits in the listener's queue.
                     await asyncio.sleep(_ACCEPT_PAUSE)
                     continue
                 if len(self._strangers) >= _MAX_STRANGERS:
@@ -272,11 +272,11 @@ class TcpTransport:
 
     @asynccontextmanager
     async def _connection(self, peer: str, address: str, port: int) -> AsyncGenerator[socket.socket, None]:
-        """Lend a connection to a peer. May block while connecting; one that failed midway is not used again."""
+        """Lend a connection to a peer; one that failed is closed. May wait while connecting."""
         idle = self._idle.setdefault(peer, [])
         users = self._open.setdefault(peer, set())
         connection = idle.pop() if idle else await self._dial(peer, users, address, port)
-        # From now on, losing the peer ends it.
+        # From now on, `peer_lost` ends it.
         users.add(connection)
         reusable = False
         try:
@@ -295,7 +295,7 @@ class TcpTransport:
         while True:
             left -= 1
             connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            # Losing the peer ends it.
+            # `peer_lost` ends it.
             users.add(connection)
             try:
                 await self._connect(connection, address, port)
@@ -337,19 +337,19 @@ class TcpTransport:
                 if not count:
                     raise PeerGone(f"the connection ended after {received} of {length} bytes")
                 received += count
-                # A sender that is as fast as we are would keep the loop for the whole block.
+                # A fast sender would keep the loop busy for the whole block.
                 await asyncio.sleep(0)
         except OSError as error:
             raise PeerGone(f"the connection broke: {error}") from error
 
 
 class _Dropped(PeerGone):
-    """The other side ended a connection before the handshake was over; it does so when it has too many strangers."""
+    """The other side ended a connection before the handshake was over: it had too many strangers."""
 
 
 def _is_wildcard(interface: str) -> bool:
     try:
-        # Takes every spelling that the resolver takes: 0, 0.0, 0x0.
+        # Accepts the spellings of the resolver: 0, 0.0, 0x0.
         return socket.inet_aton(interface) == bytes(4)
     except OSError:
         return interface in ("", "::")

@@ -6,16 +6,16 @@
           asleep                                        polling
              ^                                             |
              +---------------------------------------------+
-              polling does not pay, and nothing came while
-              the flags were set that ask for the doorbell
+              polling does not pay, and no data came while
+              this asked the writers to ring the doorbell
 
 State     `_polling`   Writers ring the doorbell   In each turn of the loop
 asleep    False        yes                         nothing
-polling   True         no                          `_turn`: look, read what came, or yield the processor
+polling   True         no                          `_turn`: look, read, or yield the processor
 
-Polling finds an answer that comes within microseconds; a wake-up takes tens of them. Polling pays only while answers
-come soon on average, there is a second processor, and no actor's thread of this process runs, which polling would keep
-from the interpreter. A process without traffic uses no processor time.
+Polling finds an answer within microseconds; a wake-up takes tens of microseconds. Polling pays only while answers come
+soon on average, there is a second processor, and no actor's thread of this process runs, because polling takes the GIL.
+A process without traffic uses no processor time.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from aiodaft._runtime.platform.wakeup import Wakeups
 # Seconds of polling after the last message, and the longest average gap between messages at which polling pays: the
 # time of a step with a megabyte.
 _POLL: Final = 300e-6
-# Looks at rings in one turn of the loop; they take less than ten microseconds together.
+# Looks at rings in one turn of the loop; together they take less than ten microseconds.
 _LOOKS: Final = 64
-# Seconds of polling before other processes may use the processor in between.
+# Seconds of polling before this process yields the processor between looks.
 _ALONE: Final = 10e-6
-# A `sched_yield` that takes longer than this many seconds let another process run.
+# If a `sched_yield` takes more seconds than this, another process ran.
 _SWITCH: Final = 3e-6
 # Longer gaps count as this many seconds.
 _LONG: Final = 1e-3
@@ -49,7 +49,7 @@ _now = time.perf_counter
 
 
 class RingUser(Protocol):
-    """A connection, as the poller sees it."""
+    """The part of a connection that the poller uses."""
 
     def ring_readable(self) -> None:
         """The ring has data."""
@@ -69,13 +69,13 @@ class RingPoller:
         self.wakeups = Wakeups(loop)
         # Writes to make before the next look.
         self._writes: deque[Callable[[], object]] = deque()
-        # Replaced with every change, so that a loop over the old tuple notices.
+        # Replaced with every change, so that a loop over the old tuple detects the change.
         self._rings: tuple[tuple[RingPair, RingUser], ...] = ()
-        # Turns run in the context in which the last ring was added, not in that of a task that sends.
+        # The context of the code that added the last ring: turns run in it, not in the context of a task that sends.
         self._context = copy_context()
         # Jobs that run on actors' threads.
         self.threads = 0
-        # Turns of the loop in which this polled.
+        # Number of turns of the loop with polling.
         self.turns = 0
         self._may_poll = ORDERED and len(os.sched_getaffinity(0)) > 1
         self._polling = False
@@ -100,11 +100,11 @@ class RingPoller:
             self._loop.remove_reader(ring.doorbell)
 
     def abandon(self) -> None:
-        """Forget all rings, where the loop does not run."""
+        """Forget all rings of a loop that does not run."""
         self._rings = ()
 
     def look(self) -> None:
-        """Poll from now on: a message was sent, and may be answered soon."""
+        """Begin to poll: a message was sent, and its answer may come soon."""
         self._since = _now()
         if self._rings and not self._polling:
             self._polling = True
@@ -123,7 +123,7 @@ class RingPoller:
             if self._read():
                 self._came()
         finally:
-            # The doorbell does not ring again for data that is left unread.
+            # The doorbell does not ring again for data that was not read.
             self.look()
         self.wakeups.run()
 
@@ -145,32 +145,32 @@ class RingPoller:
             else:
                 self._yield_processor()
         except BaseException:
-            # SystemExit or KeyboardInterrupt, which the program may catch outside of the loop.
+            # SystemExit or KeyboardInterrupt; the program may catch it outside of the loop, and go on.
             self._loop.call_soon(self._turn, context=self._context)
             raise
         self._loop.call_soon(self._turn, context=self._context)
         if found:
             self.wakeups.run()
             if self._writes:
-                # Messages of the tasks that continued.
+                # The messages of the woken tasks.
                 self._write()
 
     def _yield_processor(self) -> None:
         now = _now()
         if self._crowded or now - self._since > _ALONE:
             os.sched_yield()
-            # The process that ran meanwhile may be the one that answers.
+            # The process that ran meanwhile may be about to answer.
             self._crowded = _now() - now > _SWITCH
 
     def _find(self) -> bool:
-        # A turn of the loop takes longer than a look.
+        # Look several times in a turn, because a turn of the loop takes longer than a look.
         alone = self._may_poll and not (self.threads or self._crowded)
         looks = _LOOKS // (len(self._rings) or 1) if alone else 0
         rings = self._rings
         for _ in range(looks + 1):
             for ring, _ in rings:
                 reader = ring.reader
-                # `reader.filled`, without the time of a call.
+                # `reader.filled`, inlined.
                 if reader.words[HEAD] != reader.tail:
                     return self._read()
         return False

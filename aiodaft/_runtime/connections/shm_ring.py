@@ -20,7 +20,7 @@ from collections.abc import Callable
 from mmap import mmap
 from typing import Final
 
-# Words, each in a line of its own.
+# Words, each in a cache line of its own.
 HEAD: Final = 0
 _TAIL: Final = 8
 _READER_SLEEPS: Final = 16
@@ -32,7 +32,7 @@ _HEADER: Final = _WORDS * 8
 CAPACITY: Final = 128 << 10
 SIZE: Final = 2 * (_HEADER + CAPACITY)
 
-# Whether stores are seen in order, and a locked instruction is a full barrier.
+# Whether stores become visible in order, and a locked instruction is a full barrier.
 ORDERED: Final = os.uname().machine in ("x86_64", "AMD64")
 
 _lock = threading.Lock()
@@ -40,14 +40,14 @@ _acquire, _release = _lock.acquire, _lock.release
 
 
 def barrier() -> None:
-    """No load after it is made before a store in front of it."""
+    """A full barrier: later loads are not made before earlier stores."""
     # Taking a lock is a locked instruction, also without contention.
     _acquire()
     _release()
 
 
 class _Direction:
-    """One of the two rings, as mapped here."""
+    """One of the two rings, mapped in this process."""
 
     __slots__ = ("_mapping", "_start", "words")
 
@@ -73,7 +73,7 @@ class RingWriter(_Direction):
         self._ring_doorbell = ring_doorbell
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write as much as there is room for, and return how many bytes that was. Wakes a reader that sleeps."""
+        """Write as much as there is room for, wake a sleeping reader, and return the number of bytes written."""
         words, head = self.words, self._head
         count, room = len(data), CAPACITY - (head - words[_TAIL])
         if count > room:
@@ -95,7 +95,7 @@ class RingWriter(_Direction):
         return count
 
     def wait_for_room(self) -> bool:
-        """Ask for the doorbell when there is room; False if there is room already."""
+        """Ask the reader to ring when there is room; False if there is room already."""
         words = self.words
         words[_WRITER_SLEEPS] = 1
         barrier()
@@ -139,16 +139,16 @@ class RingReader(_Direction):
         return data
 
     def sleep(self) -> None:
-        """Ask for the doorbell. The caller then calls `barrier` and checks `filled` again."""
+        """Ask the writer to ring. The caller then calls `barrier` and checks `filled` again."""
         self.words[_READER_SLEEPS] = 1
 
     def wake(self) -> None:
-        """Do without the doorbell."""
+        """Ask the writer not to ring."""
         self.words[_READER_SLEEPS] = 0
 
 
 class RingPair:
-    """Both directions, as one side sees them. Owns the mapping and both doorbells."""
+    """Both directions on one side. Owns the mapping and both doorbells."""
 
     def __init__(self, memory: int, ours: int, theirs: int, *, first: bool) -> None:
         self.doorbell = ours
@@ -182,7 +182,9 @@ class RingPair:
 
 
 def offer_rings() -> tuple[RingPair, tuple[int, int, int]]:
-    """Make rings: this side, and the memory, doorbell and other doorbell for the peer. The caller closes the memory.
+    """Make rings. Returns this side, and the descriptors for the peer: memory, its doorbell, the other doorbell.
+
+    The caller closes the memory.
 
     Raises:
         OSError: There are no descriptors or no memory left.
@@ -201,15 +203,15 @@ def offer_rings() -> tuple[RingPair, tuple[int, int, int]]:
 
 
 def take_rings(memory: int, ours: int, theirs: int) -> RingPair:
-    """The peer's side of offered rings. Takes over the doorbells; the caller closes the memory.
+    """Open the peer's side of offered rings. Takes over the doorbells; the caller closes the memory.
 
     Raises:
         ValueError: The memory has another size.
-        OSError: There is no room for the mapping.
+        OSError: The system refuses the mapping.
     """
     try:
         if os.fstat(memory).st_size != SIZE:
-            raise ValueError("the memory has not the size of two rings")
+            raise ValueError("the memory does not have the size of two rings")
         return RingPair(memory, ours, theirs, first=False)
     except (OSError, ValueError):
         os.close(ours)

@@ -1,6 +1,6 @@
-"""What a process knows of one value: where it is, which tasks wait for it, what holds it.
+"""The state of one value in a process: where it is, which tasks wait for it, what holds it.
 
-`_protocol.value` has the states. This is what happens in them:
+`_protocol.value` has the states. In them:
 
     PENDING   tasks wait; cancelling the last of them cancels the call
     HERE      `value` is the object, or `received` is decoded or `stored` is opened for the first task that waits
@@ -37,10 +37,10 @@ ABSENT: Final = object()
 
 
 class UnhandledErrors(Protocol):
-    """A scope, as the refs of its actors see it."""
+    """The part of a scope that the refs of its actors use."""
 
     def fail(self, error: BaseException, what: str) -> None:
-        """Report an error that no code saw, and what has failed."""
+        """Report an error that no code saw; `what` names what failed."""
         ...
 
     def hold(self, state: RefState) -> None:
@@ -48,12 +48,12 @@ class UnhandledErrors(Protocol):
         ...
 
     def settle(self, state: RefState) -> None:
-        """Code looked at a held error."""
+        """Code looked at the error of a held ref."""
         ...
 
 
 class RefHost(Protocol):
-    """What refs and streams need of the objects of their process."""
+    """The part of a process's objects that refs and streams use."""
 
     process: Process
     store: Store
@@ -68,11 +68,11 @@ class RefHost(Protocol):
         ...
 
     def forget(self, state: RefState) -> None:
-        """A ref that other processes knew of is freed."""
+        """Forget a freed ref that other processes knew."""
         ...
 
     def drop_soon(self, dropped: RefState) -> None:
-        """Call `drop_handle` on the loop; from any thread, also while garbage is collected."""
+        """Call `drop_handle` on the loop. Safe in any thread, also during a garbage collection."""
         ...
 
     def report_unheld(self, state: RefState) -> None:
@@ -86,9 +86,9 @@ class RefState(Value):
     Attributes:
         objects: The objects of this process.
         number: The value's number at its owner.
-        label: What made it, such as "Model.execute".
+        label: The call that made it, such as "Model.execute".
         producer: The process that makes it.
-        sink: Where its error is reported if it is lost.
+        sink: The scope to which an error is reported that no code has seen.
     """
 
     # Defaults live in the class: most refs are made, awaited and dropped, and set only what they need.
@@ -99,16 +99,16 @@ class RefState(Value):
     value: Any = ABSENT
     received: ReceivedValue | None = None
     stored: StoredValue | None = None
-    # Size of a value that its producer stores.
+    # Bytes of a value that its producer stores.
     stored_bytes = 0
-    # The task, or call, that made the call, weakly; None if it was made elsewhere, or is no call.
+    # The task or call that made this call, weakly; None if another process made it, or the ref is of no call.
     maker: weakref.ref[Any] | None = None
-    # When the call failed, and when its last `Ref` object was dropped, in numbers of calls.
+    # The numbers of calls when this call failed, and when its last `Ref` object was dropped.
     failed = 0
     dropped = 0
-    # Other processes may ask for it: it is in the table.
+    # It is in the table: other processes may ask for it.
     shared = False
-    # Refs that it depends on.
+    # The refs among the arguments of its call.
     inputs: list[RefState] | None = None
     _label: str
     _watchers: list[Callable[[Any], object]] | None = None
@@ -138,7 +138,7 @@ class RefState(Value):
 
     @property
     def origin(self) -> str:
-        """What made the value, with the actor if it was a call, such as "Model.execute of Model-1"."""
+        """What made the value: for a call with its actor, such as "Model.execute of Model-1"."""
         return self.label
 
     def parts(self) -> tuple[Ref[Any], ...] | None:
@@ -152,7 +152,7 @@ class RefState(Value):
     # Watching and cancelling.
 
     def check_loop(self) -> None:
-        """Raise RuntimeError unless this is the loop that the runtime was opened on."""
+        """Raise RuntimeError unless this is the loop of the runtime."""
         if asyncio._get_running_loop() is not self.process.loop:
             raise RuntimeError(f"{self.label} is awaited on another event loop than the one its runtime was opened on")
 
@@ -176,7 +176,7 @@ class RefState(Value):
         """Undo `watch` of an interested callback; returns how many registrations there were.
 
         Raises:
-            RuntimeError: This is another thread, which cannot know in time.
+            RuntimeError: This is not the thread of the loop.
         """
         if not self.process.is_here:
             raise RuntimeError(f"a callback of {self.label} is removed in the thread of its event loop only")
@@ -190,7 +190,7 @@ class RefState(Value):
         """Ask for the call to be cancelled; False if it is over already."""
         if self.settled or self.process.is_here:
             return not self.settled and self._cancel(why)
-        # After the call itself, which this thread may have handed to the loop just now.
+        # On the loop: this thread may have handed the call itself to the loop just before.
         self.process.call_soon(partial(self.cancel, why))
         return True
 
@@ -201,19 +201,19 @@ class RefState(Value):
     # Settling.
 
     def on_error(self, error: BaseException) -> None:
-        """There will be no value."""
+        """Settle with an error."""
         if not self.settled:
             self.error, self._traceback = error, error.__traceback__
             self.failed = self.process.next_number()
         self._settle(FAILED)
 
     def on_ready(self) -> None:
-        """The value is in this process."""
+        """Settle with a value in this process."""
         self._settle(HERE)
 
     def _settle(self, status: Status) -> None:
         if not self.advance(status):
-            # The call was given up before its answer came.
+            # The answer came after the call was given up.
             if status is THERE:
                 self._release_remote()
             return
@@ -231,19 +231,19 @@ class RefState(Value):
     # Holding and freeing.
 
     def hold(self) -> Self:
-        """One `Ref` object more."""
+        """Count one more `Ref` object."""
         self.handles += 1
         return self
 
     def handle_dropped(self) -> None:
-        """One `Ref` object fewer. Safe in any thread, also while garbage is collected."""
-        # Most refs end here: the value came with the answer, so there is nothing to free and no process to tell.
+        """Count one `Ref` object fewer. Safe in any thread, also during a garbage collection."""
+        # For most refs nothing is left to do: the value came with the answer, and no other process knows it.
         if self.status is not HERE or self.shared or self.stored is not None or not self.own:
             self.dropped = self.process.next_number()
             self.objects.drop_soon(self)
 
     def drop_handle(self) -> None:
-        """What `handle_dropped` does later, on the loop."""
+        """The part of `handle_dropped` that runs on the loop."""
         self.handles -= 1
         if not self.handles:
             if self.error is not None:
@@ -251,17 +251,17 @@ class RefState(Value):
             self.free_if_unheld()
 
     def add_use(self) -> None:
-        """A call under way has it as an argument."""
+        """Count a call under way that has the value as an argument."""
         self.uses += 1
 
     def drop_use(self, *, failed: bool) -> None:
-        """That call ended."""
+        """A call that had the value as an argument ended."""
         if self.end_use(failed=failed):
             self.mark_seen()
         self.free_if_unheld()
 
     def free_now(self) -> None:
-        """Free the value though it has holders. Any thread."""
+        """Free the value although it has holders. Safe in any thread."""
         if not (self.settled and self.process.is_here):
             self.watch(type(self).free_now)
             return
@@ -290,12 +290,12 @@ class RefState(Value):
             self.stored = None
 
     def _release_remote(self) -> None:
-        """Tell the producer that the value is not needed any more."""
+        """Tell the producer that this process needs the value no more."""
 
     # Errors.
 
     def mark_seen(self) -> None:
-        """Code was told of the error."""
+        """Note that code was told of the error."""
         if not self.seen:
             self.seen = True
             if self.sink is not None:
@@ -335,21 +335,21 @@ class RefState(Value):
         if self.error is not None:
             self.mark_seen()
             self._note_failed_await()
-            # As asyncio's futures do: each waiter's frames are added to the original ones, not to each other's.
+            # As asyncio's futures do: each waiter adds its frames to the original traceback.
             raise self.error.with_traceback(self._traceback)
         return self.value
 
     def _note_failed_await(self) -> None:
-        """An await raises; the code behind it, which may await siblings of this call, does not run."""
+        """Note that an await raises: the code after it, which may await siblings of this call, does not run."""
         if self.maker is not None:
             self.objects.failed_awaits.note(self.maker, self.number, self.process.next_number())
 
     def result(self, ref: Ref[Any]) -> Any:
-        """Wait for the value in another thread than the loop's."""
+        """Wait for the value in a thread that runs no loop."""
         return self.objects.owner.block_on(ref)
 
     def wait_settled(self) -> Generator[Any, None, None]:
-        """Wait until the value exists somewhere, or the call failed. Raises nothing of the call."""
+        """Wait until the call is over. Does not raise the error of the call."""
         if not self.settled:
             self.process.check_open(f"{self.label} cannot be awaited")
             self.check_loop()
@@ -376,7 +376,7 @@ class RefState(Value):
             yield from unread.__await__()
 
     def _add_waiter(self) -> Wakeup:
-        """Make what is woken when the value is here, or known not to come."""
+        """Make a wakeup for when the value is here or has failed."""
         if self.process.closed is not None:
             self.process.check_open(f"{self.label} cannot be awaited")
         self.check_loop()
@@ -390,23 +390,23 @@ class RefState(Value):
         return wakeup
 
     def _stop_waiting(self, wakeup: Wakeup, why: BaseException) -> Generator[Any, None, None]:
-        """A wait was ended: if the call is ended with it, wait for its cleanup."""
+        """Stop waiting because of `why`: if that cancels the call, wait for the call's cleanup."""
         cancelled = self._leave(wakeup)
         if isinstance(why, asyncio.CancelledError):
             if cancelled:
                 yield from wait_shielded(self._settled())
             if isinstance(self.error, DaftError):
-                # For `deadline`, which says what became of the call. A copy: the error itself may be raised while this
-                # one is handled, and would refer to it.
+                # `deadline` reports it as the outcome of the call. A copy: the error itself may be raised while `why`
+                # is handled, and would then refer to `why`.
                 why.__cause__ = copy_error(self.error)
 
     def _leave(self, wakeup: Wakeup) -> bool:
-        """A waiter is gone. Returns whether it was the last one of a call under way, which is then cancelled."""
+        """Remove a waiter. If it was the last one of a call under way, cancel the call and return True."""
         if self._waiters and wakeup in self._waiters:
             self._waiters.remove(wakeup)
         if self._waiters or self.uses or self.borrowers or self._interested or not self.own:
             return False
-        # Code that gives up waiting is not told of the error either, whichever of the two comes first.
+        # Code that stops waiting does not get the error, also if the call failed before.
         self.mark_seen()
         if self.settled:
             return False
@@ -442,17 +442,17 @@ class RefState(Value):
         except Exception as error:  # noqa: BLE001 - the waiters get it
             self.error, self._traceback = error, error.__traceback__
             if isinstance(error, ResourceExhausted):
-                # The value exists; only this process cannot have it.
+                # The call succeeded; only this process has no room for the value.
                 error.with_executed(True)
         finally:
             self._fetching = False
         if not self.settled:
-            # A borrowed ref settles by being fetched.
+            # Fetching settles a borrowed ref.
             self._settle(HERE if self.error is None else FAILED)
         self._serve_waiters()
 
     async def bring(self, into: IntoTensor | None = None) -> Any:
-        """Get the value from where it is; if it went straight into a tensor, that tensor."""
+        """Get the value, from another process if needed; if the bytes went straight into a tensor, that tensor."""
         received = self.received or await self.objects.pull(self.owner, self.number, self.producer, into)
         if into is not None and into.filled:
             return into.target
@@ -471,7 +471,7 @@ class RefState(Value):
 
 
 class GatheredState(RefState):
-    """A list of values, as one value of this process; passed on as an argument, it is the list of the refs."""
+    """One value of this process that is a list of values; as an argument, it is passed on as the list of the refs."""
 
     handles = 1
 

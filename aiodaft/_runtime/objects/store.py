@@ -1,4 +1,4 @@
-"""Values that this process stores for others, and the transports that their memory belongs to."""
+"""Values that this process stores for other processes, and the transports that allocate their memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Store:
     def __init__(self, process: Process, open_transport: Callable[[str], Transport]) -> None:
         self._process = process
         self.call_soon = process.call_soon
-        # Whether accelerators give and take values themselves, without memory of the host.
+        # Whether values on accelerators travel without host memory.
         self._direct = process.options.direct
         self._devices: Devices | None = None
         self._lock = threading.Lock()
@@ -49,37 +49,37 @@ class Store:
         self._transports: dict[str, Transport] = {}
         self._preferred = process.options.transport
         self._forks = fork_count()
-        # Memory of tensors by its address: made by `empty()`, with the count of forks then; and sizes of what the user
-        # registered.
+        # By address: blocks of `empty()` tensors with the count of forks at that time; and sizes of memory that the
+        # user registered.
         self._shared: dict[int, tuple[Block, int]] = {}
         self._registered: dict[int, int] = {}
         self.entries: dict[Key, StoredValue] = {}
 
     @property
     def transport(self) -> Transport:
-        """The transport that payloads leave this process by."""
+        """The default transport of this process."""
         return self.transport_named(self._preferred)
 
     def transport_named(self, name: str) -> Transport:
-        """The transport with this name, opened when first needed. Safe in any thread."""
+        """The transport with a name, opened at the first use. Safe in any thread."""
         if name == DEVICE_NAME:
             return cast("Transport", self.devices.transport)
         known = self._transports.get(name)
         if known is not None:
             return known
-        # Several threads may come here at the same time. All get the transport that is entered first; one that is not
-        # entered has opened nothing yet.
+        # Several threads may come here at the same time. All get the first transport that is entered; the others have
+        # opened nothing yet.
         transport = self._transports.setdefault(name, self._open_transport(name))
         for address, nbytes in list(self._registered.items()):
             transport.register(address, nbytes)
             if address not in self._registered:
-                # Another thread has unregistered it, perhaps before it was registered here.
+                # Another thread has unregistered it, perhaps before the line above.
                 transport.unregister(address)
         return transport
 
     @property
     def devices(self) -> Devices:
-        """The accelerators; their module is loaded when first needed."""
+        """The accelerators; their module is loaded at the first use."""
         with self._lock:
             if self._devices is None:
                 from aiodaft._runtime.objects.devices import Gpus  # noqa: PLC0415 - few programs have accelerators
@@ -94,7 +94,7 @@ class Store:
         self._devices = Devices(kind, self._process, self._process.id)
 
     def current_streams(self) -> Sequence[Any]:
-        """The streams that this thread gives work to; none if no accelerator was used."""
+        """The current streams of this thread; empty if no accelerator was used."""
         torch = loaded_torch()
         if self._devices is None and (torch is None or not torch.cuda.is_initialized()):
             return ()
@@ -120,7 +120,7 @@ class Store:
         def find_block(source: Source) -> Block | None:
             return self._find_block(source, via or self._preferred)
 
-        # A transport that was asked for also takes what accelerators have.
+        # A transport that the user chose also moves values on accelerators.
         find_device = self._find_device if self._direct and via is None else nowhere
         places = Places(find_block, find_device, lend=lender is not None, home=self._process)
         encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient)
@@ -132,7 +132,7 @@ class Store:
         if shared is not None:
             return shared[0]
         if not self._registered or source.nbytes <= m.INLINE_LIMIT:
-            # Small ones travel faster together.
+            # Small buffers travel faster together.
             return None
         return self.transport_named(name).block_at(view_at(source.address, source.nbytes, source.keep))
 
@@ -148,7 +148,7 @@ class Store:
     ) -> StoredValue:
         """Encode a value here if that is quick, else in the helper thread.
 
-        `streams` are the `current_streams` of the thread that gave the value, if that was earlier.
+        `streams`: the `current_streams` of the thread that passed the value, if it did so earlier.
         """
         keep = partial(self.keep, value, names, via=via, lender=lender, resolve=resolve)
         try:
@@ -164,28 +164,28 @@ class Store:
             return job()
 
     def pack_now(self, stored: StoredValue) -> bool:
-        """Pack what is in host memory if that is quick; False if it is not."""
+        """Pack the part in host memory if that is quick; False if it is not."""
         if not stored.packed and stored.encoded.nbytes > SYNC_COPY:
             return False
         self.pack_here(stored)
         return True
 
     def pack_here(self, stored: StoredValue) -> None:
-        """Pack what is in host memory in this thread, however long that takes."""
+        """Pack the part in host memory, in this thread. May take long."""
         stored.pack(self.transport_named(stored.via or self._preferred))
 
     async def pack(self, stored: StoredValue) -> None:
-        """Pack what is in host memory, in the helper thread if it is large."""
+        """Pack the part in host memory, in the helper thread if it is large."""
         if not self.pack_now(stored):
             await self._helper_thread.run(lambda: self.pack_here(stored))
 
     async def make_ready(self, stored: StoredValue) -> None:
-        """Bring a value to where it may be granted."""
+        """Prepare a value to be granted."""
         await self.pack(stored)
         await stored.wait_filled()
 
     def keep_patiently(self, result: Any, label: str, via: str | None) -> StoredValue:
-        """In a thread that may take its time: encode a result, and pack what is not lent."""
+        """Encode a result, and pack it if it is not lent. May take long: not on the loop."""
         lender = result if isinstance(result, Borrowed) else None
         value = result if lender is None else lender.value
         stored = self.keep(value, Names(label, (("result", value),)), via=via, lender=lender, patient=True)
@@ -225,7 +225,7 @@ class Store:
         )
 
     def copy(self, received: ReceivedValue) -> ReceivedValue:
-        """The same value in memory of its own. Safe in any thread."""
+        """Copy a value. Safe in any thread."""
         blobs = [self._copy_blob(blob) for blob in received.blobs]
         return ReceivedValue(received.payload, received.inline, blobs, received.refs)
 
@@ -233,36 +233,36 @@ class Store:
         return memoryview(bytearray(blob)) if isinstance(blob, memoryview) else self.devices.kind.copy(blob)
 
     def memory_in(self, target: torch.Tensor, name: str, grant: Grant, connection: Route) -> Any:
-        """The memory of a tensor, for a transport to fetch into; None if it cannot write there."""
+        """The memory of a tensor for a transport to fetch into; None if the transport cannot write there."""
         device = self._find_device(target)
         if name != DEVICE_NAME:
             return memory_of(target) if device is None and target.device.type == "cpu" else None
         return None if device is None else self.devices.memory_in(target, device, grant, connection)
 
     async def run_to_end(self, job: Callable[[], object]) -> None:
-        """Run what writes to memory of the caller in the helper thread, after the work of this thread's streams.
+        """Run a job that writes to memory of the caller: in the helper thread, after the work of this thread's streams.
 
         Cancellation: raised once the job has ended.
         """
         await self._helper_thread.run_to_end(partial(self._run_in_order, self.current_streams(), job))
 
     def decline(self, connection: Route, blobs: Any) -> None:
-        """Give back grants in a message that came too late."""
+        """Return the grants in a message that came too late."""
         for name, grant in blobs if isinstance(blobs, tuple) else ():
             self.transport_named(name).decline(grant, connection)
 
     def revoke(self, connection: Route, blobs: Any) -> None:
-        """Take back grants in a message that is not sent."""
+        """Take back the grants in a message that is not sent."""
         for name, grant in blobs if isinstance(blobs, tuple) else ():
             self.transport_named(name).revoke(grant, connection)
 
     def release_came(self, route: Route, message: m.Message) -> None:
-        """RELEASE came: the owner does not need some values any more."""
+        """Handle RELEASE: free values that their owner needs no more."""
         for number in m.read_release(message):
             self.drop((route.remote, number))
 
     def drop(self, key: Key) -> None:
-        """Free a value that its owner does not need any more."""
+        """Free a value that its owner needs no more."""
         stored = self.entries.pop(key, None)
         if stored is not None:
             stored.release()
@@ -282,7 +282,7 @@ class Store:
             self.drop(key)
 
     def peer_lost(self, remote: PeerId) -> None:
-        """Forget the grants and mappings of a peer; free every value that it owned, and every copy of one it made."""
+        """Forget the grants and mappings of a peer; free the values that it owned, and the copies of values it made."""
         for transport in self._opened():
             transport.peer_lost(remote)
         for key in [key for key, stored in self.entries.items() if remote in (key[0], stored.root)]:
@@ -293,17 +293,17 @@ class Store:
         self._shared[address] = block, self._forks.value
 
     def unshare(self, address: int) -> None:
-        """The tensor is gone: its block is reused once no peer reads it, unless a forked child may have the tensor."""
+        """Release the block of a freed tensor. It is not reused if a forked child may have the tensor."""
         block, forks = self._shared.pop(address)
         if self._forks.value != forks:
             block.retire()
         block.release()
 
     def register(self, address: int, nbytes: int) -> None:
-        """Prepare every transport, also one that is opened later, for memory of the user. Safe in any thread.
+        """Register memory of the user with every transport, also with later ones. Safe in any thread.
 
         Raises:
-            ValueError: Part of it is registered.
+            ValueError: Part of it is registered already.
         """
         with self._lock:
             known = list(self._registered.items())
@@ -314,7 +314,7 @@ class Store:
             transport.register(address, nbytes)
 
     def unregister(self, address: int) -> None:
-        """Undo `register`. Safe in any thread, also while garbage is collected."""
+        """Undo `register`. Safe in any thread, also during a garbage collection."""
         del self._registered[address]
         for transport in list(self._transports.values()):
             transport.unregister(address)

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class StoredValue:
-    """An encoded value that peers may pull: small ones are bytes, large ones lie in blocks.
+    """An encoded value that peers may pull: a small one is bytes, a large one lies in blocks.
 
-    The code that needs it no longer releases it. One that is dropped, because a task was cancelled or failed between
-    getting it and handing it on, is released by its destructor.
+    Its user calls `release`. The destructor releases a value that was dropped because a task was cancelled or failed
+    before it handed the value on.
     """
 
     __slots__ = (
@@ -60,7 +60,7 @@ class StoredValue:
             for source in encoded.sources:
                 source.lent |= source.device is None
         self._devices = devices
-        # What accelerators have of it, apart from what is lent, in the order of the blobs.
+        # The copies on accelerators, in the order of the blobs; not the lent memory.
         self._captured: list[DeviceBlock] = [] if devices is None else devices.take(encoded)
         self.encoded = encoded
         self.inline: bytes | None = None
@@ -70,15 +70,15 @@ class StoredValue:
         # The versions of the buffers when the value was stored.
         self._versions = encoded.versions()
         self._lender = lender
-        # Name of the transport that was asked for.
+        # Name of the transport that the user chose.
         self.via = via
         # For a copy that is relayed: the process that made the value.
         self.root: PeerId | None = None
         self.on_release: Callable[[], object] | None = None
         self._transport: Transport | None = None
-        # Calls back on the process's loop; from any thread, also while garbage is collected.
+        # Runs a callback on the loop. Safe in any thread, also during a garbage collection.
         self._on_loop = on_loop
-        # Peers can reach what is in host memory.
+        # The part in host memory is where peers can reach it.
         self.packed = False
         self._released = False
 
@@ -90,7 +90,7 @@ class StoredValue:
 
     @classmethod
     def again(cls, received: ReceivedValue) -> StoredValue:
-        """A small value that was received, to be passed on as it is."""
+        """A small received value, to pass on as it is."""
         stored = cls(Encoded(received.payload, refs=received.refs))
         stored.inline = received.inline
         stored.packed = True
@@ -98,11 +98,11 @@ class StoredValue:
 
     @classmethod
     def copy_of(cls, received: ReceivedValue, via: str, root: PeerId) -> StoredValue:
-        """A large value that was received, to be copied for others before code of this process changes it."""
+        """A large received value for other processes; pack it before code of this process changes it."""
         (blob,) = received.blobs
         stored = cls(Encoded(received.payload, [Source.of(blob)], [0], blob.nbytes, refs=received.refs), via=via)
         stored.root = root
-        # The buffers did not come from objects of this process.
+        # The buffers come from no objects of this process.
         stored.origins = []
         return stored
 
@@ -113,19 +113,19 @@ class StoredValue:
 
     @property
     def refs(self) -> list[Ref[Any]]:
-        """The refs that travel inside."""
+        """The refs in the value."""
         return self.encoded.refs
 
     @property
     def _device_blocks(self) -> list[DeviceBlock]:
-        """What accelerators have of it, lent or captured."""
+        """The blocks on accelerators, lent or captured."""
         if self._devices is None:
             return []
         lent = [source.block for source in self.encoded.sources if source.device is not None and source.is_apart]
         return [*cast("list[DeviceBlock]", lent), *self._captured]
 
     def blobs(self) -> list[tuple[Any, Pullable]]:
-        """The buffers, once they are packed, each with the transport that grants it to peers."""
+        """The packed buffers, each with the transport that grants it to peers."""
         host, device = self._transport, None if self._devices is None else self._devices.transport
         blobs: list[tuple[Any, Pullable]] = [] if self.block is None else [(host, self.block)]
         apart = [source for source in self.encoded.sources if source.block is not None]
@@ -134,7 +134,7 @@ class StoredValue:
 
     @property
     def is_inline(self) -> bool:
-        """Whether it travels inside a message."""
+        """Whether the value travels inside a message."""
         encoded = self.encoded
         if self._devices is not None or encoded.size > INLINE_LIMIT:
             return False
@@ -142,13 +142,13 @@ class StoredValue:
 
     @property
     def ready(self) -> bool:
-        """Whether it may be granted without waiting for anything."""
+        """Whether it can be granted without waiting."""
         return self.packed and all(block.settled for block in self._device_blocks)
 
     def can_be_relayed(self, smallest: int) -> bool:
-        """Whether it may go from consumer to consumer: one blob of some size, whose bytes are sent.
+        """Whether consumers may pass it on: it is one blob of at least `smallest` bytes, and the transport sends bytes.
 
-        What accelerators have goes to each consumer directly: a copy for others would take memory of theirs.
+        Values on accelerators go to each consumer directly: a copy for others would take memory of the accelerator.
         """
         if self._devices is not None or self.root is not None or self._transport is None or self._transport.shared:
             return False
@@ -156,7 +156,7 @@ class StoredValue:
         return len(blobs) == 1 and blobs[0][1].nbytes >= smallest
 
     async def wait_filled(self) -> None:
-        """Wait until the accelerators have copied their part of it, or have failed."""
+        """Wait until the accelerators have copied their part, or have failed."""
         for block in self._device_blocks:
             filled = asyncio.Event()
             block.on_filled(filled.set)
@@ -166,7 +166,7 @@ class StoredValue:
         """Copy the buffers to where peers can reach them. May take long.
 
         Raises:
-            BorrowError: A tensor was written to meanwhile, or since it was lent.
+            BorrowError: A tensor was written to since it was lent, or during the copy.
             ResourceExhausted: There is no memory or descriptor for them.
         """
         if self.packed:
@@ -185,7 +185,7 @@ class StoredValue:
             view = block.view
             try:
                 encoded.write_to(block.address)
-                # If a tensor was written to in between, the copy is torn.
+                # If a tensor was written to meanwhile, the copy is a mixture.
                 encoded.check_unchanged(self._versions)
             except BaseException:
                 block.release()
@@ -194,16 +194,16 @@ class StoredValue:
                 del view
             self.block = block
             if self._released:
-                # It was released meanwhile, when it had no block yet.
+                # It was released meanwhile, before it had the block.
                 block.release()
         self.packed = True
         for source in encoded.sources:
             if not source.lent:
-                # The copy is made: the original is not needed any more.
+                # After the copy, the original is not needed any more.
                 source.keep = source.fill = source.version = None
 
     def blobs_for(self, connection: Route) -> bytes | tuple[tuple[str, Grant], ...] | None:
-        """Grant the blocks to a peer. Returns the field of a message that says so.
+        """Grant the blocks to a peer. Returns the field for the message.
 
         Raises:
             BorrowError: A lent buffer was written to.
@@ -211,7 +211,7 @@ class StoredValue:
         """
         if self.lent:
             self.encoded.check_unchanged(self._versions)
-        # A grant to a lost process would never come back.
+        # A lost process would never return a grant.
         blobs = self.blobs() if connection.lost is None else []
         if not (self.packed and blobs):
             return self.inline
@@ -224,10 +224,10 @@ class StoredValue:
             for transport, block in blobs:
                 granted.append((transport.name, transport.grant(block, connection)))
                 if connection.lost is not None:
-                    # The transport told the peer of the memory, and the connection broke: all grants are over.
+                    # The connection broke while the transport sent a note: all grants have ended.
                     return self.inline
         except BaseException as error:
-            # No message will tell the peer of the earlier ones.
+            # No message will carry the earlier grants.
             for (transport, _), (_, grant) in zip(blobs, granted, strict=False):
                 transport.revoke(grant, connection)
             if isinstance(error, OSError):
@@ -239,12 +239,12 @@ class StoredValue:
         return exhausted(error, f"a value of {self.encoded.size:,} bytes cannot be sent")
 
     def origin(self, index: int) -> Any:
-        """The object that buffer `index` came from, if it is unchanged."""
+        """The object that buffer `index` was made of, if it is unchanged."""
         find = self.origins[index] if self.origins else None
         return None if find is None else find()
 
     def release(self) -> None:
-        """It is not needed any more: its memory is reused once the last reader is done. Idempotent."""
+        """Release the memory: it is reused once the last reader is done. Idempotent."""
         if self._released:
             return
         self._released = True

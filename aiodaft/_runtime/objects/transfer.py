@@ -1,6 +1,6 @@
-"""Values between processes: pulled by key, from the process that `_protocol.pull` says.
+"""Moves values between processes: the consumer pulls by key, from the process that `_protocol.pull` chooses.
 
-A process may ask for a value before it is made; the producer answers when it is.
+A process may ask for a value before it exists; the producer answers when it does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Elsewhere: TypeAlias = PeerId | BaseException
 Place: TypeAlias = StoredValue | Elsewhere
 
 _THROUGH_HOST: Final = (
-    "the value is in the memory of a GPU: return x.cpu(), or let it travel by way of host memory "
+    "the value is in the memory of a GPU: return x.cpu(), or send it through host memory "
     "(@method(transport='shm'), rt.put(x, transport='shm'), or Runtime(transport='shm') for all)"
 )
 
@@ -66,12 +66,12 @@ class Transfer:
     async def pull(
         self, owner: PeerId, number: CallId, producer: PeerId, into: IntoTensor | None = None
     ) -> ReceivedValue:
-        """Get a value, straight into a tensor if there is one that it fits.
+        """Get a value; straight into the tensor of `into` if it fits.
 
         Raises:
             OwnerDied: Its owner is gone.
-            ValueError: It is a tensor that does not fit.
-            BaseException: What making it raised.
+            ValueError: The value does not fit the tensor.
+            BaseException: The error of the call that makes it.
         """
         key, local = (owner, number), self._process.id
         route = Pull(local, owner, number, local if key in self._store.entries else producer)
@@ -102,7 +102,7 @@ class Transfer:
             if step is Next.FAIL:
                 raise answer
         if step is Next.ASK_ROOT:
-            # The relay gave nothing.
+            # The relay did not give the value.
             self.relays.leave(route.asked, key, asked)
 
     async def _ask(
@@ -118,7 +118,7 @@ class Transfer:
             first = answer.granted()
             received = await self.receive(answer, into)
         except TransportError as error:
-            # The asked process lives; this one cannot have the value.
+            # The asked process lives; this one cannot get the value.
             return error, False
         except (PeerLost, ActorDied) as error:
             return error, connection.lost is not None
@@ -135,7 +135,7 @@ class Transfer:
         return await answer
 
     def answered(self, connection: Connection, message: m.Message) -> None:
-        """VALUE, MOVED or BROKEN came."""
+        """Handle VALUE, MOVED or BROKEN."""
         asked = connection.remote, m.read_pulled(message)
         waiting = self._pulls.get(asked)
         if not waiting:
@@ -145,7 +145,7 @@ class Transfer:
             del self._pulls[asked]
         came: Delivery | Elsewhere
         if message[0] == m.VALUE:
-            # If the pull was cancelled, the grants go back with the delivery.
+            # If the pull was cancelled, the delivery returns the grants.
             came = Delivery(self._store, connection, *m.read_value(message))
         elif message[0] == m.MOVED:
             came = m.read_moved(message)
@@ -155,18 +155,18 @@ class Transfer:
             answer.set_result(came)
 
     def connection_lost(self, connection: Connection, error: DaftError) -> None:
-        """Nothing more will be answered over a connection."""
+        """Fail the pulls over a lost connection."""
         for asked in [asked for asked in self._pulls if asked[0] == connection.remote]:
             for answer in self._pulls.pop(asked):
                 if not answer.done():
                     answer.set_exception(copy_error(error))
 
     async def receive(self, delivery: Delivery, into: IntoTensor | None = None) -> ReceivedValue:
-        """Fetch a value that was granted. What went straight into the tensor is memory of that.
+        """Fetch the blobs of a delivery, straight into the tensor if they fit.
 
         Raises:
-            TransportError: This process cannot have it: it is out of reach, or a device failed.
-            PeerLost, ActorDied: How its process ended; or it lives, and the bytes do not come all the same.
+            TransportError: The memory is out of reach for this process, or a device failed.
+            PeerLost, ActorDied: The process that has the value ended, or the transfer failed although it lives.
             ResourceExhausted: This process has no memory or descriptor for it.
         """
         blobs: list[Any] = []
@@ -214,7 +214,7 @@ class Transfer:
         return await place
 
     async def take_own(self, stored: StoredValue, into: IntoTensor | None = None) -> ReceivedValue:
-        """A value stored in this process: its own objects where they are unchanged."""
+        """Receive a value that this process stores; unchanged objects of this process are used as they are."""
         await self._store.make_ready(stored)
         loopback = self._connections.loopback
         delivery = Delivery(self._store, loopback, stored.payload, stored.blobs_for(loopback), ())
@@ -226,7 +226,7 @@ class Transfer:
     # The producer, and the owner.
 
     def locate(self, key: Key, found: Callable[[Place], object]) -> None:
-        """Call `found` with the place of a value, as soon as it is known."""
+        """Call `found` with the place of a value as soon as that is known."""
         stored = self._store.entries.get(key)
         if stored is not None:
             found(stored)
@@ -234,13 +234,13 @@ class Transfer:
             self._locate_elsewhere(*key, found)
 
     def _locate_elsewhere(self, owner: PeerId, number: CallId, found: Callable[[Place], object]) -> None:
-        """The same, for a value that this process neither stores nor fetches."""
+        """See `locate`; for a value that this process neither stores nor fetches."""
         if owner != self._process.id:
             call = self._running_call(owner, number)
             if call is not None:
                 call.add_puller(found)
             else:
-                # Not here yet, or no longer: the owner knows.
+                # The value is not here yet, or no longer: the owner knows where it is.
                 found(owner)
             return
         state = self._refs.find(number)
@@ -252,7 +252,7 @@ class Transfer:
     def _locate_settled(self, state: RefState, found: Callable[[Place], object]) -> None:
         connection = self._connections.get(state.producer)
         if state.free:
-            # The process that asks does not need it any more either: a copy stored now would stay for ever.
+            # The process that asks dropped it too; a copy stored now would never be freed.
             found(_freed(state.owner, state.number))
         elif state.status is THERE and connection is not None and connection.lost is not None:
             explaining = self._explain_loss(connection, found)
@@ -269,7 +269,7 @@ class Transfer:
         found(copy_error(await self._connections.explanation(connection)))
 
     def asked(self, connection: Connection, message: m.Message) -> None:
-        """PULL came."""
+        """Handle PULL."""
         key = m.read_pull(message)
         self.locate(key, lambda place: self._tell(connection, key, place))
 

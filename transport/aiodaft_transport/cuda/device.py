@@ -122,7 +122,7 @@ class Landing(NamedTuple):
         device: Which device it is on.
         address: Its first byte.
         nbytes: How many there are.
-        stream: Whose work may write to it.
+        stream: The stream that may write to it.
     """
 
     owner: Any

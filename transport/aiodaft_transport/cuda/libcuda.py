@@ -1,7 +1,7 @@
-"""libcuda through ctypes: just what moving memory between processes takes, one Python call per driver call.
+"""libcuda through ctypes: only the functions that move memory between processes, one Python call per driver call.
 
-The driver's own API, because whoever has a GPU has exactly this library, and because its primary contexts and streams
-are those of every framework. Nothing is loaded, and no context made, before it is needed.
+The driver API, because every machine with a GPU has this library, and because all frameworks share its primary contexts
+and streams. The library is loaded, and a context made, at the first use.
 
 Sources: the CUDA driver API reference, sections "Memory Management", "Event Management" and "Stream Management".
 """
@@ -22,7 +22,7 @@ _LIBRARY: Final = "libcuda.so.1"
 
 _OK: Final = 0
 _NOT_READY: Final = 600
-# What opening memory ends with where one GPU cannot reach the other: no peer access, mapping failed, too many peers.
+# Errors of opening memory if one GPU cannot reach the other: no peer access, mapping failed, too many peers.
 _OUT_OF_REACH: Final = (217, 205, 711)
 
 _EVENT_DISABLE_TIMING: Final = 2
@@ -31,7 +31,7 @@ _CAPTURE_RELAXED: Final = 2
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle, which is passed by value."""
+    """CUipcMemHandle, passed by value."""
 
     _fields_ = [("data", c_char * 64)]
 
@@ -42,7 +42,7 @@ class _Identity(ctypes.Structure):
     _fields_ = [("data", c_char * IDENTITY_SIZE)]
 
 
-# Name: arguments. All return a CUresult, and drop the interpreter lock: another thread may hold the driver's own locks.
+# Name: arguments. All return a CUresult, and release the GIL: another thread may hold the driver's locks.
 _FUNCTIONS: Final[dict[str, list[Any]]] = {
     "cuInit": [c_uint],
     "cuGetErrorString": [c_int, POINTER(c_char_p)],
@@ -84,7 +84,7 @@ class CudaDriver:
         count = c_int()
         self._check(self._library.cuDeviceGetCount(byref(count)), "GPUs cannot be counted", Unreachable)
         if not count.value:
-            raise Unreachable("this process sees no GPU (CUDA_VISIBLE_DEVICES says which it may see)")
+            raise Unreachable("this process sees no GPU (CUDA_VISIBLE_DEVICES limits the GPUs that it sees)")
         self._devices = [self._ordinal(index) for index in range(count.value)]
         self._identities = [self._identity(device) for device in self._devices]
 
@@ -96,7 +96,7 @@ class CudaDriver:
         address = c_uint64()
         with self._on(device):
             status = self._library.cuMemAlloc_v2(byref(address), nbytes)
-        self._check(status, f"{nbytes} bytes of GPU memory cannot be had")
+        self._check(status, f"{nbytes} bytes of GPU memory cannot be allocated")
         return address.value
 
     def free(self, device: int, address: int) -> None:
@@ -112,7 +112,7 @@ class CudaDriver:
         self._check(
             status,
             "other processes cannot open this GPU memory: memory of expandable segments cannot be lent "
-            "(set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or do not borrow(): what is not lent is copied)",
+            "(set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or do not use borrow(): the value is then copied)",
             Unreachable,
         )
         return Export(bytes(handle), base.value, size.value)
@@ -122,7 +122,7 @@ class CudaDriver:
         if len(handle) != ctypes.sizeof(_Handle):
             raise DeviceError(f"a handle of GPU memory has {ctypes.sizeof(_Handle)} bytes, not {len(handle)}")
         with self._on(device):
-            # Peer access between two GPUs is enabled on the way; the other one need not be visible here.
+            # This call enables peer access to the other GPU, which need not be visible here.
             status = self._library.cuIpcOpenMemHandle_v2(
                 byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
             )
@@ -138,13 +138,13 @@ class CudaDriver:
     def copy(self, device: int, spans: Sequence[Span], stream: int) -> None:
         with self._on(device):
             for target, source, nbytes in spans:
-                # Addresses are unified: they say which GPUs they belong to.
+                # Unified addresses identify their GPUs.
                 self._check(self._library.cuMemcpyAsync(target, source, nbytes, stream), "GPU memory cannot be copied")
 
     def record(self, device: int, stream: int) -> Event:
         event = c_void_p()
         with self._on(device):
-            self._check(self._library.cuEventCreate(byref(event), _EVENT_DISABLE_TIMING), "there is no event")
+            self._check(self._library.cuEventCreate(byref(event), _EVENT_DISABLE_TIMING), "an event cannot be created")
             number = event.value or 0
             try:
                 self._check(self._library.cuEventRecord(number, stream), "an event cannot be recorded")
@@ -158,12 +158,12 @@ class CudaDriver:
             status = self._library.cuEventQuery(event.number)
         if status == _NOT_READY:
             return False
-        self._check(status, "the GPU failed in what was queued before a value was to be copied")
+        self._check(status, "the GPU failed in earlier work of the stream that copies a value")
         return True
 
     def wait(self, event: Event) -> None:
         with self._on(event.device):
-            # If it failed, that is what asking for the event says.
+            # `happened` reports a failure.
             self._library.cuEventSynchronize(event.number)
 
     def forget(self, event: Event) -> None:
@@ -178,7 +178,7 @@ class CudaDriver:
 
     @contextmanager
     def _on(self, device: int) -> Generator[None]:
-        """Make a device the thread's current one, and leave graphs alone that other threads are capturing."""
+        """Make a device the thread's current one, without disturbing graph captures of other threads."""
         library, mode = self._library, c_int(_CAPTURE_RELAXED)
         self._check(library.cuCtxPushCurrent_v2(self._context(device)), f"GPU {device} cannot be used")
         library.cuThreadExchangeStreamCaptureMode(byref(mode))
@@ -195,7 +195,7 @@ class CudaDriver:
         with self._lock:
             context = self._contexts.get(device) or c_void_p()
             if not context:
-                # May take half a second, if nobody else in this process uses the device yet.
+                # Takes up to half a second for the first user of the device in this process.
                 status = self._library.cuDevicePrimaryCtxRetain(byref(context), self._devices[device])
                 self._check(status, f"GPU {device} cannot be used")
                 self._contexts[device] = context

@@ -1,12 +1,12 @@
-"""CUDA: device memory between processes of one host, by IPC handles; no byte of it visits the host.
+"""CUDA: device memory between processes of one host, by IPC handles, without a copy in host memory.
 
-The producer copies a value into memory that it exports, on the stream that made the value: what the stream does later
-comes after the snapshot. Once the device is past that copy, and not before, the block is granted. The consumer opens
-the segment, once, and copies into memory of its own on a stream of its own; then the grant goes back. So no
-stream waits for another process, which may die, and the consumer does not need the producer's memory after the fetch.
+The producer copies a value into memory that it exports, on the stream that made the value, so later work of that stream
+does not change the copy. When the device has made the copy, the producer grants the block. The consumer opens the
+segment, once, and copies the block into its own memory on its own stream; then it returns the grant. So no stream waits
+for another process, which may die, and the consumer does not need the producer's memory after the fetch.
 
-A segment is freed when every peer has closed it or is gone: anything else is undefined in CUDA. The driver is a seam:
-in tests, everything here also runs on devices that are memory of the host.
+The producer frees a segment when every peer has closed it or is gone, as CUDA demands. Tests replace the driver by one
+with devices in host memory.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from aiodaft_transport.cuda.pull import OwnSegment, Pull, Remote, RemoteSegment
 from aiodaft_transport.exceptions import GrantError, PeerGone, TransportError
 from aiodaft_transport.memory.grants import segment_of
 
-_SEGMENT: Final = 1  # id, size; identity of the device, and handle: a segment
-_RETURN: Final = 2  # id: a grant comes back
+_SEGMENT: Final = 1  # id, size, identity of the device, handle: a segment
+_RETURN: Final = 2  # id: a grant is returned
 _GONE: Final = 3  # id: the receiver has to close a segment
 _CLOSED: Final = 4  # id: the sender has closed a segment
 _NOTE: Final = struct.Struct("<BQQ")
@@ -55,7 +55,7 @@ class CudaTransport:
         self._host = host
         self._open_driver = open_driver
         self._driver: Driver | None = None
-        # Reentrant: garbage that is collected meanwhile may free memory.
+        # Reentrant: a garbage collection meanwhile may free memory.
         self._lock = threading.RLock()
         self._land = land
         self._local = local
@@ -72,7 +72,7 @@ class CudaTransport:
 
     @property
     def driver(self) -> Driver:
-        """The driver of the devices; opened when first needed, because that takes long.
+        """The driver of the devices; opened at the first use, because that takes long.
 
         Raises:
             Unreachable: This process has no device.
@@ -84,11 +84,11 @@ class CudaTransport:
 
     @property
     def segments(self) -> int:
-        """How many segments this process exports."""
+        """The number of segments that this process exports."""
         return len(self._segments)
 
     def live_blocks(self) -> int:
-        """How many blocks are in use, on all devices."""
+        """The number of blocks in use, on all devices."""
         return sum(pool.live_blocks() for pool in self._pools.values())
 
     def pool(self, device: int) -> DevicePool:
@@ -98,14 +98,14 @@ class CudaTransport:
         return self._pools.setdefault(device, made)
 
     def capture(self, device: int, spans: Sequence[Span], nbytes: int, stream: int, keep: Any) -> DeviceBlock:
-        """A block that a stream of `device` copies to, behind its earlier work. Safe in any thread; does not wait.
+        """Queue a copy into a new block, behind the earlier work of a stream. Safe in any thread; does not wait.
 
         Args:
             device: The device of the memory.
             spans: The bytes to copy; targets are offsets in the block.
             nbytes: Size of the block.
             stream: The stream that makes the content, and may change it afterwards.
-            keep: Kept alive until the copy is made.
+            keep: An object to keep alive until the copy is made.
 
         Raises:
             DeviceError: There is no memory left, or the device failed.
@@ -117,7 +117,7 @@ class CudaTransport:
         return block
 
     def lend(self, device: int, address: int, nbytes: int, stream: int, keep: Any) -> DeviceBlock:
-        """Memory of the user as a block, once a stream has done its present work. Safe in any thread.
+        """Lend memory of the user as a block, filled when a stream has done its present work. Safe in any thread.
 
         Peers that get a grant can read the whole allocation that the memory is part of.
 
@@ -138,7 +138,7 @@ class CudaTransport:
         self._host.call_soon(lambda: self._watch.add(event, block.fill_ended))
 
     def grant(self, block: DeviceBlock, control: Control) -> Grant:
-        """Let the peer at `control` pull a filled block. The block stays until it gives that back or is gone."""
+        """Let the peer at `control` pull a filled block. The block stays until it returns the grant or is gone."""
         if block.error is not None:
             raise block.error
         if not block.filled:
@@ -146,7 +146,7 @@ class CudaTransport:
         segment, remote = block.segment, self._remote(control)
         block.take_grant()
         number = next(self._grants)
-        # Before the note: the connection may break while that is sent, and then `peer_lost` has to find the grant.
+        # Before the note: if the connection breaks while it is sent, `peer_lost` has to find the grant.
         remote.granted[number] = block
         try:
             if segment.id not in remote.told and control.peer != self._local:
@@ -160,18 +160,18 @@ class CudaTransport:
         return (segment.id, block.offset, block.nbytes, number)
 
     def revoke(self, grant: Grant, control: Control) -> None:
-        """Take a grant back that the peer was never told of."""
+        """Take back a grant that was not sent to the peer."""
         if control.peer in self._remotes:
             self._remotes[control.peer].granted.pop(cast(int, grant[3])).return_grant()
 
     async def fetch(self, grant: Grant, control: Control) -> Any:
         """Bring the granted bytes into memory that `land` provides, and return its owner.
 
-        The grant goes back when the device has copied, also if the fetch is cancelled or fails.
+        The grant is returned when the device has copied, also if the fetch is cancelled or fails.
 
         Raises:
             Unreachable: This process has no device, or it cannot reach that memory.
-            PeerGone: The peer was lost before the bytes were here.
+            PeerGone: The peer was lost during the fetch.
             DeviceError: The device failed, or has no memory left.
             GrantError: There is no such memory.
         """
@@ -185,7 +185,7 @@ class CudaTransport:
         Raises:
             ValueError: The memory is of another size.
             Unreachable: The device of the memory cannot reach the granted block; the device of `device_of` can.
-            PeerGone: The peer was lost before the bytes were here.
+            PeerGone: The peer was lost during the fetch.
             DeviceError: The device failed.
             GrantError: There is no such memory.
         """
@@ -200,7 +200,7 @@ class CudaTransport:
             raise
 
     def device_of(self, grant: Grant, control: Control) -> int | None:
-        """The device of this process that has the granted bytes, if one has.
+        """The device of this process that has the granted bytes, if there is one.
 
         Raises:
             GrantError: There is no such memory.
@@ -209,7 +209,7 @@ class CudaTransport:
         return known.index(identity) if identity in known else None
 
     def decline(self, grant: Grant, control: Control) -> None:
-        """Give a grant back without having fetched it."""
+        """Return a grant without fetching it."""
         if control.peer in self._remotes:
             self._send(self._remotes[control.peer], _RETURN, cast(int, grant[3]))
 
@@ -289,7 +289,7 @@ class CudaTransport:
         return self._remotes.setdefault(control.peer, Remote(control))
 
     def _send(self, remote: Remote, kind: int, number: int, size: int = 0, body: bytes = b"") -> None:
-        # A note to a peer that is gone would reach the process that takes its place.
+        # A note to a peer that is gone would reach its successor.
         if self._remotes.get(remote.control.peer) is remote:
             remote.control.send_note(self.name, _NOTE.pack(kind, number, size) + body)
 
@@ -302,10 +302,10 @@ class CudaTransport:
         return segment_of(grant, control, {} if remote is None else remote.segments)
 
     def _pull(self, grant: Grant, control: Control, land: Land) -> Pull:
-        """Begin to fetch."""
+        """Begin a fetch."""
         _, offset, nbytes, number = cast(tuple[int, int, int, int], grant)
         segment = self._segment(grant, control)
-        # Without it there would be no segment, and no grant.
+        # A peer without a `Remote` has no segments.
         remote = self._remotes[control.peer]
         pull = Pull(remote, segment, offset, nbytes, number)
         segment.users += 1
@@ -318,7 +318,7 @@ class CudaTransport:
         try:
             event = await self._host.in_thread(lambda: pull.begin(self.driver, land))
             await self._happens(event)
-        except Exception as caught:  # noqa: BLE001 - any error is the waiter's
+        except Exception as caught:  # noqa: BLE001 - the waiter gets it
             error = caught
         except BaseException:
             # The process ends: `close` waits for the device.
@@ -347,7 +347,7 @@ class CudaTransport:
         self._watch.add(event, settle)
         await happened
 
-    # Segments come and go.
+    # Closing and freeing segments.
 
     def _give_up(self, segment: RemoteSegment, closed: Callable[[], object]) -> None:
         segment.gone = closed
@@ -360,7 +360,7 @@ class CudaTransport:
 
     async def _shut(self, segment: RemoteSegment, closed: Callable[[], object]) -> None:
         if segment.addresses:
-            # Until then `close` closes it.
+            # Before that, `close` would close it.
             await self._host.in_thread(lambda: segment.shut(self.driver))
         self._foreign.discard(segment)
         closed()
@@ -389,7 +389,7 @@ class CudaTransport:
             self._host.create_task(self._free_in_thread(segment), name="free device memory")
 
     async def _free_in_thread(self, segment: DeviceSegment) -> None:
-        # From now on `close` leaves it alone.
+        # From now on `close` does not free it.
         if self._segments.pop(segment.id, None) is not None:
             await self._host.in_thread(lambda: self._free(segment))
 

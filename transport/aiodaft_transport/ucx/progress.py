@@ -1,4 +1,4 @@
-"""A UCX worker driven by the event loop: woken by its descriptor, never by a timer, a thread or a busy loop."""
+"""Drives a UCX worker by the event loop: its descriptor wakes it, not a timer, a thread or a busy loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 from aiodaft_transport.ucx.ucp import Library, Worker
 
-# How long closing waits for what is in flight: two pieces of each transfer at most, so milliseconds.
+# Seconds that closing waits, at most, for operations in flight. They need milliseconds: two pieces of each transfer.
 _CLOSE_TIME: Final = 5.0
 
 logger: Final = logging.getLogger("aiodaft")
@@ -35,18 +35,18 @@ class Endpoint:
         return self._driver.worker.unpack(self.handle, packed)
 
     def close(self) -> None:
-        """Close it: its operations complete, with errors where they are not done. Idempotent."""
+        """Close it: operations that are not done fail. Idempotent."""
         if not self.closed:
             self.closed = True
             self._driver.disconnect(self)
 
 
 class Driver:
-    """Makes progress on the running loop. Everything is called on that loop, except `worker.unregister`."""
+    """Makes progress on the running loop. Call everything on that loop, except `worker.unregister`."""
 
     def __init__(self, library: Library, options: Mapping[str, str], turn_seconds: float) -> None:
         self.worker = Worker(library, options)
-        # Copying between processes is work that `progress` does itself; the rest of the loop gets its turn in between.
+        # `progress` itself copies between processes; after so many seconds the rest of the loop gets its turn.
         self._turn_seconds = turn_seconds
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
@@ -55,21 +55,21 @@ class Driver:
         self._turning = False
         self._scheduled = False
         self._closed = False
-        # Number of turns with work.
+        # Number of turns.
         self.turns = 0
         self._loop.add_reader(self.worker.event_fd, self.turn)
 
     @property
     def in_flight(self) -> int:
-        """How many operations have not completed."""
+        """The number of operations that have not completed."""
         return len(self._waiting)
 
     def connect(self, address: bytes, on_failed: Completed) -> Endpoint:
-        """An endpoint to a peer's worker; `on_failed` is told if UCX notices that the peer is gone."""
+        """Make an endpoint to a peer's worker; UCX calls `on_failed` if it notices that the peer is gone."""
         number = next(self._numbers)
         endpoint = Endpoint(self, self.worker.connect(address, number), number)
         self._endpoints[number] = endpoint, on_failed
-        # Not now: the caller must have the endpoint before `on_failed` is called.
+        # Later: the caller must have the endpoint before `on_failed` is called.
         self._turn_soon()
         return endpoint
 
@@ -86,7 +86,7 @@ class Driver:
     ) -> bool:
         """Begin to copy a peer's memory here; True if it is done, else `on_completed` gets the status.
 
-        The memory at both ends, and the key, stay as they are until then.
+        The memory at both ends and the key must stay valid until then.
 
         Args:
             endpoint: Of the peer.
@@ -102,9 +102,9 @@ class Driver:
         return False
 
     def turn(self) -> None:
-        """Do what there is to do, for `turn_seconds` at most; the rest follows in the next turn of the loop."""
+        """Do the pending work, for `turn_seconds` at most; the rest follows in the next turn of the loop."""
         if self._turning or self._scheduled or self._closed:
-            # What a callback began is carried on by the turn that called it, and many begun at once share a turn.
+            # The turn that called a callback continues its operations; operations begun together share a turn.
             return
         self._turning = True
         self.turns += 1
@@ -147,7 +147,7 @@ class Driver:
                 known[1](status)
 
     def close(self) -> None:
-        """Fail what is in flight, and free everything. Afterwards nothing touches memory. Idempotent."""
+        """Fail the operations in flight, and free everything. Afterwards UCX accesses no memory. Idempotent."""
         if self._closed:
             return
         for endpoint, _ in list(self._endpoints.values()):
@@ -159,18 +159,18 @@ class Driver:
         if quiet:
             self.worker.destroy()
         else:
-            # UCX would end the process if it were destroyed now; the memory in flight is never freed either.
-            logger.error("UCX did not come to rest; what it has is left to it")
+            # UCX would abort the process if it were destroyed now. The memory of the operations is never freed.
+            logger.error("UCX still has operations in flight; its worker and their memory are not freed")
 
     def _quieten(self) -> bool:
-        """Let what is in flight end; closed endpoints begin nothing, and end what they began."""
+        """Wait until the operations of the closed endpoints have ended; False if they do not."""
         until = time.perf_counter() + _CLOSE_TIME
         while time.perf_counter() < until:
             busy = self.worker.progress()
             if self.worker.completed or self.worker.failed:
                 self._settle()
             elif not busy and not self._waiting and self.worker.arm():
-                # It can be armed only when no work is left, also of what is closed already.
+                # A worker can be armed only if it has no work left, also none of closed endpoints.
                 return True
         return False
 

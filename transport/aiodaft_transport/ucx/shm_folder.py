@@ -1,7 +1,7 @@
-"""Where UCX makes its shared memory. Each file has a name for a few milliseconds, and is left behind if its maker is
-killed in these; so it is made in a folder of its own, which whoever comes by removes once its maker is gone.
+"""The folders in which UCX makes files of shared memory. UCX unlinks each file after a few milliseconds; if its process
+is killed before, the file stays. So each process has a folder of its own, and later processes remove it.
 
-A lock says whether it is: the kernel drops it with the process, whatever ends that, and in whatever namespace it is.
+A process locks its folder while it lives: the kernel releases the lock at its end, also in another PID namespace.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _PREFIX: Final = "aiodaft-"
 
 @contextmanager
 def folder(nbytes: int = 0, room: Callable[[], int] | None = None) -> Generator[str]:
-    """A new folder in shared memory with room for `nbytes` bytes; removed afterwards with its files.
+    """Make a folder in shared memory with room for `nbytes` bytes, and remove it afterwards with its files.
 
     Raises:
-        OSError: There is no room. UCX would not say so: it would go without shared memory, and connect to nobody.
+        OSError: There is no room. UCX would not report that: it would use no shared memory, and reach no peer.
     """
     sweep()
     free = (room or _room)()
@@ -44,7 +44,7 @@ def sweep() -> None:
         names = [name for name in os.listdir(SHARED_MEMORY) if name.startswith(_PREFIX)]
     for name in names:
         path = f"{SHARED_MEMORY}/{name}"
-        # Its process lives, it belongs to another user, or another process removed it.
+        # It is in use, belongs to another user, or was removed by another process.
         with suppress(OSError):
             lock = _lock(path, fcntl.LOCK_NB)
             _remove(path)

@@ -1,10 +1,10 @@
 """UCX: the consumer pulls from the producer's registered memory into its own, by remote memory access.
 
-UCX faces no strangers: addresses and keys of memory travel as notes over the connection. On one host nothing listens;
-across hosts only the named interface does. The connection shows whether a peer lives, not UCX.
+Addresses and keys of memory travel as notes over the connection, so strangers cannot get them. On one host UCX listens
+on no port; across hosts, only on the named interface. The connection shows whether a peer lives, not UCX.
 
-An operation owns its buffers until UCX reports that it is complete. Cancelling a fetch only stops the next pieces;
-memory is reused, and the grant goes back, when the last piece under way has completed.
+An operation owns its buffers until UCX reports that it is complete. A cancelled fetch begins no more pieces; when the
+last piece under way has completed, the memory is reused and the grant is returned.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ if TYPE_CHECKING:
 _ADDRESS: Final = 1  # address and value of the sender's stamp, size of its key; the key, and the worker's address
 _SEGMENT: Final = 2  # id, address, size, key: a segment
 _GONE: Final = 3  # id: a segment was closed
-_RETURN: Final = 4  # id: a grant comes back
-_KIND: Final = struct.Struct("<B8s")  # and a digest of the rest: UCX trusts what it unpacks
+_RETURN: Final = 4  # id: a grant is returned
+_KIND: Final = struct.Struct("<B8s")  # kind, and a digest of the rest: UCX does not check what it unpacks
 _HEAD: Final = struct.Struct("<QQQ")
 _NUMBER: Final = struct.Struct("<Q")
 
-# Shared memory that a worker needs while it starts, and some more. UCX 1.22 takes 17 MiB and keeps 4. With less it uses
-# none, and with 16 MiB it ends the process.
+# Shared memory that a worker needs while it starts, with a reserve. UCX 1.22 takes 17 MiB and keeps 4. With less it
+# uses no shared memory, and with 16 MiB it aborts the process.
 _SHARED_MEMORY: Final = 20 << 20
 
 INTERFACE_VARIABLE: Final = "AIODAFT_UCX_INTERFACE"
-# On one host: wake-ups and small things through shared memory, payload by process_vm_readv. No port.
+# On one host: wake-ups and control messages through shared memory, payload by process_vm_readv. No port.
 _LOCAL: Final = "posix,cma,self"
 _REMOTE: Final = "rc,ud,dc,tcp"
 
 
 def options_for(interface: str | None, local: str = _LOCAL) -> dict[str, str]:
-    """How UCX is configured, whatever the environment says.
+    """The configuration of UCX; it overrides the environment.
 
     Args:
-        interface: A network device, such as "eth0" or "mlx5_0:1", to connect other hosts by; None for this host only.
-        local: What connects processes of this host.
+        interface: The network device to other hosts, such as "eth0" or "mlx5_0:1"; None for this host only.
+        local: The UCX transports between processes of this host.
 
     Raises:
         Unreachable: There is no such device.
     """
     options = {
         "TLS": local,
-        # Shared memory must not be ruled out because a peer may die.
+        # Allow shared memory with error handling of peers.
         "MM_ERROR_HANDLING": "y",
-        # Files in shared memory are unlinked as soon as they are made.
+        # Unlink files in shared memory at once.
         "POSIX_USE_PROC_LINK": "y",
         # Else UCX prefers a rendezvous protocol that cannot use process_vm_readv.
         "RNDV_THRESH": "inf",
-        # The connection shows whether a peer lives; this would only wake idle processes.
+        # The connection shows whether a peer lives; keepalives would only wake idle processes.
         "KEEPALIVE_INTERVAL": "inf",
     }
     if interface is None:
@@ -85,12 +85,12 @@ def options_for(interface: str | None, local: str = _LOCAL) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class UcxSettings:
-    """What tests change.
+    """Settings that tests change.
 
     Attributes:
-        local: How UCX connects processes of this host: "self" has them use the network.
-        turn_seconds: For how long UCX works before the rest of the loop has its turn.
-        folder: Makes the folder for files in shared memory, with room for so many bytes.
+        local: The UCX transports between processes of this host; with "self" they use the network.
+        turn_seconds: Seconds that UCX works before the rest of the loop has its turn.
+        folder: Makes the folder for files in shared memory, with room for the given number of bytes.
     """
 
     local: str = _LOCAL
@@ -121,7 +121,7 @@ class UcxTransport:
         self._options = options_for(interface or os.environ.get(INTERFACE_VARIABLE) or None, self._settings.local)
         self._blocks = Pool(keep=keep, on_segment_closed=self._block_segment_closed)
         self._landing = Pool(keep=keep)
-        # Memory of users, numbered like the segments of blocks, because peers know both.
+        # Memory of users. Peers know it and the segments by numbers, so both share one sequence.
         self._regions = Regions(self._blocks.arena.next_number, self._blocks.closed)
         self._stamps = Pool(keep=keep)
         self._driver: Driver | None = None
@@ -141,7 +141,7 @@ class UcxTransport:
 
     @property
     def registrations(self) -> int:
-        """How often memory was registered so far: segments of the pools, and memory of users."""
+        """The number of registrations so far: segments of the pools, and memory of users."""
         return sum(pool.registrations for pool in (self._blocks, self._landing, self._stamps))
 
     @property
@@ -150,7 +150,7 @@ class UcxTransport:
         if self._driver is None:
             if self._closed:
                 raise TransportError("the transport is closed")
-            # All its files are made now; others reach them through /proc.
+            # The driver makes all its files now; peers open them through /proc.
             with self._settings.folder(_SHARED_MEMORY) as path:
                 options = {**self._options, "POSIX_DIR": path}
                 self._driver = Driver(self._library, options, self._settings.turn_seconds)
@@ -165,7 +165,7 @@ class UcxTransport:
         block.take_grant()
         self._last_grant += 1
         number = self._last_grant
-        # Before the notes: the connection may break while they are sent, and then `peer_lost` has to find the grant.
+        # Before the notes: if the connection breaks while they are sent, `peer_lost` has to find the grant.
         remote.granted[number] = block
         try:
             self._introduce(remote)
@@ -207,7 +207,7 @@ class UcxTransport:
             await pull.wait_over()
             raise
         finally:
-            # The frames of the error refer to this one; they must not keep the memory registered.
+            # The traceback of the error refers to this frame, and must not keep the memory registered.
             del pull
 
     def decline(self, grant: Grant, control: Control) -> None:
@@ -249,7 +249,7 @@ class UcxTransport:
         remote = self._remotes.pop(peer, None)
         if remote is None:
             return
-        # Before any block of it is used for something else.
+        # Before any block granted to the peer is reused.
         remote.stamp.expire()
         remote.lost = f"{peer} is gone"
         remote.cut(remote.lost)
@@ -283,7 +283,7 @@ class UcxTransport:
     def _introduce(self, remote: Remote) -> None:
         if not remote.introduced:
             worker = self.driver.worker
-            # First, because a process may be its own peer, and notes to itself arrive at once.
+            # Before the note: a process may be its own peer, and notes to itself arrive at once.
             remote.introduced = True
             key = self._stamps.key_of(remote.stamp.block.segment, worker)
             head = _HEAD.pack(remote.stamp.address, remote.stamp.value, len(key))
@@ -294,25 +294,25 @@ class UcxTransport:
         end = _HEAD.size + size
         remote.stamped = RemoteSegment(address, WORD, body[_HEAD.size : end])
         remote.address = body[end:]
-        # Both sides connect, so that both can end it; UCX makes one connection of the two. If the peer is dead by now,
-        # or this process has no memory for UCX, the note is still valid, and the next transfer fails.
+        # Both sides connect, so that each can disconnect; UCX merges both into one connection. If the peer is dead, or
+        # this process has no memory for UCX, the note is still valid, and the next transfer fails.
         with suppress(OSError):
             with suppress(UcxError):
                 self._reach(remote)
             self._introduce(remote)
 
     def _reach(self, remote: Remote) -> None:
-        """Make an endpoint to a peer, if there is none."""
+        """Make an endpoint to a peer if there is none."""
         if remote.endpoint is None:
             remote.endpoint = self.driver.connect(remote.address, lambda status: self._broke(remote, status))
 
     def _broke(self, remote: Remote, status: int) -> None:
-        """UCX gave an endpoint up. The peer may live: the next transfer makes a new one."""
+        """UCX reports a failed endpoint. The peer may live: the next transfer makes a new endpoint."""
         remote.cut(f"UCX lost {remote.control.peer}: {self._library.text(status)}")
         self._free_keys(remote)
 
     def _pull(self, grant: Grant, control: Control, target: memoryview | None) -> Pull:
-        """Begin to fetch, into the pool if there is no target. A small fetch may be over when this returns."""
+        """Begin a fetch, into the pool if there is no target. A small fetch may be over when this returns."""
         _, offset, nbytes, grant_id = cast(tuple[int, int, int, int], grant)
         remote, segment = self.source_of(grant, control)
         try:
@@ -347,12 +347,12 @@ class UcxTransport:
             self.decline(grant, control)
             raise PeerGone(remote.lost)
         segment = segment_of(grant, control, {} if remote is None else remote.segments)
-        # Without it there is no segment.
+        # A peer without a `Remote` has no segments.
         assert remote is not None
         return remote, segment
 
     def landing_memory(self, landing: ArenaBlock) -> int:
-        """The handle of the memory of a block to fetch into."""
+        """The memory handle of a block to fetch into."""
         return self._landing.memory_of(landing.segment, self.driver.worker)
 
     def _pulled(self, remote: Remote, grant_id: int) -> None:
@@ -364,7 +364,7 @@ class UcxTransport:
     def _forget(self, remote: Remote, number: int) -> None:
         segment = remote.segments.get(number)
         if segment is None or segment.users:
-            raise GrantError(f"{remote.control.peer} gave up segment {number}, which it does not have or still lends")
+            raise GrantError(f"{remote.control.peer} closed segment {number}, which it does not have or still lends")
         del remote.segments[number]
         if segment.rkey is not None:
             self.driver.worker.forget(segment.rkey)

@@ -1,7 +1,7 @@
-"""libucp through ctypes: just what pulling memory takes, one Python call per UCX call.
+"""libucp through ctypes: only the functions that pulling memory needs, one Python call per UCX call.
 
-No Python package is needed, only the library: a system's own UCX first, because it may have verbs, else the one in
-the `libucx-cu13` or `libucx-cu12` wheel. Handles are plain integers. A `Worker` belongs to one thread.
+The library is the system's UCX, which may have verbs, else that of the wheel `libucx-cu13` or `libucx-cu12`. Handles
+are plain integers. A `Worker` belongs to one thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiodaft_transport.exceptions import TransportError
 
-# Older ones (1.13 to 1.20 were tried) crash or hang when a peer is killed while shared memory is in use.
+# Older versions (1.13 to 1.20 were tried) crash or hang when a peer is killed while shared memory is in use.
 OLDEST: Final = (1, 21)
 
 _OK: Final = 0
@@ -36,7 +36,7 @@ _FLAGS: Final = 1 << 4
 _MEMORY_TYPE: Final = 1 << 6
 _MEMH: Final = 1 << 8
 
-# The enumeration is packed: the other bytes of the register mean nothing.
+# ucs_status_t is packed into one byte; the rest of the register is garbage.
 _Status = ctypes.c_int8
 
 _OnCompleted = ctypes.CFUNCTYPE(None, c_void_p, _Status, c_void_p)
@@ -44,11 +44,11 @@ _OnFailed = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, _Status)
 
 
 class UcxError(TransportError):
-    """What UCX reports when it cannot do something."""
+    """An error that UCX reports."""
 
 
 class _Params(ctypes.Structure):
-    """ucp_params_t; `rest` are fields that the mask leaves out, as in the others."""
+    """ucp_params_t. `rest`, here and below: fields that the mask leaves out."""
 
     _fields_ = [
         ("field_mask", c_uint64),
@@ -97,7 +97,7 @@ class _RequestParam(ctypes.Structure):
     ]
 
 
-# Name: result, arguments. These drop the interpreter lock: they may take long.
+# Name: result, arguments. These functions may take long, and release the GIL.
 _LONG: Final[dict[str, tuple[Any, list[Any]]]] = {
     "ucp_get_version": (None, [POINTER(c_uint), POINTER(c_uint), POINTER(c_uint)]),
     "ucs_global_opts_set_value": (_Status, [c_char_p, c_char_p]),
@@ -121,7 +121,7 @@ _LONG: Final[dict[str, tuple[Any, list[Any]]]] = {
     "ucp_ep_rkey_unpack": (_Status, [c_void_p, c_char_p, POINTER(c_void_p)]),
     "ucp_rkey_destroy": (None, [c_void_p]),
 }
-# These keep it: they are short, and getting the lock back from a busy thread takes 5 ms.
+# These are short, and keep the GIL: getting it back from a busy thread takes 5 ms.
 _SHORT: Final[dict[str, tuple[Any, list[Any]]]] = {
     "ucp_worker_progress": (c_uint, [c_void_p]),
     "ucp_worker_arm": (_Status, [c_void_p]),
@@ -138,7 +138,7 @@ class Library:
         try:
             long, short = ctypes.CDLL(path), ctypes.PyDLL(path)
         finally:
-            # UCX takes SIGSEGV and others, SIGHUP among them, as it is loaded; they are not a library's to take.
+            # Loading UCX installs handlers of signals, SIGSEGV and SIGHUP among them; a library must not.
             _set_signal_handlers(handlers)
         for functions, library in ((_LONG, long), (_SHORT, short)):
             for name, (result, arguments) in functions.items():
@@ -150,7 +150,7 @@ class Library:
         long.ucp_get_version(byref(major), byref(minor), byref(release))
         self.version = (major.value, minor.value, release.value)
         if "UCX_LOG_LEVEL" not in os.environ:
-            # Its log goes to standard output, and every error is a status code as well.
+            # UCX logs to standard output; status codes report the same errors.
             long.ucs_global_opts_set_value(b"LOG_LEVEL", b"fatal")
 
     if TYPE_CHECKING:
@@ -158,12 +158,12 @@ class Library:
         def __getattr__(self, name: str) -> Any: ...
 
     def check(self, status: int, what: str) -> None:
-        """Raise what a status says, unless it is a success."""
+        """Raise UcxError if a status is an error."""
         if status < 0:
             raise UcxError(f"{what}: {self.text(status)}")
 
     def text(self, status: int) -> str:
-        """What a status means."""
+        """The text of a status."""
         text: bytes = self.ucs_status_string(status)
         return text.decode()
 
@@ -173,11 +173,11 @@ class Worker:
 
     def __init__(self, library: Library, options: Mapping[str, str]) -> None:
         self.library = library
-        # What happened during `progress`: number of an operation or endpoint, and its status.
+        # Filled by `progress`: the number of an operation or endpoint, and its status.
         self.completed: deque[tuple[int, int]] = deque()
         self.failed: deque[tuple[int, int]] = deque()
         self._memories: set[int] = set()
-        # Reentrant: garbage that is collected meanwhile may unregister some.
+        # Reentrant: a garbage collection meanwhile may unregister memory.
         self._memories_lock = threading.RLock()
         self._context = _init(library, options)
         self._worker = c_void_p()
@@ -205,7 +205,7 @@ class Worker:
         self.event_fd = fd.value
 
     def _make_callbacks(self) -> None:
-        # They know the queues and not this object, so that it is freed without the garbage collector.
+        # The callbacks do not refer to this object, so that it is freed without the garbage collector.
         completed, failed, free = self.completed, self.failed, self.library.ucp_request_free
 
         def on_completed(request: int, status: int, number: int) -> None:
@@ -219,12 +219,12 @@ class Worker:
         self._on_failed = _OnFailed(on_failed)
 
     def progress(self) -> int:
-        """Do some of what there is to do; 0 if there was nothing."""
+        """Do some of the pending work; 0 if there was none."""
         done: int = self.library.ucp_worker_progress(self._worker)
         return done
 
     def arm(self) -> bool:
-        """Have the event descriptor report what comes next; False if something came already."""
+        """Let the event descriptor report the next event; False if there is one already."""
         status = self.library.ucp_worker_arm(self._worker)
         if status == _ERR_BUSY:
             return False
@@ -232,7 +232,7 @@ class Worker:
         return True
 
     def connect(self, address: bytes, number: int) -> int:
-        """An endpoint to a worker; if it breaks, `failed` gets `number`."""
+        """Make an endpoint to a worker; if it breaks, `failed` gets `number`."""
         endpoint, copy = c_void_p(), ctypes.create_string_buffer(address, len(address))
         params = _EndpointParams(
             field_mask=0b111,
@@ -245,14 +245,14 @@ class Worker:
         return endpoint.value or 0
 
     def disconnect(self, endpoint: int, number: int) -> bool:
-        """Close an endpoint by force; True if it is closed, else `completed` gets `number`. Its operations fail."""
+        """Close an endpoint by force: its operations fail. True if it is closed, else `completed` gets `number`."""
         params = _RequestParam(
             op_attr_mask=_CALLBACK | _USER_DATA | _FLAGS,
             flags=_CLOSE_FORCE,
             callback=self._on_completed,
             user_data=number,
         )
-        # If it fails there is nothing left to close.
+        # If this fails, the endpoint is closed already.
         return int(self.library.ucp_ep_close_nbx(endpoint, byref(params))) <= 0
 
     def get(self, endpoint: int, target: int, nbytes: int, source: int, rkey: int, memory: int, number: int) -> bool:
@@ -277,14 +277,14 @@ class Worker:
         return handle
 
     def unregister(self, memory: int) -> None:
-        """The opposite of `register`. Idempotent."""
+        """Undo `register`. Idempotent."""
         with self._memories_lock:
             if memory in self._memories:
                 self._memories.discard(memory)
                 self.library.ucp_mem_unmap(self._context, memory)
 
     def pack(self, memory: int) -> bytes:
-        """What a peer must know to read registered memory."""
+        """Pack the key that a peer needs to read registered memory."""
         buffer, size = c_void_p(), c_size_t()
         status = self.library.ucp_rkey_pack(self._context, memory, byref(buffer), byref(size))
         self.library.check(status, "no key of the memory")
@@ -294,18 +294,18 @@ class Worker:
             self.library.ucp_rkey_buffer_release(buffer)
 
     def unpack(self, endpoint: int, packed: bytes) -> int:
-        """The key of a peer's memory, for one endpoint."""
+        """Unpack the key of a peer's memory, for one endpoint."""
         rkey = c_void_p()
         self.library.check(self.library.ucp_ep_rkey_unpack(endpoint, packed, byref(rkey)), "an unusable key")
         return rkey.value or 0
 
     def forget(self, rkey: int) -> None:
-        """The opposite of `unpack`, once no operation uses it."""
+        """Free a key that no operation uses any more."""
         if self._worker:
             self.library.ucp_rkey_destroy(rkey)
 
     def destroy(self) -> None:
-        """Free everything. Nothing that was in flight touches memory afterwards. Idempotent."""
+        """Free everything. Afterwards no operation accesses memory. Idempotent."""
         if self._worker:
             self.library.ucp_worker_destroy(self._worker)
             self._worker = c_void_p()
@@ -331,7 +331,7 @@ def _init(library: Library, options: Mapping[str, str]) -> c_void_p:
     return context
 
 
-# Signals. Python's own module would lose handlers that are not Python's, such as faulthandler's.
+# Signals. The module `signal` would lose handlers of C code, such as faulthandler's.
 
 _sigaction = ctypes.CDLL(None).sigaction
 # struct sigaction is 152 bytes on Linux.

@@ -1,0 +1,104 @@
+"""What rooms of the runtime stand on in tests without processes: a process, a thread that the test turns, a wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from aiodaft._protocol import messages as m
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.platform.env import Env, Timeouts
+from aiodaft._runtime.platform.threads import HelperThread
+from aiodaft._runtime.process import Process, ProcessOptions
+from aiodaft._runtime.serialization.errors import decode_failure
+from aiodaft_transport import Key
+
+HERE, THERE, ELSEWHERE = PeerId("here"), PeerId("there"), PeerId("elsewhere")
+
+
+class TurnedThread(HelperThread):
+    """Runs a job when the test says so, on the loop's own thread."""
+
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(name, loop)
+        self.jobs: deque[Callable[[], object]] = deque()
+
+    @property
+    def backlog(self) -> int:
+        return max(0, len(self.jobs) - 1)
+
+    def submit(self, job: Callable[[], object]) -> None:
+        self.jobs.append(job)
+
+    def turn(self) -> None:
+        """Run the next job."""
+        self.jobs.popleft()()
+
+    def close(self) -> None:
+        """There is no thread to end."""
+
+
+class Bench:
+    """A process without connections whose threads the test turns."""
+
+    def __init__(self, *, grace: float = 60.0, max_pending: int = 8, timeouts: Timeouts | None = None) -> None:
+        self.threads: dict[str, TurnedThread] = {}
+        env = Env(thread=self._thread, timeouts=timeouts or Timeouts())
+        options = ProcessOptions(HERE, "node", HERE, "none", False, grace, max_pending)
+        self.process = Process(options, Key(bytes(32)), env)
+        # Small values need none.
+        transport: Any = SimpleNamespace(name="none", shared=True, close=lambda: None)
+        self.store = Store(self.process, lambda name: transport)
+
+    def _thread(self, name: str, loop: asyncio.AbstractEventLoop) -> TurnedThread:
+        thread = self.threads[name] = TurnedThread(name, loop)
+        return thread
+
+    @property
+    def helper(self) -> TurnedThread:
+        """The thread that copies and encodes."""
+        return self.threads[f"aiodaft {HERE} copies"]
+
+
+class Wire:
+    """A connection as those see it who answer: what was sent, and a future for each answer."""
+
+    def __init__(self, remote: PeerId = THERE) -> None:
+        self.remote = remote
+        self.lost: Exception | None = None
+        self.sent: list[m.Message] = []
+        self._answers: dict[CallId, asyncio.Future[m.Message]] = {}
+
+    def send(self, message: m.Message) -> None:
+        if self.lost is not None:
+            return
+        self.sent.append(message)
+        answer = self._answer(message[1])
+        if not answer.done():
+            answer.set_result(message)
+
+    def _answer(self, number: CallId) -> asyncio.Future[m.Message]:
+        return self._answers.setdefault(number, asyncio.get_running_loop().create_future())
+
+    @property
+    def answered(self) -> list[int]:
+        """The numbers of the answered calls, in the order of the answers."""
+        return [message[1] for message in self.sent]
+
+    async def result(self, number: int) -> Any:
+        """The plain result of a call, or raise its error; with the marks that the caller would see."""
+        message = await self._answer(CallId(number))
+        if message[0] == m.ERROR:
+            raise decode_failure(message[2], message[3])
+        assert message[0] == m.REPLY
+        return message[2]
+
+
+async def turns(count: int = 3) -> None:
+    """What is ready on the loop runs, and what follows from it."""
+    for _ in range(count):
+        await asyncio.sleep(0)

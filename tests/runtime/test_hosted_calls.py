@@ -113,7 +113,7 @@ class Home(Bench):
         return number
 
     def send(self, name: str, *args: Any, left: int | None = None, fetched: bool = True) -> int:
-        """SEND comes, with a deadline in microseconds, or with arguments that have to be fetched; the number of the call."""
+        """SEND comes, with a deadline (in us), or with arguments that have to be fetched; the number of the call."""
         number = next(self._numbers)
         payload = self.store.keep([list(args), {}], Names("arguments")).payload
         refs = () if fetched else ("a ref",)

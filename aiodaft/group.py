@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
 from aiodaft.actor import CallTarget, target_of
 from aiodaft.methods import MethodSpec, Sig, StreamSig, specs_of
@@ -19,6 +19,9 @@ P1 = ParamSpec("P1")
 R = TypeVar("R")
 A0 = TypeVar("A0")
 ActorT = TypeVar("ActorT")
+
+# Items of `each` and `map`: values, or the results of an earlier call of a group.
+Items: TypeAlias = Iterable[A0] | Refs[A0]
 
 # Calls per member that `map` has under way: the next argument travels while the member works.
 _UNDER_WAY: Final = 2
@@ -59,13 +62,7 @@ class Group(Generic[ActorT]):
         spec = self._spec(m)
         return Refs([self._call(target, spec, args, kwargs) for target in self._targets()])
 
-    @overload
-    def each(
-        self, m: Sig[Concatenate[A0, P1], R], a0: Iterable[A0], /, *args: P1.args, **kwargs: P1.kwargs
-    ) -> Refs[R]: ...
-    @overload
-    def each(self, m: Sig[Concatenate[A0, P1], R], a0: Refs[A0], /, *args: P1.args, **kwargs: P1.kwargs) -> Refs[R]: ...
-    def each(self, m: Any, a0: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def each(self, m: Sig[Concatenate[A0, P1], R], a0: Items[A0], /, *args: P1.args, **kwargs: P1.kwargs) -> Refs[R]:
         """Call a method of every member, with one item each as its first argument.
 
         Raises:
@@ -107,22 +104,12 @@ class Group(Generic[ActorT]):
 
     @overload
     def map(
-        self, m: Sig[Concatenate[A0, P1], R], items: Iterable[A0], /, *args: P1.args, **kwargs: P1.kwargs
-    ) -> AsyncGenerator[R, None]: ...
-    @overload
-    def map(
-        self, m: Sig[Concatenate[A0, P1], R], items: Refs[A0], /, *args: P1.args, **kwargs: P1.kwargs
+        self, m: Sig[Concatenate[A0, P1], R], items: Items[A0], /, *args: P1.args, **kwargs: P1.kwargs
     ) -> AsyncGenerator[R, None]: ...
     # A keyword besides a ParamSpec cannot be typed: here only the items are checked.
     @overload
     def map(
-        self,
-        m: Sig[Concatenate[A0, ...], R],
-        items: Iterable[A0] | Refs[A0],
-        /,
-        *args: Any,
-        ordered: bool,
-        **kwargs: Any,
+        self, m: Sig[Concatenate[A0, ...], R], items: Items[A0], /, *args: Any, ordered: bool, **kwargs: Any
     ) -> AsyncGenerator[R, None]: ...
     def map(self, m: Any, items: Any, /, *args: Any, ordered: bool = True, **kwargs: Any) -> Any:  # type: ignore[misc]  # a ParamSpec may have that keyword
         """Call a method with each item, on members as they become free; `async for` gives the results.

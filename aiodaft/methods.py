@@ -26,15 +26,15 @@ __all__ = [
 ]  # fmt: skip
 
 P = ParamSpec("P")
-P1 = ParamSpec("P1")
+Q = ParamSpec("Q")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
-A0 = TypeVar("A0")
-A1 = TypeVar("A1")
-A2 = TypeVar("A2")
-A3 = TypeVar("A3")
-A4 = TypeVar("A4")
-A5 = TypeVar("A5")
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
+F = TypeVar("F")
 S = TypeVar("S")
 
 _SPECS: Final = "__aiodaft_specs__"
@@ -171,93 +171,67 @@ class Method(_MethodBase, Generic[P, R]):
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
         # Refs among the first three positional arguments.
         @overload
+        def __call__(self: Sig[Concatenate[A, Q], R], a: Ref[A], /, *args: Q.args, **kwargs: Q.kwargs) -> Ref[R]: ...
+        @overload
         def __call__(
-            self: Sig[Concatenate[A0, P1], R], a0: Ref[A0], /, *args: P1.args, **kwargs: P1.kwargs
+            self: Sig[Concatenate[A, B, Q], R], a: A, b: Ref[B], /, *args: Q.args, **kwargs: Q.kwargs
         ) -> Ref[R]: ...
         @overload
         def __call__(
-            self: Sig[Concatenate[A0, A1, P1], R], a0: A0, a1: Ref[A1], /, *args: P1.args, **kwargs: P1.kwargs
+            self: Sig[Concatenate[A, B, Q], R], a: Ref[A], b: Ref[B], /, *args: Q.args, **kwargs: Q.kwargs
         ) -> Ref[R]: ...
         @overload
         def __call__(
-            self: Sig[Concatenate[A0, A1, P1], R], a0: Ref[A0], a1: Ref[A1], /, *args: P1.args, **kwargs: P1.kwargs
+            self: Sig[Concatenate[A, B, C, Q], R], a: A, b: B, c: Ref[C], /, *args: Q.args, **kwargs: Q.kwargs
         ) -> Ref[R]: ...
         @overload
         def __call__(
-            self: Sig[Concatenate[A0, A1, A2, P1], R],
-            a0: A0,
-            a1: A1,
-            a2: Ref[A2],
+            self: Sig[Concatenate[A, B, C, Q], R], a: Ref[A], b: B, c: Ref[C], /, *args: Q.args, **kwargs: Q.kwargs
+        ) -> Ref[R]: ...
+        @overload
+        def __call__(
+            self: Sig[Concatenate[A, B, C, Q], R], a: A, b: Ref[B], c: Ref[C], /, *args: Q.args, **kwargs: Q.kwargs
+        ) -> Ref[R]: ...
+        @overload
+        def __call__(
+            self: Sig[Concatenate[A, B, C, Q], R], a: Ref[A], b: Ref[B], c: Ref[C], /, *args: Q.args, **kwargs: Q.kwargs
+        ) -> Ref[R]: ...
+        # Refs among the first six. Their types are not checked: mypy cannot infer `A | Ref[A]`.
+        @overload
+        def __call__(
+            self: Sig[Concatenate[A, B, C, D, Q], R],
+            a: A | Ref[Any],
+            b: B | Ref[Any],
+            c: C | Ref[Any],
+            d: D | Ref[Any],
             /,
-            *args: P1.args,
-            **kwargs: P1.kwargs,
+            *args: Q.args,
+            **kwargs: Q.kwargs,
         ) -> Ref[R]: ...
         @overload
         def __call__(
-            self: Sig[Concatenate[A0, A1, A2, P1], R],
-            a0: Ref[A0],
-            a1: A1,
-            a2: Ref[A2],
+            self: Sig[Concatenate[A, B, C, D, E, Q], R],
+            a: A | Ref[Any],
+            b: B | Ref[Any],
+            c: C | Ref[Any],
+            d: D | Ref[Any],
+            e: E | Ref[Any],
             /,
-            *args: P1.args,
-            **kwargs: P1.kwargs,
+            *args: Q.args,
+            **kwargs: Q.kwargs,
         ) -> Ref[R]: ...
         @overload
         def __call__(
-            self: Sig[Concatenate[A0, A1, A2, P1], R],
-            a0: A0,
-            a1: Ref[A1],
-            a2: Ref[A2],
+            self: Sig[Concatenate[A, B, C, D, E, F, Q], R],
+            a: A | Ref[Any],
+            b: B | Ref[Any],
+            c: C | Ref[Any],
+            d: D | Ref[Any],
+            e: E | Ref[Any],
+            f: F | Ref[Any],
             /,
-            *args: P1.args,
-            **kwargs: P1.kwargs,
-        ) -> Ref[R]: ...
-        @overload
-        def __call__(
-            self: Sig[Concatenate[A0, A1, A2, P1], R],
-            a0: Ref[A0],
-            a1: Ref[A1],
-            a2: Ref[A2],
-            /,
-            *args: P1.args,
-            **kwargs: P1.kwargs,
-        ) -> Ref[R]: ...
-        # Refs among the first six. Their types are not checked: mypy cannot infer `A0 | Ref[A0]`.
-        @overload
-        def __call__(
-            self: Sig[Concatenate[A0, A1, A2, A3, P1], R],
-            a0: A0 | Ref[Any],
-            a1: A1 | Ref[Any],
-            a2: A2 | Ref[Any],
-            a3: A3 | Ref[Any],
-            /,
-            *args: P1.args,
-            **kwargs: P1.kwargs,
-        ) -> Ref[R]: ...
-        @overload
-        def __call__(
-            self: Sig[Concatenate[A0, A1, A2, A3, A4, P1], R],
-            a0: A0 | Ref[Any],
-            a1: A1 | Ref[Any],
-            a2: A2 | Ref[Any],
-            a3: A3 | Ref[Any],
-            a4: A4 | Ref[Any],
-            /,
-            *args: P1.args,
-            **kwargs: P1.kwargs,
-        ) -> Ref[R]: ...
-        @overload
-        def __call__(
-            self: Sig[Concatenate[A0, A1, A2, A3, A4, A5, P1], R],
-            a0: A0 | Ref[Any],
-            a1: A1 | Ref[Any],
-            a2: A2 | Ref[Any],
-            a3: A3 | Ref[Any],
-            a4: A4 | Ref[Any],
-            a5: A5 | Ref[Any],
-            /,
-            *args: P1.args,
-            **kwargs: P1.kwargs,
+            *args: Q.args,
+            **kwargs: Q.kwargs,
         ) -> Ref[R]: ...
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[misc]  # mypy takes Any for Method
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 from aiodaft.actor import target_of
-from aiodaft.group import Group
+from aiodaft.group import Group, Items
 from aiodaft.methods import ATTRIBUTE, MethodSpec, PlainMethods, Sig, StreamSig, is_private
 from aiodaft.ref import Ref, Refs, Stream
 
@@ -18,6 +18,10 @@ P1 = ParamSpec("P1")
 R = TypeVar("R")
 A0 = TypeVar("A0")
 T = TypeVar("T")
+
+# Functions of a plain class: `async def`, and an async generator.
+Async: TypeAlias = Callable[P, Coroutine[Any, Any, R]]
+AsyncGen: TypeAlias = Callable[P, AsyncIterator[R]]
 
 
 class Service(Generic[T]):
@@ -32,23 +36,16 @@ class Service(Generic[T]):
     @overload
     def call(self, fn: Sig[..., Any] | StreamSig[..., Any], /, *args: Any, **kwargs: Any) -> None: ...
     @overload
-    def call(
-        self, fn: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Ref[R]: ...
+    def call(self, fn: Async[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
     @overload
     def call(  # type: ignore[overload-overlap]  # the first that fits counts
-        self, fn: Callable[Concatenate[T, P], AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs
+        self, fn: AsyncGen[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> Stream[R]: ...
     @overload
     def call(self, fn: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
     @overload
     def call(
-        self,
-        fn: Callable[Concatenate[T, A0, P1], Coroutine[Any, Any, R]],
-        a0: Ref[A0],
-        /,
-        *args: P1.args,
-        **kwargs: P1.kwargs,
+        self, fn: Async[Concatenate[T, A0, P1], R], a0: Ref[A0], /, *args: P1.args, **kwargs: P1.kwargs
     ) -> Ref[R]: ...
     @overload
     def call(  # type: ignore[overload-overlap]  # the first that fits counts
@@ -56,9 +53,9 @@ class Service(Generic[T]):
     ) -> Ref[R]: ...
     # Static and class methods.
     @overload
-    def call(self, fn: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
+    def call(self, fn: Async[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
     @overload
-    def call(self, fn: Callable[P, AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
+    def call(self, fn: AsyncGen[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Stream[R]: ...  # type: ignore[overload-overlap]  # the first that fits counts
     @overload
     def call(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
     def call(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -134,19 +131,12 @@ class ServiceGroup(Group[Service[T]]):
         # The same operations, for the functions of a plain class instead of an actor's methods.
 
         @overload  # type: ignore[override]  # see above
-        def all(
-            self, m: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
-        ) -> Refs[R]: ...
+        def all(self, m: Async[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Refs[R]: ...
         @overload
         def all(self, m: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Refs[R]: ...
         @overload
         def all(
-            self,
-            m: Callable[Concatenate[T, A0, P1], Coroutine[Any, Any, R]],
-            a0: Ref[A0],
-            /,
-            *args: P1.args,
-            **kwargs: P1.kwargs,
+            self, m: Async[Concatenate[T, A0, P1], R], a0: Ref[A0], /, *args: P1.args, **kwargs: P1.kwargs
         ) -> Refs[R]: ...
         @overload
         def all(
@@ -156,42 +146,25 @@ class ServiceGroup(Group[Service[T]]):
 
         @overload  # type: ignore[override]  # see above
         def each(
-            self,
-            m: Callable[Concatenate[T, A0, P1], Coroutine[Any, Any, R]],
-            a0: Iterable[A0] | Refs[A0],
-            /,
-            *args: P1.args,
-            **kwargs: P1.kwargs,
+            self, m: Async[Concatenate[T, A0, P1], R], a0: Items[A0], /, *args: P1.args, **kwargs: P1.kwargs
         ) -> Refs[R]: ...
         @overload
         def each(
-            self,
-            m: Callable[Concatenate[T, A0, P1], R],
-            a0: Iterable[A0] | Refs[A0],
-            /,
-            *args: P1.args,
-            **kwargs: P1.kwargs,
+            self, m: Callable[Concatenate[T, A0, P1], R], a0: Items[A0], /, *args: P1.args, **kwargs: P1.kwargs
         ) -> Refs[R]: ...
         def each(self, m: Any, a0: Any, /, *args: Any, **kwargs: Any) -> Any: ...
 
         @overload  # type: ignore[override]  # see above
-        def any(
-            self, m: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
-        ) -> Ref[R]: ...
+        def any(self, m: Async[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
         @overload
         def any(  # type: ignore[overload-overlap]  # the first that fits counts
-            self, m: Callable[Concatenate[T, P], AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs
+            self, m: AsyncGen[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
         ) -> Stream[R]: ...
         @overload
         def any(self, m: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
         @overload
         def any(
-            self,
-            m: Callable[Concatenate[T, A0, P1], Coroutine[Any, Any, R]],
-            a0: Ref[A0],
-            /,
-            *args: P1.args,
-            **kwargs: P1.kwargs,
+            self, m: Async[Concatenate[T, A0, P1], R], a0: Ref[A0], /, *args: P1.args, **kwargs: P1.kwargs
         ) -> Ref[R]: ...
         @overload
         def any(
@@ -201,41 +174,19 @@ class ServiceGroup(Group[Service[T]]):
 
         @overload  # type: ignore[override]  # see above
         def map(
-            self,
-            m: Callable[Concatenate[T, A0, P1], Coroutine[Any, Any, R]],
-            items: Iterable[A0] | Refs[A0],
-            /,
-            *args: P1.args,
-            **kwargs: P1.kwargs,
+            self, m: Async[Concatenate[T, A0, P1], R], items: Items[A0], /, *args: P1.args, **kwargs: P1.kwargs
         ) -> AsyncGenerator[R, None]: ...
         @overload
         def map(
-            self,
-            m: Callable[Concatenate[T, A0, P1], R],
-            items: Iterable[A0] | Refs[A0],
-            /,
-            *args: P1.args,
-            **kwargs: P1.kwargs,
+            self, m: Callable[Concatenate[T, A0, P1], R], items: Items[A0], /, *args: P1.args, **kwargs: P1.kwargs
         ) -> AsyncGenerator[R, None]: ...
         @overload
         def map(
-            self,
-            m: Callable[Concatenate[T, A0, ...], Coroutine[Any, Any, R]],
-            items: Iterable[A0] | Refs[A0],
-            /,
-            *args: Any,
-            ordered: bool,
-            **kwargs: Any,
+            self, m: Async[Concatenate[T, A0, ...], R], items: Items[A0], /, *args: Any, ordered: bool, **kwargs: Any
         ) -> AsyncGenerator[R, None]: ...
         @overload
         def map(
-            self,
-            m: Callable[Concatenate[T, A0, ...], R],
-            items: Iterable[A0] | Refs[A0],
-            /,
-            *args: Any,
-            ordered: bool,
-            **kwargs: Any,
+            self, m: Callable[Concatenate[T, A0, ...], R], items: Items[A0], /, *args: Any, ordered: bool, **kwargs: Any
         ) -> AsyncGenerator[R, None]: ...
         def map(self, m: Any, items: Any, /, *args: Any, **kwargs: Any) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 

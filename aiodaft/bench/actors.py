@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
+import time
 from typing import Any
 
 from aiodaft.actor import Actor
@@ -99,8 +99,7 @@ class Worker(Actor):
     @method
     async def cpu(self) -> float:
         """Seconds of processor time of this process."""
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return usage.ru_utime + usage.ru_stime
+        return time.process_time()
 
 
 class WithTorch(Actor):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Final
@@ -13,10 +12,9 @@ from aiodaft.runtime import Runtime
 from .actors import Echo
 from .floors import Echo as BareEcho
 from .floors import apart, open_echo
-from .results import Result, in_turns, seconds_of_one
+from .results import Result, compare_times, in_turns, rate, seconds_of_one
 
 _IN_FLIGHT: Final = 1000
-_MICRO: Final = 1e6
 
 
 async def run(turns: int) -> list[Result]:
@@ -41,26 +39,19 @@ async def _round_trip(
         return await seconds_of_one(method, repeats)
 
     await ours()
-    mine, theirs, ratio = await in_turns(ours, lambda: bare.round_trip(repeats), turns)
-    return Result(name, mine * _MICRO, "us", theirs * _MICRO, "bare echo", ratio, budget)
+    return await compare_times(name, ours, lambda: bare.round_trip(repeats), "bare echo", turns, budget)
 
 
 async def _pipelined(actor: Echo, bare: BareEcho, turns: int) -> Result:
     count = 20_000
 
     async def ours() -> float:
-        async def caller() -> None:
-            for _ in range(count // _IN_FLIGHT):
-                await actor.on_loop(1)
-
-        start = time.perf_counter()
-        await asyncio.gather(*(caller() for _ in range(_IN_FLIGHT)))
-        return count / (time.perf_counter() - start)
+        return await rate(lambda: actor.on_loop(1), count, _IN_FLIGHT)
 
     await ours()
-    rate, floor, ratio = await in_turns(ours, lambda: bare.pipelined(count, _IN_FLIGHT), turns)
+    mine, floor, ratio = await in_turns(ours, lambda: bare.pipelined(count, _IN_FLIGHT), turns)
     # The bare echo answers without an order, a window, a task or a deadline. Quiet machines measured 0.31 to 0.46.
-    return Result("1,000 calls in flight", rate, "1/s", floor, "bare echo", ratio, ">= 0.3")
+    return Result("1,000 calls in flight", mine, "1/s", floor, "bare echo", ratio, ">= 0.3")
 
 
 async def _fan_out(width: int, turns: int) -> Result:
@@ -76,8 +67,7 @@ async def _fan_out(width: int, turns: int) -> Result:
             return await seconds_of_one(lambda: asyncio.gather(*(echo.call() for echo in bare)), repeats)
 
         await ours()
-        mine, theirs, ratio = await in_turns(ours, floor, turns)
-    return Result(f"one call to each of {width}", mine * _MICRO, "us", theirs * _MICRO, "bare echoes", ratio)
+        return await compare_times(f"one call to each of {width}", ours, floor, "bare echoes", turns)
 
 
 async def _chain(turns: int) -> Result:
@@ -92,5 +82,4 @@ async def _chain(turns: int) -> Result:
             return 3 * await bare.round_trip(repeats)
 
         await ours()
-        mine, theirs, ratio = await in_turns(ours, floor, turns)
-    return Result("chain A -> B -> C", mine * _MICRO, "us", theirs * _MICRO, "three bare echoes", ratio)
+        return await compare_times("chain A -> B -> C", ours, floor, "three bare echoes", turns)

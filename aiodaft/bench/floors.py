@@ -16,18 +16,23 @@ from typing import Any, Final, cast
 
 import msgpack
 
-from .results import seconds_of_one, timed
+from .results import rate, seconds_of_one, timed
 
-_ECHO: Final = """
-import asyncio, socket, sys
-from aiodaft.bench.floors import serve_echo
+_SERVE: Final = """
+import asyncio, sys
+from aiodaft.bench.{module} import serve
 try:
     from uvloop import new_event_loop
 except ImportError:
     from asyncio import new_event_loop
 with asyncio.Runner(loop_factory=new_event_loop) as runner:
-    runner.run(serve_echo(socket.socket(fileno=int(sys.argv[1]))))
+    runner.run(serve(*map(int, sys.argv[1:])))
 """
+
+
+def serving(module: str, *fds: int) -> list[str]:
+    """The command of a process that runs the `serve` of a module, on the loop that actors have."""
+    return [sys.executable, "-c", _SERVE.format(module=module), *map(str, fds)]
 
 
 class _Connection(asyncio.Protocol):
@@ -56,8 +61,9 @@ class _Connection(asyncio.Protocol):
         self.transport.write(self._pack(message))
 
 
-async def serve_echo(connection: socket.socket) -> None:
+async def serve(fd: int) -> None:
     """Send back what comes, until the other side ends."""
+    connection = socket.socket(fileno=fd)
     _, protocol = await asyncio.get_running_loop().create_connection(_Connection, sock=connection)
     await protocol.lost
 
@@ -87,16 +93,13 @@ class Echo:
         self._connection.on_message = lambda message: waiting.pop(message[0]).set_result(message[1])
         numbers = itertools.count()
 
-        async def caller() -> None:
-            for _ in range(count // in_flight):
-                number = next(numbers)
-                answer = waiting[number] = loop.create_future()
-                self._connection.send((number, 1))
-                await answer
+        async def call() -> None:
+            number = next(numbers)
+            answer = waiting[number] = loop.create_future()
+            self._connection.send((number, 1))
+            await answer
 
-        start = time.perf_counter()
-        await asyncio.gather(*(caller() for _ in range(in_flight)))
-        return count / (time.perf_counter() - start)
+        return await rate(call, count, in_flight)
 
 
 @asynccontextmanager
@@ -104,8 +107,8 @@ async def open_echo() -> AsyncGenerator[Echo, None]:
     """A bare echo process."""
     mine, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-c", _ECHO, str(theirs.fileno())]
-        process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
+        fd = theirs.fileno()
+        process = await asyncio.create_subprocess_exec(*serving("floors", fd), pass_fds=[fd])
     transport, connection = await asyncio.get_running_loop().create_connection(_Connection, sock=mine)
     try:
         yield Echo(connection, process.pid)

@@ -8,9 +8,9 @@ gang, again and again, awaited each time; as one graph; as a loop inside the act
 from __future__ import annotations
 
 import asyncio
-import resource
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 from aiodaft import graph as graphs
@@ -20,9 +20,8 @@ from aiodaft.runtime import Runtime
 
 from .actors import Worker, payload
 from .pingpong import open_pingpong
-from .results import Result, in_turns, timed
+from .results import Result, compare_times, rate, timed
 
-_MICRO: Final = 1e6
 _EDGE: Final = 1 << 20
 _IN_FLIGHT: Final = 10
 Dataflow = Callable[[Any], Any]
@@ -106,8 +105,8 @@ async def _repeat(start: Callable[[int], Any], count: int) -> float:
 
 async def _gain(name: str, graph: Graph[..., Any], flow: Dataflow, repeats: int, turns: int, budget: str) -> Result:
     await _all(graph(1))
-    theirs, ours, ratio = await in_turns(lambda: _repeat(flow, repeats), lambda: _repeat(graph, repeats), turns)
-    return Result(name, theirs * _MICRO, "us", ours * _MICRO, "the compiled graph", ratio, budget)
+    one_by_one, compiled = partial(_repeat, flow, repeats), partial(_repeat, graph, repeats)
+    return await compare_times(name, one_by_one, compiled, "the compiled graph", turns, budget)
 
 
 async def _round_trip(actor: Worker, turns: int) -> Result:
@@ -115,10 +114,10 @@ async def _round_trip(actor: Worker, turns: int) -> Result:
     async with open_pingpong() as bare, graphs.compile(_chain(1)([actor])) as graph:
         await _repeat(graph, repeats)
         await bare.round_trip(repeats)
-        ours, floor, ratio = await in_turns(lambda: _repeat(graph, repeats), lambda: bare.round_trip(repeats), turns)
-    # The floor makes no call: a bare program that packs frames, runs a coroutine in a context of its own and sets a
-    # future over the same rings takes 1.8 to 2.5 times as long. Quiet machines measured 3.4 to 4.6 for a run.
-    return Result("one actor, round trip", ours * _MICRO, "us", floor * _MICRO, "shared memory", ratio, "<= 5.0")
+        # The floor makes no call: a bare program that packs frames, runs a coroutine in a context of its own and sets a
+        # future over the same rings takes 1.8 to 2.5 times as long. Quiet machines measured 3.4 to 4.6 for a run.
+        ours, floor = partial(_repeat, graph, repeats), partial(bare.round_trip, repeats)
+        return await compare_times("one actor, round trip", ours, floor, "shared memory", turns, "<= 5.0")
 
 
 async def _compiling(actors: list[Worker]) -> list[Result]:
@@ -136,18 +135,12 @@ async def _compiling(actors: list[Worker]) -> list[Result]:
 async def _idle(actor: Worker) -> Result:
     async with graphs.compile(_chain(1)([actor])) as graph:
         await graph(1)
-        before = await actor.cpu(), _cpu()
+        before = await actor.cpu() + time.process_time()
         start = time.perf_counter()
         await asyncio.sleep(1)
-        after = await actor.cpu(), _cpu()
+        after = await actor.cpu() + time.process_time()
         took = time.perf_counter() - start
-    used = sum(later - earlier for later, earlier in zip(after, before, strict=True))
-    return Result("processor time of an idle graph, both sides", used / took * 100, "%", budget="<= 2.0")
-
-
-def _cpu() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    return Result("processor time of an idle graph, both sides", (after - before) / took * 100, "%", budget="<= 2.0")
 
 
 async def _pathways(actors: list[Worker], turns: int) -> list[Result]:
@@ -173,25 +166,14 @@ async def _pathways(actors: list[Worker], turns: int) -> list[Result]:
                     ("Fused", lambda x, graph=fused: _all(graph(x))),  # type: ignore[misc]  # brief
                 ]
                 for name, start in ways:
-                    samples = sorted([await _repeat(start, rounds) for _ in range(turns)])
-                    rate = length / samples[len(samples) // 2]
-                    results.append(Result(f"{name}, {gang} actors, chain of {length}", rate, "ops/s"))
+                    seconds = sorted([await _repeat(start, rounds) for _ in range(turns)])[turns // 2]
+                    results.append(Result(f"{name}, {gang} actors, chain of {length}", length / seconds, "ops/s"))
     return results
 
 
 async def _throughput(actor: Worker, turns: int) -> list[Result]:
     async with graphs.compile(_chain(1)([actor])) as graph:
-
-        async def small() -> float:
-            count = 3000
-
-            async def caller() -> None:
-                for _ in range(count // _IN_FLIGHT):
-                    await graph(1)
-
-            return count / await timed(_all([caller() for _ in range(_IN_FLIGHT)]))
-
-        rates = sorted([await small() for _ in range(turns)])
+        rates = sorted([await rate(lambda: graph(1), 3000, _IN_FLIGHT) for _ in range(turns)])
     data = payload(_EDGE)
     async with graphs.compile(_edge(actor)) as edges:
         await edges(data)

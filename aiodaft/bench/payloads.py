@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from statistics import median
 from typing import Final
 
@@ -10,7 +11,7 @@ from aiodaft.runtime import Runtime
 
 from .actors import Holder, payload
 from .floors import Copy, open_echo
-from .results import Result, Sample, in_turns, seconds_of_one, timed
+from .results import Result, Sample, compare_speeds, compare_times, seconds_of_one, timed
 from .stalls import Watch
 
 _KIB: Final = 1 << 10
@@ -49,8 +50,8 @@ async def _small(rt: Runtime, turns: int) -> list[Result]:
     async with open_echo() as bare:
         for name, ours in (("1 KiB, actor to actor", between), ("1 KiB, controller to actor", from_here)):
             await ours()
-            mine, theirs, ratio = await in_turns(ours, lambda: bare.round_trip(repeats, content), turns)
-            results.append(Result(name, mine * 1e6, "us", theirs * 1e6, "bare echo of as much", ratio))
+            floor = partial(bare.round_trip, repeats, content)
+            results.append(await compare_times(name, ours, floor, "bare echo of as much", turns))
     return results
 
 
@@ -78,9 +79,8 @@ async def _against_a_copy(name: str, ours: Sample, size: int, turns: int) -> Res
         # The first ones fill the pools.
         await ours()
         await copy.seconds()
-    mine, theirs, ratio = await in_turns(ours, copy.seconds, turns)
     budget = ">= 0.7" if size == 64 * _MIB and "actor to actor" in name else ""
-    return Result(name, size / mine / 1e9, "GB/s", size / theirs / 1e9, "one memcpy", 1 / ratio, budget)
+    return await compare_speeds(name, size, ours, copy.seconds, "one memcpy", turns, budget)
 
 
 async def _stalls(rt: Runtime, turns: int) -> list[Result]:

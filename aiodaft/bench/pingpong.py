@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -13,18 +12,9 @@ from typing import Final
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.connections.shm_ring import RingPair, offer_rings, take_rings
 
-from .results import timed
+from .floors import serving
+from .results import seconds_of_one
 
-_SERVE: Final = """
-import asyncio, sys
-from aiodaft.bench.pingpong import serve
-try:
-    from uvloop import new_event_loop
-except ImportError:
-    from asyncio import new_event_loop
-with asyncio.Runner(loop_factory=new_event_loop) as runner:
-    runner.run(serve(*map(int, sys.argv[1:])))
-"""
 _MESSAGE: Final = b"ping"
 
 
@@ -59,8 +49,7 @@ async def serve(memory: int, ours: int, theirs: int) -> None:
 class PingPong:
     """This side."""
 
-    def __init__(self, ring: RingPair, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, ring: RingPair) -> None:
         self._ring = ring
         self._loop = asyncio.get_running_loop()
         self.waiter = RingPoller(self._loop)
@@ -83,21 +72,16 @@ class PingPong:
 
     async def round_trip(self, count: int) -> float:
         """Seconds that a round trip takes."""
-
-        async def work() -> None:
-            for _ in range(count):
-                await self.call()
-
-        return await timed(work()) / count
+        return await seconds_of_one(self.call, count)
 
 
 @asynccontextmanager
 async def open_pingpong() -> AsyncGenerator[PingPong, None]:
     """Another process at the end of a pair of rings."""
     ring, fds = offer_rings()
-    process = subprocess.Popen([sys.executable, "-c", _SERVE, *map(str, fds)], pass_fds=fds)  # noqa: ASYNC220 - a bench
+    process = subprocess.Popen(serving("pingpong", *fds), pass_fds=fds)  # noqa: ASYNC220 - a bench
     os.close(fds[0])
-    side = PingPong(ring, process.pid)
+    side = PingPong(ring)
     try:
         yield side
     finally:

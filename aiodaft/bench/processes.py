@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import re
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -14,7 +15,7 @@ from aiodaft.runtime import Runtime
 
 from .actors import Echo, WithTorch
 from .floors import run_python
-from .results import Result, in_turns, timed
+from .results import Result, compare_times, timed
 
 _HELLO: Final = """
 import aiodaft
@@ -44,10 +45,8 @@ async def run(turns: int) -> list[Result]:
 
 async def _importing(turns: int) -> Result:
     """What the import adds to that of asyncio, which every program here needs. Milliseconds depend on the machine."""
-    ours, floor, ratio = await in_turns(
-        lambda: run_python("import aiodaft"), lambda: run_python("import asyncio"), turns
-    )
-    return Result("start Python, import aiodaft", ours, "s", floor, "import asyncio", ratio, "<= 2.5")
+    ours, floor = partial(run_python, "import aiodaft"), partial(run_python, "import asyncio")
+    return await compare_times("start Python, import aiodaft", ours, floor, "import asyncio", turns, "<= 2.5", unit="s")
 
 
 async def _spawn(
@@ -63,8 +62,8 @@ async def _spawn(
     async def floor() -> float:
         return await timed(asyncio.gather(*(run_python(floor_code) for _ in range(count))))
 
-    mine, theirs, ratio = await in_turns(ours, floor, _TURNS)
-    return Result(f"runtime and {count} actors{what}", mine, "s", theirs, "fork+exec of as many", ratio, budget)
+    name = f"runtime and {count} actors{what}"
+    return await compare_times(name, ours, floor, "fork+exec of as many", _TURNS, budget, unit="s")
 
 
 async def _weight() -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import platform
 import sys
@@ -70,6 +71,33 @@ async def seconds_of_one(call: Callable[[], Awaitable[object]], repeats: int) ->
             await call()
 
     return await timed(work()) / repeats
+
+
+async def rate(call: Callable[[], Awaitable[object]], count: int, in_flight: int) -> float:
+    """Calls per second, with so many under way."""
+
+    async def caller() -> None:
+        for _ in range(count // in_flight):
+            await call()
+
+    return count / await timed(asyncio.gather(*(caller() for _ in range(in_flight))))
+
+
+async def compare_times(
+    name: str, ours: Sample, floor: Sample, floor_name: str, turns: int, budget: str = "", *, unit: str = "us"
+) -> Result:
+    """The time that something takes, and that of its floor."""
+    mine, theirs, ratio = await in_turns(ours, floor, turns)
+    scale = 1e6 if unit == "us" else 1.0
+    return Result(name, mine * scale, unit, theirs * scale, floor_name, ratio, budget)
+
+
+async def compare_speeds(
+    name: str, size: int, ours: Sample, floor: Sample, floor_name: str, turns: int, budget: str = ""
+) -> Result:
+    """The speed at which so many bytes move, and that of their floor."""
+    mine, theirs, ratio = await in_turns(ours, floor, turns)
+    return Result(name, size / mine / 1e9, "GB/s", size / theirs / 1e9, floor_name, 1 / ratio, budget)
 
 
 def table(results: Iterable[Result]) -> str:

@@ -18,7 +18,7 @@ from aiodaft_transport.memory.address import address_of
 
 from . import footprint
 from .floors import Copy
-from .results import Result, Sample, in_turns
+from .results import Result, Sample, compare_speeds, compare_times
 
 _KIB: Final = 1 << 10
 _MIB: Final = 1 << 20
@@ -109,14 +109,11 @@ async def serve(name: str, connection: socket.socket) -> None:
         if order == "prepare":
             blocks[size] = link.transport.allocate(size)
             ctypes.memset(blocks[size].address, 1, size)
-            link.send(_ANSWER, None)
         elif order == "release":
             blocks.pop(size).release()
-            link.send(_ANSWER, None)
-        elif order == "grant":
-            link.send(_ANSWER, [link.transport.grant(blocks[size], link) for _ in range(rest[0])])
-        else:
-            link.send(_ANSWER, None)
+        granted = [link.transport.grant(blocks[size], link) for _ in range(rest[0])] if order == "grant" else None
+        link.send(_ANSWER, granted)
+        if order == "send":
             _send_bare(rest[0], size, rest[1])
 
     link.on_ask = asked
@@ -184,16 +181,7 @@ async def _second_consumer(link: Connection, turns: int) -> Result:
     floor = Copy(size).seconds
     await ours()
     await floor()
-    mine, theirs, ratio = await in_turns(ours, floor, turns)
-    return Result(
-        "shm, 64 MiB, second consumer",
-        size / mine / 1e9,
-        "GB/s",
-        size / theirs / 1e9,
-        "one memcpy",
-        1 / ratio,
-        ">= 5.0",
-    )
+    return await compare_speeds("shm, 64 MiB, second consumer", size, ours, floor, "one memcpy", turns, ">= 5.0")
 
 
 async def _measure(link: Connection, name: str, size: int, turns: int) -> Result:
@@ -219,12 +207,10 @@ async def _measure(link: Connection, name: str, size: int, turns: int) -> Result
         # The first ones fill the pools, and connect.
         await ours()
         await floor()
-    mine, theirs, ratio = await in_turns(ours, floor, turns)
-    what = f"{name}, {size // _MIB} MiB" if size >= _MIB else f"{name}, {size // _KIB} KiB"
     if size < _MIB:
-        return Result(what, mine * 1e6, "us", theirs * 1e6, _FLOORS[name], ratio)
+        return await compare_times(f"{name}, {size // _KIB} KiB", ours, floor, _FLOORS[name], turns)
     budget = _BUDGETS[name] if size == 64 * _MIB else ""
-    return Result(what, size / mine / 1e9, "GB/s", size / theirs / 1e9, _FLOORS[name], 1 / ratio, budget)
+    return await compare_speeds(f"{name}, {size // _MIB} MiB", size, ours, floor, _FLOORS[name], turns, budget)
 
 
 async def _floor_of(link: Connection, name: str, size: int, repeats: int) -> Sample:
@@ -238,7 +224,7 @@ async def _floor_of(link: Connection, name: str, size: int, repeats: int) -> Sam
 
 async def _bare_sockets(link: Connection, size: int, repeats: int) -> float:
     """Ask for the bytes with one byte, and receive them into the same buffer again and again."""
-    target = _buffer(size)
+    target = memoryview(bytearray(b"\x02") * size)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         await link.ask("send", size, listener.getsockname()[1], repeats + 1)
         connection, _ = listener.accept()
@@ -254,10 +240,6 @@ async def _bare_sockets(link: Connection, size: int, repeats: int) -> float:
             while received < size:
                 received += connection.recv_into(target[received:])
         return (time.perf_counter() - start) / repeats
-
-
-def _buffer(size: int) -> memoryview:
-    return memoryview(bytearray(b"\x02") * size)
 
 
 def _configure(connection: socket.socket) -> None:

@@ -156,14 +156,14 @@ class Fetching(Generic[WaiterT]):
     Attributes:
         root: The root of the broadcast, if this process takes part in one.
         pulls: The pulls under way.
+        waiting: The processes that were sent here.
     """
 
     def __init__(self) -> None:
         self.root: PeerId | None = None
         self.pulls = 0
         self._part = Part.ALONE
-        # Processes that the root has sent here.
-        self._waiting: list[WaiterT] = []
+        self.waiting: list[WaiterT] = []
 
     def joined(self, root: PeerId, *, keep: bool) -> None:
         """Join: the root counts this process as a member."""
@@ -176,13 +176,9 @@ class Fetching(Generic[WaiterT]):
             self.root = None
             self._part = _PARTS[self._part, Event.ROOT_LEFT]
 
-    def wait(self, waiter: WaiterT) -> None:
-        """Add a process that was sent here."""
-        self._waiting.append(waiter)
-
     def take_waiting(self) -> list[WaiterT]:
         """Take out the waiting processes; the caller serves them or sends them away."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         return waiting
 
     @property
@@ -193,4 +189,4 @@ class Fetching(Generic[WaiterT]):
     @property
     def wants_copy(self) -> bool:
         """Whether to make a copy for others, now that the value is here."""
-        return self._part is Part.KEEPER or (self._part is Part.MEMBER and bool(self._waiting))
+        return self._part is Part.KEEPER or (self._part is Part.MEMBER and bool(self.waiting))

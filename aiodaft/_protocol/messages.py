@@ -44,8 +44,8 @@ An *input* is a tuple that begins with the index of a value in its graph; its le
 the constants beside it).
 
 For each kind, a function of its name builds the message, and `read_<kind>` returns its fields. No other module knows
-the position of a field. CALL, SEND, REPLY, RESULT, RUN, FLOW and REPORT, the most frequent kinds, are built as tuples
-where they are sent, and unpacked where they are handled. Use:
+the position of a field. The most frequent kinds are built as tuples where they are sent, and unpacked where they are
+handled: those of a call and its answer (CALL to ERROR), of a pull (PULL to BROKEN), and RUN, FLOW and REPORT. Use:
 
     from aiodaft._protocol import messages as m
 
@@ -220,45 +220,6 @@ def credit(number: CallId, count: int) -> Message:
 def read_credit(message: Message) -> tuple[CallId, int]:
     _, number, count = message
     return number, count
-
-
-def pull(owner: PeerId, number: CallId) -> Message:
-    return PULL, owner, number
-
-
-def read_pull(message: Message) -> tuple[PeerId, CallId]:
-    _, owner, number = message
-    return owner, number
-
-
-def value(owner: PeerId, number: CallId, payload: bytes, blobs: Any, refs: tuple[Any, ...]) -> Message:
-    return VALUE, owner, number, payload, blobs, refs
-
-
-def read_value(message: Message) -> tuple[bytes, Any, tuple[Any, ...]]:
-    _, _, _, payload, blobs, refs = message
-    return payload, blobs, refs
-
-
-def moved(owner: PeerId, number: CallId, to: PeerId) -> Message:
-    return MOVED, owner, number, to
-
-
-def read_moved(message: Message) -> PeerId:
-    return message[3]
-
-
-def broken(owner: PeerId, number: CallId, error: bytes) -> Message:
-    return BROKEN, owner, number, error
-
-
-def read_broken(message: Message) -> bytes:
-    return message[3]
-
-
-def read_pulled(message: Message) -> tuple[PeerId, CallId]:
-    """The owner and number of the value that a VALUE, MOVED or BROKEN is about."""
-    return message[1], message[2]
 
 
 def release(number: CallId) -> Message:

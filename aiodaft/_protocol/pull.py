@@ -79,11 +79,6 @@ class Pull:
         self._named_by: PeerId | None = None
         self._hops = 0
 
-    @property
-    def is_here(self) -> bool:
-        """Whether the pulling process is to ask itself."""
-        return self.asked == self._local
-
     def handle(self, answer: Answer, named: PeerId | None, root: PeerId | None) -> Next:
         """Choose the process to ask next.
 
@@ -95,13 +90,19 @@ class Pull:
         Raises:
             RemoteProtocolError: The route is a circle.
         """
-        step = _NEXT[self._kind(root), self._known(answer)]
+        if self.asked == self._local:
+            kind = Asked.HERE
+        else:
+            kind = Asked.RELAY if root is not None and root == self._named_by else Asked.REMOTE
+        if answer is Answer.LOST:
+            answer = self._known_loss()
+        step = _NEXT[kind, answer]
         self._hops += 1
         if self._hops == MAX_HOPS and step is not Next.FAIL:
             raise RemoteProtocolError(f"no process has the value of ref {self._number} of {self._owner}")
         if step is Next.ASK_NAMED:
             assert named is not None
-            self.asked, self._named_by = named, None if self.is_here else self.asked
+            self.asked, self._named_by = named, None if kind is Asked.HERE else self.asked
         elif step is Next.ASK_OWNER:
             self.asked, self._named_by = self._owner, self.asked
         elif step is Next.ASK_ROOT:
@@ -109,15 +110,8 @@ class Pull:
             self.asked, self._named_by = root, None
         return step
 
-    def _kind(self, root: PeerId | None) -> Asked:
-        if self.is_here:
-            return Asked.HERE
-        return Asked.RELAY if root is not None and root == self._named_by else Asked.REMOTE
-
-    def _known(self, answer: Answer) -> Answer:
-        if answer is not Answer.LOST:
-            return answer
+    def _known_loss(self) -> Answer:
         if self.asked == self._owner:
             return Answer.OWNER_LOST
         # This process owns the ref: no other process knows more.
-        return Answer.BROKEN if self._owner == self._local else answer
+        return Answer.BROKEN if self._owner == self._local else Answer.LOST

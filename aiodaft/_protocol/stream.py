@@ -40,35 +40,44 @@ _NEXT: Final = {
     (Phase.CLOSING, Event.END): Phase.CLOSED,
 }
 
+# The producer ended.
+OVER: Final = (Phase.ENDED, Phase.CLOSED)
+# The consumer left.
+LEFT: Final = (Phase.CLOSING, Phase.CLOSED)
+
 
 class Consumption:
-    """One stream, as its consumer sees it."""
+    """One stream, as its consumer sees it.
+
+    Attributes:
+        phase: How far the stream is.
+    """
 
     def __init__(self) -> None:
-        self._phase = Phase.OPEN
+        self.phase = Phase.OPEN
         # Items taken and not credited yet.
         self._taken = 0
 
     @property
     def is_over(self) -> bool:
         """Whether the producer ended."""
-        return self._phase in (Phase.ENDED, Phase.CLOSED)
+        return self.phase in OVER
 
     @property
     def is_left(self) -> bool:
         """Whether the consumer left."""
-        return self._phase in (Phase.CLOSING, Phase.CLOSED)
+        return self.phase in LEFT
 
     def handle(self, event: Event) -> bool:
         """Change the phase; False if the event came before."""
-        phase = _NEXT.get((self._phase, event))
-        self._phase = phase or self._phase
+        phase = _NEXT.get((self.phase, event))
+        self.phase = phase or self.phase
         return phase is not None
 
     def take(self) -> int:
         """The consumer took an item. Returns the credit to give: half a window at a time, so in few messages."""
         self._taken += 1
-        if self._taken < CREDIT_WINDOW // 2 or self.is_over:
+        if self._taken < CREDIT_WINDOW // 2 or self.phase in OVER:
             return 0
         credit, self._taken = self._taken, 0
         return credit

@@ -128,8 +128,8 @@ def test_a_member_makes_a_copy_only_if_another_process_waits() -> None:
     value = fetching()
     assert not value.is_alone
     assert not value.wants_copy
-    value.wait("a")
-    value.wait("b")
+    value.waiting.append("a")
+    value.waiting.append("b")
     assert value.wants_copy
     assert value.take_waiting() == ["a", "b"]
     assert not value.wants_copy
@@ -144,7 +144,7 @@ def test_a_keeper_makes_a_copy_in_any_case_and_stays_one() -> None:
 
 def test_a_process_that_takes_no_part_makes_no_copy() -> None:
     value = fetching(joined=False)
-    value.wait("a")
+    value.waiting.append("a")
     assert value.is_alone
     assert not value.wants_copy
 

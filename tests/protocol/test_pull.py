@@ -23,7 +23,7 @@ def test_the_answer_names_the_next_process() -> None:
     assert route.handle(Answer.MOVED, OWNER, None) is Next.ASK_NAMED
     assert route.asked == OWNER
     assert route.handle(Answer.MOVED, LOCAL, None) is Next.ASK_NAMED
-    assert route.is_here
+    assert route.asked == LOCAL
 
 
 @pytest.mark.parametrize("first", [LOCAL, OWNER, PRODUCER])
@@ -79,7 +79,7 @@ def test_every_sequence_of_answers_ends(seed: int) -> None:
         route = pull(owner=[OWNER, LOCAL, PRODUCER][seed])
         for index, answer in enumerate(steps):
             asked = route.asked
-            if route.is_here and answer is Answer.LOST:
+            if route.asked == LOCAL and answer is Answer.LOST:
                 break
             step = route.handle(answer, [RELAY, OWNER, LOCAL][index % 3], PRODUCER)
             if step is Next.FAIL:

@@ -203,7 +203,7 @@ async def test_the_owner_is_asked_when_the_producer_ends_and_its_own_end_ends_th
 async def test_an_answer_that_was_not_asked_for_is_an_error(nodes: tuple[Node, Node, Node]) -> None:
     owner, consumer, _ = nodes
     with pytest.raises(RemoteProtocolError, match="a pull that was not made"):
-        consumer.transfer.answered(consumer.to(A), m.moved(A, CallId(7), C))
+        consumer.transfer.answered(consumer.to(A), (m.MOVED, A, CallId(7), C))
     assert owner.get(B) is None
 
 

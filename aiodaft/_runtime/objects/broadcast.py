@@ -95,12 +95,12 @@ class Relays:
         fetching = self._fetching.get(key)
         if fetching is None:
             return False
-        fetching.wait(found)
+        fetching.waiting.append(found)
         return True
 
     def answered(self, fetching: Fetching, key: Key) -> None:
         """The value is about to come."""
-        if fetching.is_alone:
+        if fetching.waiting and fetching.is_alone:
             self._send_away(key, fetching)
 
     async def keep(self, fetching: Fetching, key: Key, received: ReceivedValue, via: str) -> None:
@@ -128,8 +128,9 @@ class Relays:
                 found(stored)
 
     def _send_away(self, key: Key, fetching: Fetching) -> None:
-        for found in fetching.take_waiting():
-            self._locate_elsewhere(*key, found)
+        if fetching.waiting:
+            for found in fetching.take_waiting():
+                self._locate_elsewhere(*key, found)
 
     def leave(self, remote: PeerId, key: Key, member: PeerId) -> None:
         """Tell a process that a member has no copy, or is to free its copy."""

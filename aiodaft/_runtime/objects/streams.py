@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId
-from aiodaft._protocol.stream import Consumption, Event
+from aiodaft._protocol.stream import LEFT, Consumption, Event
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefHost, RefState, release_inputs
@@ -64,7 +64,7 @@ class StreamState:
     def on_item(self, item: Item) -> None:
         """One more item."""
         # No code takes the items of a closed stream.
-        if not self._consumption.is_left:
+        if self._consumption.phase not in LEFT:
             self._items.append(item)
             self._wake()
 

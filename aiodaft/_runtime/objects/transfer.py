@@ -76,14 +76,14 @@ class Transfer:
         key, local = (owner, number), self._process.id
         route = Pull(local, owner, number, local if key in self._store.entries else producer)
         while True:
-            if route.is_here:
+            if route.asked == local:
                 place = await self._locate_here(key)
                 if isinstance(place, StoredValue):
                     return await self.take_own(place, into)
                 self._choose_next(route, key, place)
                 continue
             with self.relays.fetching(key) as fetching:
-                while not route.is_here:
+                while route.asked != local:
                     answer, lost = await self._ask(fetching, route.asked, key, into)
                     if isinstance(answer, ReceivedValue):
                         return answer
@@ -131,12 +131,13 @@ class Transfer:
             raise copy_error(await self._connections.explanation(connection))
         answer: asyncio.Future[Delivery | Elsewhere] = self._process.loop.create_future()
         self._pulls.setdefault((connection.remote, key), deque()).append(answer)
-        connection.send(m.pull(*key))
+        connection.send((m.PULL, *key))
         return await answer
 
     def answered(self, connection: Connection, message: m.Message) -> None:
         """Handle VALUE, MOVED or BROKEN."""
-        asked = connection.remote, m.read_pulled(message)
+        kind, owner, number, *value = message
+        asked = connection.remote, (owner, number)
         waiting = self._pulls.get(asked)
         if not waiting:
             raise RemoteProtocolError(f"{connection.remote} answers a pull that was not made")
@@ -144,13 +145,11 @@ class Transfer:
         if not waiting:
             del self._pulls[asked]
         came: Delivery | Elsewhere
-        if message[0] == m.VALUE:
+        if kind == m.VALUE:
             # If the pull was cancelled, the delivery returns the grants.
-            came = Delivery(self._store, connection, *m.read_value(message))
-        elif message[0] == m.MOVED:
-            came = m.read_moved(message)
+            came = Delivery(self._store, connection, *value)
         else:
-            came = decode_error(m.read_broken(message))
+            came = value[0] if kind == m.MOVED else decode_error(value[0])
         if not answer.done():
             answer.set_result(came)
 
@@ -270,16 +269,17 @@ class Transfer:
 
     def asked(self, connection: Connection, message: m.Message) -> None:
         """Handle PULL."""
-        key = m.read_pull(message)
+        _, owner, number = message
+        key = (owner, number)
         self.locate(key, lambda place: self._tell(connection, key, place))
 
     def _tell(self, connection: Connection, key: Key, place: Place) -> None:
         if connection.lost is not None:
             return
         if isinstance(place, BaseException):
-            connection.send(m.broken(*key, encode_error(place)))
+            connection.send((m.BROKEN, *key, encode_error(place)))
         elif not isinstance(place, StoredValue):
-            connection.send(m.moved(*key, place))
+            connection.send((m.MOVED, *key, place))
         elif place.ready:
             self._give(connection, key, place)
         else:
@@ -296,15 +296,15 @@ class Transfer:
     def _give(self, connection: Connection, key: Key, stored: StoredValue) -> None:
         source = self.relays.source_for(connection, key, stored)
         if source is not None:
-            connection.send(m.moved(*key, source))
+            connection.send((m.MOVED, *key, source))
             return
         try:
             blobs = stored.blobs_for(connection)
         except (DaftError, TransportError) as error:
-            connection.send(m.broken(*key, encode_error(error)))
+            connection.send((m.BROKEN, *key, encode_error(error)))
             return
         refs = tuple(self._refs.describe(ref) for ref in stored.refs)
-        connection.send(m.value(*key, stored.payload, blobs, refs))
+        connection.send((m.VALUE, *key, stored.payload, blobs, refs))
 
 
 def _freed(owner: PeerId, number: CallId) -> OwnerDied:

@@ -1,0 +1,355 @@
+"""Calls that a process makes, without processes: sent in order, answered once, and led to where an actor is now."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+import pytest
+from rooms import ELSEWHERE, THERE, Bench, turns
+
+from aiodaft import Actor, method
+from aiodaft._protocol import messages as m
+from aiodaft._protocol.codec import FrameDecoder
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, SUPERVISOR, ActorId, CallId, PeerId, incarnation
+from aiodaft._runtime.calls.call import Caller, CallState, Target
+from aiodaft._runtime.calls.following import NOWHERE, Followers, FollowingTarget, Location, PinnedTarget
+from aiodaft._runtime.calls.outgoing import Outgoing
+from aiodaft._runtime.calls.replies import Replies
+from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.connections import Connections
+from aiodaft._runtime.objects.objects import Objects
+from aiodaft._runtime.serialization.errors import encode_error
+from aiodaft.actor import Handle
+from aiodaft.exceptions import (
+    ActorDied,
+    CallCancelled,
+    DaftError,
+    Overloaded,
+    PeerLost,
+    RemoteProtocolError,
+    StaleHandle,
+)
+from aiodaft.methods import specs_of
+from aiodaft.ref import Ref
+
+OWNER = PeerId("owner")
+ACTOR = FIRST_USER_ACTOR
+NEXT = incarnation(ACTOR, 1)
+# Takes longer to encode than the loop may be kept.
+LARGE = [0] * 60_000
+
+
+class Desk(Actor):
+    """What is called."""
+
+    @method
+    async def note(self, word: Any) -> Any:
+        return word
+
+    @method(idempotent=True, retries=1)
+    async def note_twice(self, word: Any) -> Any:
+        return word
+
+    @method
+    async def where(self) -> Location:
+        raise NotImplementedError
+
+
+class Office(Bench):
+    """A process that makes calls; its connections lead to nobody, and keep what is sent."""
+
+    def __init__(self, *, grace: float = 60.0, max_pending: int = 8) -> None:
+        super().__init__(grace=grace, max_pending=max_pending)
+        self.connections = Connections(self.process, self)
+        owner: Any = self
+        self.objects = Objects(self.process, self.connections, self.store, owner)
+        self.caller = Caller(self.process, self.connections, self.objects, {})
+        inbound: Any = None
+        self.outgoing = Outgoing(self.caller, inbound)
+        self.replies = Replies(self.objects)
+        self.followers = Followers(self.caller, self.locate)
+        # The questions for the place of an actor that are not answered.
+        self.asked: list[CallState] = []
+        self._decoders: dict[PeerId, FrameDecoder] = {}
+
+    def handle(self) -> Any:
+        return self.caller.handle(THERE, ACTOR, "Desk-1", Desk)
+
+    def sent_to(self, remote: PeerId) -> list[Any]:
+        """The calls that were sent since the last time: actor, method and argument, if that is small."""
+        decoder = self._decoders.setdefault(remote, FrameDecoder())
+        frames = decoder.feed(self.connections.to(remote).session.data_to_send())
+        return [tuple(frame[1:5]) for frame in frames if frame[0] in (m.CALL, m.SEND)]
+
+    def words_to(self, remote: PeerId) -> list[Any]:
+        """The arguments of the calls that were sent since the last time; "large" for one that is."""
+        return [rest[0] if isinstance(rest, list | tuple) else "large" for *_, rest in self.sent_to(remote)]
+
+    def kinds_to(self, remote: PeerId) -> list[int]:
+        """The kinds of messages that were sent since the last time."""
+        decoder = self._decoders.setdefault(remote, FrameDecoder())
+        return [frame[0] for frame in decoder.feed(self.connections.to(remote).session.data_to_send())]
+
+    async def encode(self) -> None:
+        """The helper thread does what it has to do."""
+        while self.helper.jobs:
+            self.helper.turn()
+            await turns(8)
+
+    def lose(self, remote: PeerId) -> Connection:
+        connection = self.connections.to(remote)
+        connection.connected = True
+        connection.close(PeerLost(f"{remote} ended"))
+        return connection
+
+    def refuse(self, remote: PeerId, number: int, error: DaftError) -> None:
+        """The actor's process answers that it did not run a call."""
+        message = (m.ERROR, CallId(number), encode_error(error), error.executed)
+        self.replies.answered(self.connections.to(remote), message)
+
+    def locate(self, owner: PeerId, number: ActorId, wait: bool) -> Ref[Location]:
+        assert (owner, number) == (OWNER, ACTOR)
+        target = Target(self.caller, OWNER, SUPERVISOR, "supervisor", None)
+        state = CallState(target, specs_of(Desk)["where"], self.process.next_number())
+        self.asked.append(state)
+        return Ref(state)
+
+    def followed(self, place: Location) -> tuple[FollowingTarget, Any]:
+        target = self.followers.get(OWNER, place, "Desk-1")
+        return target, Handle(target, Desk)
+
+    # As owner of its connections.
+
+    def introduce(self, remote: PeerId) -> Awaitable[object]:
+        return asyncio.sleep(0)
+
+    def ask(self, remote: PeerId) -> Awaitable[object]:
+        raise NotImplementedError
+
+    def connection_lost(self, connection: Connection) -> None: ...
+
+    def connection_explained(self, connection: Connection, error: DaftError) -> None:
+        self.replies.connection_lost(connection, error)
+
+    def revoke(self, connection: Connection, blobs: Any) -> None: ...
+
+    def take_note(self, *note: Any) -> None:
+        raise NotImplementedError
+
+    # As owner of its objects.
+
+    def running_call(self, owner: PeerId, number: CallId) -> None: ...
+
+
+@pytest.fixture
+async def office() -> AsyncIterator[Office]:
+    made = Office()
+    yield made
+    await made.process.tasks.aclose()
+
+
+async def error_of(ref: Ref[Any]) -> DaftError:
+    with pytest.raises(DaftError) as caught:
+        await ref
+    return caught.value
+
+
+async def test_a_call_waits_behind_one_whose_argument_is_copied(office: Office) -> None:
+    desk = office.handle()
+    refs = [desk.note(LARGE), desk.note("second")]
+    await turns(8)
+    assert office.words_to(THERE) == []
+    await office.encode()
+    assert office.words_to(THERE) == ["large", "second"]
+    assert not any(ref.done() for ref in refs)
+
+
+async def test_a_call_that_is_cancelled_while_its_argument_is_copied_lets_the_next_one_go(office: Office) -> None:
+    desk = office.handle()
+    large, second = desk.note(LARGE), desk.note("second")
+    await turns(8)
+    large.cancel()
+    error = await error_of(large)
+    assert (type(error), error.executed) == (CallCancelled, False)
+    await office.encode()
+    assert office.words_to(THERE) == ["second"]
+    assert not second.done()
+
+
+async def test_an_answer_that_comes_after_the_grace_time_of_a_cancellation_changes_nothing() -> None:
+    office = Office(grace=0)
+    desk = office.handle()
+    plain, stored = desk.note("plain"), desk.note("stored")
+    numbers = [number for number, *_ in office.sent_to(THERE)]
+    plain.cancel()
+    stored.cancel()
+    errors = [await error_of(plain), await error_of(stored)]
+    assert [(type(error), error.executed) for error in errors] == [(CallCancelled, None)] * 2
+    assert office.kinds_to(THERE) == [m.CANCEL, m.CANCEL]
+    connection = office.connections.to(THERE)
+    office.replies.replied(connection, (m.REPLY, numbers[0], "a value"))
+    office.replies.answered(connection, (m.STORED, numbers[1], 10))
+    # What the producer keeps is freed there.
+    assert office.kinds_to(THERE) == [m.RELEASE]
+    assert (await error_of(plain), await error_of(stored)) != ("a value", "a value")
+    assert not connection.session.calls
+    await office.process.tasks.aclose()
+
+
+async def test_an_answer_to_a_call_that_was_not_sent_is_an_error(office: Office) -> None:
+    waits = office.handle().note(LARGE)
+    (number,) = office.connections.to(THERE).session.calls
+    for unknown in (number, CallId(number + 1)):
+        with pytest.raises(RemoteProtocolError, match="which is not under way"):
+            office.replies.replied(office.connections.to(THERE), (m.REPLY, unknown, "x"))
+    assert not waits.done()
+    await turns()
+    await office.encode()
+
+
+async def test_a_lost_connection_fails_what_was_sent_and_what_was_not_with_different_marks(office: Office) -> None:
+    desk = office.handle()
+    sent, unsent = desk.note("sent"), desk.note(LARGE)
+    await turns()
+    office.lose(THERE)
+    assert [(await error_of(ref)).executed for ref in (sent, unsent)] == [None, False]
+    after = await error_of(desk.note("after"))
+    assert (type(after), after.executed) == (PeerLost, False)
+    await office.encode()
+
+
+async def test_too_many_calls_without_an_answer_are_refused_where_they_are_made() -> None:
+    office = Office(max_pending=1)
+    desk = office.handle()
+    first = desk.note("first")
+    with pytest.raises(Overloaded, match=r"Desk\.note of Desk-1 is refused"):
+        desk.note("second")
+    (call,) = office.sent_to(THERE)
+    office.replies.replied(office.connections.to(THERE), (m.REPLY, call[0], "first"))
+    assert await first == "first"
+    desk.note("third")
+    assert office.words_to(THERE) == ["third"]
+    await office.process.tasks.aclose()
+
+
+async def test_a_call_with_an_argument_that_has_failed_is_not_sent(office: Office) -> None:
+    desk = office.handle()
+    argument = desk.note("an argument")
+    ((number, *_),) = office.sent_to(THERE)
+    office.refuse(THERE, number, ActorDied("it is gone"))
+    error = await error_of(desk.note(argument))
+    assert (type(error), error.executed, office.sent_to(THERE)) == (ActorDied, False, [])
+
+
+# Actors that are restarted.
+
+
+async def test_calls_wait_for_a_restarted_actor_and_go_to_its_new_place_in_order(office: Office) -> None:
+    target, desk = office.followed(Location(NOWHERE, NEXT))
+    words = [desk.note(word) for word in ("a", "b")]
+    await turns()
+    words.append(desk.note("c"))
+    await turns()
+    (question,) = office.asked
+    question.on_plain(Location(ELSEWHERE, NEXT))
+    await turns()
+    assert [(actor, args) for _, actor, _, args in office.sent_to(ELSEWHERE)] == [
+        (NEXT, ("a",)),
+        (NEXT, ("b",)),
+        (NEXT, ("c",)),
+    ]
+    desk.note("d")
+    assert office.words_to(ELSEWHERE) == ["d"]
+    assert (target.place, len(office.asked)) == (Location(ELSEWHERE, NEXT), 1)
+
+
+async def test_a_call_that_is_cancelled_while_it_waits_for_a_restart_is_not_sent(office: Office) -> None:
+    _, desk = office.followed(Location(NOWHERE, NEXT))
+    cancelled, stays = desk.note("cancelled"), desk.note("stays")
+    await turns()
+    cancelled.cancel()
+    assert (await error_of(cancelled)).executed is False
+    office.asked[0].on_plain(Location(ELSEWHERE, NEXT))
+    await turns()
+    assert office.words_to(ELSEWHERE) == ["stays"]
+    assert not stays.done()
+
+
+async def test_old_news_of_an_actor_do_not_lead_back(office: Office) -> None:
+    target, desk = office.followed(Location(NOWHERE, NEXT))
+    target.move(Location(ELSEWHERE, NEXT))
+    target.move(Location(THERE, ACTOR))
+    desk.note("a")
+    assert (office.words_to(ELSEWHERE), office.words_to(THERE)) == (["a"], [])
+    # A handle that comes from a process which knew it first.
+    assert office.followed(Location(THERE, ACTOR))[0] is target
+    assert target.place == Location(ELSEWHERE, NEXT)
+
+
+async def test_the_calls_of_an_actor_that_is_gone_for_good_fail_and_later_ones_ask_no_more(office: Office) -> None:
+    _, desk = office.followed(Location(NOWHERE, NEXT))
+    waits = desk.note("waits")
+    await turns()
+    office.asked[0].on_plain(Location(NOWHERE, NEXT, ActorDied("it is over")))
+    for ref in (waits, desk.note("later")):
+        error = await error_of(ref)
+        assert (type(error), error.executed) == (ActorDied, False)
+    assert len(office.asked) == 1
+
+
+async def test_a_question_that_fails_fails_the_calls_that_waited_and_the_next_call_asks_again(office: Office) -> None:
+    _, desk = office.followed(Location(NOWHERE, NEXT))
+    waits = desk.note("waits")
+    await turns()
+    office.asked[0].on_error(PeerLost("the owner ended"))
+    error = await error_of(waits)
+    assert (type(error), error.executed) == (PeerLost, False)
+    desk.note("again")
+    await turns()
+    office.asked[1].on_plain(Location(ELSEWHERE, NEXT))
+    await turns()
+    assert office.words_to(ELSEWHERE) == ["again"]
+
+
+async def test_a_call_is_made_again_as_often_as_its_method_allows(office: Office) -> None:
+    office.connections.to(THERE)
+    _, desk = office.followed(Location(THERE, ACTOR))
+    once, twice = desk.note("once"), desk.note_twice("twice")
+    office.lose(THERE)
+    error = await error_of(once)
+    assert (type(error), error.executed) == (PeerLost, None)
+    await turns(8)
+    office.asked[0].on_plain(Location(ELSEWHERE, NEXT))
+    await turns()
+    ((number, actor, *_),) = office.sent_to(ELSEWHERE)
+    assert actor == NEXT
+    office.refuse(ELSEWHERE, number, ActorDied("it was stopped", executed=False))
+    error = await error_of(twice)
+    # The first attempt may have run.
+    assert (type(error), error.executed) == (ActorDied, None)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (Location(ELSEWHERE, NEXT), StaleHandle),
+        (Location(NOWHERE, NEXT, ActorDied("it is over")), ActorDied),
+        (Location(THERE, ACTOR), PeerLost),
+    ],
+)
+async def test_a_handle_of_one_incarnation_says_what_became_of_it(
+    office: Office, found: Location, expected: type[DaftError]
+) -> None:
+    office.connections.to(THERE)
+    followed, _ = office.followed(Location(THERE, ACTOR))
+    desk: Any = Handle(PinnedTarget(followed, Location(THERE, ACTOR)), Desk)
+    office.lose(THERE)
+    refused = desk.note("refused")
+    await turns(8)
+    (question,) = office.asked
+    question.on_plain(found)
+    error = await error_of(refused)
+    assert (type(error), error.executed) == (expected, False)
+    assert office.sent_to(ELSEWHERE) == []

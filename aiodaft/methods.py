@@ -1,7 +1,7 @@
-"""Remote methods: `@method`, the types of calls, and the specs that both sides have of a method.
+"""Remote methods: `@method`, the types of calls, and the specs of methods for caller and callee.
 
-To type checkers a handle is an instance of the actor class, so calls are checked with names, defaults and completion;
-the type of a remote method says that a call gives a `Ref`, and that refs may be passed for values.
+To type checkers a handle is an instance of the actor class, so they check calls with names and defaults. The type of a
+remote method says that a call gives a `Ref`, and accepts refs in place of values.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Options:
     """The options of `@method`.
 
     Attributes:
-        rules: When its calls start.
+        rules: The order and concurrency of its calls.
         transport: Overrides the runtime's transport for its large results.
         retries: How often a call is made again to a new incarnation.
     """
@@ -58,7 +58,7 @@ class Options:
 
 
 class MethodSpec:
-    """A remote method, as caller and callee know it."""
+    """A remote method, for caller and callee."""
 
     __slots__ = (
         "_hidden", "_signature", "fn", "high", "is_stream", "label", "low", "name", "retries", "rules",
@@ -75,7 +75,7 @@ class MethodSpec:
         # The number of leading arguments that are the runtime's own.
         self._hidden = hidden
         self.is_stream = inspect.isasyncgenfunction(fn)
-        # With a transport of its own, `check` looks at every call: the transport may not work here.
+        # A method with a transport of its own: `check` examines every call, because the transport may not work here.
         fewest, most = _arity(fn) if transport is None else (1.0, 0.0)
         self.low, self.high = fewest, most
         self._signature: inspect.Signature | None = None
@@ -86,14 +86,14 @@ class MethodSpec:
         return f"args[{own}]" if own >= 0 else "the class"
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise TypeError or Unreachable, at the caller's line, if the call cannot work."""
+        """Raise TypeError or Unreachable, at the caller's line, if the call must fail."""
         if not kwargs and self.low <= len(args) <= self.high:
             return
         if self.transport is not None:
             check_name(self.transport)
         signature = self.signature
         if signature is None:
-            # The actor raises it.
+            # Unknown signature: the actor raises the TypeError.
             return
         try:
             signature.bind(None, *args, **kwargs)
@@ -102,7 +102,7 @@ class MethodSpec:
 
     @property
     def signature(self) -> inspect.Signature | None:
-        """The function's signature, with the instance; None for builtins without one."""
+        """The function's signature, including self; None for builtins without a signature."""
         if self._signature is None:
             with suppress(TypeError, ValueError):
                 self._signature = inspect.signature(self.fn)
@@ -110,7 +110,7 @@ class MethodSpec:
 
 
 def _arity(fn: Callable[..., Any]) -> tuple[float, float]:
-    """The least and most positional arguments, without self, that need no further check."""
+    """The fewest and most positional arguments, without self, of a call that needs no further check."""
     code = getattr(fn, "__code__", None)
     if (
         code is None
@@ -124,7 +124,7 @@ def _arity(fn: Callable[..., Any]) -> tuple[float, float]:
 
 
 class Sig(Protocol[P, R_co]):
-    """A method with these parameters and this result; an argument of group calls."""
+    """A method with these parameters and this result; group calls accept it."""
 
     def _typed(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
@@ -136,7 +136,7 @@ class StreamSig(Protocol[P, R_co]):
 
 
 class _MethodBase:
-    """A decorated function in its class."""
+    """A function with the decorator, in its class."""
 
     def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         self.fn = fn
@@ -149,10 +149,10 @@ class _MethodBase:
         self.__isabstractmethod__ = getattr(fn, "__isabstractmethod__", False)
 
     if not TYPE_CHECKING:
-        # Hidden from type checkers: for them a handle is an instance of the class, and calling its method gives a ref.
+        # Hidden from type checkers: to them, calling the method of an instance gives a ref.
 
         def __get__(self, instance: Any, owner: type) -> Any:
-            """The method itself on the class; a plain bound method on an instance."""
+            """The method itself for the class; a plain bound method for an instance."""
             return self if instance is None else self.fn.__get__(instance, owner)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +236,7 @@ class Method(_MethodBase, Generic[P, R]):
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[misc]  # mypy takes Any for Method
 
         def tell(self, *args: P.args, **kwargs: P.kwargs) -> None:
-            """Call without a reply; an error of the method is logged in this process."""
+            """Call without a reply; this process logs an error of the method."""
 
 
 class DefMethod(Method[P, R]):
@@ -306,23 +306,23 @@ def method(
 ) -> Any:
     """Make a method callable from other processes.
 
-    An `async def` method runs on the actor's loop, with others at the same time; a `def` method runs on the actor's own
-    thread, one at a time, so that the process stays responsive; an async generator is a stream. Calls of one caller to
-    one actor start in the order in which they were made. An `async def` method begins in the turn of the loop in which
-    its call arrives, as an eager task does; until its first wait it shares its task with other such calls.
+    `async def` methods run on the actor's loop, concurrently; `def` methods run on the actor's own thread, one at a
+    time, so that the process stays responsive; an async generator is a stream. Calls of one caller to one actor start
+    in the order in which they were made. An `async def` method begins in the turn of the loop in which its call
+    arrives, as an eager task does; until its first wait it shares its task with other such calls.
 
     Args:
         fn: The function, when used without options.
         ordered: False lets a call start before earlier calls of the same caller.
-        concurrency: Calls of this method that may run at a time in one actor; for `async def` only.
+        concurrency: Calls of this method that may run at the same time in one actor; for `async def` only.
         transport: The transport of its large results, "shm", "ucx" or "tcp". Default: that of the runtime.
-        idempotent: The method may run twice: a call that failed because its actor died is made again to the next
-            incarnation, where `aiodaft.current_attempt()` gives the number of the attempt. An error that the method
-            raises is no reason to call it again.
-        retries: How often a call is made again, at most. Default: once.
+        idempotent: The method may run twice: if a call fails because its actor died, the runtime makes it again to the
+            next incarnation, where `aiodaft.current_attempt()` gives the number of the attempt. A call that raises an
+            error is not made again.
+        retries: How often a call is made again at most. Default: 1.
         max_queue: Calls of this method that may wait at one actor; one more is refused at once with `Overloaded`
             (`.executed` is False). A call waits for the actor's thread (`def`), for a free place (`concurrency`), or
-            for its arguments. `rt.on(max_queue=n)` bounds all calls of an actor.
+            for its arguments. `rt.on(max_queue=n)` limits the calls of all methods.
 
     Raises:
         TypeError: The function cannot be a remote method; the message says why.
@@ -417,7 +417,7 @@ class PlainMethods:
         return self._by_function[fn]
 
     def find(self, name: str) -> MethodSpec | None:
-        """The spec of the public method with a name, or of ATTRIBUTE; None if there is no such method."""
+        """The spec of a public method, or of ATTRIBUTE; None if there is no such method."""
         if name not in self._by_name:
             self._by_name[name] = _attribute_spec(self._class) if name == ATTRIBUTE else _plain_spec(self._class, name)
         return self._by_name[name]
@@ -436,12 +436,12 @@ def _no_method(cls: type, fn: Any) -> str:
 
 
 def is_private(name: str) -> bool:
-    """Whether a name begins with an underscore and is not special."""
+    """Whether a name begins with an underscore and is no dunder name."""
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
 
 def _is_same(found: Any, fn: Any) -> bool:
-    # Each access to a class method makes a new object.
+    # Each access to a class method makes a new object: compare by value.
     return found is fn or (isinstance(found, MethodType) and isinstance(fn, MethodType) and found == fn)
 
 
@@ -464,7 +464,7 @@ def _plain_spec(cls: type, name: str) -> MethodSpec | None:
 
 
 def _call_by_name(name: str, declared: Any, fn: Any) -> Callable[..., Any]:
-    """A function that calls an attribute of the instance, such as a static method, which takes no instance."""
+    """A function that calls an attribute that takes no instance, such as a static method."""
 
     def call(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
         return getattr(instance, name)(*args, **kwargs)

@@ -19,12 +19,12 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-# No ref is equal to one of these; nor to a tensor or an array.
+# Comparing a ref with one of these, a tensor or an array is an error.
 _VALUES: Final = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 
 
 class RefBackend(Protocol):
-    """What a `Ref` needs of its process."""
+    """The part of the runtime that a `Ref` uses."""
 
     error: BaseException | None
     seen: bool
@@ -63,7 +63,7 @@ class _Wait:
 
 
 if TYPE_CHECKING:
-    # To checkers a ref is a Future, because `asyncio.wait` takes nothing else. At run time it only behaves like one.
+    # To type checkers a ref is a Future, because `asyncio.wait` accepts only futures. At run time it behaves like one.
     _Future = asyncio.Future
 else:
     _Future = Generic
@@ -118,18 +118,18 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
         return await self
 
     async def ready(self) -> None:
-        """Wait until the call has ended, without fetching the value.
+        """Wait until the call has ended; does not fetch the value.
 
         Cancellation: only this wait ends; the call goes on.
         """
         await _Wait(self._state.wait_settled)
 
     async def into(self, target: T) -> T:
-        """Write the value, a tensor, into a tensor of the same shape and dtype, and return that.
+        """Write the value, a tensor, into a tensor of the same shape and dtype, and return that tensor.
 
-        The bytes go straight into a CPU tensor without gaps whose elements have the same order in memory as those of
-        the value; `register(target)` prepares its memory for that once. For other targets the value is fetched first,
-        and copied. Counts as one write in place, as `target.copy_()` does.
+        The bytes go straight into a CPU tensor if it has no gaps and the same order of elements in memory as the value;
+        `register(target)` prepares its memory once for many writes. For other targets the value is fetched first, then
+        copied. Counts as one write in place, as `target.copy_()` does.
 
         Raises:
             TypeError: The value or the target is not a tensor; nothing was written.
@@ -145,7 +145,7 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
     async def released(self) -> None:
         """Wait until no call under way has the value as an argument, and no process has it mapped.
 
-        The producer may then write again to what it lent with `borrow()` or `empty()`.
+        Then the producer may write again to memory that it lent with `borrow()` or `empty()`.
 
         Cancellation: only this wait ends.
         """
@@ -154,14 +154,14 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
     def result(self) -> T_co:
         """Wait for the value in a thread that runs no event loop: in a `def` method, instead of `await`.
 
-        The actor's loop goes on meanwhile; its other `def` methods wait for this one. If the call behind the ref waits
-        for this one, DeadlockDetected is raised, as in an await.
+        The actor's loop goes on meanwhile; its other `def` methods wait. If the call of the ref waits for this one, it
+        raises DeadlockDetected, as an await does.
 
         Raises:
-            RuntimeError: This thread runs an event loop, which would be blocked: use `await`.
+            RuntimeError: This thread runs an event loop, and would block it: use `await`.
             Exception: As for awaiting the ref.
 
-        Cancellation: when the method's call is cancelled, its deadline passes or its actor is stopped, this raises
+        Cancellation: if the method's call is cancelled, its deadline passes or its actor is stopped, `result` raises
         asyncio.CancelledError, and counts as a cancelled await.
         """
         value: T_co = self._state.result(self)
@@ -190,9 +190,9 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
     def cancel(self, msg: object = None) -> bool:
         """Cancel the remote call, even if other tasks or actors wait for it; False if it is over.
 
-        Awaiting the ref raises CallCancelled when the call's cleanup has run, at the latest after the grace time. If
-        the call cannot be interrupted or ignores the cancellation, its result is dropped; if it raises another error,
-        that is raised.
+        Awaiting the ref raises CallCancelled when the call's cleanup has run, at the latest after the grace time, or
+        the error that the call raises instead. If the call cannot be interrupted or ignores the cancellation, its
+        result is dropped.
 
         Args:
             msg: Ignored; as in Future.cancel.
@@ -200,7 +200,7 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
         return self._state.cancel("Ref.cancel() was called")
 
     def free(self) -> None:
-        """Free the value now, in every process, instead of when the last `Ref` object is dropped.
+        """Free the value in every process now, before the last `Ref` object is dropped.
 
         Awaiting the ref or passing it on afterwards is an error.
         """
@@ -217,11 +217,11 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
         return self._state.unwatch(_DoneCallback(self, callback))
 
     if TYPE_CHECKING:
-        # A Future has it, for generators that wait.
-        __iter__: None  # type: ignore[assignment]  # a ref has not
+        # A Future is iterable, for generators that wait; a ref is not.
+        __iter__: None  # type: ignore[assignment]  # see above
 
     else:
-        # A ref used as a value is always a missing `await`: say so. Hidden from type checkers, which report it too.
+        # A ref used as a value is always a missing `await`: the error says so. Type checkers report it themselves.
 
         def _forgot_await(self, *_: object) -> NoReturn:
             raise TypeError(f"{self!r} is not a value yet: did you forget `await`?")
@@ -233,7 +233,7 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
             raise AttributeError(f"{self!r} has no attribute {name!r}: did you forget `await`?")
 
         def __eq__(self, other: object) -> bool:
-            # Containers compare refs with any other objects.
+            # Containers compare refs with other objects, so other comparisons are no errors.
             if isinstance(other, _VALUES) or hasattr(type(other), "__array__"):
                 self._forgot_await()
             return NotImplemented
@@ -253,7 +253,7 @@ class Ref(_Future[T_co]):  # type: ignore[type-var]  # a Future is invariant bec
 
 @dataclass(frozen=True, slots=True)
 class _DoneCallback:
-    """Calls back with a ref; equal to another one with the same ref and callback."""
+    """A callback with its ref; equal to another one with the same ref and callback."""
 
     ref: Ref[Any]
     callback: Callable[[Any], object]
@@ -266,8 +266,8 @@ class _DoneCallback:
 class Refs(Generic[T_co]):
     """The results of one call to every member of a group, in the group's order.
 
-    Awaiting gives the list of values; `async for` gives the refs in the order in which they complete; an index gives
-    one ref; `gather()` gives one ref of the whole list, to pass to an actor.
+    Awaiting gives the list of values; `async for` gives the refs in the order of completion; an index gives one ref;
+    `gather()` gives one ref of the whole list, to pass to an actor.
 
     Cancellation: as for each ref.
     """
@@ -281,7 +281,7 @@ class Refs(Generic[T_co]):
         return self._values().__await__()
 
     async def _values(self) -> list[T_co]:
-        # Awaits all at once, so that a cancellation cancels all.
+        # Awaits all at the same time, so that a cancellation cancels all.
         results = await asyncio.gather(*self._refs, return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if len(errors) > 1:
@@ -338,14 +338,14 @@ def _group_of(errors: list[BaseException]) -> BaseExceptionGroup[BaseException]:
 
 
 class LoopBackend(Protocol):
-    """What one `async for` over a `Stream` needs of its process."""
+    """The part of the runtime that one `async for` over a `Stream` uses."""
 
     def next_item(self) -> Coroutine[Any, Any, Any]: ...
     def leave(self) -> None: ...
 
 
 class StreamBackend(Protocol):
-    """What a `Stream` needs of its process."""
+    """The part of the runtime that a `Stream` uses."""
 
     label: str
 
@@ -357,17 +357,17 @@ class StreamBackend(Protocol):
 
 
 class Stream(Generic[T_co]):
-    """Values that an actor's async generator yields, as they come: `async for`.
+    """The values that an actor's async generator yields, for `async for`.
 
     The producer runs ahead of the consumer by a bounded number of items. It ends, and its `finally` blocks run, when
 
-    - the last `async for` over the stream is left: by `break`, `return`, an exception or a cancellation;
+    - the last `async for` over the stream ends: by `break`, `return`, an exception or a cancellation;
     - the task of that loop is cancelled, fails or returns None while the loop is suspended in an async generator. A
       task that returns another value counts as one step of that generator, which another task may continue;
     - the stream is dropped, or `aclose()` is called.
 
-    A stream whose loop was left raises RuntimeError when it is used again. `await anext(stream)` takes one item, and
-    leaves the stream open.
+    A stream raises RuntimeError if it is used after its loop was left. `await anext(stream)` takes one item, and leaves
+    the stream open.
 
     Cancellation: a cancelled `anext(stream)` loses no item; other tasks that take from the stream get every item, in
     order.
@@ -420,8 +420,8 @@ class Stream(Generic[T_co]):
 class _Loop(Generic[T_co]):
     """One `async for` over a stream.
 
-    Only the interpreter refers to it, on the stack of the loop's frame. So it is deleted as soon as the loop is left,
-    even if names and tracebacks keep the frame and the stream.
+    Only the interpreter refers to it, on the stack of the loop's frame. So it is deleted as soon as the loop ends, even
+    if names and tracebacks keep the frame and the stream.
     """
 
     __slots__ = ("_backend", "_stream")
@@ -470,20 +470,20 @@ class Borrowed(Generic[T]):
 def borrow(value: T, /) -> T:
     """Return a result from a method without a copy: `return aiodaft.borrow(self.weights)`.
 
-    Do not write to the value until `await ref.released()` (at the caller) or `await lent.released()` (in the method's
-    actor, which keeps the returned object) has returned. An earlier write to a lent tensor is detected: the reader gets
+    Do not write to the value until `await ref.released()` (at the caller) or `await lent.released()` (in the actor, on
+    the object that `borrow` returned) has returned. An earlier write to a lent tensor is detected: the reader gets
     BorrowError, never a mixture. To type checkers the result has the type of the value.
     """
     return cast(T, Borrowed(value))
 
 
 def parts_of(ref: Ref[Any]) -> tuple[Ref[Any], ...] | None:
-    """The refs of a gathered ref; None for any other."""
+    """The refs of a gathered ref; None for another ref."""
     return ref._state.parts()
 
 
 def lazy(ref: Ref[T], /) -> T:
-    """Tell a type checker to take a ref for its value: for keyword arguments, and inside containers.
+    """Tell type checkers that a ref is its value: for keyword arguments, and inside containers.
 
     Does nothing at run time.
     """

@@ -1,7 +1,7 @@
 """The runtime: the outermost scope, which owns every process, connection and value.
 
-A script uses `async with aiodaft.Runtime() as rt`, a notebook `rt = await aiodaft.start()`, a web server opens one in
-its lifespan. The node agent and the coordinator live in this process: nothing else has to run, and nothing listens.
+A script uses `async with aiodaft.Runtime() as rt`, a notebook `rt = await aiodaft.start()`; a web server opens it in
+its lifespan. The node agent and the coordinator live in this process: no other service is needed, and none listens.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ ActorT = TypeVar("ActorT", bound=Actor)
 class Runtime(Scope):
     """Owns actors, their processes, and everything between them.
 
-    Unlike the scopes inside it (`rt.scope()`), it does not cancel its block for an error that no code will see: that of
-    a call whose ref was dropped, or of an actor that died while no call was under way. It logs the error with its
-    traceback, and the block goes on. When the block ends, these errors and the unseen errors of refs are raised in an
+    Unlike the scopes inside it (`rt.scope()`), it does not cancel its block for an error that no code will see: the
+    error of a call with a dropped ref, or of an actor that died while no call was under way. It logs the error with its
+    traceback, and the block goes on. When the block ends, it raises these errors and the unseen errors of refs in an
     ExceptionGroup: the first 100, and the number of the others. A block that ends by a cancellation or SystemExit
     raises only that.
 
     Args:
         cpus: CPUs to offer. Default: the process's affinity.
-        gpus: GPUs to offer. Default: those of the machine. Give a number to develop without GPUs.
+        gpus: GPUs to offer. Default: all GPUs of the machine. Give a number to develop without GPUs.
         share_gpus: Whether other runtimes may give the same GPUs to their actors at the same time. By default a runtime
             claims each GPU of the machine while an actor has it: another runtime gives its actors another GPU, or
             raises `InsufficientResources`, which names the process. An actor that opens a runtime on its own GPUs
             needs True there.
-        resources: Other things to count, as in `{"disk": 2}`; actors ask for them by `rt.on(resources=...)`.
-        transport: How payloads travel: "shm", "ucx" or "tcp". Default: $AIODAFT_TRANSPORT, or the best of the machine,
-            where CUDA tensors go from GPU to GPU.
+        resources: Other resources, such as `{"disk": 2}`; actors reserve them by `rt.on(resources=...)`.
+        transport: The transport of payloads: "shm", "ucx" or "tcp". Default: $AIODAFT_TRANSPORT, or the best of the
+            machine; then CUDA tensors go from GPU to GPU.
         preload: Modules that workers share instead of each importing them. Default: numpy and torch, if they are
             loaded here.
-        fork: False starts every worker by exec, for code that does not work in a forked process.
+        fork: False starts every worker by exec, for code that fails in a forked process.
         uvloop: Whether workers run on uvloop. Default: if it is installed.
         isolation: "pidns" puts the actors into a PID namespace: all processes that they start end with their fork
-            server, however that ends. The actors' `os.getpid()` then differs from the pid outside.
+            server, also if that is killed. The actors' `os.getpid()` then differs from the pid outside.
         stop_grace: Seconds that calls under way get when their actor is stopped.
-        cancel_grace: Seconds that cancelled calls get for their cleanup. A `def` method that already runs gets none: a
-            thread cannot be interrupted.
-        max_pending: Calls to one process that may be without an answer, sent or not; one more raises `Overloaded`. The
+        cancel_grace: Seconds that cancelled calls get for their cleanup. A running `def` method gets none: a thread
+            cannot be interrupted.
+        max_pending: Calls to one process without an answer, sent or not; one more raises `Overloaded`. The
             runtime's own calls (`rt.info`, `rt.stop`) do not count and are never refused.
         patience: How long to wait for a process that does not answer: by default it is reported after 5 s, and killed
             after 30 s if it is stopped. A class line and `rt.on(patience=...)` override this.
-        unhandled: "raise": errors that no code has seen are logged, and raised when the block ends. "log": they are
-            only logged, for servers that run for months.
+        unhandled: "raise": log errors that no code has seen, and raise them when the block ends. "log": only log them,
+            for servers that run for months.
         env: Clock, randomness and ids, for simulations.
 
     Raises:
@@ -182,12 +182,12 @@ class Runtime(Scope):
     # Values and names.
 
     def put(self, value: T, *, transport: str | None = None) -> Ref[T]:
-        """Return a ref of a value, to pass to many actors: the value is encoded and moved once.
+        """Return a ref of a value, to pass to many actors: the runtime encodes and moves the value once.
 
         A helper thread copies a large value; do not write to it before `await ref.ready()`.
 
         Args:
-            value: Any value that can be an argument.
+            value: Any value that can be an argument of a call.
             transport: Overrides the transport of the runtime.
 
         Raises:
@@ -200,7 +200,7 @@ class Runtime(Scope):
         )
 
     async def name(self, actor: object, name: str) -> None:
-        """Give an actor a name, by which `lookup` finds it as long as it lives.
+        """Give an actor a name: `lookup` finds it by that name as long as it lives.
 
         Raises:
             NameTaken: Another actor has the name.
@@ -211,7 +211,7 @@ class Runtime(Scope):
         target, cls = self._target(actor), class_of(handle_of(actor))
         controller = self._controller
         if controller.directory.find(target) is None:
-            # Raises if the actor is gone: it would have the name for ever.
+            # Raises if the actor is gone; it would keep the name forever.
             await controller.agent_of(target.remote).report(target.actor)
         await controller.coordinator.register(name, *target.identity, target.label, _class_names(cls))
 
@@ -234,7 +234,7 @@ class Runtime(Scope):
         return cast("ActorT", Handle(target, cls))
 
     def traffic(self) -> Traffic:
-        """Count what this process sent to actors and received from them since the runtime was opened.
+        """The traffic of this process with actors since the runtime was opened.
 
         Payloads that go from actor to actor are not counted.
         """
@@ -246,8 +246,8 @@ class Runtime(Scope):
         `print(await rt.stack())` shows them; so does `aiodaft stack` in another terminal.
 
         Args:
-            patience: Seconds that a process gets to answer. For a process whose loop or interpreter is busy, and which
-                is not stopped, the result has its threads.
+            patience: Seconds that a process gets to answer. If its loop or interpreter is busy, the result has the
+                stacks of its threads; not if the process is stopped.
 
         Cancellation: nothing is lost.
         """
@@ -255,7 +255,7 @@ class Runtime(Scope):
         return await self._controller.stack(patience)
 
     async def resources(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """The machine's resources, in all and free."""
+        """The machine's resources: total, and free."""
         return await self._controller.node.resources()
 
     def __dir__(self) -> list[str]:

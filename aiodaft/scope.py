@@ -1,4 +1,4 @@
-"""Scopes own actors and errors: leaving a scope stops its actors, and raises the errors that no code has seen."""
+"""Scopes own actors and errors: the end of a scope stops its actors, and raises the errors that no code has seen."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ T = TypeVar("T")
 class Scope(Spawner):
     """An `async with` block that owns actors: `async with rt.scope() as s`.
 
-    Leaving it stops its actors, the last one first; leaving it by an error cancels the calls under way. As in an
-    `asyncio.TaskGroup`, an error that no code will see (of a call whose ref was dropped, or of an actor that died while
-    no call was under way) cancels the body. When the block ends, such errors and the unseen errors of refs are raised
-    in an ExceptionGroup. A `Runtime` does not cancel its body.
+    The end of the block stops its actors, the last one first; if it ends by an error, calls under way are cancelled. As
+    in an `asyncio.TaskGroup`, an error that no code will see (of a call with a dropped ref, or of an actor that died
+    while no call was under way) cancels the body. When the block ends, it raises such errors and the unseen errors of
+    refs in an ExceptionGroup. A `Runtime` does not cancel its body.
     """
 
     def __init__(self, controller: Controller, parent: Scope | None = None, restart: Restart | None = None) -> None:
@@ -60,7 +60,7 @@ class Scope(Spawner):
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._controller.is_left_behind:
-            # A forked child leaves the block as well; the parent owns the actors.
+            # A forked child leaves the block too, but the parent owns the actors.
             return
         cancelled = await self._uncancel(error)
         interrupted = await self._close(graceful=error is None and not self._cancelled_task)
@@ -70,14 +70,14 @@ class Scope(Spawner):
             raise interrupted
 
     def _errors_after(self, error: BaseException | None) -> BaseExceptionGroup[BaseException] | None:
-        """The group that the block raises instead of the error of its body; None if that error is raised as it is."""
+        """The group to raise instead of the error of the body; None: raise that error as it is."""
         for state in self._unseen():
             assert state.error is not None
             self._unhandled.add(state.error)
         return self._unhandled.group(None if isinstance(error, asyncio.CancelledError) else error)
 
     async def _uncancel(self, error: BaseException | None) -> bool:
-        """Take back the cancellation by `fail`; True unless the task was cancelled by other code as well."""
+        """Take back the cancellation by `fail`; False if there was none, or if other code cancelled the task too."""
         if not self._cancelled_task:
             return False
         if not isinstance(error, asyncio.CancelledError):
@@ -90,10 +90,10 @@ class Scope(Spawner):
         return task is None or task.uncancel() == 0
 
     async def _close(self, *, graceful: bool) -> asyncio.CancelledError | None:
-        """Close everything, also if the task is cancelled meanwhile; returns that cancellation."""
+        """Close everything, even if the task is cancelled meanwhile; returns that cancellation."""
         self._closing = True
         if self._controller.is_closed:
-            # The runtime has ended all actors.
+            # The runtime has stopped all actors.
             return None
         closing = self._controller.start_task(self._close_all(graceful=graceful), "close a scope")
         interrupted: asyncio.CancelledError | None = None
@@ -108,7 +108,7 @@ class Scope(Spawner):
                         )
                     interrupted = cancelled
         if not closing.cancelled():
-            # It is cancelled if the runtime was closed meanwhile.
+            # If the runtime was closed meanwhile, it is cancelled.
             closing.result()
         if self._parent is not None:
             self._parent._children.remove(self)
@@ -121,12 +121,12 @@ class Scope(Spawner):
         await self._scope_actors.stop_all(graceful=graceful)
 
     def _unseen(self) -> list[RefState]:
-        """The refs whose errors no code has seen; called once, at the end."""
+        """The refs with errors that no code has seen; called once, at the end."""
         if self._held and not self._controller.is_closed:
-            # A raised error refers to frames, which refer to refs: only the garbage collector frees such a cycle.
+            # A raised error refers to frames, and these to refs: only the garbage collector frees such a cycle.
             gc.collect()
             self._controller.objects.drop_now()
-        # Other threads look at errors too.
+        # Other threads may mark errors as seen meanwhile.
         unseen = [state for state in list(self._held) if not state.seen]
         self._held = {}
         for state in unseen:
@@ -144,7 +144,7 @@ class Scope(Spawner):
     # The errors of its actors' refs.
 
     def fail(self, error: BaseException, what: str) -> None:
-        """End the body for an error that no code will see; the block raises the error."""
+        """Cancel the body because of an error that no code will see; the block raises the error."""
         if not self._comes_of_closing(error):
             self._unhandled.add(error)
             self._stop_body(error, what)
@@ -158,16 +158,16 @@ class Scope(Spawner):
             self._task.cancel()
 
     def hold(self, state: RefState) -> None:
-        """Note a ref that has an error."""
+        """Keep a ref with an error that no code has seen."""
         if not self._comes_of_closing(state.error):
             self._held[state] = None
 
     def settle(self, state: RefState) -> None:
-        """Forget a ref whose error was seen."""
+        """Forget a ref: code has seen its error."""
         self._held.pop(state, None)
 
     def _comes_of_closing(self, error: BaseException | None) -> bool:
-        """Whether an error of a call comes from closing this scope."""
+        """Whether closing this scope caused the error of a call."""
         return self._closing and isinstance(error, OutcomeUnknown | RuntimeClosed | CallCancelled)
 
     # Spawning.
@@ -176,14 +176,14 @@ class Scope(Spawner):
         """A scope inside this one: `async with rt.scope() as s`.
 
         Args:
-            restart: The policy for the actors spawned in this scope itself, not in scopes inside it: they are siblings.
-                It overrides a policy of the class line; `on` overrides it.
+            restart: The policy for the actors of this scope, which are siblings; not for scopes inside it. It overrides
+                a policy of the class line; `on` overrides it.
 
         Raises:
             TypeError: `restart` is not a policy.
         """
         if restart is not None and not isinstance(restart, Restart):
-            raise TypeError(f"restart={restart!r:.80} is no aiodaft.Restart")
+            raise TypeError(f"restart={restart!r:.80} is not an aiodaft.Restart")
         self.check_open("a scope cannot be opened")
         child = Scope(self._controller, self, restart)
         self._children.append(child)
@@ -232,7 +232,7 @@ class Scope(Spawner):
 
             ranks = range(first, first + count)
             try:
-                # Waits for all, also if one fails or all are cancelled: each takes back its actor.
+                # Waits for all, even if one fails or all are cancelled: a cancelled spawn stops its actor.
                 results = await asyncio.gather(*map(make, ranks), return_exceptions=True)
                 for error in filter(None, results):
                     raise error
@@ -247,7 +247,7 @@ class Scope(Spawner):
     # Stopping.
 
     async def stop(self, actor: object) -> None:
-        """Stop an actor: it refuses new calls and gets `stop_grace` for the others, then its process ends. Idempotent.
+        """Stop an actor: it refuses new calls, gives the others `stop_grace`, then its process ends. Idempotent.
 
         Cancellation: the actor is killed, and is gone when this raises.
         """
@@ -273,17 +273,17 @@ class Scope(Spawner):
         targets = [self._target(handle) for handle in reversed(handles)]
 
         def kill() -> None:
-            # A closed runtime has ended them all.
+            # A closed runtime has stopped all actors.
             for target in targets if not self._controller.is_closed else ():
                 self._controller.process.tasks.create_task(self._scope_actors.kill(target), name=f"kill {target.label}")
 
         what = ", ".join(target.label for target in targets)
         await see_through(self._controller.start_task(self._scope_actors.stop(targets), f"stop {what}"), kill)
 
-    # Looking.
+    # Inspecting.
 
     async def info(self, actor: object) -> ActorInfo:
-        """How an actor is doing. If its process does not answer, the result has what its node knows."""
+        """The state of an actor. If its process does not answer, the result has what its node knows."""
         return await look_at(self._controller, self._target(actor), class_of(handle_of(actor)))
 
     async def rebind(self, actor: T) -> T:
@@ -302,7 +302,7 @@ class Scope(Spawner):
         return cast("T", Service(new, class_of(handle)) if isinstance(actor, Service) else new)
 
     def _target(self, actor: object) -> Target:
-        """The target of an actor, of any incarnation."""
+        """The target of an actor, not only of one incarnation."""
         target = cast("Target", target_of(handle_of(actor)))
         if target.caller.process is not self._controller.process:
             raise ValueError(f"{target.label} belongs to another runtime, that of {target.caller.process.runtime_name}")

@@ -121,7 +121,11 @@ def _with_big_ints(ext_hook: ExtHook) -> ExtHook:
     return hook
 
 
-def unpack(data: bytes | memoryview, ext_hook: ExtHook) -> Any:
+def _no_extensions(code: int, content: bytes) -> Any:
+    raise ValueError(f"unexpected extension {code}")
+
+
+def unpack(data: bytes | memoryview, ext_hook: ExtHook = _no_extensions) -> Any:
     """Decode the output of `pack`; `ext_hook` decodes extensions other than big integers."""
     return msgpack.unpackb(
         data,

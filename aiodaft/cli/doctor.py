@@ -8,6 +8,8 @@ import os
 import platform
 import resource
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from aiodaft._runtime.platform.gpu_claims import gpu_names, machine_gpus
@@ -30,56 +32,55 @@ async def examine() -> int:
     _say("open files", f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} per process")
     working = 0
     for name in NAMES:
-        trouble, seconds = await _try_transport(name)
-        default = ", the default" if name == default_name() else ""
-        found = (
-            f"does not work: {trouble}"
-            if trouble
-            else f"works{default}: 1 MiB there and back in {seconds * 1e3:.1f} ms"
-        )
-        _say(f"transport {name}", found)
-        working += not trouble
-    _say("transport cuda", await _try_cuda())
+        working += await _try(name, partial(_message, name), ", the default" if name == default_name() else "")
+    await _try("cuda", _cuda_tensor, ", for CUDA tensors")
     return 0 if working else 1
 
 
-async def _try_transport(name: str) -> tuple[str, float]:
-    """Why a transport does not work ("" if it does), and how long a message took."""
+async def _try(name: str, trip: Callable[[], Awaitable[float]], note: str) -> bool:
+    """Print whether a transport works, and how long something took there and back, or why it does not."""
+    try:
+        seconds = await trip()
+    except (TransportError, _Wrong) as error:
+        trouble = str(error)
+    except Exception as error:  # noqa: BLE001 - every error is a finding
+        trouble = f"{type(error).__name__}: {error}"
+    else:
+        _say(f"transport {name}", f"works{note}: 1 MiB there and back in {seconds * 1e3:.1f} ms")
+        return True
+    _say(f"transport {name}", f"does not work: {trouble}")
+    return False
+
+
+class _Wrong(Exception):
+    """A value came back otherwise than it has to."""
+
+
+async def _message(transport: str) -> float:
+    """Seconds that a message takes."""
     value = bytes(_SIZE)
-    try:
-        async with asyncio.timeout(_PATIENCE), Runtime(transport=name, preload=()) as rt, rt.spawn(Echo) as echo:
-            await echo.on_loop(value)
-            start = time.perf_counter()
-            if await echo.on_loop(value) != value:
-                return "what came back is not what was sent", 0.0
-            return "", time.perf_counter() - start
-    except TransportError as error:
-        return str(error), 0.0
-    except Exception as error:  # noqa: BLE001 - every error is a finding
-        return f"{type(error).__name__}: {error}", 0.0
+    async with asyncio.timeout(_PATIENCE), Runtime(transport=transport, preload=()) as rt, rt.spawn(Echo) as echo:
+        await echo.on_loop(value)
+        start = time.perf_counter()
+        if await echo.on_loop(value) != value:
+            raise _Wrong("what came back is not what was sent")
+        return time.perf_counter() - start
 
 
-async def _try_cuda() -> str:
-    """Whether GPU memory goes from process to process, or why it does not."""
-    try:
-        CudaDriver().close()
-        import torch  # noqa: PLC0415 - optional package
+async def _cuda_tensor() -> float:
+    """Seconds that GPU memory takes."""
+    CudaDriver().close()
+    import torch  # noqa: PLC0415 - optional package
 
-        value = torch.arange(_SIZE, dtype=torch.uint8, device="cuda")
-        async with asyncio.timeout(_PATIENCE), Runtime(preload=()) as rt, rt.spawn(Echo) as echo:
-            await echo.on_loop(value)
-            start = time.perf_counter()
-            same = torch.equal(await echo.on_loop(value), value)
-            seconds, direct = time.perf_counter() - start, rt.traffic().device_received
-    except TransportError as error:
-        return f"does not work: {error}"
-    except Exception as error:  # noqa: BLE001 - every error is a finding
-        return f"does not work: {type(error).__name__}: {error}"
-    if not same or not direct:
-        return (
-            f"does not work: {'the value went by route of host memory' if same else 'what came back is not the same'}"
-        )
-    return f"works, for CUDA tensors: 1 MiB there and back in {seconds * 1e3:.1f} ms"
+    value = torch.arange(_SIZE, dtype=torch.uint8, device="cuda")
+    async with asyncio.timeout(_PATIENCE), Runtime(preload=()) as rt, rt.spawn(Echo) as echo:
+        await echo.on_loop(value)
+        start = time.perf_counter()
+        if not torch.equal(await echo.on_loop(value), value):
+            raise _Wrong("what came back is not the same")
+        if not rt.traffic().device_received:
+            raise _Wrong("the value went by route of host memory")
+        return time.perf_counter() - start
 
 
 def _version(package: str) -> str | None:

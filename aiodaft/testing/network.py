@@ -138,19 +138,13 @@ class SimulatedSocket:
         return sent
 
     def recvmsg_into(self, buffers: list[bytearray], space: int = 0) -> tuple[int, list[Any], int, None]:
-        data, fds = self._take(len(buffers[0]))
-        buffers[0][: len(data)] = data
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
-        return len(data), ancillary, 0, None
-
-    def _take(self, size: int) -> tuple[bytes, list[int]]:
         end, net = self.end, self.end.net
         if not end.arrived:
             if end.ended:
-                return b"", []
+                return 0, [], 0, None
             raise BlockingIOError
         packet = end.arrived.popleft()
-        count = min(size, len(packet.data))
+        count = min(len(buffers[0]), len(packet.data))
         if count > 1 and net.loop.rng.random() < net.conditions.chop:
             count = net.loop.rng.randrange(1, count + 1)
         if count < len(packet.data):
@@ -159,7 +153,9 @@ class SimulatedSocket:
         net.own(packet.fds)
         if net._writable(end.other):
             net.wake(end.other)
-        return packet.data[:count], packet.fds
+        buffers[0][:count] = packet.data[:count]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", packet.fds).tobytes())] if packet.fds else []
+        return count, rights, 0, None
 
     def getsockopt(self, level: int, option: int) -> int:
         assert (level, option) == (socket.SOL_SOCKET, socket.SO_ERROR)

@@ -124,21 +124,15 @@ class SimulatedLoop(AutojumpLoop):
             self._graves.append(task)
         return task
 
-    def _call_soon(self, callback: Any, args: Any, context: Any) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         if self.current.alive and not self.is_closed():
             self.current.ready.append(handle)
         return handle
 
-    def call_soon(
-        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.Handle:
-        return self._call_soon(callback, args, context)
-
-    def call_soon_threadsafe(
-        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.Handle:
-        return self._call_soon(callback, args, context)
+    call_soon_threadsafe = call_soon
 
     def call_later(
         self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None

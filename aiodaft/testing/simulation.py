@@ -6,7 +6,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Coroutine, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from aiodaft._runtime.peer import Peer
@@ -63,8 +63,12 @@ class Simulation:
         Raises:
             Hang: A task waits, and nothing will ever wake it.
         """
-        with self._in_place():
-            return self.loop.run_main(self.controller, main)
+        # What is collected when would differ from run to run; so would the paths in tracebacks, which travel.
+        with _errors_to(self.logged), _without_collector(), _without_tracebacks():
+            try:
+                return self.loop.run_main(self.controller, main)
+            finally:
+                self._bury()
 
     def runtime(self, **options: Any) -> Runtime:
         """A runtime of this simulation, to be used as `async with`; takes the options of `aiodaft.Runtime`."""
@@ -151,16 +155,6 @@ class Simulation:
     def _launcher(self, loop: SimulatedLoop, **options: Any) -> SimulatedLauncher:
         self._launchers.append(SimulatedLauncher(self.network, self._env, loop, **options))
         return self._launchers[-1]
-
-    @contextmanager
-    def _in_place(self) -> Generator[None, None, None]:
-        with ExitStack() as stack:
-            stack.enter_context(_errors_to(self.logged))
-            # What is collected when would differ from run to run; so would the paths in tracebacks, which travel.
-            stack.enter_context(_without_collector())
-            stack.enter_context(_without_tracebacks())
-            stack.callback(self._bury)
-            yield
 
     def _bury(self) -> None:
         for peer, _ in self.peers:

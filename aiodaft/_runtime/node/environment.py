@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import astuple, dataclass
-from typing import Any
 
 from aiodaft._protocol.codec import pack, unpack
 from aiodaft._runtime.platform.linux import importable_path
@@ -75,8 +74,4 @@ class WorkerSettings:
     @classmethod
     def unpacked(cls, data: bytes) -> WorkerSettings:
         """From bytes."""
-        return cls(*unpack(data, _no_extensions))
-
-
-def _no_extensions(code: int, content: bytes) -> Any:
-    raise ValueError(f"unexpected extension {code}")
+        return cls(*unpack(data))

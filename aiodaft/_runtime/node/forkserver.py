@@ -131,7 +131,7 @@ class ForkServer:
             return False
         if not data:
             return False
-        order = unpack(data, _no_extensions)
+        order = unpack(data)
         if order[0] == SPAWN:
             self._spawn(order, fds)
         elif order[0] == KILL:
@@ -261,10 +261,6 @@ def _exec_worker(environment: dict[str, str], settings: bytes, fds: list[int]) -
     # Reaped with all others; the object must not do it as well.
     process.returncode = 0
     return process.pid
-
-
-def _no_extensions(code: int, content: bytes) -> Any:
-    raise ValueError(f"unexpected extension {code}")
 
 
 def main(fd: int, parent: int, thread: int, fork: int) -> None:

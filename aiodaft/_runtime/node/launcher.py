@@ -221,7 +221,10 @@ class WorkerLauncher:
     def _forget(self, child: ChildProcess, ending: Ending) -> None:
         """Note the end of a worker, and ignore later reports of it."""
         self._children.pop(child.number, None)
-        self._ended(child, ending)
+        child.heartbeat.close()
+        if not child.ended.done():
+            child.ended.set_result(ending)
+        self.on_ended(child, ending)
 
     async def aclose(self) -> None:
         """End the fork server, and with it every worker that is left. Blocks until they are gone."""
@@ -386,7 +389,7 @@ class WorkerLauncher:
         if not data:
             self._server_lost("its connection ended")
             return
-        kind, number, *rest = unpack(data, _no_extensions)
+        kind, number, *rest = unpack(data)
         self._watch.importing = rest[0] if kind == order.IMPORTING else ""
         self._heard = self._heard or kind != order.IMPORTING
         if kind == order.STACK_REQUESTED:
@@ -434,21 +437,14 @@ class WorkerLauncher:
                 child.fail(SpawnFailed(problem))
         self._writable.set()
 
-    def _ended(self, child: ChildProcess, ending: Ending) -> None:
-        child.heartbeat.close()
-        if not child.ended.done():
-            child.ended.set_result(ending)
-        self.on_ended(child, ending)
-
     def _server_lost(self, why: str) -> None:
         self._lost = why
         if self._socket is not None:
             self._drop_socket()
         # The workers die with it.
-        for number in list(self._children):
-            child = self._children.pop(number)
+        for child in list(self._children.values()):
             child.fail(SpawnFailed(f"the fork server is gone: {why}"))
-            self._ended(child, Ending(0, None, "SIGKILL"))
+            self._forget(child, Ending(0, None, "SIGKILL"))
 
 
 def _has_failed(task: asyncio.Task[None]) -> bool:
@@ -462,7 +458,3 @@ def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
     except subprocess.TimeoutExpired:
         kill_tree(process.pid)
         process.wait()
-
-
-def _no_extensions(code: int, content: bytes) -> Any:
-    raise ValueError(f"unexpected extension {code}")

@@ -38,7 +38,7 @@ def encode_error(error: BaseException) -> bytes:
 
 def decode_error(data: bytes) -> BaseException:
     """The exception that `encode_error` encoded, or a RemoteError that describes it."""
-    type_name, message, text, payload, blob = unpack(data, _no_extensions)
+    type_name, message, text, payload, blob = unpack(data)
     why = payload
     if isinstance(payload, bytes):
         try:
@@ -198,10 +198,6 @@ def _message(error: BaseException) -> str:
         return str(error)[:_MAX_MESSAGE]
     except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise anything
         return f"<its text cannot be had: {type(problem).__name__}>"
-
-
-def _no_extensions(code: int, content: bytes) -> Any:
-    raise ValueError(f"unexpected extension {code} in an error")
 
 
 # Limits of a truncated exception: bytes of one argument, attribute or note; number of notes.

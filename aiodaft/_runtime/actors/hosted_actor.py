@@ -1,4 +1,4 @@
-"""Actors that live in this process, and their calls: a call is data, and its hosted actor runs it."""
+"""The actors of this process and the calls that they receive: an `InboundCall` is data, a `HostedActor` runs it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("aiodaft")
 _NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 # uvloop's clock counts whole milliseconds.
 _TICK: Final = 1e-3
-# Stopped actors whose names are remembered.
+# The number of stopped actors that a process remembers by name.
 _REMEMBERED: Final = 1024
 
 current_call: ContextVar[InboundCall | None] = ContextVar("aiodaft_current_call", default=None)
@@ -41,7 +41,7 @@ current_call: ContextVar[InboundCall | None] = ContextVar("aiodaft_current_call"
 class Responder(Protocol):
     """Answers the calls of one caller."""
 
-    # Results stay as they are: the caller is in this process, or wants none.
+    # Results are not encoded: the caller is in this process, or wants none.
     is_local: bool
 
     def answer(self, call: InboundCall, result: Any) -> None:
@@ -76,13 +76,13 @@ class InboundCall(Life):
     attempt = 0
     # The task of an async method; of a `def` method, the task that waits for a ref in its place.
     task: asyncio.Task[Any] | None = None
-    # The context in which it came, if it had to wait: the call that ends and lets it begin has its own.
+    # The context of its arrival, if it had to wait: another call's end starts it, in another context.
     context: Context | None = None
     # Fetches its arguments.
     fetching: asyncio.Task[None] | None = None
     # When it began, on the clock of `Env`.
     since = 0.0
-    # Items that the consumer of a stream takes.
+    # The number of items that the consumer of a stream still takes.
     credit = 0
     _credit_wanted: asyncio.Event | None = None
     _pullers: list[Callable[[Place], object]] | None = None
@@ -128,7 +128,7 @@ class InboundCall(Life):
         return self.spec.label
 
     def add_puller(self, found: Callable[[Place], object]) -> None:
-        """Another process than the caller's wants the result, too."""
+        """Register a callback for another process that pulls the result."""
         if self._pullers is None:
             self._pullers = []
         self._pullers.append(found)
@@ -139,7 +139,7 @@ class InboundCall(Life):
         return self._pullers is not None
 
     def tell_pullers(self, place: Place) -> None:
-        """The result is there."""
+        """Call these callbacks: the result exists."""
         pullers, self._pullers = self._pullers, None
         for found in pullers or ():
             found(place)
@@ -151,7 +151,7 @@ class InboundCall(Life):
             self._credit_wanted.set()
 
     async def wait_credit(self) -> None:
-        """Wait until the consumer takes another item, and use that up."""
+        """Wait until the consumer takes another item, and use up one credit."""
         while self.credit <= 0:
             if self._credit_wanted is None:
                 self._credit_wanted = asyncio.Event()
@@ -171,9 +171,9 @@ class Host:
         self.actors: dict[ActorId, HostedActor] = {}
         # The names of the actors that were stopped last.
         self.stopped: dict[ActorId, str] = {}
-        # Told of an actor with calls that wait.
+        # Called with an actor that has waiting calls.
         self.suspect: Callable[[HostedActor], object] = lambda hosted: None
-        # Told that a method raised SystemExit or KeyboardInterrupt.
+        # Called when a method raised SystemExit or KeyboardInterrupt.
         self.on_exit: Callable[[BaseException], object] = _refuse_exit
 
     def calls(self) -> list[InboundCall]:
@@ -183,7 +183,7 @@ class Host:
         ]
 
     def remove(self, hosted: HostedActor) -> None:
-        """Host an actor no more; later calls are refused in its name."""
+        """Remove a stopped actor. Errors of later calls give its name."""
         self.actors.pop(hosted.id, None)
         self.stopped[hosted.id] = hosted.name
         while len(self.stopped) > _REMEMBERED:
@@ -229,7 +229,7 @@ class HostedActor:
 
     @property
     def where(self) -> str:
-        """Says which actor this is, in errors."""
+        """The actor, its process and its node, for errors."""
         return f"{self.name} (pid {self._process.pid}, {self._process.options.node})"
 
     def admits(self, call: InboundCall) -> bool:
@@ -241,7 +241,7 @@ class HostedActor:
         return why is None
 
     def deliver(self, call: InboundCall) -> None:
-        """A call arrived; it may still wait for its arguments."""
+        """Start or queue a call that arrived; its arguments may still be missing."""
         if self.stopping is not None:
             self._refuse(call)
             return
@@ -254,12 +254,12 @@ class HostedActor:
             self._host.suspect(self)
 
     def look_again(self, *, at_once: bool = False) -> None:
-        """Start the calls that may start now: something that calls waited for has happened.
+        """Start the calls that may start now.
 
-        `at_once` lets actors' own code begin at once: right where messages are handled and nothing else runs.
+        `at_once` lets methods begin in this turn of the loop; only for code that handles messages.
         """
         if self._starting:
-            # What starts now may end at once; the loop below looks again.
+            # A call that starts in the loop below may end at once and call this: the loop looks again.
             return
         self._starting = True
         try:
@@ -281,7 +281,7 @@ class HostedActor:
             if len(self.running) > 1:
                 self._host.suspect(self)
             return
-        # Earlier calls go first. Streams and the runtime's own actors take their turn.
+        # These wait for earlier callbacks of the loop; others begin at once.
         in_turn = call.behind or self.abandoned or call.spec.is_stream or self.id < FIRST_USER_ACTOR
         self._host.starter.start(call, self.run(call), at_once=at_once and not in_turn)
 
@@ -307,7 +307,7 @@ class HostedActor:
             if not on_thread:
                 result = await (_give_items(call, result) if call.spec.is_stream else result)
             if call.stage is LATE:
-                # It did not obey, but its time was over.
+                # It returned a result after its deadline.
                 answer = partial(self._fail_late, call)
             elif call.responder.is_local or is_plain(result):
                 answer = partial(call.responder.answer, call, result)
@@ -320,7 +320,7 @@ class HostedActor:
                 answer = partial(call.responder.answer_stored, call, stored)
         except (SystemExit, KeyboardInterrupt) as error:
             answer = partial(self._host.on_exit, error)
-        except BaseException as error:  # noqa: BLE001 - whatever a method raises is its caller's
+        except BaseException as error:  # noqa: BLE001 - the caller gets every error of a method
             answer = partial(self._failed, call, error, ran)
         if on_thread:
             self.thread.to_loop(partial(self._end, call, answer))
@@ -331,31 +331,31 @@ class HostedActor:
 
     def _run_on_thread(self, call: InboundCall) -> None:
         if call.take():
-            # The thread has no context of its own to leave behind.
+            # A copy, because the context of the thread serves all calls.
             copy_context().run(run_through, self.run(call))
         else:
             call.begun = True
             self.thread.to_loop(partial(self._end, call))
 
     def _enter(self, call: InboundCall) -> None:
-        """In the call's own context: it has begun, and nested calls inherit from it."""
+        """Note that a call has begun. Runs in its context, which nested calls inherit."""
         call.since = self._process.env.monotonic()
         call.begun = True
         if self.mailbox.watching:
             self._process.call_soon(self.look_again)
         current_call.set(call)
-        # Also if it has none: its context may come from a call of this process that made it.
+        # Also None: the context may have the deadline of the call that made this one.
         if current_deadline.get() != call.deadline:
             current_deadline.set(call.deadline)
 
     def last_begun(self, call: InboundCall) -> None:
-        """In its task or thread: the last step of a segment begins, so that the calls after the segment may start."""
+        """Note, in its task or thread, that the last step of a segment begins: calls after the segment may start."""
         call.last_begun = True
         if self.mailbox.watching:
             self._process.call_soon(self.look_again)
 
     def _decode_arguments(self, call: InboundCall) -> None:
-        """Make the arguments from what came. On the loop they are light: heavy ones were decoded when they came."""
+        """Decode the arguments. For a call on the loop they are small: large ones were decoded on arrival."""
         received, slots = call.received, call.slots
         assert received is not None
         call.received, call.slots = None, ()
@@ -365,9 +365,9 @@ class HostedActor:
         call.args = tuple(args)
 
     async def capture(self, result: Any, label: str, what: str, via: str | None) -> StoredValue:
-        """Encode what a method gave; copied, unless it is lent, before anything of the actor can change it.
+        """Encode a result or item, and copy it, unless it is borrowed, before other code of the actor can change it.
 
-        With other calls of the actor under way, only a copy on the loop itself is safe from them.
+        If other calls of the actor are under way, only a copy on the loop is safe.
         """
         store = self._store
         lender = result if isinstance(result, Borrowed) else None
@@ -389,7 +389,7 @@ class HostedActor:
     # Ending.
 
     def cancel(self, call: InboundCall) -> None:
-        """The caller does not want the call any more. If it runs on the thread, it fails at once."""
+        """Cancel a call for its caller. If it runs on the thread, it fails at once."""
         what = f"{call.label} of {self.name} was cancelled"
         self.give_up(call, CallCancelled(f"{what} before it started", executed=False))
         if call.stage is CANCELLED and call.rules.on_thread:
@@ -399,12 +399,12 @@ class HostedActor:
             call.responder.fail(call, error, executed=None)
 
     def give_up(self, call: InboundCall, why: DaftError) -> None:
-        """End a call, if that was not asked for before; one that has not begun fails at once, with this error."""
+        """Interrupt a call, unless this was done before. A call that has not begun fails at once with this error."""
         if call.stage in WANTED and not self._interrupt(call):
             call.responder.fail(call, why, executed=False)
 
     def _expire(self, call: InboundCall) -> None:
-        """Its deadline passes: it fails when its cleanup has run, or gets no more time."""
+        """Interrupt a call at its deadline. It fails when its cleanup has run, or after the grace time."""
         if call.answered:
             return
         begun = call.stage is CANCELLED or self._interrupt(call)
@@ -420,12 +420,12 @@ class HostedActor:
         """Fail a call that outlived its deadline; `error` is what it raised when it was cancelled."""
         late = DeadlineExceeded(f"the deadline of {call.label} of {self.name} passed")
         if error is not None and not isinstance(error, asyncio.CancelledError | DeadlineExceeded):
-            # Not the error itself, which may be unable to travel.
+            # Not the error itself, which may not be picklable.
             add_note(late, f"when it was cancelled for that, it raised {type(error).__name__}")
         call.responder.fail(call, late, executed=executed)
 
     def _interrupt(self, call: InboundCall) -> bool:
-        """Stop a call; False if it has not begun, and never will."""
+        """Cancel a call that has begun; withdraw any other, and return False."""
         waits = call.stage in WAITING
         if call.begun or not call.take():
             if call.task is not None:
@@ -437,12 +437,12 @@ class HostedActor:
         call.handle(WITHDRAW)
         if call.fetching is not None:
             call.fetching.cancel()
-            # The task's frames lead to the call.
+            # Breaks a reference cycle.
             call.fetching = None
         if call.task is not None:
-            # A task that is cancelled before its first line runs none of them.
+            # If it is cancelled before its first line, it runs no line.
             call.task.cancel()
-            # It ends in its turn: the calls that were started before it may not have begun either.
+            # Later, in order: calls that were started before it may not have begun either.
             self._process.loop.call_soon(self._end_unbegun, call)
         elif waits:
             self.look_again()
@@ -453,18 +453,18 @@ class HostedActor:
         self._end(call)
 
     def _failed(self, call: InboundCall, error: BaseException, ran: bool) -> None:
-        """The method raised something, or its arguments could not be decoded."""
+        """Fail a call with the error of its method or of the decoding of its arguments."""
         if self.is_late(call, error):
             self._fail_late(call, error)
             return
-        # Nothing tells where a cancelled call stopped.
+        # It is not known where a cancelled call stopped.
         executed = None if isinstance(error, asyncio.CancelledError) else ran
-        # What the runtime's own actors raise needs no directions.
+        # Errors of the runtime's own actors get no note.
         where = f"raised by {call.label} in {self.where}" if self.id >= FIRST_USER_ACTOR else None
         call.responder.fail(call, as_call_error(error, where), executed=executed)
 
     def is_late(self, call: InboundCall, error: BaseException) -> bool:
-        """Whether it ended because its deadline passed: the calls that it made have the same one and may fail first."""
+        """Whether a call ended because of its deadline: the calls that it made have the same, and may fail first."""
         if call.stage is LATE or call.deadline is None:
             return call.stage is LATE
         return isinstance(error, DeadlineExceeded) and self._process.loop.time() + _TICK >= call.deadline
@@ -476,7 +476,7 @@ class HostedActor:
         call.responder.fail(call, error, executed=executed)
 
     def _end(self, call: InboundCall, answer: Callable[[], object] | None = None) -> None:
-        """On the loop: a call that was started is over. Answer it, and let other calls start."""
+        """Answer a started call that is over, and start waiting calls. Runs on the loop."""
         try:
             if answer is not None:
                 answer()
@@ -486,9 +486,9 @@ class HostedActor:
             self.abandoned.discard(call)
             if call.rules.on_thread:
                 self._host.ring_poller.threads -= 1
-            # Its context knows the call: without this they would keep each other, and the arguments, alive.
+            # Breaks a reference cycle: the context refers to the call.
             call.task = call.context = None
-            # A timer that the method has cancelled may keep its context, and so the call, until it would have been due.
+            # A cancelled timer of the method may keep the context, and so the call: free the arguments now.
             call.args = ()
             if call.kwargs:
                 call.kwargs = {}
@@ -500,11 +500,11 @@ class HostedActor:
                 self._idle.set()
 
     def under_way(self) -> list[InboundCall]:
-        """The calls that have started and not ended, without those that were withdrawn."""
+        """The calls that have started and not ended, without withdrawn ones."""
         return [call for call in list(self.running) if call.stage not in GONE]
 
     async def stop(self, reason: str, grace: float) -> None:
-        """Take no more calls, let those under way end within the grace time, cancel the rest, leave the instance."""
+        """Refuse calls, wait the grace time for the calls under way, cancel the others, and exit the instance."""
         if self.stopping is not None:
             return
         self.stopping = reason
@@ -527,7 +527,7 @@ class HostedActor:
         self.instance = None
 
     async def enter_instance(self) -> None:
-        """Enter the instance if it is a context manager; one that is both kinds is entered as an async one."""
+        """Enter the instance if it is a context manager; `__aenter__` takes precedence over `__enter__`."""
         manager = self.instance
         if hasattr(type(manager), "__aenter__"):
             entered = await manager.__aenter__()
@@ -566,7 +566,7 @@ async def _give_items(call: InboundCall, items: AsyncGenerator[Any, None]) -> No
             await call.responder.item(call, item)
             await call.wait_credit()
     finally:
-        # Leaving the loop does not end an async generator, and garbage collection would do it too late.
+        # The end of the `async for` does not close the generator, and garbage collection closes it too late.
         await items.aclose()
 
 

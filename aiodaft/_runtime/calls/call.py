@@ -1,4 +1,4 @@
-"""Calls that this process makes: the targets of handles, the requests, and the states that get the answers."""
+"""Calls that this process makes: targets (actors), requests (calls to send), and states (results)."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Sender(CallSink, Protocol):
 
 
 class Caller:
-    """A process as the maker of calls: what its handles need of it."""
+    """The parts of a process that its handles use to make calls."""
 
-    # Sends calls; set by `Outgoing`. `outgoing` takes those of handles: the same, except while a graph is captured.
+    # `Outgoing` sets both. `outgoing` takes the calls of handles; while a graph is captured, it is the recorder.
     sender: Sender
     outgoing: CallSink
 
@@ -63,7 +63,7 @@ class Caller:
         # The actors of this process.
         self.actors = actors
         self.next_number = process.next_number
-        # Who makes a call: the task that runs; in a worker, the call that it serves.
+        # Gives the maker of a call: the running task; in a worker, the call that the task serves.
         self.current_maker: Callable[[], object] = partial(current_task, process.loop)
 
     def handle(self, remote: PeerId, actor: ActorId, label: str, cls: type, sink: UnhandledErrors | None = None) -> Any:
@@ -133,12 +133,12 @@ class CallState(RefState):
             if status is THERE:
                 self._release_remote()
             self.value, self.received = ABSENT, None
-            why = f"{self.label} was cancelled: it ended all the same, and its result was dropped"
+            why = f"{self.label} was cancelled: it returned a result nevertheless, which was dropped"
             self.on_error(CallCancelled(why, executed=True))
             return
         super()._settle(status)
         if self._timer is not None:
-            # It would keep this, and the value, until then.
+            # A live timer would keep this state and the value.
             self._timer.cancel()
             self._timer = None
 
@@ -157,14 +157,14 @@ class CallState(RefState):
             self.connection.send(m.release(self.number))
 
     def _cancel(self, why: str) -> bool:
-        """The call settles when the callee says so, or when the grace time is over."""
+        """Cancel the call. It settles when the callee answers, or after the grace time."""
         if self._cancelling:
             return True
         self.expect_cancellation()
         if self.connection is None and self.target.remote == self.process.id:
             self.objects.owner.cancel_local(self.number)
         elif self.connection is None or self.connection.withdraw(self.number):
-            # Without a connection, the callee was gone already, or another thread has not handed the call over yet.
+            # Without a connection, the callee is gone, or another thread has not yet handed the call over.
             self.on_error(CallCancelled(f"{self.origin} was cancelled before it was sent: {why}", executed=False))
             return True
         else:
@@ -173,7 +173,7 @@ class CallState(RefState):
         return True
 
     def expect_cancellation(self) -> None:
-        """The call was cancelled here: no outcome of it is an unhandled error."""
+        """Note that this process cancelled the call: its error does not count as unhandled."""
         self._cancelling = True
         self.mark_seen()
 
@@ -185,11 +185,11 @@ class CallState(RefState):
 
 
 class Target:
-    """An actor, as a handle of this process reaches it."""
+    """An actor as the target of calls of this process."""
 
     __slots__ = ("actor", "caller", "label", "remote", "sink", "stopped")
 
-    # What gets the answers of its calls.
+    # The class of the states of its calls.
     state_class: ClassVar[type[CallState]] = CallState
 
     def __init__(
@@ -199,9 +199,9 @@ class Target:
         self.remote = remote
         self.actor = actor
         self.label = label
-        # The scope that reports errors which no code saw.
+        # The scope that reports unhandled errors.
         self.sink = sink
-        # The actor was stopped, and a call was refused for that; its process may live.
+        # The actor was stopped and has refused a call; its process may live.
         self.stopped = False
 
     def __str__(self) -> str:
@@ -220,12 +220,12 @@ class Target:
 
     @property
     def identity(self) -> tuple[PeerId, ActorId]:
-        """What the actor is known by, for as long as it lives."""
+        """The key of the actor."""
         return self.remote, self.actor
 
     @property
     def lane(self) -> Target:
-        """Where the calls and runs that this process submits to the actor wait for their turn."""
+        """The key in `Order` of the calls and runs that this process submits to the actor."""
         return self
 
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
@@ -258,7 +258,7 @@ class Target:
         return _rebuild_handle, (self.caller.process.options.home, self.remote, self.actor, self.label, cls)
 
     def health(self) -> Health:
-        """What this process knows of the actor without a question to another process. Safe in any thread.
+        """The health of the actor, as far as this process knows. Safe in any thread.
 
         Returns:
             ALIVE: a call goes to the actor. SUSPECT: a call may have to wait, because the actor is restarted or its
@@ -275,14 +275,14 @@ class Target:
         return Health.SUSPECT if remote in connections.suspects else Health.ALIVE
 
     def note_death(self, error: ActorDied) -> None:
-        """A call failed with this; an argument or a nested call may speak of another actor's death."""
+        """Note the error of a call. It may be about another actor: the one of an argument or a nested call."""
         if error.executed is False and error.actor == self.label:
             self.stopped = True
 
     def missed(self, request: Request, connection: Connection | None) -> None:
-        """The actor is not where a call was to go.
+        """Fail a call because its actor was not found.
 
-        Its process is gone, or (without a connection) is this one and has no such actor.
+        Its process is gone, or (without a connection) this process has no such actor.
 
         Raises:
             Overloaded: Too many calls are waiting.
@@ -304,18 +304,18 @@ def _rebuild_handle(runtime: PeerId, remote: PeerId, actor: ActorId, label: str,
 class Request:
     """A call to be made."""
 
-    # Defaults live in the class: most calls are made once, and at once.
+    # Defaults live in the class: most calls do not set these.
     # On the loop's clock.
     deadline: float | None = None
     # The caller's streams on accelerators, if the arguments could not be encoded at once.
     streams: Sequence[Any] | None = None
     # The encoded arguments, until they are sent.
     stored: StoredValue | None = None
-    # The call may have to be made again: the code that sets this releases the encoded arguments.
+    # The call may be repeated: the code that sets this releases the encoded arguments.
     again = False
     # The number of earlier attempts.
     attempt = 0
-    # It had its turn: all that still waits in this process was submitted later, and it is not refused any more.
+    # Its turn came: it is ahead of all calls that still wait here, and is not refused any more.
     had_turn = False
 
     def __init__(
@@ -334,7 +334,7 @@ class Request:
         self.kwargs = kwargs
         self.number = number
         self.mode = mode
-        # Gets the answer.
+        # Receives the answer.
         self.state = state
 
     # As an entry of `Order`.
@@ -345,16 +345,16 @@ class Request:
         return (self.target.lane,)
 
     def may_go(self) -> bool:
-        """It waits only for its turn."""
+        """Always: a call waits only for its turn."""
         return True
 
     def go(self) -> None:
-        """Its turn has come."""
+        """Send the call: its turn has come."""
         self.target.caller.sender.turn_came(self)
 
 
 class TellState:
-    """A call without a reply: the answer only says that it is over.
+    """The state of a call without a result: the answer only says that it is over.
 
     Args:
         label: What was called.
@@ -386,7 +386,7 @@ class TellState:
             logger.warning("%s, called by tell(), may not have run: %s", self.label, printable(str(error)))
 
 
-# What waits for an answer.
+# The states that wait for an answer.
 PendingCall: TypeAlias = CallState | StreamState | TellState
 
 
@@ -400,6 +400,6 @@ def home_of(runtime: PeerId, label: str) -> Process:
     if process.options.home != runtime:
         raise ValueError(
             f"the handle of {label} belongs to another runtime, that of {runtime}, and this is that of "
-            f"{process.runtime_name}: handles lead nowhere outside of their runtime"
+            f"{process.runtime_name}: handles work only in their own runtime"
         )
     return process

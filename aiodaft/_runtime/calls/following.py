@@ -1,8 +1,8 @@
-"""Actors that are restarted, as their callers see them: handles that follow them, and handles that do not.
+"""Calls of supervised actors: a `FollowingTarget` follows restarts, a `PinnedTarget` does not.
 
-A supervised actor has an owner, the process with its supervisor, and a number that stays. A call that does not find the
-actor asks the owner's directory where it is now; all other calls cost what calls of any actor cost. Calls that are made
-while the actor is down wait here, in order, within the bound for waiting calls.
+A supervised actor has an owner (the process of its supervisor) and a number that restarts do not change. If a call does
+not find the actor, the target asks the owner's directory for the location. Calls made while the actor is down wait in
+the backlog, in order; `max_pending` bounds them.
 
     call ──> the process of `remote` ──> answered
               │ lost, or has no such actor: `missed`
@@ -49,7 +49,7 @@ class Location:
     Attributes:
         peer: Its process; NOWHERE while it is down.
         actor: Its incarnation; the next one while it is down.
-        ended: Why it is gone for good.
+        ended: The error of its calls, if it is gone for good.
     """
 
     peer: PeerId
@@ -59,12 +59,12 @@ class Location:
 
 NOWHERE = PeerId("")
 
-# Asks the directory of an owner where the actor with a number is; True: wait until it is somewhere.
+# Asks the directory of an owner for the location of an actor by its number; True: wait until it is up.
 Locate: TypeAlias = Callable[[PeerId, ActorId, bool], Ref[Location]]
 
 
 class FollowingTarget(Target):
-    """A supervised actor as this process reaches it: one object for all handles, so that they follow together.
+    """A supervised actor as the target of calls of this process; all handles that follow it share this object.
 
     While the actor is down, its address is this process, which hosts no actor with its number.
     """
@@ -75,7 +75,7 @@ class FollowingTarget(Target):
         self, followers: Followers, place: Location, owner: PeerId, label: str, sink: UnhandledErrors | None
     ) -> None:
         caller = followers.caller
-        # The place in an old handle may be outdated: without a connection to that process, ask.
+        # An old handle may have an old place: without a connection to that process, the first call asks.
         known = place.peer in caller.connections
         super().__init__(caller, place.peer if known else caller.process.id, place.actor, label, sink)
         self._followers = followers
@@ -86,12 +86,12 @@ class FollowingTarget(Target):
 
     @property
     def identity(self) -> tuple[PeerId, ActorId]:
-        """What all incarnations of the actor are known by."""
+        """The key of the actor, the same for all incarnations."""
         return self.owner, self.number
 
     @property
     def number(self) -> ActorId:
-        """What all its incarnations have in common."""
+        """The number of the actor, the same for all incarnations."""
         return number_of(self.actor)
 
     @property
@@ -101,7 +101,7 @@ class FollowingTarget(Target):
 
     @property
     def place(self) -> Location:
-        """Where it is, as far as this process knows."""
+        """The location of the actor, as far as this process knows."""
         down = self.remote == self.caller.process.id and self.actor not in self.caller.actors
         return Location(NOWHERE if down else self.remote, self.actor)
 
@@ -128,7 +128,7 @@ class FollowingTarget(Target):
         return Health.SUSPECT
 
     def note_death(self, error: ActorDied) -> None:
-        """One incarnation is gone; the next one may be there."""
+        """Do nothing: the next incarnation may be up."""
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
@@ -137,7 +137,7 @@ class FollowingTarget(Target):
     # Waiting for the next incarnation.
 
     def missed(self, request: Request, connection: Connection | None) -> None:
-        """It is down, or somewhere else: the call waits.
+        """Put a call into the backlog: the actor is down or has moved.
 
         Raises:
             SerializationError: An argument cannot travel.
@@ -146,7 +146,7 @@ class FollowingTarget(Target):
         if self.ended is not None:
             request.state.on_error(unsent(self.ended))
             return
-        # Its state frees the arguments; streams and tells free theirs when they are sent.
+        # A `FollowingCall` frees the arguments; streams and tells free them when they are sent.
         request.again = request.again or isinstance(request.state, FollowingCall)
         if self._backlog.admit(request):
             self._start_finding(connection)
@@ -162,14 +162,14 @@ class FollowingTarget(Target):
             self._finding = self.caller.process.tasks.create_task(self._find(connection), name=f"find {self.label}")
 
     def forget(self, number: CallId) -> None:
-        """A call does not wait any more."""
+        """Remove a call from the backlog."""
         self._backlog.forget(number)
 
     async def arrive(self) -> None:
-        """Wait until it is somewhere.
+        """Wait until the actor is up.
 
         Raises:
-            DaftError: It is gone for good; this says why.
+            DaftError: It is gone for good; the error says why.
         """
         if self.ended is None and self.place.peer == NOWHERE:
             found = await self.locate(wait=True)
@@ -181,15 +181,15 @@ class FollowingTarget(Target):
             raise unsent(self.ended)
 
     async def _find(self, connection: Connection | None) -> None:
-        """Ask where it is, which is answered when it is somewhere."""
+        """Ask for the location, which is answered when the actor is up, and send or fail the backlog."""
         try:
-            # The directory knows more once its process is gone; but perhaps only the connection broke.
+            # First wait until its process is known to be gone; perhaps only the connection broke.
             lost = None if connection is None else await self.caller.connections.explanation(connection)
             found = await self.locate(wait=True)
         except asyncio.CancelledError:
             self._backlog.fail(RuntimeClosed(self.caller.process.closed or "the runtime is closed"))
             raise
-        except Exception as error:  # noqa: BLE001 - the calls that wait get it
+        except Exception as error:  # noqa: BLE001 - the waiting calls fail with it
             self._finding = None
             self._backlog.fail(error)
             return
@@ -202,24 +202,24 @@ class FollowingTarget(Target):
             self.move(found)
 
     def locate(self, *, wait: bool) -> Ref[Location]:
-        """Ask the owner's directory where the actor is; True: once it is somewhere."""
+        """Ask the owner's directory for the location; with `wait`, it answers when the actor is up."""
         return self._followers.locate(self.owner, self.number, wait)
 
     # News of it.
 
     def move(self, place: Location) -> None:
-        """It is at this place; older news than what is known are ignored."""
+        """Note a new location, unless a newer one is known, and send the backlog."""
         if self.ended is None and epoch_of(place.actor) >= self.epoch:
             self.remote, self.actor = place.peer, place.actor
             for request in self._backlog.take_all():
                 self.caller.sender.submit_later(request)
 
     def leave(self) -> None:
-        """It is down."""
+        """Note that the actor is down."""
         self.remote = self.caller.process.id
 
     def end(self, error: DaftError) -> None:
-        """It is gone for good."""
+        """Note that the actor is gone for good, and fail the backlog."""
         if self.ended is None:
             self.ended = error
             self.leave()
@@ -227,9 +227,9 @@ class FollowingTarget(Target):
 
 
 class FollowingCall(CallState):
-    """The result of a call of a supervised actor: the call may wait for an incarnation, and be made again."""
+    """The result of a call of a supervised actor, which may wait for an incarnation and may be repeated."""
 
-    # What to make again. Dropped when the call is settled, because it knows this state.
+    # The request to repeat. Dropped when the call settles: it refers to this state.
     request: Request | None = None
     # An attempt may have run.
     _doubtful = False
@@ -247,13 +247,13 @@ class FollowingCall(CallState):
         if not isinstance(error, NotDelivered | ActorDied | PeerLost) or error.executed:
             return False
         if isinstance(error, Overloaded):
-            # The actor lives, and would refuse it again.
+            # The actor lives, and would refuse the call again.
             return False
         turned_away = error.executed is False and isinstance(error, StaleHandle | ActorDied)
         told = target.owner == self.process.id
         if turned_away and not told and self.connection is not None and self.connection.remote == target.remote:
-            # Perhaps its process lives and has no such actor: the next call asks. (Perhaps an argument is lost.) The
-            # owner's own process is told of every move, and must not forget where the actor is.
+            # Perhaps its process lives without the actor (or an argument is lost): the next call asks. The owner's
+            # process is told of every move, and must keep the location.
             target.leave()
         if self._cancelling or target.ended is not None or request is None or request.attempt >= self.spec.retries:
             return False
@@ -282,7 +282,7 @@ class PinnedCall(CallState):
     """The result of a call of one incarnation."""
 
     def on_lost(self, error: DaftError) -> None:
-        """The connection ended: calls that were not sent are refused as all later ones are."""
+        """Refuse a call that was not sent before the connection ended, as all later calls."""
         if error.executed is False and not self.settled:
             cast("PinnedTarget", self.target).refuse(self, self.connection)
         else:
@@ -290,7 +290,7 @@ class PinnedCall(CallState):
 
 
 class PinnedTarget(Target):
-    """One incarnation of a supervised actor: when that is gone, calls are refused."""
+    """One incarnation of a supervised actor: when it is gone, calls are refused."""
 
     __slots__ = ("followed",)
 
@@ -302,7 +302,7 @@ class PinnedTarget(Target):
 
     @property
     def lane(self) -> Target:
-        """The lane of all handles of the actor."""
+        """The lane that all handles of the actor share."""
         return self.followed
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
@@ -311,11 +311,11 @@ class PinnedTarget(Target):
         return _rebuild, (self.caller.process.options.home, self.followed.owner, place, self.label, cls, False)
 
     def missed(self, request: Request, connection: Connection | None) -> None:
-        """The incarnation is gone."""
+        """Refuse a call: the incarnation is gone."""
         self.refuse(request.state, connection)
 
     def refuse(self, state: PendingCall, connection: Connection | None) -> None:
-        """Fail a call that was not sent, and say why."""
+        """Fail a call that was not sent, with the reason."""
         task = self._refuse(state, connection)
         self.caller.process.tasks.create_task(task, name=f"refuse a call of {self.label}")
 
@@ -327,7 +327,7 @@ class PinnedTarget(Target):
             state.on_error(unsent(problem))
             return
         stale = StaleHandle(f"{self.label} was restarted: this handle leads to its epoch {epoch_of(self.actor)}")
-        # Perhaps only the connection broke, and it is still there.
+        # Perhaps only the connection broke, and the incarnation lives.
         state.on_error(unsent(found.ended or (lost if lost is not None and found.peer == self.remote else stale)))
 
 
@@ -342,7 +342,7 @@ class Followers:
         )
 
     def get(self, owner: PeerId, place: Location, label: str, sink: UnhandledErrors | None = None) -> FollowingTarget:
-        """The actor with this owner and number."""
+        """Return the target for an actor, or make it."""
         key = (owner, number_of(place.actor))
         known = self._known.get(key)
         if known is None:

@@ -16,9 +16,9 @@ rings             `_socket`, both rings             the ring          the ring
 lost              `lost`                            nowhere           -
 
 RING_USED is the last message of its direction on the socket. After it the socket carries only descriptors, each with
-one byte without meaning, and shows by its end that the peer is gone.
+a dummy byte; the end of the socket shows that the peer is gone.
 
-The first message of a turn of the loop is written at once; the others of that turn are written together at its end.
+The connection writes the first message of a turn of the event loop at once, and the others together at the end of it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
 
-# One read handles at most this much, so that a flood of calls does not hold the loop for long.
+# The bytes that one read handles at most, so that many calls do not block the loop for long.
 _READ_SIZE: Final = 16 << 10
-# Messages that are written together.
+# The messages that are written together at most.
 _BATCH: Final = 64
 
-# Handles a message of one kind; the first argument is the route that it came over.
+# Handles a message of one kind. The first argument is the route over which the message came.
 Handler: TypeAlias = Callable[[Any, Message], object]
 
 
@@ -56,13 +56,13 @@ class Connection:
     """The connection to one process.
 
     Args:
-        process: The process that it belongs to.
-        session: The conversation. The caller chooses what it keeps with each own call.
+        process: The process that owns the connection.
+        session: The session with the process. The caller chooses the object that it keeps with each call.
         remote: Id of the process at the other end.
         ring_poller: Reads the rings of this process.
-        handlers: For each kind of message the function that handles it.
+        handlers: The function that handles each kind of message.
         on_lost: Called once, when the connection ends, with the reason.
-        on_dropped: Called with the message of a call that will not be sent.
+        on_dropped: Called with the message of a call that is not sent.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Connection:
     ) -> None:
         self.session = session
         self.remote = remote
-        # The same, as transports call it.
+        # The name of `remote` in the transports.
         self.peer: str = remote
         self.lost: Exception | None = None
-        # Whether it had a socket at any time. Without one, nothing was sent.
+        # Whether it ever had a socket. If not, no message was sent.
         self.connected = False
-        # Started when the connection is lost: finds the error that its calls fail with.
+        # Started when the connection is lost: finds the error with which its calls fail.
         self.explanation: asyncio.Task[DaftError] | None = None
         # BYE was received.
         self.dismissed = False
@@ -98,22 +98,22 @@ class Connection:
         self._descriptors = Descriptors(self._sockets)
         self._ring_poller = ring_poller
         self._send_queue = SendQueue(loop, self.traffic, ring_poller.look, self._broken, self._sockets)
-        # Rings that the peer was offered, and the descriptor that goes with RING_USED.
+        # Rings that this process has offered to the peer, and the descriptor that is sent with RING_USED.
         self._offered: tuple[RingPair, int] | None = None
-        # The rings, once messages of the peer come through them.
+        # The rings, once the peer sends its messages through them.
         self._ring: RingPair | None = None
-        # Messages that are packed and not written.
+        # The number of messages that are packed and not written.
         self._collected = 0
         self._watching_stall = False
         # `RingPoller.turns` when a message was last written to the ring.
         self._turn = -1
-        # The messages of this turn are collected, and written at its end.
+        # Messages are collected, and written at the end of the turn.
         self._corked = False
-        # The last received message is being handled: answers to it are written at once.
+        # The last received message is being handled: answers are written at once.
         self._prompt = False
 
     def attach(self, sock: socket.socket) -> None:
-        """Use a connected socket; send what was sent before."""
+        """Use a connected socket, and write the messages that `send` has queued."""
         sock.setblocking(False)
         self._socket = sock
         self.connected = True
@@ -123,7 +123,7 @@ class Connection:
             self._write()
 
     def send(self, message: Message) -> None:
-        """Send a message; dropped once the connection is lost."""
+        """Send a message. A lost connection drops it."""
         if self.lost is None:
             self._pack(message)
             self._sent_one()
@@ -139,7 +139,7 @@ class Connection:
         self._collected += 1
         if self._corked:
             if self._prompt or self._collected >= _BATCH:
-                # The peer can begin meanwhile.
+                # The peer works while this process goes on.
                 self._write()
         elif self._ring is None:
             self._write()
@@ -160,11 +160,11 @@ class Connection:
                 self._ring_poller.before_looking(self._uncork)
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a note of a transport, and descriptors along with it."""
+        """Send a note of a transport with descriptors."""
         self.send_fds(m.note(transport, note, len(fds)), fds)
 
     def send_fds(self, message: Message, fds: Sequence[int]) -> None:
-        """Send a message and descriptors along with it, in order with everything else.
+        """Send a message with descriptors, in order with all other messages.
 
         Raises:
             OSError: There is no room for the descriptors until they are sent. The message is not sent.
@@ -185,18 +185,18 @@ class Connection:
         self._send_queue.flush()
 
     def socket_pair(self) -> tuple[socket.socket, socket.socket]:
-        """Two connected sockets, whose descriptors can be sent."""
+        """Two connected sockets. Their descriptors can be sent."""
         return self._sockets.pair()
 
     def take_fds(self, count: int) -> list[int]:
-        """The descriptors that came along with the message that is being handled.
+        """The descriptors that came with the message that is being handled.
 
         Raises:
-            RemoteProtocolError: They did not come.
-            OSError: They came, and this process had no room for them.
+            RemoteProtocolError: The peer did not send them.
+            OSError: The peer sent them, and this process had no room for them.
         """
         if not self._descriptors.some_came and self._ring is not None and self._socket is not None:
-            # They came over the socket before their message came through the ring.
+            # The socket has them already: the peer sent them before their message.
             with suppress(OSError):
                 _, ancillary, flags, _ = self._socket.recvmsg(1, SPACE)
                 self._descriptors.add(ancillary, flags)
@@ -239,18 +239,18 @@ class Connection:
         self.flush_soon()
 
     def withdraw(self, call_id: CallId) -> bool:
-        """Take back a call that was not sent yet; see `Session.withdraw`."""
+        """Take back a call that was not sent; see `Session.withdraw`."""
         message = self.session.unsent(call_id)
         if message is not None:
             self._on_dropped(self, message)
         withdrawn = self.session.withdraw(call_id)
         if self._packed and self._socket is not None:
-            # Calls that waited behind it are sent.
+            # Calls that waited behind this one can be sent.
             self.flush_soon()
         return withdrawn
 
     def abandon(self) -> None:
-        """Close the socket and the rings where the loop does not run."""
+        """Close the socket and the rings when no loop runs."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -274,7 +274,7 @@ class Connection:
         self.drop_offer()
         self._drop_rings()
         self._descriptors.close()
-        # Lost connections are remembered for a while.
+        # Lost connections are kept for a while: free the buffer.
         self._buffer = bytearray()
         self._on_lost(self, reason)
 
@@ -299,7 +299,7 @@ class Connection:
         return self._send_queue.ring
 
     def offer_rings(self, ring: RingPair, mark: int) -> None:
-        """Keep rings that the peer was offered, and the descriptor that goes with RING_USED."""
+        """Keep rings that this process has offered to the peer, and the descriptor that is sent with RING_USED."""
         self._offered = ring, mark
 
     @property
@@ -314,19 +314,19 @@ class Connection:
             RemoteProtocolError: No rings were offered.
         """
         if self._offered is None:
-            raise RemoteProtocolError(f"{self.remote} sends a RING message out of turn")
+            raise RemoteProtocolError(f"{self.remote} sent an unexpected RING message")
         offered, self._offered = self._offered, None
         return offered
 
     def drop_offer(self) -> None:
-        """Close rings that the peer does not take. Idempotent."""
+        """Close the offered rings. Idempotent."""
         if self._offered is not None:
             ring, mark = self.take_offer()
             ring.close()
             self._sockets.close(mark)
 
     def write_rings(self, ring: RingPair, message: Message, mark: int) -> None:
-        """Send RING_USED with its descriptor, which this takes over, and everything after it through a ring."""
+        """Send RING_USED with its descriptor, and all later messages through a ring. Takes over the descriptor."""
         if self.lost is None:
             self._send_with(message, (mark,))
         else:
@@ -338,7 +338,7 @@ class Connection:
         self._send_queue.ring = ring
 
     def read_rings(self, ring: RingPair) -> None:
-        """Read messages of the peer from a ring from now on."""
+        """From now on, read messages of the peer from a ring."""
         if self.lost is None:
             self._ring = ring
             self._ring_poller.add(ring, self)
@@ -349,7 +349,7 @@ class Connection:
             self._receive(self._ring.reader.read(_READ_SIZE))
 
     def ring_writable(self) -> None:
-        """Write to the ring, which may have room again."""
+        """Write to the ring, which may have free space again."""
         self._send_queue.flush()
 
     def _drop_rings(self) -> None:
@@ -400,7 +400,7 @@ class Connection:
             self._broken(OSError(code, os.strerror(code)))
 
     def _look_for_end(self, sock: socket.socket) -> None:
-        """The socket is readable beside rings: a descriptor of a message that was not read yet, or the end."""
+        """The socket is readable although messages use the rings: it has a descriptor, or it has ended."""
         try:
             ended = not sock.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -408,7 +408,7 @@ class Connection:
         except OSError as error:
             self._broken(error)
             return
-        # Read the message of the descriptor, or the last messages of the peer.
+        # Handle the message of the descriptor, or the last messages of the peer.
         self._drain_input()
         if ended and self._socket is not None:
             self.close(PeerLost(f"the connection to {self.remote} ended"))
@@ -422,15 +422,17 @@ class Connection:
                 handlers, last = self._handlers, messages.pop()
                 for message in messages:
                     handlers[message[0]](self, message)
-                # Through a ring, writing answers at once costs little.
+                # A write to a ring is cheap.
                 self._prompt = self._send_queue.ring is not None
                 handlers[last[0]](self, last)
         except ProtocolError as error:
             self.close(error)
         except Exception as error:  # noqa: BLE001 - see below
-            # Invalid content in a valid frame, or a bug of this process: the calls of this connection must fail.
+            # A valid frame has invalid content, or this process has a bug: the calls of this connection must fail.
             log_error(f"a message from {self.remote} cannot be handled", error)
-            wrong = RemoteProtocolError(f"{self.remote} sent what cannot be handled: {type(error).__name__}: {error}")
+            wrong = RemoteProtocolError(
+                f"{self.remote} sent a message that cannot be handled: {type(error).__name__}: {error}"
+            )
             wrong.__cause__ = error
             self.close(wrong)
         finally:
@@ -440,21 +442,21 @@ class Connection:
             self._write()
 
     def _broken(self, error: OSError) -> None:
-        # Nothing can be written any more. Messages that the peer sent before it ended are still handled.
+        # The socket cannot be written any more. Messages that the peer has sent are still handled.
         self._send_queue.drop()
         if self._socket is not None and self._drain_input():
             lost = PeerLost(f"the connection to {self.remote} broke: {error}")
-            # Lost connections are remembered: do not keep frames of the writer, nor the error that it handles.
+            # Lost connections are kept: do not keep the frames of the writer or the error that it handles.
             lost.__cause__ = error.with_traceback(None)
             error.__context__ = None
             self.close(lost)
 
     def _drain_input(self) -> bool:
-        """Handle the messages that the peer sent before it ended; False if that closed the connection."""
+        """Handle the messages that the peer has sent; False if one of them closed the connection."""
         while self._ring is not None and self._ring.reader.filled:
             self.ring_readable()
         if self._ring is None:
-            # The usual buffer may hold the messages that are being handled.
+            # `_buffer` may hold the messages that are being handled.
             buffer = bytearray(_READ_SIZE)
             with suppress(BlockingIOError, OSError):
                 while self._socket is not None:
@@ -467,7 +469,7 @@ class Connection:
 
 
 def introduce(first: Connection, second: Connection) -> None:
-    """Give the processes at the ends of two connections a connection to each other."""
+    """Connect the peers of two connections with each other."""
     ends = first.socket_pair()
     for connection, other, end in ((first, second, ends[0]), (second, first, ends[1])):
         with end:

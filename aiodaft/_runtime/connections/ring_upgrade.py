@@ -75,7 +75,7 @@ class RingUpgrades:
         elif stage == RING_REFUSED and first:
             connection.drop_offer()
         else:
-            raise RemoteProtocolError(f"{connection.remote} sends a RING message out of turn")
+            raise RemoteProtocolError(f"{connection.remote} sent an unexpected RING message")
 
     def _take(self, connection: Connection) -> None:
         memory: int | None = None

@@ -1,4 +1,4 @@
-"""A graph at its owner: starts the runs, bounds how many are under way, and takes their results.
+"""A graph at its owner: starts the runs, limits how many are under way, and receives their results.
 
     start --> [waits in `Order`, if it cannot begin at once] --> _send: RUN to each participant
     REPORT of a participant --> reported --> OwnerRun.settle; after the last report --> _end, and the next run begins
@@ -31,7 +31,7 @@ from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
 from aiodaft.ref import Ref
 
-# Supervised actors may die again while the processes are told.
+# How often the plans are sent: a supervised actor may die again meanwhile.
 _ATTEMPTS: Final = 10
 
 
@@ -46,7 +46,7 @@ class GraphOwner:
         specs: Specs,
         max_in_flight: int,
     ) -> None:
-        """Cut the dataflow up and begin to tell the processes. `own` has the graphs of this process by deployment.
+        """Split the dataflow into plans and send them. `own` has the graphs of this process by deployment.
 
         Raises:
             CyclicGraph: Its steps would wait for each other in a cycle.
@@ -58,26 +58,26 @@ class GraphOwner:
         self._lanes = self._find_lanes()
         self._deployment = Deployment(context, dataflow, specs)
         self._max_in_flight = max_in_flight
-        # All runs that are not over; and those of them that are not sent, in order.
+        # All runs that are not over; and the runs among them that are not sent, in order.
         self._runs: dict[int, OwnerRun] = {}
         self._waiting: deque[OwnerRun] = deque()
         self._last_run = 0
-        # The next run, made while the participants work: `start` does not wait for the making.
+        # The next run, made in advance while the participants work.
         self._next: OwnerRun | None = None
         self._idle: asyncio.Future[None] | None = None
         self._closed = False
         self._state = GraphState.PREPARING
-        # Why it is BROKEN.
+        # The error, if the state is BROKEN.
         self._broken: BaseException | None = None
         self._preparing = self._prepare()
 
     @property
     def dataflow(self) -> Dataflow[Arguments]:
-        """The dataflow, with the actors at their places."""
+        """The dataflow with the current actors."""
         return self._deployment.dataflow
 
     def _find_lanes(self) -> tuple[Hashable, ...]:
-        """The lanes of its runs in the order of what this process submits."""
+        """The lanes of `Order` in which the runs wait: one for the graph, one for each actor with ordered methods."""
         return (self, *dict.fromkeys(target.lane for target, spec in self.specs if spec.rules.ordered))
 
     def _on(self, event: GraphEvent, broken: BaseException | None = None) -> None:
@@ -106,7 +106,7 @@ class GraphOwner:
         self._pump()
 
     def _redeploy(self) -> None:
-        """Make a new deployment. The old one ends with the last of its runs."""
+        """Make a new deployment. The old one ends when its last run is over."""
         old = self._deployment
         self._deployment = Deployment(self._context, old.dataflow, self.specs)
         self._own[self._deployment.number] = self
@@ -118,7 +118,7 @@ class GraphOwner:
         return all(run.deployment is not deployment for run in self._runs.values())
 
     async def replace(self, specs: Specs) -> None:
-        """Call other actors from the next run on, and wait for the runs that are under way.
+        """Use other actors from the next run on, and wait for the runs under way.
 
         Cancellation: the runs under way are cancelled.
         """
@@ -127,7 +127,7 @@ class GraphOwner:
         self._preparing.cancel()
         self._redeploy()
         self._preparing = self._prepare()
-        # Not before: a run that stands first in its new lanes would be sent to the old actors.
+        # Only now: a run that is first in its new lanes is sent at once.
         self._move_waiting(self._find_lanes())
         try:
             if not self._is_idle(old):
@@ -138,7 +138,7 @@ class GraphOwner:
             raise
 
     def _move_waiting(self, lanes: tuple[Hashable, ...]) -> None:
-        """Move the runs that wait to the lanes of other actors."""
+        """Move the waiting runs to other lanes."""
         outgoing = self._context.outgoing
         before, self._lanes = self._lanes, lanes
         for run in self._waiting:
@@ -149,7 +149,7 @@ class GraphOwner:
     # Starting runs.
 
     def start(self, args: tuple[Any, ...]) -> dict[int, Ref[Any]]:
-        """Begin a run, or let it wait for its turn. Returns the refs of its outputs, by value.
+        """Begin or queue a run. Returns the refs of its outputs, by value.
 
         Raises:
             SerializationError: An input cannot travel.
@@ -178,7 +178,7 @@ class GraphOwner:
         )
         self._runs[number] = run
         if at_once:
-            # The participants work while the refs are made.
+            # First, so that the participants work while this makes the refs.
             self._send(run)
         refs: dict[int, Ref[Any]] = {}
         for (value, (target, spec, connection)), result in zip(deployment.results.items(), run.numbers, strict=True):
@@ -196,7 +196,7 @@ class GraphOwner:
         return OwnerRun(self, tuple(itertools.islice(self._context.process.numbers, len(self._deployment.results))))
 
     def _queue(self, run: OwnerRun, long: list[tuple[int, Any]]) -> None:
-        """Let a run wait for its turn, and for its large inputs."""
+        """Queue a run, and copy its large inputs."""
         self._waiting.append(run)
         self._context.outgoing.order.enter(run)
         if long:
@@ -216,7 +216,7 @@ class GraphOwner:
                     stored = await store.keep_anywhere(arg, input_names(index, arg), resolve=True, streams=streams)
                     run.inputs[index] = run.take_input(stored)
                 await store.make_ready(stored)
-        except Exception as error:  # noqa: BLE001 - it belongs to the run
+        except Exception as error:  # noqa: BLE001 - the run fails with it
             if run.state is RunState.COPYING:
                 run.fail(error)
                 self.withdraw(run)
@@ -232,7 +232,7 @@ class GraphOwner:
             self._drained()
 
     def may_begin(self) -> bool:
-        """Whether the graph is ready and has room for one more run."""
+        """Whether one more run can begin now. Starts a new preparation if the deployment is stale."""
         if not may_begin(self._state, len(self._runs) - len(self._waiting), self._max_in_flight):
             return False
         if self._state is GraphState.READY and self._deployment.is_stale:
@@ -241,7 +241,7 @@ class GraphOwner:
         return True
 
     def turn_came(self, run: OwnerRun) -> None:
-        """Send a run, or fail it if the graph is broken."""
+        """Send the first waiting run, or fail it if the graph is broken."""
         self._waiting.popleft()
         if self._broken is not None:
             run.on(RunEvent.ENDED)
@@ -274,7 +274,7 @@ class GraphOwner:
         run.drop_inputs()
 
     async def _explain_loss(self, run: OwnerRun, process: PeerId) -> None:
-        """Fail a run that was sent to a process that was gone."""
+        """Fail the results that a run expects from a process that was gone before."""
         assert run.deployment is not None
         error = await self._context.connections.explanation(cast("Connection", run.deployment.routes[process]))
         self._lost_run(run, process, copy_error(error).with_executed(False))
@@ -282,7 +282,7 @@ class GraphOwner:
     # Reports.
 
     def reported(self, number: int, items: tuple[m.GraphItem, ...], route: Route) -> None:
-        """REPORT came."""
+        """Settle the results in a REPORT."""
         run = self._runs.get(number)
         if run is None:
             return
@@ -339,17 +339,17 @@ class GraphOwner:
         self._context.outgoing.look_again(run.lanes)
 
     def skip(self, run: OwnerRun) -> None:
-        """Tell the participants that no result of a run is needed any more."""
+        """Tell the participants to skip the rest of a run, because no result is needed."""
         assert run.deployment is not None
         for route in run.deployment.routes.values():
             route.send_in_turn(m.skip(run.deployment.number, run.number))
 
     def in_flight_with(self, remote: PeerId) -> int:
-        """The number of runs that need a process: waiting runs fail with its loss, too."""
+        """The number of runs that use a process, including the waiting ones."""
         return sum(remote in (run.deployment or self._deployment).plans for run in self._runs.values())
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
-        """A process is gone: what it has not reported will not come."""
+        """Fail the results that a lost process has not reported."""
         self._deployment.leave(remote)
         for run in [run for run in self._runs.values() if run.deployment is not None]:
             self._lost_run(run, remote, error)
@@ -364,7 +364,7 @@ class GraphOwner:
             self._end(run)
 
     def abandon(self, error: DaftError) -> None:
-        """The runtime is closed: the runs that wait do not begin."""
+        """Fail the waiting runs, because the runtime is closed."""
         self._preparing.cancel()
         self._on(GraphEvent.FAILED, error)
         for run in list(self._waiting):
@@ -380,7 +380,7 @@ class GraphOwner:
     # Opening and closing.
 
     async def wait_ready(self) -> None:
-        """Wait until every process knows its plan, or one of them cannot: the runs say why.
+        """Wait until every process has its plan, or the preparation failed (then every run fails with the error).
 
         Cancellation: only this wait ends.
         """
@@ -388,7 +388,7 @@ class GraphOwner:
             await asyncio.wait([self._preparing])
 
     async def aclose(self) -> None:
-        """Start no more runs, wait for those under way, and free the plans of the processes. Idempotent.
+        """Start no more runs, wait for the runs under way, and free the plans in the processes. Idempotent.
 
         Cancellation: the runs under way are cancelled; the plans are freed when they are over.
         """
@@ -403,7 +403,7 @@ class GraphOwner:
         self._uninstall()
 
     def drop(self) -> None:
-        """The same as `aclose`, without waiting. Safe in any thread. Idempotent."""
+        """Close the graph without waiting. Safe in any thread. Idempotent."""
         if not self._closed:
             self._closed = True
             # If the loop is closed, the processes are gone.
@@ -421,7 +421,7 @@ class GraphOwner:
 
     def _uninstall(self) -> None:
         self._preparing.cancel()
-        # It refers to this graph: a cycle.
+        # Breaks a reference cycle.
         self._next = None
         self._forget(self._deployment)
 

@@ -1,4 +1,4 @@
-"""The share of one process in a graph: takes the values of each run in, executes its steps, and tells the results.
+"""The part of a graph in one process: receives the values of each run, executes the steps, and sends the results.
 
     owner ---- RUN: inputs ------------------------> ParticipantRun.begin --> segments, into the actors' mailboxes
     other participants ---- FLOW: results ---------> ParticipantRun.values_came --> segments that waited start
@@ -6,9 +6,9 @@
                                                            +--> FLOW to the participants that need it
                                                            +--> REPORT to the owner
 
-A segment is a call in the lane of the graph's owner. Each process tells each of its results exactly once, to every
-process that needs it. So no process waits for ever when a step fails or is skipped or when an actor dies, and a run is
-forgotten when its last value has come and its last step is over (see `_protocol.run.Share`).
+A segment is a call by the graph's owner. Each process sends each of its results, or its error, exactly once to every
+process that needs it. So no process waits for ever if a step fails or is skipped or an actor dies. A run is forgotten
+when the last value has come and the last step is over (see `_protocol.run.Share`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from aiodaft._runtime.platform.context import deadline_of
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import DaftError
 
-# The deadlock search names a segment by one of its values: graph, run and value in one number, below those of calls.
+# The deadlock search identifies a segment by a negative number made of the graph, the run and one of its values.
 _VALUE_BITS = 32
 _RUN_BITS = 64
 
 
 class Participant:
-    """The share of this process in one graph."""
+    """The part of one graph in this process."""
 
     def __init__(self, context: GraphContext, owner: PeerId, number: int, plan: SubPlan[Arguments]) -> None:
         """Bind the steps to their methods.
@@ -60,20 +60,20 @@ class Participant:
         self.route = self.routes[owner]
         awaited = self.needs.segments.keys()
         self.segments = [BoundSegment(context, plan, segment, self.routes, awaited) for segment in plan.segments]
-        # The next run, made when one is over: no message waits for the making.
+        # The next run, made in advance, so that no message waits for it.
         self._next: ParticipantRun | None = ParticipantRun(self)
         # Called after the last run, once the owner has uninstalled the graph.
         self._finished: Callable[[], object] | None = None
-        # Refs inside results, by run: held until the receivers have registered them.
+        # Refs inside results, by run: kept until the receivers have registered them.
         self.pins: dict[int, list[Any]] = {}
 
     def unpin(self, oldest: int) -> None:
-        """All runs before `oldest` are over."""
+        """Release the refs of all runs before `oldest`, which are over."""
         for number in [number for number in self.pins if number < oldest]:
             del self.pins[number]
 
     def run(self, number: int) -> ParticipantRun:
-        """A run; its values may come before its RUN does."""
+        """Return a run, or make it: its values can come before RUN does."""
         run = self.runs.get(number)
         if run is None:
             run, self._next = self._next or ParticipantRun(self), None
@@ -90,7 +90,7 @@ class Participant:
         run.lost(connection.remote, await self.context.connections.explanation(connection))
 
     def forget(self, run: ParticipantRun) -> None:
-        """A run is over."""
+        """Forget a run that is over."""
         if self.runs.pop(run.number, None) is None:
             return
         if self._finished is not None:
@@ -99,7 +99,7 @@ class Participant:
             self._next = ParticipantRun(self)
 
     def finish(self, finished: Callable[[], object]) -> None:
-        """No more runs begin: call back once those under way are over."""
+        """Call `finished` when the runs under way are over. No more runs begin."""
         self._finished = finished
         self._end()
 
@@ -120,11 +120,11 @@ class Participant:
         self.runs.clear()
 
     def number_of(self, run: int, value: int) -> CallId:
-        """What the deadlock search calls the segment that makes a value."""
+        """The number of the segment that makes a value, in the deadlock search."""
         return CallId(-1 - ((self.number << _RUN_BITS | run) << _VALUE_BITS | value))
 
     def find(self, number: CallId) -> SegmentCall | None:
-        """The segment with a number of the deadlock search, or the one that makes a result with a number."""
+        """Find a segment by its number in the deadlock search, or by the number of a result that it makes."""
         for run in self.runs.values():
             if number in run.numbers:
                 value = self.plan.outputs[run.numbers.index(number)]
@@ -142,7 +142,7 @@ class Participant:
 class ParticipantRun:
     """One run of a graph in one process; the caller of its segments."""
 
-    # Defaults in the class: set by RUN, or only by some runs.
+    # Defaults: RUN sets them, or only some runs do.
     calls: Sequence[SegmentCall] = ()
     number = 0
     # The owner's numbers of the results of this process.
@@ -156,18 +156,18 @@ class ParticipantRun:
         self.owner = participant.owner
         self.share = Share(participant.needs)
         self.values: dict[int, Flowing] = {}
-        # The calls, until they begin.
+        # The calls, until RUN comes.
         self._prepared: Sequence[SegmentCall] = [SegmentCall(self, segment) for segment in participant.segments]
 
     def drop(self) -> None:
-        """Do not begin. The prepared calls refer to the run: without this, only garbage collection frees them."""
+        """Drop the prepared calls. They refer to the run: otherwise only garbage collection frees them."""
         self.share.drop()
         self._prepared = ()
 
     def begin(
         self, left: int | None, numbers: tuple[CallId, ...], items: tuple[m.GraphItem, ...], route: Route
     ) -> None:
-        """RUN came."""
+        """Start the segments: RUN came."""
         share = self.share
         self.numbers = numbers
         uncounted = 0 if self.values else len(items)
@@ -184,7 +184,7 @@ class ParticipantRun:
             deadline = deadline_of(left, self.participant.context.process.loop.time)
             for call in calls:
                 call.deadline = deadline
-        # The run knows all calls before the first of them may end.
+        # Set before the first call can end.
         self.calls = calls
         share.run_came(uncounted)
         if any(share.missing):
@@ -195,7 +195,7 @@ class ParticipantRun:
             call.deliver()
 
     def values_came(self, items: tuple[m.GraphItem, ...], route: Route) -> None:
-        """Values of another process came."""
+        """Take values that another process sent."""
         for item in items:
             if len(item) == m.PLAIN_VALUE:
                 self._put_foreign(*item)
@@ -220,7 +220,7 @@ class ParticipantRun:
             self._forget_if_done()
 
     def _put(self, index: int, value: Flowing, *, at_once: bool = True) -> None:
-        """Start the segments that waited for a value (see `HostedActor.look_again`)."""
+        """Keep a value, and start the segments that waited for it (for `at_once` see `HostedActor.look_again`)."""
         self.values[index] = value
         for segment in self.share.value_came(index):
             if self.calls:
@@ -231,7 +231,7 @@ class ParticipantRun:
     # Results of the steps of this process.
 
     def give(self, step: BoundStep, value: Flowing) -> None:
-        """A step is over: tell the receivers, as soon as they can have its result."""
+        """Send the result of a step to its receivers, as soon as it is ready."""
         stored = value.stored if type(value) is GraphValue else None
         if stored is None:
             self._tell(step, value, None)
@@ -277,11 +277,11 @@ class ParticipantRun:
             elif step.place is not None or is_failure(value):
                 item = item_of(value, index, refs, participant.route, executed=True)
             else:
-                # The owner only counts the step.
+                # The owner does not need the value: it only counts the step.
                 item = (index,)
             participant.route.send((m.REPORT, participant.number, self.number, (item,)))
         if stored is not None:
-            # The grants keep the block until the other processes have read it.
+            # After the release, grants keep the block until the other processes have read it.
             if step.is_used:
                 self._read_here = [*(self._read_here or ()), stored]
             else:
@@ -290,13 +290,13 @@ class ParticipantRun:
     # Ends.
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
-        """A process is gone: the values that it has not sent fail with the error."""
+        """Fail the values that a lost process has not sent."""
         for index in self.participant.plan.receives.get(remote, ()):
             value = GraphValue.of_error(copy_error(error), executed=error.executed)
             self._put_foreign(index, value, at_once=False)
 
     def skip(self) -> None:
-        """The owner needs no result: cancel the segments that run, and never start the others."""
+        """Cancel the segments: the owner needs no result any more."""
         for call in self.calls:
             if not call.answered:
                 call.hosted.cancel(call)
@@ -318,7 +318,7 @@ class ParticipantRun:
     is_local = True
 
     def answer(self, call: InboundCall, result: Any) -> None:
-        """A segment is over."""
+        """Note that a segment is over."""
         assert isinstance(call, SegmentCall)
         if call.rules.on_thread:
             call.flush()
@@ -329,7 +329,7 @@ class ParticipantRun:
             self._forget_if_done()
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
-        """A segment ends early."""
+        """Fail the remaining steps of a segment that ends early."""
         assert isinstance(call, SegmentCall)
         if not call.answered:
             call.flush()
@@ -345,12 +345,12 @@ class ParticipantRun:
     # For the deadlock search.
 
     def call_at(self, value: int) -> CallAt:
-        """What the search calls the segment that makes a value."""
+        """The segment that makes a value, as the search identifies it."""
         plan, owner = self.participant.plan, self.participant.owner
         maker = next((process for process, values in plan.receives.items() if value in values), plan.process)
         return CallAt(maker, owner, self.participant.number_of(self.number, value))
 
     def makers_of(self, values: Sequence[int]) -> list[CallAt]:
-        """The segments that make those of the values that have not come; nothing if inputs are among them."""
+        """The segments that make the missing ones of these values; none if an input is missing."""
         missing = [value for value in values if value not in self.values]
         return [] if any(value in self.participant.plan.inputs for value in missing) else [*map(self.call_at, missing)]

@@ -38,13 +38,13 @@ from aiodaft.exceptions import SpawnFailed
 # Modules that the fork server imports for all workers if this process has them: slow to import, safe to fork.
 _PRELOADED: Final = ("numpy", "torch")
 
-# Seconds that the fork server takes to report an end.
+# Seconds that the fork server usually needs to report an end.
 _REPORT_TIME: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a worker ended; no exit code and no signal if that is not known."""
+    """How a worker ended; exit code and signal are None if unknown."""
 
     pid: int
     exit_code: int | None
@@ -66,7 +66,7 @@ class ChildProcess:
         self.ended: asyncio.Future[Ending] = loop.create_future()
 
     def fail(self, error: SpawnFailed) -> None:
-        """Report that it did not start."""
+        """Fail `started`: the worker did not start."""
         self.heartbeat.close()
         if not self.started.done():
             self.started.set_exception(error)
@@ -101,19 +101,19 @@ class WorkerLauncher:
         self._last_number = 0
         self._lost: str | None = None
         self._watch = ForkServerWatch(loop, self._server_pid, self._worker_pids, self._give_up, timeouts)
-        # Whether the fork server has carried out an order, and so is done with its first imports.
+        # Whether the fork server has carried out an order, so that its first imports are done.
         self._heard = False
         self._sending = asyncio.Lock()
         # The environment of the fork server.
         self._environment: dict[str, str] = {}
         self._writable = asyncio.Event()
         self.on_ended: Callable[[ChildProcess, Ending], object] = lambda child, ending: None
-        # Called when `aiodaft stack` asks for the stacks, with the fork server's pid as that command sees it.
+        # Called when `aiodaft stack` asks for the stacks, with the pid of the fork server outside its PID namespace.
         self.on_stack_request: Callable[[int], object] = lambda pid: None
 
     @property
     def pid(self) -> int | None:
-        """The fork server's process, once there is one."""
+        """The pid of the fork server, once it has started."""
         return None if self._process is None else self._process.pid
 
     async def spawn(
@@ -123,12 +123,12 @@ class WorkerLauncher:
 
         Args:
             settings: Its settings, packed.
-            worker_environment: What it inherits from the controller.
+            worker_environment: The environment that it inherits from the controller.
             environment: Variables for this worker alone.
             name: Its name in the log.
 
         Returns:
-            The worker, whose `started` gives its pid, and this end of the socket to it.
+            The worker, and this process's end of the socket to it. Its `started` gives the pid.
 
         Raises:
             SpawnFailed: The fork server cannot be started, does not answer, or is gone, or there are no descriptors
@@ -185,25 +185,25 @@ class WorkerLauncher:
     def kill(self, child: ChildProcess, number: int = signal.SIGKILL) -> None:
         """Send a signal to a worker that has not ended."""
         if self._socket is not None and not child.ended.done():
-            # Only the parent knows that the pid still belongs to the worker.
+            # The fork server kills it: only the parent knows that the pid still belongs to the worker.
             with suppress(OSError):
                 self._socket.send(pack([order.KILL, child.number, int(number)]))
 
     async def end(self, child: ChildProcess) -> None:
         """Kill a worker and wait until it has ended, even if the fork server is stopped or imports a module."""
         self.kill(child)
-        # A fork server that has carried out no order has started no worker.
+        # If the fork server has carried out no order, no worker has started.
         if not await self.wait_end(child, self._timeouts.kill if self._heard else 0.0):
             if child.pid:
-                # Its parent has not reaped it, so the pid still belongs to it.
+                # The fork server has not reaped it, so the pid still belongs to it.
                 with suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)
             self._forget(child, Ending(child.pid, None, "SIGKILL"))
 
     async def wait_end(self, child: ChildProcess, seconds: float) -> bool:
-        """Wait for the end of a worker, for at most some seconds; False if it has not ended.
+        """Wait for the end of a worker; False if it has not ended after `seconds`.
 
-        If the fork server does not report the end, because it is stopped or busy, the kernel does.
+        A stopped or busy fork server does not report the end: then this asks the kernel.
         """
         for patience in (min(_REPORT_TIME, seconds), max(0.0, seconds - _REPORT_TIME)):
             with suppress(TimeoutError):
@@ -227,7 +227,7 @@ class WorkerLauncher:
         self.on_ended(child, ending)
 
     async def aclose(self) -> None:
-        """End the fork server, and with it every worker that is left. Blocks until they are gone."""
+        """End the fork server and the remaining workers, and wait until they are gone."""
         if self._socket is not None:
             self._drop_socket()
         await self._tasks.aclose()
@@ -243,7 +243,7 @@ class WorkerLauncher:
         self._logs.close()
 
     def _hasten(self, process: subprocess.Popen[bytes]) -> None:
-        """Have a fork server end that is stopped, or busy with a long import.
+        """Make a fork server end that is stopped, or busy with a long import.
 
         A fork server that has not reported any start is killed. A worker that it has just started ends with it.
         """
@@ -261,7 +261,7 @@ class WorkerLauncher:
             # The system has no pidfd, or no descriptor left.
             await asyncio.to_thread(_end, process, self._timeouts.fork_server_end)
             return
-        # Not in a thread: the executor of the user's loop would keep that thread.
+        # Not in a thread, which the executor of the user's loop would keep.
         ended = asyncio.Event()
         self._loop.add_reader(fd, ended.set)
         try:
@@ -311,12 +311,12 @@ class WorkerLauncher:
         except OSError as error:
             raise SpawnFailed(refusal(error, "the fork server cannot be started")) from error
         with theirs:
-            # One that is isolated cannot see this process.
+            # An isolated fork server cannot see this process.
             parent = (0, 0) if self._prefix else (os.getpid(), threading.get_native_id())
             command = fresh_python("aiodaft._runtime.node.forkserver", theirs.fileno(), *parent, int(self._fork))
             self._environment = dict(os.environ)
             try:
-                # From the loop's own thread, which takes a millisecond or two: it is to end when that thread does.
+                # In the loop's thread (1 or 2 ms): the fork server ends with the thread that starts it.
                 self._process = subprocess.Popen(  # noqa: ASYNC220 - see above
                     [*self._prefix, *command],
                     pass_fds=(theirs.fileno(),),
@@ -338,7 +338,7 @@ class WorkerLauncher:
         return [name for name in _PRELOADED if name in sys.modules]
 
     async def _send(self, message: bytes, fds: list[int]) -> None:
-        # One at a time: the loop has one writer per descriptor.
+        # One at a time, because the loop has one writer per descriptor.
         async with self._sending:
             while True:
                 if self._socket is None:
@@ -351,7 +351,7 @@ class WorkerLauncher:
                 except OSError as error:
                     if error.errno == errno.EMSGSIZE:
                         what = f"{len(message):,} bytes (sys.path, the environment) are too many"
-                        raise SpawnFailed(f"the fork server cannot be told what a worker needs: {what}") from error
+                        raise SpawnFailed(f"the order for a worker is too long for the fork server: {what}") from error
                     raise
                 else:
                     return
@@ -430,7 +430,7 @@ class WorkerLauncher:
             raise SpawnFailed(self._watch.problem)
 
     def _give_up(self, problem: str) -> None:
-        """Fail the spawns that wait for a stuck fork server. A worker that it starts later ends by itself."""
+        """Fail the spawns that wait for a stuck fork server. Workers that it starts later end by themselves."""
         logger.error("%s", problem)
         for child in self._children.values():
             if not child.started.done():

@@ -1,6 +1,6 @@
-"""The node agent: the actor that gives out the machine's resources, starts workers, and reports how they ended.
+"""The node agent: the actor that assigns the machine's resources, starts workers, and reports how they ended.
 
-`_protocol/worker.py` has the states of a worker.
+The states of a worker are in `_protocol/worker.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _THREADS: Final = "OMP_NUM_THREADS"
 
 
 class NodeAgent(NodeContact):
-    """One machine."""
+    """The agent of one machine."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class NodeAgent(NodeContact):
         self._process = process
         self._connections = connections
         self._launcher = launcher
-        # Held by actor numbers, which restarts do not change.
+        # Assigned to actor numbers, which restarts do not change.
         self._resources = resources
-        # The names that CUDA has for the GPUs.
+        # The names of the GPUs in CUDA_VISIBLE_DEVICES.
         self._gpu_names = gpu_names
         # Actors that may be restarted, and so hold resources without a process.
         self._restartable: dict[ActorId, Conditions] = {}
@@ -69,11 +69,11 @@ class NodeAgent(NodeContact):
         self._endings: dict[PeerId, OutcomeUnknown] = {}
         self._introduced: set[frozenset[PeerId]] = set()
         self._actor_numbers = itertools.count(FIRST_USER_ACTOR)
-        # Called for each actor of a process that ended by accident, if no call failed of that.
+        # Called for each actor of a process that ended by accident, if no call failed because of that.
         self.on_died: Callable[[PeerId, ActorId, OutcomeUnknown], object] = lambda peer, actor, error: None
         # Called with an error in a worker that no code there saw.
         self.on_unheld: Callable[[BaseException, str], object] = lambda error, what: None
-        # Called for each process that ended: how, and whether that was wanted.
+        # Called for each process that ended, with the error of its callers and whether the runtime wanted its end.
         self.on_ended: Callable[[PeerId, OutcomeUnknown, bool], object] = lambda peer, error, wanted: None
         launcher.on_ended = self._child_ended
 
@@ -81,17 +81,17 @@ class NodeAgent(NodeContact):
     async def place(
         self, label: str, demand: Demand, beside: str | None, conditions: Conditions, restartable: bool = False
     ) -> Place:
-        """Reserve what an actor needs, and find a process for it.
+        """Reserve the resources of an actor, and find a process for it.
 
         Args:
             label: The actor's name in errors.
             demand: The resources it needs.
-            beside: The process it shares with another actor. Default: a new process.
-            conditions: What each incarnation's process is started with.
-            restartable: Whether it holds its resources until `vacate`, also while it has no process.
+            beside: The process of another actor, to share it; None for a new process.
+            conditions: The conditions for the process of each incarnation.
+            restartable: Whether it keeps its resources until `vacate`, also while it has no process.
 
         Raises:
-            InsufficientResources: There is not enough; nothing was reserved.
+            InsufficientResources: The resources are missing; nothing was reserved.
             SpawnFailed: The process did not start.
         """
         if beside is not None and demand.gpus:
@@ -175,7 +175,7 @@ class NodeAgent(NodeContact):
         return worker
 
     def _environment(self, cpus: float, gpus: tuple[int, ...], inherited: WorkerEnvironment) -> dict[str, str]:
-        """The variables that tell libraries in a worker of its share of the machine."""
+        """The variables that limit libraries in a worker to its share of the machine."""
         environment: dict[str, str] = {}
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpu_names[gpu] for gpu in gpus)
@@ -185,14 +185,14 @@ class NodeAgent(NodeContact):
 
     @method
     async def vacate(self, peer: str, actor: int, reason: str, keep: bool = False, answers: bool = True) -> None:
-        """Remove an actor from its process, and end the process if it was the last one there.
+        """Remove an actor from its process, and end the process if no other actor is there.
 
         Args:
             peer: The process.
             actor: The actor.
             reason: Why it was stopped.
-            keep: Whether the actor holds its resources for its next incarnation.
-            answers: Whether the process answers. A process that does not is killed at once.
+            keep: Whether the actor keeps its resources for its next incarnation.
+            answers: Whether the process answers. If not, it is killed at once.
         """
         number = number_of(ActorId(actor))
         if not keep:
@@ -203,7 +203,7 @@ class NodeAgent(NodeContact):
             return
         worker.actors.pop(ActorId(actor), None)
         if worker.actors:
-            # The other actors go on using the GPUs, which belong to the process.
+            # The other actors still use the GPUs of the process.
             self._free(number, keep_gpus=True)
             return
         if worker.state is WorkerState.STOPPING:
@@ -240,7 +240,7 @@ class NodeAgent(NodeContact):
         if second not in self._workers:
             raise self._endings.get(second) or ActorDied(f"there is no process {other}", executed=False)
         pair = frozenset((first, second))
-        # Both may ask at the same time, and get one connection.
+        # Both processes may ask at the same time: they get one connection.
         if pair not in self._introduced:
             self._introduced.add(pair)
             try:
@@ -255,13 +255,13 @@ class NodeAgent(NodeContact):
 
         Args:
             peer: The process.
-            in_flight: The number of calls that the asking process had under way there; they fail with this error.
+            in_flight: The number of calls that the asking process had under way there. They fail with this error.
         """
         return await self.explain(PeerId(peer), in_flight)
 
     @method
     async def unheld(self, encoded: bytes, what: str) -> None:
-        """Report an error in a worker that no code there saw, and what has failed."""
+        """Report an error that no code in a worker saw; `what` says what failed."""
         call = current_call.get()
         assert call is not None
         worker = self._workers.get(call.caller)
@@ -302,7 +302,7 @@ class NodeAgent(NodeContact):
                     # Only the connection between two workers broke.
                     worker.handle(WorkerEvent.ALIVE)
                     return PeerLost(f"the connection to {worker} ended")
-                # It lives, and cannot be reached from here.
+                # The process lives, but this process has lost the connection to it.
                 await self._launcher.end(worker.child)
         return self._endings.get(peer) or ActorDied(f"there is no process {peer}")
 
@@ -317,7 +317,7 @@ class NodeAgent(NodeContact):
         self._connections.suspects.discard(worker.id)
         self._introduced = {pair for pair in self._introduced if worker.id not in pair}
         if not child.pid:
-            # The fork server may still make it; without a connection it ends at once.
+            # If the fork server still starts it, it finds no connection and ends.
             self._connections.to(worker.id).close(error)
         while len(self._endings) > self._process.env.remembered:
             del self._endings[next(iter(self._endings))]
@@ -351,7 +351,7 @@ class NodeAgent(NodeContact):
         elif order is Order.GIVE_UP and worker.state is not WorkerState.STOPPING:
             worker.given_up = given_up(worker, activity(worker, connection))
             logger.error("%s", worker.given_up)
-            # Later messages of it are not read.
+            # Closing the connection drops its later messages.
             self._launcher.kill(worker.child)
             connection.close(worker.given_up)
 

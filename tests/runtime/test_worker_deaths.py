@@ -1,0 +1,250 @@
+"""What a node makes of the end of a worker, without processes: who gets the error, and what becomes free."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rooms import Bench
+
+from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.liveness import Patience
+from aiodaft._protocol.resources import Demand, Resources
+from aiodaft._protocol.session import Session
+from aiodaft._runtime.node.environment import WorkerEnvironment
+from aiodaft._runtime.node.heartbeat import LastHeartbeat
+from aiodaft._runtime.node.launcher import Ending
+from aiodaft._runtime.node.node_agent import NodeAgent
+from aiodaft._runtime.node.worker_table import Conditions, Place
+from aiodaft._runtime.platform.env import Timeouts
+from aiodaft.exceptions import ActorDied, InsufficientResources, PeerLost, SpawnFailed
+
+CONDITIONS = Conditions(None, WorkerEnvironment({}, "/", [], []))
+
+
+class Child:
+    """A worker process, as the node sees it."""
+
+    def __init__(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.number = number
+        self.pid = 10_000_000 + number
+        self.output = SimpleNamespace(name="", last_lines=("a last line",))
+        self.heartbeat = SimpleNamespace(begin=lambda *_: None, last=LastHeartbeat)
+        self.started: asyncio.Future[int] = loop.create_future()
+        self.ended: asyncio.Future[Ending] = loop.create_future()
+
+
+class Launcher:
+    """Starts workers that live until the test ends them."""
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+        self.killed: list[int] = []
+        self.starts = True
+        self.on_ended: Any = None
+        # When the node waits for the end of a process, it gives up at once.
+        self.patient = True
+
+    def __contains__(self, number: int) -> bool:
+        return not self.children[number].ended.done()
+
+    async def spawn(self, *_: object) -> tuple[Child, None]:
+        child = Child(len(self.children))
+        self.children.append(child)
+        if self.starts:
+            child.started.set_result(child.pid)
+        else:
+            child.started.set_exception(SpawnFailed("it did not start"))
+        return child, None
+
+    def kill(self, child: Child) -> None:
+        self.killed.append(child.number)
+        self.die(child)
+
+    async def end(self, child: Child) -> None:
+        self.kill(child)
+
+    async def wait_end(self, child: Child, seconds: float) -> bool:
+        if self.patient:
+            await child.ended
+        return child.ended.done()
+
+    def die(self, child: Child, *, exit_code: int | None = None, signal: str | None = "SIGKILL") -> None:
+        """A process ends."""
+        if not child.ended.done():
+            ending = Ending(child.pid, exit_code, signal)
+            child.ended.set_result(ending)
+            self.on_ended(child, ending)
+
+
+class Links:
+    """The node's connections to its workers."""
+
+    def __init__(self) -> None:
+        self.suspects: set[PeerId] = set()
+        self._links: dict[PeerId, Any] = {}
+
+    def attach(self, remote: PeerId, sock: None) -> None:
+        self.to(remote)
+
+    def to(self, remote: PeerId) -> Any:
+        session: Session[Any] = Session(PeerId("here"), 1, remote=remote, max_pending=1)
+        link = SimpleNamespace(session=session, lost=None, send=lambda message: None, close=lambda error: None)
+        return self._links.setdefault(remote, link)
+
+
+class Machine(Bench):
+    """A node with two CPUs that notes what it reports."""
+
+    def __init__(self) -> None:
+        super().__init__(grace=0, timeouts=Timeouts(blame=0))
+        self.launcher, self.links = Launcher(), Links()
+        self.resources: Resources[ActorId] = Resources(cpus=2, gpus=0)
+        launcher: Any = self.launcher
+        links: Any = self.links
+        self.agent = NodeAgent(self.process, links, launcher, self.resources, (), uvloop=False, patience=Patience())
+        self.unheld: list[ActorId] = []
+        self.ended: list[tuple[PeerId, bool]] = []
+        self.agent.on_died = lambda peer, actor, error: self.unheld.append(actor)
+        self.agent.on_ended = lambda peer, error, wanted: self.ended.append((peer, wanted))
+        self._names = itertools.count(1)
+
+    async def place(self, *, beside: str | None = None, restartable: bool = False) -> Place:
+        name = f"Desk-{next(self._names)}"
+        conditions = CONDITIONS if beside is None else Conditions(None, None)
+        return await self.agent.place(name, Demand(cpus=1), beside, conditions, restartable)
+
+    async def blame_time_over(self) -> None:
+        """The time passes in which callers report their lost calls."""
+        over = asyncio.Event()
+        self.process.loop.call_later(0, over.set)
+        await over.wait()
+
+    @property
+    def free(self) -> float:
+        return self.resources.free()["cpus"]
+
+
+@pytest.fixture
+async def machine() -> AsyncIterator[Machine]:
+    made = Machine()
+    yield made
+    await made.process.tasks.aclose()
+
+
+async def test_a_death_that_failed_no_call_is_reported_for_each_actor(machine: Machine) -> None:
+    first = await machine.place()
+    second = await machine.place(beside=first.peer)
+    machine.launcher.die(machine.launcher.children[0])
+    assert (machine.unheld, machine.ended, machine.free) == ([], [(first.peer, False)], 2)
+    await machine.blame_time_over()
+    assert machine.unheld == [first.actor, second.actor]
+    error = await machine.agent.exit_report(first.peer, 0)
+    assert isinstance(error, ActorDied)
+    assert (error.actor, error.signal, error.last_lines) == ("Desk-1 and Desk-2", "SIGKILL", ("a last line",))
+
+
+@pytest.mark.parametrize("asked_first", [False, True])
+async def test_a_death_that_failed_a_call_belongs_to_its_caller(machine: Machine, asked_first: bool) -> None:
+    place = await machine.place()
+    (child,) = machine.launcher.children
+    if asked_first:
+        asking = machine.agent.exit_report(place.peer, 1)
+        report = asyncio.ensure_future(asking)  # noqa: TID251 - the test waits for it
+        await asyncio.sleep(0)
+        machine.launcher.die(child, exit_code=3, signal=None)
+        error = await report
+    else:
+        machine.launcher.die(child, exit_code=3, signal=None)
+        error = await machine.agent.exit_report(place.peer, 1)
+    assert isinstance(error, ActorDied)
+    assert error.exit_code == 3
+    await machine.blame_time_over()
+    assert machine.unheld == []
+
+
+async def test_a_caller_without_calls_under_way_blames_nobody(machine: Machine) -> None:
+    place = await machine.place()
+    machine.launcher.die(machine.launcher.children[0])
+    await machine.agent.exit_report(place.peer, 0)
+    await machine.blame_time_over()
+    assert machine.unheld == [place.actor]
+
+
+async def test_a_broken_connection_between_workers_does_not_excuse_a_later_death(machine: Machine) -> None:
+    place = await machine.place()
+    machine.launcher.patient = False
+    error = await machine.agent.exit_report(place.peer, 1)
+    assert (type(error), machine.launcher.killed) == (PeerLost, [])
+    machine.launcher.die(machine.launcher.children[0])
+    await machine.blame_time_over()
+    assert machine.unheld == [place.actor]
+
+
+async def test_a_worker_that_lives_and_cannot_be_reached_is_killed(machine: Machine) -> None:
+    place = await machine.place()
+    machine.launcher.patient = False
+    machine.links.to(place.peer).lost = PeerLost("broken")
+    error = await machine.agent.exit_report(place.peer, 1)
+    assert (type(error), machine.launcher.killed) == (ActorDied, [0])
+    await machine.blame_time_over()
+    assert machine.unheld == []
+
+
+async def test_an_end_that_was_wanted_is_no_accident(machine: Machine) -> None:
+    place = await machine.place()
+    machine.launcher.patient = False
+    await machine.agent.vacate(place.peer, place.actor, "a test")
+    assert (machine.ended, machine.launcher.killed, machine.free) == ([(place.peer, True)], [0], 2)
+    await machine.blame_time_over()
+    assert machine.unheld == []
+    assert "was stopped: a test" in str(await machine.agent.exit_report(place.peer, 1))
+
+
+async def test_the_process_of_two_actors_ends_with_the_last_of_them(machine: Machine) -> None:
+    first = await machine.place()
+    second = await machine.place(beside=first.peer)
+    machine.launcher.patient = False
+    await machine.agent.vacate(first.peer, first.actor, "a test")
+    assert (machine.ended, machine.free) == ([], 1)
+    await machine.agent.vacate(second.peer, second.actor, "a test")
+    assert (machine.ended, machine.free) == ([(first.peer, True)], 2)
+
+
+async def test_a_restartable_actor_holds_its_resources_without_a_process(machine: Machine) -> None:
+    place = await machine.place(restartable=True)
+    other = await machine.place()
+    machine.launcher.die(machine.launcher.children[0])
+    assert machine.free == 0
+    with pytest.raises(InsufficientResources):
+        await machine.place()
+    again = await machine.agent.place_again("Desk-1", place.actor, None)
+    assert again.peer not in (place.peer, other.peer)
+    await machine.agent.kill(again.peer, "a test")
+    await machine.agent.vacate(again.peer, place.actor, "a test")
+    assert machine.free == 1
+    with pytest.raises(ActorDied, match="Desk-1 was stopped"):
+        await machine.agent.place_again("Desk-1", place.actor, None)
+
+
+async def test_a_worker_that_does_not_start_holds_nothing_and_is_nobodys_accident(machine: Machine) -> None:
+    machine.launcher.starts = False
+    with pytest.raises(SpawnFailed):
+        await machine.place()
+    assert (machine.free, await machine.agent.processes()) == (2, ())
+    assert [wanted for _, wanted in machine.ended] == [True]
+    await machine.blame_time_over()
+    assert machine.unheld == []
+
+
+async def test_an_actor_does_not_move_in_with_one_that_is_gone(machine: Machine) -> None:
+    place = await machine.place()
+    machine.launcher.die(machine.launcher.children[0])
+    with pytest.raises(ActorDied, match="Desk-2 was to live with an actor that is gone"):
+        await machine.place(beside=place.peer)
+    assert machine.free == 2

@@ -278,6 +278,19 @@ async def test_the_calls_of_a_caller_that_is_gone_are_cancelled_and_not_answered
     assert (home.desk.begun, home.wire.sent, home.host.calls()) == (["runs"], [], [])
 
 
+async def test_a_process_that_pulls_the_result_of_a_caller_that_is_gone_is_sent_to_the_caller(home: Home) -> None:
+    call = home.inbound.find(THERE, CallId(home.call("alone", "runs")))
+    assert call is not None
+    places: list[Any] = []
+    call.add_puller(places.append)
+    home.wire.lost = PeerLost("it ended")
+    call.responder.answer_stored(call, home.store.keep(["a result"], Names("result")))
+    assert places == [THERE]
+    home.inbound.connection_lost(home.caller)
+    while home.hosted.running:
+        await turns()
+
+
 async def test_calls_that_lead_nowhere_are_turned_away(home: Home) -> None:
     with pytest.raises(AttributeError, match="Desk-1 has no remote method 'nothing'"):
         await home.wire.result(home.call("nothing"))

@@ -45,8 +45,9 @@ class RemoteResponder:
     def answer_stored(self, call: InboundCall, stored: StoredValue) -> None:
         self.calls.pop(call.number, None)
         if not call.handle(ANSWER) or self._connection.lost is not None:
-            # The caller has its answer, or is gone.
+            # The caller has its answer, or is gone: processes that pull the result hear from it, or of its end.
             stored.release()
+            call.tell_pullers(call.caller)
             return
         if stored.ready and stored.is_inline:
             refs = self._pinned(call, stored)

@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class Actor:
-    """Base class of actors, whose instances live in processes of their own; adds no public names.
+    """Base class of actors: their instances live in other processes. Adds no public names.
 
     The class line says what an instance needs, `class Model(Actor, gpus=1)`; `rt.on(gpus=...)` overrides it. If the
     class is a context manager, the runtime enters the instance before its first call and leaves it when the actor is

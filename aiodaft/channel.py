@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class Channel(Generic[T]):
-    """A bounded queue between actors: pass it to those who send and to those who receive.
+    """A bounded queue between actors: pass it to the senders and to the receivers.
 
     Any number may send and receive; each item is received once. Small items travel with the message, tensors and
     other large ones from sender to receiver directly. What one sender sends is received in its order. The channel is
-    freed, with what is in it, when no process holds it any more. docs/promises.md says what comes of deaths.
+    freed, with its items, when no process holds it any more. For deaths of actors see docs/promises.md.
 
     Args:
         capacity: Items that may wait in the channel.

@@ -110,11 +110,11 @@ class Spawner(ABC):
             gpus: GPUs each of them needs: whole ones are exclusive, a fraction shares one.
             resources: Other things each needs, as declared by `Runtime(resources=...)`.
             node: Name of the machine.
-            with_: An actor in whose process they live: refs between them cost nothing.
-            patience: How long one that does not answer is waited for; of those that share a process, the most
-                patient one counts. Overrides the class line.
-            restart: What happens when one of them dies. A policy is for each of them alone, whatever the class line
-                or the scope says; "permanent", "transient" or "temporary" changes only that.
+            with_: An actor to share the process with: refs between them cost nothing.
+            patience: How long to wait for an actor that does not answer; in a shared process, the longest patience
+                counts. Overrides the class line.
+            restart: What happens when one of them dies. A policy is for each of them alone, and overrides the class
+                line and the scope; "permanent", "transient" or "temporary" changes only that.
             max_queue: Calls of all callers that may wait at each of them: one more is refused at once with
                 `Overloaded`. Overrides the class line. Steps of compiled graphs do not count, and are not refused:
                 `max_in_flight` bounds them. See also `method`.

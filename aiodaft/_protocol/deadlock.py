@@ -67,8 +67,8 @@ class Waiting:
 class Deadlock:
     """A cycle of waiting. Each call of it waits for the next, the last one for the first.
 
-    The last one is the one to give up: among the calls that have not begun (giving them up is safe) the youngest. Who
-    is younger is decided by the calls' numbers, so that all who find the deadlock choose the same.
+    The last one is the call to give up: the youngest of the calls that have not begun (giving them up is safe). The
+    calls' numbers decide which is younger, so that all processes that find the deadlock choose the same call.
     """
 
     calls: tuple[CallAt, ...]

@@ -1,4 +1,4 @@
-"""The messages that go over a connection: tuples whose first item is the kind.
+"""The messages that go over a connection: tuples with the kind as the first item.
 
 ========== ===================== ================================================================================
 Kind       From -> to            Fields

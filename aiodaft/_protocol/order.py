@@ -65,7 +65,7 @@ class Order(Generic[EntryT]):
                 entries.move_to_end(other)
 
     def leave(self, entry: EntryT) -> None:
-        """Take an entry out, whatever its place: those behind it may be `ready` now."""
+        """Remove an entry from any place: entries behind it may be `ready` now."""
         for lane in entry.lanes:
             entries = self.lanes[lane]
             del entries[entry]

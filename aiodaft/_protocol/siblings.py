@@ -4,7 +4,7 @@ In `a, b = m.step(), n.step()` the code that awaits `b` does not run if `await a
 cancellation of a timeout. When `b` is dropped then, its error is no news to the program: it has an error of that task
 already.
 
-Moments are numbers of calls: whatever happens later in a process has a higher number.
+Times are numbers of calls: a later event in a process has a higher number.
 """
 
 from __future__ import annotations

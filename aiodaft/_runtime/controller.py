@@ -205,7 +205,7 @@ class Controller:
                 self._claims.close()
 
     def abandon(self) -> None:
-        """End the processes of a runtime whose loop is gone. Blocks until they have ended."""
+        """End the processes of a runtime without a running loop. Blocks until they have ended."""
         why = "the event loop it was opened on is gone"
         if self._end(why):
             self.peer.abandon(why)

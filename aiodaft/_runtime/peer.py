@@ -48,7 +48,7 @@ class NodeContact(Actor):
 
     @method
     async def exit_report(self, peer: str, in_flight: int) -> DaftError:
-        """How a process ended, as the error for its callers, `in_flight` of whose calls it had."""
+        """Return the error for the callers of a process that ended with `in_flight` calls of them."""
         raise NotImplementedError
 
     @method

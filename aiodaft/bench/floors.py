@@ -87,7 +87,7 @@ class Echo:
         return await seconds_of_one(lambda: self.call(value), count)
 
     async def pipelined(self, count: int, in_flight: int) -> float:
-        """Round trips per second with so many under way, each awaited by whoever asked."""
+        """Round trips per second, with `in_flight` concurrent callers."""
         loop = asyncio.get_running_loop()
         waiting: dict[int, asyncio.Future[Any]] = {}
         self._connection.on_message = lambda message: waiting.pop(message[0]).set_result(message[1])

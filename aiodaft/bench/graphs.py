@@ -1,6 +1,6 @@
 """Compiled graphs: against the same calls made one by one, and against bare floors.
 
-Calls made one by one go over a runtime of their own, whose processes never took part in a graph. `OpByOp`, `Chained`
+Calls made one by one go over a runtime of their own, with processes that took part in no graph. `OpByOp`, `Chained`
 and `Fused` are those of the Pathways paper (Barham et al. 2022, section 5.1): one small operation on each actor of a
 gang, again and again, awaited each time; as one graph; as a loop inside the actors.
 """

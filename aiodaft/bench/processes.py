@@ -67,7 +67,7 @@ async def _spawn(
 
 
 async def _weight() -> Result:
-    """Proportional set size of idle actors: shared pages count for each of those who share them by their part."""
+    """Proportional set size of idle actors: a shared page is divided among the processes that share it."""
     async with Runtime() as rt:
         actors = [await rt.spawn(Echo) for _ in range(4)]
         pids = [await actor.pid() for actor in actors]

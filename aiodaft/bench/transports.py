@@ -197,7 +197,7 @@ async def _measure(link: Connection, name: str, size: int, turns: int) -> Result
         for grant in grants:
             view = await link.transport.fetch(tuple(grant), link)
             if mapped:
-                # Nothing moves until somebody reads it: one copy, as in the floor.
+                # Reading moves the bytes: one copy, as in the floor.
                 ctypes.memmove(own, address_of(view), size)
             del view
         return (time.perf_counter() - start) / repeats

@@ -1,7 +1,7 @@
 """GPUs that are memory of the host, for tests without a GPU: tensors on them move as those on real GPUs do.
 
-Their memory lies in memfds, which other processes open through /proc. Streams are queues whose work is done when the
-framework asks how far it is, up to a closed gate.
+Their memory lies in memfds, which other processes open through /proc. Streams are queues of work, which is done when
+the framework asks for their state, up to a closed gate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def identity(number: int) -> bytes:
 
 
 class Gate:
-    """Work that a stream is at until somebody opens it: a kernel that takes long."""
+    """Work of a stream that ends when a test opens the gate: a slow kernel."""
 
     def __init__(self) -> None:
         self.open = False
@@ -60,7 +60,7 @@ class HostDriver:
 
     def __init__(self, *devices: int, memory: int = 1 << 40) -> None:
         self.identities: Sequence[bytes] = [identity(number) for number in devices or (0,)]
-        # Devices whose memory cannot be opened here.
+        # Devices with memory that cannot be opened here.
         self.out_of_reach: set[bytes] = set()
         self.broken: str | None = None
         self.memory_left = memory
@@ -204,7 +204,7 @@ class HostDriver:
 
 
 class HostAccelerators:
-    """The runtime's side: tensors in the memory of a `HostDriver` are on a device, whatever torch says."""
+    """The runtime's side: tensors in the memory of a `HostDriver` count as device tensors."""
 
     def __init__(self, driver: HostDriver) -> None:
         self.driver = driver

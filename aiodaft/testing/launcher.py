@@ -121,7 +121,7 @@ class SimulatedLauncher:
         self._home = loop.current
         self._children: dict[int, SimulatedChild] = {}
         self._last_number = 0
-        # Every worker that was started, also those that have ended.
+        # All started workers, also ended ones.
         self.workers: list[SimulatedWorker] = []
         self.on_ended: Callable[[Any, Ending], object] = lambda child, ending: None
         self.on_stack_request: Callable[[int], object] = lambda pid: None

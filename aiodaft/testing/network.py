@@ -183,7 +183,7 @@ class SimulatedNetwork(Sockets):
         self._numbers = count(_FIRST_FD)
         self._open: dict[int, End] = {}
         self._real: set[int] = set()
-        # Ends whose reader or writer will be called.
+        # Ends with a scheduled reader or writer.
         self._woken: set[int] = set()
         self.ends: list[End] = []
         loop.on_watch = lambda fd: self.wake(self._open[fd])
@@ -219,7 +219,7 @@ class SimulatedNetwork(Sockets):
         end.other.cut()
 
     def wake(self, end: End) -> None:
-        """Something may have changed: tell those who watch, as long as it is so."""
+        """An end may have become readable or writable: call its reader or writer while it is."""
         for fd, owner in list(end.fds.items()):
             watched = fd in self.loop.readers or fd in self.loop.writers
             if owner is not None and watched and fd not in self._woken and (self._readable(end) or self._writable(end)):
@@ -244,7 +244,7 @@ class SimulatedNetwork(Sockets):
         return end.other.room * 2 > self.conditions.room or end.other.closed or end.broken
 
     def drop(self, end: End) -> None:
-        """Nobody will read what came to an end."""
+        """Drop the unread data of an end, and close its descriptors."""
         for packet in (*end.arrived, *end.under_way):
             self.close_all(packet.fds)
         end.arrived.clear()

@@ -68,7 +68,7 @@ class SimulatedLoop(AutojumpLoop):
         self._graves: list[Any] = []
         self.readers: dict[int, Callable[[], object]] = {}
         self.writers: dict[int, Callable[[], object]] = {}
-        # Told of descriptors that somebody begins to watch.
+        # Called with each descriptor that a process begins to watch.
         self.on_watch: Callable[[int], object] = lambda fd: None
 
     # Processes.
@@ -155,7 +155,7 @@ class SimulatedLoop(AutojumpLoop):
         """It is skipped when its time comes."""
 
     def add_reader(self, fd: Any, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
-        # As asyncio does: the context is that of whoever begins to watch.
+        # As in asyncio: the context of the caller.
         self.readers[fd] = partial(copy_context().run, callback, *args)
         self.on_watch(fd)
 
@@ -163,7 +163,7 @@ class SimulatedLoop(AutojumpLoop):
         return self.readers.pop(fd, None) is not None
 
     def add_writer(self, fd: Any, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
-        # As asyncio does: the context is that of whoever begins to watch.
+        # As in asyncio: the context of the caller.
         self.writers[fd] = partial(copy_context().run, callback, *args)
         self.on_watch(fd)
 
@@ -216,9 +216,9 @@ class SimulatedLoop(AutojumpLoop):
         return self.run_until_complete(self.start(process, coro))
 
     def bury(self) -> None:
-        """Let go of everything; what is collected now runs its `finally` blocks, which nobody sees any more."""
+        """Drop everything. Collected tasks run their `finally` blocks now, without effect on the simulation."""
         self.close()
-        # Some of them nobody else holds.
+        # Nothing else refers to some of the tasks.
         left = [task for process in self.processes for task in process.tasks if not task.done()]
         self._graves.clear()
         self._timers.clear()
@@ -241,7 +241,7 @@ class SimulatedLoop(AutojumpLoop):
 
 @contextmanager
 def quiet() -> Generator[None, None, None]:
-    """Nobody hears what becomes of processes that ended long ago."""
+    """Suppress warnings and errors of processes that ended long ago."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         with warnings.catch_warnings():

@@ -84,7 +84,7 @@ class Simulation:
 
     @property
     def peers(self) -> list[tuple[Peer, SimulatedProcess]]:
-        """What runs in each process, also in those that have ended."""
+        """What runs in each process, also in ended ones."""
         workers = [worker for launcher in self._launchers for worker in launcher.workers]
         found: list[tuple[Peer | None, SimulatedProcess]] = []
         found += [(one._controller.peer, self.controller) for one in self._runtimes if one._controller.name]

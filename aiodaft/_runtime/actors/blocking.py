@@ -40,7 +40,7 @@ async def _wait(ref: Ref[Any], call: InboundCall | None) -> Any:
         return await ref
     if call.given_up:
         raise asyncio.CancelledError
-    # Who ends the call ends this.
+    # Ending the call cancels this task.
     call.task = asyncio.current_task()
     try:
         return await ref

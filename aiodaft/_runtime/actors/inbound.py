@@ -211,7 +211,7 @@ class Inbound:
             call.hosted.look_again()
 
     def _not_ready(self, call: InboundCall, error: BaseException) -> None:
-        """Fail a call whose arguments cannot be had."""
+        """Fail a call, because its arguments could not be fetched."""
         call.fetching = None
         if call.handle(WITHDRAW):
             call.responder.fail(call, passed_on(error, executed=False), executed=False)

@@ -184,7 +184,7 @@ class Outgoing:
     async def _encode_then_send(self, connection: Connection, request: Request) -> None:
         try:
             stored = await self._store.keep_anywhere(*_value_of(request), resolve=True, streams=request.streams)
-        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
+        except Exception as error:  # noqa: BLE001 - the call fails with it
             self._fail_unsent(connection, request, error)
             return
         # The connection may have ended meanwhile, and the call been made again over another one.
@@ -197,7 +197,7 @@ class Outgoing:
     async def _pack_then_send(self, connection: Connection, request: Request, stored: StoredValue) -> None:
         try:
             await self._store.make_ready(stored)
-        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the call
+        except Exception as error:  # noqa: BLE001 - the call fails with it
             self._fail_unsent(connection, request, error)
             return
         if connection.lost is not None or not connection.session.is_waiting(request.number):

@@ -1,4 +1,4 @@
-"""The stacks of a process whose loop is blocked, or whose GIL is held by C code: by a signal.
+"""The stacks of a process with a blocked loop, or with C code that holds the GIL: by a signal.
 
 `faulthandler` writes them in the signal's handler, without the interpreter, into a memory file that the process made at
 its start; the node reads the file through /proc.

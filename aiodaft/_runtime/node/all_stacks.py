@@ -18,7 +18,7 @@ from aiodaft.stack import ProcessStack, RuntimeStack
 async def stack_of_all(
     waits: WaitGraph, node: NodeAgent, agent_of: Callable[[PeerId], Agent], patience: float
 ) -> RuntimeStack:
-    """Ask every process of this node for its stack, and the kernel for the stacks of those that do not answer."""
+    """Ask every process of this node for its stack; if a process does not answer, ask the kernel."""
 
     async def ask(process: WorkerProcess) -> ProcessStack | None:
         asked_at = now()

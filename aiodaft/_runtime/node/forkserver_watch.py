@@ -17,7 +17,7 @@ class ForkServerWatch:
     Args:
         loop: The loop.
         pid: Gives the pid of the fork server.
-        workers: Gives the pids of workers, whose activity is not the fork server's.
+        workers: Gives the pids of workers: their activity is not the fork server's.
         on_lost: Called with the reason when the fork server is given up.
         timeouts: Have the seconds between two looks.
     """

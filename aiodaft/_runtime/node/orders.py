@@ -12,4 +12,4 @@ SPAWNED: Final = 3  # number, pid
 EXITED: Final = 4  # number, pid, exit code, signal
 FAILED: Final = 5  # number, text
 STACK_REQUESTED: Final = 6  # no number (0), pid of the fork server outside of its PID namespace
-IMPORTING: Final = 7  # no number (0), name of a module whose import begins
+IMPORTING: Final = 7  # no number (0), name of the module that is being imported

@@ -1,7 +1,7 @@
 """PID namespaces: an option to isolate the processes of actors from the rest of the machine.
 
 The fork server is the first process of the namespace. When it ends, also by SIGKILL, the kernel kills every process in
-the namespace, whatever session or group that process is in.
+the namespace, in any session or group.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def _serve(packed: bytes, connection: int, heartbeat: int) -> int:
 
 
 def _reseed() -> None:
-    """Reseed numpy, whose generator forked workers share; Python reseeds its own."""
+    """Reseed numpy: forked workers have the same state of its generator. Python reseeds its own."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         numpy.random.seed()

@@ -1,7 +1,7 @@
-"""Values that many processes pull go from consumer to consumer; `_protocol.broadcast` says from which to which.
+"""Values that many processes pull go from consumer to consumer, by the routes of `_protocol.broadcast`.
 
-Only for values of 1 MiB or more whose bytes are sent; where memory is shared, one block serves all. A consumer may
-change its own value, so a process that passes one on has a copy for that: made when the value comes, and freed with it.
+Only for values of 1 MiB or more over transports that send bytes; in shared memory, one block serves all. A consumer may
+change its own value, so a process that passes a value on makes a copy when it comes, and frees the copy with it.
 """
 
 from __future__ import annotations

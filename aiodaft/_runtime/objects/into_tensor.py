@@ -40,7 +40,7 @@ class IntoTensor:
         self.filled = False
 
     def fits(self, payload: bytes, nbytes: int) -> bool:
-        """Whether a value has one block, whose bytes are the target's.
+        """Whether a value is one block with exactly the bytes of the target.
 
         Raises:
             ValueError: It is a tensor of another shape or dtype.

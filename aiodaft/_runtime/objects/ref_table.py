@@ -159,7 +159,7 @@ class RefTable:
             state.on_ready()
 
     def stored(self, state: RefState) -> StoredValue:
-        """The value for other processes, of a settled ref whose value is here."""
+        """The value of a settled ref, stored for other processes; the value is in this process."""
         if state.stored is None and state.received is not None:
             state.stored = StoredValue.again(state.received)
         elif state.stored is None:

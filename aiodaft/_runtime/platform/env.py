@@ -24,7 +24,7 @@ class Timeouts:
     Attributes:
         answer: For the answer of a process to the order to stop an actor, at least.
         report: For the answer of an actor's process to `rt.info`.
-        exit_report: For the exit report of a process whose connection is lost.
+        exit_report: For the exit report of a process after its connection is lost.
         blame: For callers of a dead actor to report that its end failed their calls; else its scope gets the error.
         kill: For the fork server to kill a worker.
         fork_server_end: For the fork server to end.

@@ -54,7 +54,7 @@ def is_thread(process: int, thread: int) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
+    """Become the parent of descendants that lose their own parent."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

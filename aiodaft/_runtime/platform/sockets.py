@@ -43,7 +43,7 @@ class Sockets:
         return copies
 
     def close_all(self, fds: Iterable[int]) -> None:
-        """Close descriptors; those that are closed already are no error."""
+        """Close descriptors; a closed descriptor is no error."""
         for fd in fds:
             with suppress(OSError):
                 self.close(fd)

@@ -46,7 +46,7 @@ class TaskOwner:
         return task
 
     def start(self, coro: Coroutine[Any, Any, T], /, *, name: str) -> asyncio.Task[T]:
-        """Start a task whose result or error the caller takes; it ends at the latest with its owner.
+        """Start a task for a caller that takes its result or error; it ends at the latest with its owner.
 
         The caller's deadline does not apply to the task, which also works for others, or cleans up.
         """

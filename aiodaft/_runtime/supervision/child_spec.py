@@ -47,7 +47,7 @@ class SupervisionOwner(Protocol):
         ...
 
     def target(self, remote: PeerId, actor: ActorId, label: str) -> Target:
-        """An actor, whose errors belong to no scope."""
+        """The target of an actor with errors that belong to no scope."""
         ...
 
 

@@ -17,7 +17,7 @@ from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown
 from aiodaft.methods import method
 from aiodaft.supervision import Restart
 
-# Actors that are over, and whose errors are remembered.
+# Number of ended actors with a remembered error.
 _REMEMBERED: Final = 1024
 
 

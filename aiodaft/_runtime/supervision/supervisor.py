@@ -214,7 +214,7 @@ class Supervisor:
             self._process.tasks.create_task(self._restart(key), name=f"restart {child.label}")
 
     async def _restart(self, key: Child | None) -> None:
-        """Stop the children that are to be stopped, then start those that are down, until none is left."""
+        """Stop the children that are to be stopped, then start the children that are down, until all run."""
         changed = self._working[key]
         try:
             while True:

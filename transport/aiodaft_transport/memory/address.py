@@ -1,4 +1,4 @@
-"""Addresses, copies that let other threads run, and views whose end can be observed."""
+"""Addresses, copies that let other threads run, and views with a callback at their end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory for UCX: pools whose segments are registered once, and the words that tell a reader that it read in time."""
+"""Memory for UCX: pools that register each segment once, and the words that tell a reader that it read in time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORDS: Final = 1024
 
 
 class Pool:
-    """An arena whose segments are registered when they are first used, and never again."""
+    """An arena that registers each segment once, at its first use."""
 
     def __init__(self, *, keep: int, on_segment_closed: Callable[[int], None] | None = None) -> None:
         self.arena = Arena(shared=False, keep=keep, on_segment_closed=self.closed)

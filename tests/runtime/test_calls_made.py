@@ -193,7 +193,7 @@ async def test_an_answer_that_comes_after_the_grace_time_of_a_cancellation_chang
     office.replies.answered(connection, (m.STORED, numbers[1], 10))
     # What the producer keeps is freed there.
     assert office.kinds_to(THERE) == [m.RELEASE]
-    assert (await error_of(plain), await error_of(stored)) != ("a value", "a value")
+    assert [type(await error_of(ref)) for ref in (plain, stored)] == [CallCancelled] * 2
     assert not connection.session.calls
     await office.process.tasks.aclose()
 
@@ -293,9 +293,9 @@ async def test_the_calls_of_an_actor_that_is_gone_for_good_fail_and_later_ones_a
     waits = desk.note("waits")
     await turns()
     office.asked[0].on_plain(Location(NOWHERE, NEXT, ActorDied("it is over")))
-    for ref in (waits, desk.note("later")):
-        error = await error_of(ref)
-        assert (type(error), error.executed) == (ActorDied, False)
+    errors = [await error_of(waits)]
+    errors.append(await error_of(desk.note("later")))
+    assert [(type(error), error.executed) for error in errors] == [(ActorDied, False)] * 2
     assert len(office.asked) == 1
 
 

@@ -6,19 +6,22 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rooms import THERE, Bench, TurnedThread, Wire, turns
+from rooms import HERE, THERE, Bench, TurnedThread, Wire, turns
 
 from aiodaft import Actor, method
 from aiodaft._protocol import messages as m
+from aiodaft._protocol.deadlock import CallAt, Reason
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId
 from aiodaft._protocol.mailbox import BoundedMailbox
 from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.connections.ring_poller import RingPoller
+from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
 from aiodaft._runtime.objects.delivery import Delivery
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.serialization.encoder import Names
@@ -304,3 +307,44 @@ async def test_a_number_that_is_under_way_may_not_be_used_again(home: Home) -> N
         home.inbound.call_came(home.caller, (m.CALL, number, FIRST_USER_ACTOR, "alone", ("again",)))
     home.desk.gate.set()
     assert await home.wire.result(number) == "runs"
+
+
+# What waits for what.
+
+
+def waits_of(home: Home) -> WaitGraph:
+    unused: Any = SimpleNamespace(find=lambda at: None)
+    return WaitGraph(home.host, unused, unused, home.inbound.find)
+
+
+def at(number: int) -> CallAt:
+    return CallAt(HERE, THERE, CallId(number))
+
+
+async def test_a_call_waits_for_the_one_that_has_the_room_of_its_method(home: Home) -> None:
+    runs, waits = home.call("alone", "runs"), home.call("alone", "waits")
+    await turns()
+    graph = waits_of(home)
+    waiting = graph.look(at(waits))
+    assert waiting is not None
+    assert (waiting.actor, waiting.method, waiting.begun) == ("Desk-1", "Desk.alone", False)
+    assert (waiting.reason, waiting.on) == (Reason.QUEUED, (at(runs),))
+    # It waits for an event, of which nothing is known.
+    assert graph.look(at(runs)) is None
+    assert [graph.place(call) for call in graph.in_the_way(home.hosted)] == [at(runs)]
+    home.desk.gate.set()
+    await home.wire.result(waits)
+    assert (graph.look(at(waits)), graph.in_the_way(home.hosted)) == (None, [])
+
+
+async def test_a_call_behind_one_without_its_arguments_waits_for_that_one(home: Home) -> None:
+    first, second = home.send("note", "first", fetched=False), home.call("note", "second")
+    await turns()
+    graph = waits_of(home)
+    waiting = graph.look(at(second))
+    assert waiting is not None
+    assert (waiting.reason, waiting.on) == (Reason.QUEUED, (at(first),))
+    assert graph.look(at(first)) is None
+    home.cancel(first)
+    await home.wire.result(second)
+    assert graph.look(at(second)) is None

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
@@ -93,8 +92,7 @@ class Contents(NamedTuple):
     missed: PeerId | None
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(NamedTuple):
     """Send a message to a process, which may be this one."""
 
     to: PeerId
@@ -110,8 +108,7 @@ class Outcome(Enum):
     LOST = auto()  # with the process that is gone, or None
 
 
-@dataclass(frozen=True, slots=True)
-class Settle:
+class Settle(NamedTuple):
     """End the wait of this process's user with this ticket."""
 
     ticket: int

@@ -63,8 +63,7 @@ class Waiting:
     on: tuple[CallAt, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlock:
+class Deadlock(NamedTuple):
     """A cycle of waiting. Each call of it waits for the next, the last one for the first.
 
     The last one is the call to give up: the youngest of the calls that have not begun (giving them up is safe). The

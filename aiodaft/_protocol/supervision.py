@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Final, Generic, Literal, TypeAlias, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 Kind: TypeAlias = Literal["permanent", "transient", "temporary"]
 Strategy: TypeAlias = Literal["one_for_one", "one_for_all", "rest_for_one"]
@@ -55,8 +55,7 @@ class Backoff:
         return wait * (1 - self.jitter * chance)
 
 
-@dataclass(frozen=True, slots=True)
-class Gone(Generic[ChildT]):
+class Gone(NamedTuple, Generic[ChildT]):
     """The child is not restarted, and no sibling is."""
 
     child: ChildT
@@ -74,8 +73,7 @@ class Again(Generic[ChildT]):
     delay: float
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp(Generic[ChildT, EvidenceT]):
+class GiveUp(NamedTuple, Generic[ChildT, EvidenceT]):
     """The intensity allows no more restarts: `down` stay down. The evidence of each failure, oldest first."""
 
     down: tuple[ChildT, ...]

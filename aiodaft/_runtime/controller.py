@@ -14,9 +14,8 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 from aiodaft._protocol.ids import COORDINATOR, NODE, SUPERVISOR, ActorId, PeerId
 from aiodaft._protocol.liveness import Patience
@@ -55,8 +54,7 @@ class Stage(Enum):
     LEFT_BEHIND = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class ControllerOptions:
+class ControllerOptions(NamedTuple):
     """What `Runtime(...)` was given, with the defaults filled in."""
 
     node_name: str

@@ -12,8 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.platform.env import Env
@@ -25,8 +24,7 @@ from aiodaft_transport import Key
 PartT = TypeVar("PartT")
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessOptions:
+class ProcessOptions(NamedTuple):
     """How a process takes part in a runtime.
 
     Attributes:

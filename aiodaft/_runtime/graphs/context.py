@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.actors.hosted_actor import HostedActor
@@ -23,8 +22,7 @@ class GraphAgent(Protocol):
     def uninstall(self, number: int, /) -> Awaitable[None]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class GraphContext:
+class GraphContext(NamedTuple):
     """The parts of a process that its graphs use.
 
     Attributes:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from aiodaft._protocol.codec import pack, unpack
 from aiodaft._runtime.platform.linux import importable_path
 from aiodaft.exceptions import SpawnFailed
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerEnvironment:
+class WorkerEnvironment(NamedTuple):
     """These four at the spawn of an actor."""
 
     environment: dict[str, str]

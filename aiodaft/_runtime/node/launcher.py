@@ -12,8 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from aiodaft._protocol.codec import pack, unpack
 from aiodaft._runtime.node import orders as order
@@ -42,8 +41,7 @@ _PRELOADED: Final = ("numpy", "torch")
 _REPORT_TIME: Final = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(NamedTuple):
     """How a worker ended; exit code and signal are None if unknown."""
 
     pid: int

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft._protocol.worker import WorkerState
@@ -27,8 +26,7 @@ _STATES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
+class Activity(NamedTuple):
     """The oldest call that a worker was running, as far as this process knows.
 
     Attributes:

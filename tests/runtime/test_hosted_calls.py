@@ -289,7 +289,7 @@ async def test_a_process_that_pulls_the_result_of_a_caller_that_is_gone_is_sent_
     home.wire.lost = PeerLost("it ended")
     call.responder.answer_stored(call, home.store.keep(["a result"], Names("result")))
     assert places == [THERE]
-    home.inbound.connection_lost(home.caller)
+    home.desk.gate.set()
     while home.hosted.running:
         await turns()
 

@@ -108,7 +108,7 @@ async def test_receivers_learn_that_every_sender_has_died(rt: aiodaft.Runtime, h
     for receiving in (there, here):
         with pytest.raises(aiodaft.ActorDied, match="SIGKILL") as caught:
             await receiving
-        assert any("none is left" in note for note in caught.value.__notes__)
+        assert any("every process that sent has ended" in note for note in caught.value.__notes__)
     # Who sends now is a sender that lives.
     received = receiver.drain(channel)
     await channel.send("more")

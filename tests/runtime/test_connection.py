@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import TYPE_CHECKING
 
 import pytest
 from leaks import open_files
@@ -24,9 +23,6 @@ from aiodaft._runtime.platform.sockets import Sockets
 from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft.exceptions import DaftError, PeerLost, RemoteProtocolError
 from aiodaft_transport import Key
-
-if TYPE_CHECKING:
-    pass
 
 HERE, THERE = PeerId("here"), PeerId("there")
 GREETING: Message = (HELLO, WIRE_VERSION, WIRE_VERSION, THERE, 1)

@@ -263,7 +263,7 @@ async def test_what_a_cancelled_call_gives_all_the_same_is_dropped(patient_rt: a
     assert ref.cancel()
     # Asked after the cancellation, so that this has come by then.
     await subject.let_go()
-    with pytest.raises(aiodaft.CallCancelled, match="its result was dropped") as caught:
+    with pytest.raises(aiodaft.CallCancelled, match="it returned a result nevertheless, which was dropped") as caught:
         await ref
     assert caught.value.executed is True
     assert ref.cancelled()

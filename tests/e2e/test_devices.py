@@ -123,7 +123,7 @@ async def test_who_asks_for_a_transport_gets_it(rt: aiodaft.Runtime) -> None:
     assert await b.where(a.make_for_the_host(SIZE, 1.0)) == (None, SIZE)
     sent = await a.traffic()
     assert (sent["device"], sent["payload"]) == (0, 4 * SIZE)
-    with pytest.raises(Unreachable, match="by themselves"):
+    with pytest.raises(Unreachable, match="automatically; name a transport for host memory"):
         rt.put(1, transport="cuda")
 
 

@@ -332,7 +332,7 @@ async def test_what_cannot_be_a_policy_is_refused_at_the_line_that_says_it(modul
     with pytest.raises(ValueError, match="kind='always' is none of permanent, transient, temporary"):
         module_rt.on(restart=wrong)
     for give in (lambda: module_rt.on(restart=3), lambda: module_rt.scope(restart=wrong)):  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"restart=.* is no aiodaft\.Restart"):
+        with pytest.raises(TypeError, match=r"restart=.* is not an aiodaft\.Restart"):
             give()
     with pytest.raises(ValueError, match="is about siblings"):
         type("Wrong", (aiodaft.Actor,), {}, restart=siblings)

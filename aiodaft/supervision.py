@@ -74,7 +74,7 @@ def check_alone(policy: Restart) -> Restart:
         ValueError: Its strategy is about siblings.
     """
     if not isinstance(policy, Restart):
-        raise TypeError(f"restart={policy!r:.80} is no aiodaft.Restart")
+        raise TypeError(f"restart={policy!r:.80} is not an aiodaft.Restart")
     if policy.strategy != "one_for_one":
         raise ValueError(
             f"strategy={policy.strategy!r} is about siblings: give it to their scope, `rt.scope(restart=...)`"

@@ -29,6 +29,9 @@ class Asked(Enum):
     REMOTE = "another process"
     RELAY = "a consumer that the root of a broadcast named"
 
+    # In C, unlike that of Enum: it is looked up for each value.
+    __hash__ = object.__hash__
+
 
 class Answer(Enum):
     """An answer without the value."""
@@ -37,6 +40,9 @@ class Answer(Enum):
     BROKEN = "an error"
     LOST = "the asked process ended"
     OWNER_LOST = "the asked process ended, and it was the owner"
+
+    # In C, unlike that of Enum: it is looked up for each value.
+    __hash__ = object.__hash__
 
 
 class Next(Enum):

@@ -24,12 +24,18 @@ class Phase(Enum):
     CLOSING = "no more items are taken; the producer was told"
     CLOSED = "both"
 
+    # In C, unlike that of Enum: it is looked up for each value.
+    __hash__ = object.__hash__
+
 
 class Event(Enum):
     """What changes the phase."""
 
     END = "the producer ended"
     LEAVE = "the consumer left"
+
+    # In C, unlike that of Enum: it is looked up for each value.
+    __hash__ = object.__hash__
 
 
 # A second END or LEAVE changes nothing.

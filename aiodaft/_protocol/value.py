@@ -22,6 +22,9 @@ class Status(Enum):
     FAILED = "there will be no value"
     FREED = "the value was freed; its error is ReferenceError"
 
+    # In C, unlike that of Enum: it is looked up for each value.
+    __hash__ = object.__hash__
+
 
 PENDING, HERE, THERE, FAILED, FREED = Status
 

@@ -139,7 +139,6 @@ class Controller:
         self.launcher.on_stack_request = self._show_stacks
         agent = self._make_agent(root)
         self.node = cast("NodeAgent", peer.caller.handle(peer_id, NODE, "node agent", NodeAgent))
-        peer.node, peer.locator_class = self.node, Directory
         self.coordinator = cast("Coordinator", peer.caller.handle(peer_id, COORDINATOR, "coordinator", Coordinator))
         self.directory = Directory(self)
         self.directory.on_over = lambda number: self.coordinator.release.tell(peer_id, number)

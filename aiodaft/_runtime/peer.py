@@ -82,8 +82,6 @@ class Peer:
         self.caller = Caller(process, self.connections, self.objects, self.actors)
         self.sender = Outgoing(self.caller, self.inbound)
         home = process.options.home
-        # The controller hosts both, and sets their own classes: calls inside a process run the functions of the handle.
-        self.locator_class: type[Locator] = Locator
         self.node = cast("NodeContact", self.caller.handle(home, NODE, "node agent", NodeContact))
         self.followers = Followers(self.caller, self._locate)
         self.replies = Replies(self.objects)
@@ -120,7 +118,7 @@ class Peer:
         return cast("Agent", self.caller.handle(remote, AGENT, f"agent of {remote}", Agent))
 
     def _locate(self, owner: PeerId, number: ActorId, wait: bool) -> Ref[Location]:
-        locator = cast("Locator", self.caller.handle(owner, SUPERVISOR, "supervisor", self.locator_class))
+        locator = cast("Locator", self.caller.handle(owner, SUPERVISOR, "supervisor", Locator))
         return locator.locate(number, wait)
 
     # What connections need.

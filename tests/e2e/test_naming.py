@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from actors import Echo, Entered, Log, NeedsGpu, Plain, Relay, Sleeper
 from leaks import is_alive
-from probes import Half, HalfChild, Member, Probe
+from probes import Derived, Half, HalfChild, Kind, Member, Probe
 
 import aiodaft
 
@@ -34,6 +34,14 @@ async def test_a_missing_name_is_an_error_at_once_that_lists_the_others(rt: aiod
         await rt.lookup("router", Echo)
     assert isinstance(caught.value, aiodaft.DaftError)
     assert caught.value.executed is False
+
+
+async def test_a_handle_of_a_base_class_calls_the_methods_of_the_actor_from_any_process(rt: aiodaft.Runtime) -> None:
+    derived = await rt.spawn(Derived)
+    await rt.name(derived, "derived")
+    base = await rt.lookup("derived", Kind)
+    beside, apart = await rt.on(with_=derived).spawn(Kind), await rt.spawn(Kind)
+    assert [await base.kind(), await beside.kind_of(base), await apart.kind_of(base)] == ["derived"] * 3
 
 
 async def test_a_lookup_checks_the_class_and_takes_bases(rt: aiodaft.Runtime) -> None:

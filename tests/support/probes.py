@@ -182,6 +182,24 @@ class HalfChild(Half, gpus=2):
     """Says only what differs."""
 
 
+class Kind(Actor):
+    """Its subclass answers otherwise."""
+
+    @method
+    async def kind(self) -> str:
+        return "base"
+
+    @method
+    async def kind_of(self, other: Kind) -> str:
+        return await other.kind()
+
+
+class Derived(Kind):
+    @method
+    async def kind(self) -> str:
+        return "derived"
+
+
 class Member(Actor):
     """A member of a group, whose calls the test lets go."""
 

@@ -222,6 +222,10 @@ class HostedActor:
         self._idle: asyncio.Event | None = None
         self._starting = False
 
+    def lacks(self, name: str) -> AttributeError:
+        """The error of a call of a method that the actor does not have."""
+        return AttributeError(f"{self.name} has no remote method {name!r:.80}")
+
     @property
     def holds_some_up(self) -> bool:
         """Whether calls wait for their turn, in the mailbox or for the thread."""

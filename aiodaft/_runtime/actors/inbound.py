@@ -143,7 +143,7 @@ class Inbound:
         error: Exception
         hosted = self._actors.get(actor)
         if hosted is not None:
-            error = AttributeError(f"{hosted.name} has no remote method {name!r:.80}")
+            error = hosted.lacks(name)
         elif any(number_of(other) == number_of(actor) for other in self._actors):
             error = StaleHandle("the actor was restarted: the handle leads to an earlier incarnation of it")
         else:

@@ -254,11 +254,16 @@ class Outgoing:
         if hosted is None:
             target.missed(request, None)
             return
+        # The class of the handle may be a base of the actor's.
+        spec = hosted.find_spec(request.spec.name)
+        if spec is None:
+            request.state.on_error(hosted.lacks(request.spec.name))
+            return
         if not isinstance(request.state, TellState):
             # It may have waited elsewhere.
             request.state.connection = None
         caller = self._inbound.local
-        call = InboundCall(caller, self._process.id, request.number, hosted, request.spec, request.mode, request.args)
+        call = InboundCall(caller, self._process.id, request.number, hosted, spec, request.mode, request.args)
         call.deadline = request.deadline
         call.attempt = request.attempt
         call.kwargs = request.kwargs

@@ -1,4 +1,4 @@
-"""The life of a stream at its consumer, and the credit that it gives to the producer. Pure.
+"""The life of a stream at its consumer: the items that came, the code that takes them, and the producer's credit. Pure.
 
 OPEN --END--> ENDED       the producer ended: the items that are left, then its error, can still be taken
   |             |
@@ -9,8 +9,11 @@ CLOSING --END-> CLOSED    the consumer left: items are dropped, and a producer t
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum
-from typing import Final
+from typing import Final, Generic, TypeVar
+
+ItemT = TypeVar("ItemT")
 
 # How many items the producer may be ahead of the consumer.
 CREDIT_WINDOW: Final = 16
@@ -52,15 +55,26 @@ OVER: Final = (Phase.ENDED, Phase.CLOSED)
 LEFT: Final = (Phase.CLOSING, Phase.CLOSED)
 
 
-class Consumption:
+class Consumption(Generic[ItemT]):
     """One stream, as its consumer sees it.
 
     Attributes:
         phase: How far the stream is.
+        taking: The number of tasks that wait for an item or open one.
+        opening: A task opens the first item. It stays the first until then: a cancelled consumer leaves it to the next
+            one, in its place.
+        left: Why the last loop was over before the producer was.
     """
 
     def __init__(self) -> None:
         self.phase = Phase.OPEN
+        self.taking = 0
+        self.opening = False
+        self.left: str | None = None
+        self._items: deque[ItemT] = deque()
+        self._error: BaseException | None = None
+        # The `async for` over the stream.
+        self._loops: set[object] = set()
         # Items taken and not credited yet.
         self._taken = 0
 
@@ -69,21 +83,71 @@ class Consumption:
         """Whether the producer ended."""
         return self.phase in OVER
 
+    # The producer.
+
+    def add(self, item: ItemT) -> bool:
+        """An item came. Returns whether code can take it."""
+        if self.phase in LEFT:
+            return False
+        self._items.append(item)
+        return True
+
+    def end(self, error: BaseException | None) -> bool:
+        """The producer ended; False if that is known."""
+        if not self._handle(Event.END):
+            return False
+        self._error = error
+        return True
+
+    # The consumer.
+
+    def first(self) -> ItemT | None:
+        """The item to open; None if there is none, or another task opens it. The caller then sets `opening`."""
+        return self._items[0] if self._items and not self.opening else None
+
     @property
-    def is_left(self) -> bool:
-        """Whether the consumer left."""
-        return self.phase in LEFT
+    def is_used_up(self) -> bool:
+        """Whether there will be no more items."""
+        return not self._items and self.phase is not Phase.OPEN
 
-    def handle(self, event: Event) -> bool:
-        """Change the phase; False if the event came before."""
-        phase = _NEXT.get((self.phase, event))
-        self.phase = phase or self.phase
-        return phase is not None
+    def why_no_more(self) -> BaseException:
+        """What the consumer gets instead of an item; the producer's error once."""
+        error, self._error = self._error, None
+        return StopAsyncIteration() if error is None or self.phase in LEFT else error
 
-    def take(self) -> int:
-        """The consumer took an item. Returns the credit to give: half a window at a time, so in few messages."""
+    def take(self, item: ItemT) -> int:
+        """An item was opened. Returns the credit to give: half a window at a time, so in few messages."""
+        if self._items and self._items[0] is item:
+            # Otherwise the consumer left meanwhile.
+            self._items.popleft()
         self._taken += 1
         if self._taken < CREDIT_WINDOW // 2 or self.phase in OVER:
             return 0
         credit, self._taken = self._taken, 0
         return credit
+
+    def leave(self) -> bool:
+        """The consumer takes no more items. Returns whether a producer runs that is to be told."""
+        if not self._handle(Event.LEAVE):
+            return False
+        self._items.clear()
+        return self.phase is Phase.CLOSING
+
+    def begin_loop(self, loop: object) -> None:
+        """An `async for` over the stream begins."""
+        self._loops.add(loop)
+
+    def end_loop(self, loop: object, why: str) -> bool:
+        """An `async for` is over; False if that is known. If no other code takes items, the stream is over with it."""
+        if loop not in self._loops:
+            return False
+        self._loops.remove(loop)
+        if not (self._loops or self.taking or self.phase in LEFT or (self.is_over and not self._items)):
+            # At once, before the loop's next turn: code that takes another item must not get one by chance.
+            self.left = why
+        return True
+
+    def _handle(self, event: Event) -> bool:
+        phase = _NEXT.get((self.phase, event))
+        self.phase = phase or self.phase
+        return phase is not None

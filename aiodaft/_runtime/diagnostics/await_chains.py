@@ -207,7 +207,7 @@ def _at_stream(frames: Frames) -> Found:
         # It waits for the end of a cancelled call, which has a time limit.
         raise _UnknownError
     stream: StreamState = frames[-1].f_locals["self"]
-    if stream.opening:
+    if stream.consumption.opening:
         # It waits for another task to take an item.
         raise _UnknownError
     return [

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any, TypeAlias
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId
-from aiodaft._protocol.stream import LEFT, Consumption, Event
+from aiodaft._protocol.stream import Consumption, Phase
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefHost, RefState, release_inputs
@@ -35,17 +34,8 @@ class StreamState:
         self.label = label
         self.connection: Connection | None = None
         self.inputs: list[RefState] | None = None
-        self._items: deque[Item] = deque()
-        self._error: BaseException | None = None
-        self._consumption = Consumption()
+        self.consumption: Consumption[Item] = Consumption()
         self._changed: asyncio.Future[None] | None = None
-        # A task is about to take the first item.
-        self.opening = False
-        # The `async for` over it, and the calls of `next_item` under way.
-        self._loops: set[StreamLoop] = set()
-        self._taking = 0
-        # Why the last loop was over before the producer was.
-        self._left: str | None = None
         self._watchers: list[Callable[[StreamState], object]] = []
 
     # Answers to the call.
@@ -62,10 +52,7 @@ class StreamState:
         self._end(None)
 
     def on_item(self, item: Item) -> None:
-        """One more item."""
-        # No code takes the items of a closed stream.
-        if self._consumption.phase not in LEFT:
-            self._items.append(item)
+        if self.consumption.add(item):
             self._wake()
 
     def on_error(self, error: BaseException) -> None:
@@ -75,18 +62,17 @@ class StreamState:
     on_lost = on_error
 
     def _end(self, error: BaseException | None) -> None:
-        if not self._consumption.handle(Event.END):
+        if not self.consumption.end(error):
             return
-        self._error = error
         release_inputs(self, failed=error is not None)
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
+        for watcher in self._watchers:
             self.process.loop.call_soon(watcher, self)
+        self._watchers.clear()
         self._wake()
 
     def watch(self, callback: Callable[[StreamState], object]) -> None:
         """Call back once the producer has ended."""
-        if self._consumption.is_over:
+        if self.consumption.is_over:
             self.process.loop.call_soon(callback, self)
         else:
             self._watchers.append(callback)
@@ -113,18 +99,17 @@ class StreamState:
             RuntimeError: The loop over the stream was left.
             BaseException: What the producer raised, after its last item.
         """
-        if self._left is not None:
+        stream = self.consumption
+        if stream.left is not None:
             hint = "to take items one by one, use `await anext(stream)`"
-            raise RuntimeError(f"{self.label}: the stream ended because {self._left}; {hint}")
-        self._taking += 1
+            raise RuntimeError(f"{self.label}: the stream ended because {stream.left}; {hint}")
+        stream.taking += 1
         try:
-            while self.opening or not self._items:
-                if not self._items and (self._consumption.is_over or self._consumption.is_left):
-                    raise self._why_no_more()
+            while (item := stream.first()) is None:
+                if stream.is_used_up:
+                    raise stream.why_no_more()
                 await self._wait_change()
-            # It stays the first until it is decoded: a cancelled consumer leaves it to the next one, in its place.
-            item = self._items[0]
-            self.opening = True
+            stream.opening = True
             try:
                 value = await self._open(item)
             except Exception:
@@ -135,14 +120,10 @@ class StreamState:
                 self._taken(item)
                 return value
             finally:
-                self.opening = False
+                stream.opening = False
                 self._wake()
         finally:
-            self._taking -= 1
-
-    def _why_no_more(self) -> BaseException:
-        error, self._error = self._error, None
-        return StopAsyncIteration() if error is None or self._consumption.is_left else error
+            stream.taking -= 1
 
     async def _open(self, item: Item) -> Any:
         if isinstance(item, tuple):
@@ -158,10 +139,7 @@ class StreamState:
         return await self.objects.store.decode(received, refs=received.refs)
 
     def _taken(self, item: Item) -> None:
-        if self._items and self._items[0] is item:
-            # Otherwise the stream was closed meanwhile.
-            self._items.popleft()
-        credit = self._consumption.take()
+        credit = self.consumption.take(item)
         if credit and self.connection is not None:
             self.connection.send(m.credit(self.number, credit))
         elif credit:
@@ -170,23 +148,17 @@ class StreamState:
     def loop(self) -> StreamLoop:
         """An `async for` over the stream begins."""
         loop = StreamLoop(self)
-        self._loops.add(loop)
+        self.consumption.begin_loop(loop)
         return loop
 
     def loop_left(self, loop: StreamLoop, why: str) -> None:
         """An `async for` is over. Safe in any thread, also while garbage is collected. Idempotent."""
-        if loop not in self._loops:
-            return
-        self._loops.remove(loop)
-        used_up = self._consumption.is_over and not self._items
-        if not (self._loops or self._taking or self._consumption.is_left or used_up):
-            # At once, before the loop's next turn: code that takes another item must not get one by chance.
-            self._left = why
-        self.process.call_soon(partial(self._end_loop, loop))
+        if self.consumption.end_loop(loop, why):
+            self.process.call_soon(partial(self._end_loop, loop))
 
     def _end_loop(self, loop: StreamLoop) -> None:
         loop.follow(None)
-        if self._left is not None:
+        if self.consumption.left is not None:
             self._cancel()
 
     async def aclose(self) -> None:
@@ -194,20 +166,17 @@ class StreamState:
         self._cancel()
         with shield_from_anyio(), suppress(TimeoutError):
             async with asyncio.timeout(self.process.grace):
-                while not self._consumption.is_over:
+                while not self.consumption.is_over:
                     await self._wait_change()
         self._end(None)
 
     def handle_dropped(self) -> None:
         """The `Stream` object is gone. Safe in any thread."""
-        if not (self._consumption.is_over or self._consumption.is_left):
+        if self.consumption.phase is Phase.OPEN:
             self.process.call_soon(self._cancel)
 
     def _cancel(self) -> None:
-        if not self._consumption.handle(Event.LEAVE):
-            return
-        self._items.clear()
-        if self._consumption.is_over:
+        if not self.consumption.leave():
             return
         if self.connection is None:
             self.objects.owner.cancel_local(self.number)

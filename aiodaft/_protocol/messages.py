@@ -44,8 +44,8 @@ An *input* is a tuple that begins with the index of a value in its graph; its le
 the constants beside it).
 
 For each kind, a function of its name builds the message, and `read_<kind>` returns its fields. No other module knows
-the position of a field. The most frequent kinds are built as tuples where they are sent, and unpacked where they are
-handled: those of a call and its answer (CALL to ERROR), of a pull (PULL to BROKEN), and RUN, FLOW and REPORT. Use:
+the position of a field. Some kinds are built as tuples where they are sent, and unpacked where they are handled: CALL
+and REPLY, because each function counts there, those of a pull (PULL to BROKEN), and RUN, FLOW and REPORT. Use:
 
     from aiodaft._protocol import messages as m
 
@@ -60,9 +60,14 @@ from typing import Any, Final, TypeAlias
 
 from aiodaft.exceptions import RemoteProtocolError
 
-from .ids import CallId, PeerId
+from .ids import ActorId, CallId, PeerId
 
 Message: TypeAlias = tuple[Any, ...]
+Descriptors: TypeAlias = tuple[Any, ...]
+# Payload, blobs, descriptors.
+Value: TypeAlias = tuple[bytes, Any, Descriptors]
+# The same, and the descriptors of awaited refs.
+Arguments: TypeAlias = tuple[bytes, Any, Descriptors, Descriptors]
 
 WIRE_VERSION: Final = 1
 OLDEST_WIRE_VERSION: Final = 1
@@ -197,12 +202,50 @@ def hello(local: PeerId, pid: int) -> Message:
 
 
 def read_hello(message: Message) -> tuple[int, int, PeerId, int]:
-    _, oldest, newest, remote, pid = message
-    return oldest, newest, remote, pid
+    return message[1:]
 
 
-def read_send_blobs(message: Message) -> Any:
-    return message[7]
+def send(
+    number: CallId, actor: ActorId, name: str, mode: int, left: int | None, args: Arguments, tries: int
+) -> Message:
+    return SEND, number, actor, name, mode, left, *args, tries
+
+
+def read_send(message: Message) -> tuple[CallId, ActorId, str, int, int | None, Arguments, int]:
+    _, number, actor, name, mode, left, payload, blobs, refs, slots, tries = message
+    return number, actor, name, mode, left, (payload, blobs, refs, slots), tries
+
+
+def result(number: CallId, value: Value) -> Message:
+    return RESULT, number, *value
+
+
+def read_result(message: Message) -> tuple[CallId, Value]:
+    return message[1], message[2:]
+
+
+def stored(number: CallId, size: int) -> Message:
+    return STORED, number, size
+
+
+def read_stored(message: Message) -> tuple[CallId, int]:
+    return message[1:]
+
+
+def error(number: CallId, encoded: bytes, executed: bool | None) -> Message:
+    return ERROR, number, encoded, executed
+
+
+def read_error(message: Message) -> tuple[CallId, bytes, bool | None]:
+    return message[1:]
+
+
+def item(number: CallId, value: Value) -> Message:
+    return ITEM, number, *value
+
+
+def read_item(message: Message) -> tuple[CallId, Value]:
+    return message[1], message[2:]
 
 
 def cancel(number: CallId) -> Message:
@@ -218,8 +261,7 @@ def credit(number: CallId, count: int) -> Message:
 
 
 def read_credit(message: Message) -> tuple[CallId, int]:
-    _, number, count = message
-    return number, count
+    return message[1:]
 
 
 def release(number: CallId) -> Message:
@@ -243,8 +285,7 @@ def note(transport: str, content: bytes, count: int) -> Message:
 
 
 def read_note(message: Message) -> tuple[str, bytes, int]:
-    _, transport, content, count = message
-    return transport, content, count
+    return message[1:]
 
 
 def introduce(remote: PeerId) -> Message:
@@ -276,8 +317,7 @@ def join(owner: PeerId, number: CallId, keep: bool) -> Message:
 
 
 def read_join(message: Message) -> tuple[PeerId, CallId, bool]:
-    _, owner, number, keep = message
-    return owner, number, keep
+    return message[1:]
 
 
 def leave(owner: PeerId, number: CallId, member: PeerId) -> Message:
@@ -285,8 +325,7 @@ def leave(owner: PeerId, number: CallId, member: PeerId) -> Message:
 
 
 def read_leave(message: Message) -> tuple[PeerId, CallId, PeerId]:
-    _, owner, number, member = message
-    return owner, number, member
+    return message[1:]
 
 
 def ring(stage: int) -> Message:
@@ -302,5 +341,4 @@ def skip(graph: int, number: int) -> Message:
 
 
 def read_skip(message: Message) -> tuple[int, int]:
-    _, graph, number = message
-    return graph, number
+    return message[1:]

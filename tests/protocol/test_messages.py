@@ -84,6 +84,14 @@ def test_a_message_of_each_kind_comes_through_unchanged() -> None:
     assert check_all(over_the_wire(*sent)) == sent
 
 
+@pytest.mark.parametrize(
+    "name", ["send", "result", "stored", "error", "item", "credit", "note", "join", "leave", "skip"]
+)
+def test_what_a_reader_returns_is_what_the_builder_takes(name: str) -> None:
+    message = _EXAMPLES[getattr(m, name.upper())]
+    assert getattr(m, name)(*getattr(m, f"read_{name}")(message)) == message
+
+
 def test_no_messages_are_no_messages() -> None:
     assert check_all([]) == []
 

@@ -106,8 +106,8 @@ class Office(Bench):
 
     def refuse(self, remote: PeerId, number: int, error: DaftError) -> None:
         """The actor's process answers that it did not run a call."""
-        message = (m.ERROR, CallId(number), encode_error(error), error.executed)
-        self.replies.answered(self.connections.to(remote), message)
+        message = m.error(CallId(number), encode_error(error), error.executed)
+        self.replies.error_came(self.connections.to(remote), message)
 
     def locate(self, owner: PeerId, number: ActorId, wait: bool) -> Ref[Location]:
         assert (owner, number) == (OWNER, ACTOR)
@@ -190,7 +190,7 @@ async def test_an_answer_that_comes_after_the_grace_time_of_a_cancellation_chang
     assert office.kinds_to(THERE) == [m.CANCEL, m.CANCEL]
     connection = office.connections.to(THERE)
     office.replies.replied(connection, (m.REPLY, numbers[0], "a value"))
-    office.replies.answered(connection, (m.STORED, numbers[1], 10))
+    office.replies.stored_came(connection, m.stored(numbers[1], 10))
     # What the producer keeps is freed there.
     assert office.kinds_to(THERE) == [m.RELEASE]
     assert [type(await error_of(ref)) for ref in (plain, stored)] == [CallCancelled] * 2

@@ -117,11 +117,11 @@ class Home(Bench):
 
     def send(self, name: str, *args: Any, left: int | None = None, fetched: bool = True) -> int:
         """SEND comes, with a deadline (in us), or with arguments that have to be fetched; the number of the call."""
-        number = next(self._numbers)
+        number = CallId(next(self._numbers))
         payload = self.store.keep([list(args), {}], Names("arguments")).payload
-        refs = () if fetched else ("a ref",)
-        head = (m.SEND, number, FIRST_USER_ACTOR, name, WANT_REPLY)
-        self.inbound.send_came(self.caller, (*head, left, payload, None, refs, (), 0))
+        arguments = (payload, None, () if fetched else ("a ref",), ())
+        message = m.send(number, FIRST_USER_ACTOR, name, WANT_REPLY, left, arguments, 0)
+        self.inbound.send_came(self.caller, message)
         return number
 
     def cancel(self, number: int) -> None:

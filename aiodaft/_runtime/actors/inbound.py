@@ -8,7 +8,7 @@ from typing import Any
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.call import ANSWER, FETCHED, FETCHING, WITHDRAW
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
-from aiodaft._protocol.messages import ERROR, WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
+from aiodaft._protocol.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
 from aiodaft._protocol.stream import CREDIT_WINDOW
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.actors.responders import LocalResponder, RemoteResponder
@@ -56,7 +56,7 @@ class Inbound:
 
     def send_came(self, connection: Connection, message: Message) -> None:
         """SEND came."""
-        _, number, actor, name, mode, left, payload, blobs, refs, slots, attempt = message
+        number, actor, name, mode, left, (payload, blobs, refs, slots), attempt = m.read_send(message)
         if mode not in (WANT_REPLY, WANT_STREAM, WANT_NOTHING):
             raise RemoteProtocolError(f"{connection.remote} makes a call of unknown mode {mode}")
         call = self._accept(connection, number, actor, name, mode, ())
@@ -150,7 +150,7 @@ class Inbound:
             name = self._host.stopped.get(actor, "")
             error = ActorDied(f"{name or 'the actor'} was stopped", executed=False)
             error.actor = name
-        connection.send((ERROR, number, encode_error(error), False))
+        connection.send(m.error(number, encode_error(error), False))
 
     async def _fetch(self, call: InboundCall, args: Delivery, slots: tuple[Any, ...]) -> None:
         """Fetch the buffers and the awaited refs of a call, all at once."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.call import ANSWER
 from aiodaft._protocol.ids import CallId
-from aiodaft._protocol.messages import ERROR, ITEM, REPLY, RESULT, STORED
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_table import RefTable
@@ -36,7 +36,7 @@ class RemoteResponder:
     def answer(self, call: InboundCall, result: Any) -> None:
         if call.handle(ANSWER):
             self.calls.pop(call.number, None)
-            self._connection.send((REPLY, call.number, result))
+            self._connection.send((m.REPLY, call.number, result))
         if call.pulled:
             stored = self._store.keep(result, Names(call.label))
             self._store.pack_here(stored)
@@ -51,16 +51,16 @@ class RemoteResponder:
             return
         if stored.ready and stored.is_inline:
             refs = self._pinned(call, stored)
-            self._connection.send((RESULT, call.number, stored.payload, stored.inline, refs))
+            self._connection.send(m.result(call.number, (stored.payload, stored.inline, refs)))
         else:
             self._store.entries[call.caller, call.number] = stored
-            self._connection.send((STORED, call.number, stored.encoded.size))
+            self._connection.send(m.stored(call.number, stored.encoded.size))
         call.tell_pullers(stored)
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         if call.handle(ANSWER):
             self.calls.pop(call.number, None)
-            self._connection.send((ERROR, call.number, encode_error(error), executed))
+            self._connection.send(m.error(call.number, encode_error(error), executed))
         call.tell_pullers(error)
 
     async def item(self, call: InboundCall, value: Any) -> None:
@@ -69,7 +69,7 @@ class RemoteResponder:
             await self._store.make_ready(stored)
             if not call.answered and self._connection.lost is None:
                 blobs = stored.blobs_for(self._connection)
-                self._connection.send((ITEM, call.number, stored.payload, blobs, self._pinned(call, stored)))
+                self._connection.send(m.item(call.number, (stored.payload, blobs, self._pinned(call, stored))))
         finally:
             # The grant keeps the block until the consumer is done with it.
             stored.release()

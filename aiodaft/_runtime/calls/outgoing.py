@@ -7,8 +7,9 @@ from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 from weakref import ref
 
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
-from aiodaft._protocol.messages import CALL, SEND, WANT_REPLY, Message
+from aiodaft._protocol.messages import CALL, WANT_REPLY, Message
 from aiodaft._protocol.order import Entry, Order
 from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.actors.inbound import Inbound
@@ -224,8 +225,9 @@ class Outgoing:
         left = time_left(deadline, self._process.loop.time)
         inner = tuple(refs.describe(ref) for ref in stored.refs)
         slots = refs.describe_values(stored.encoded.slots)
-        head = (SEND, request.number, request.target.actor, request.spec.name, request.mode)
-        return (*head, left, stored.payload, blobs, inner, slots, request.attempt)
+        args = (stored.payload, blobs, inner, slots)
+        number, actor, name = request.number, request.target.actor, request.spec.name
+        return m.send(number, actor, name, request.mode, left, args, request.attempt)
 
     def _use_inputs(self, stored: StoredValue, request: Request) -> bool:
         """Hold the refs among the arguments while the call is under way; False if one has failed already."""

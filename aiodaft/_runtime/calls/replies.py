@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId
-from aiodaft._protocol.messages import ERROR, RESULT, STORED, Message
+from aiodaft._protocol.messages import Message, Value
 from aiodaft._runtime.calls.call import CallState, PendingCall
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.delivery import Delivery
@@ -30,28 +30,34 @@ class Replies:
             raise _unasked(connection, number)
         state.on_plain(value)
 
-    def answered(self, connection: Connection, message: Message) -> None:
-        """RESULT, STORED or ERROR came."""
-        state: PendingCall | None = connection.session.settle(message[1])
-        if state is None:
-            raise _unasked(connection, message[1])
-        kind = message[0]
-        if kind == RESULT:
-            _, _, payload, blobs, refs = message
-            if refs:
-                self._tasks.create_task(self._adopt_result(connection, state, message), name="adopt refs")
-            else:
-                state.on_result(ReceivedValue(payload, blobs, [], []))
-        elif kind == STORED:
-            if isinstance(state, CallState):
-                state.stored_bytes = message[2]
-            state.on_stored()
-        elif kind == ERROR:
-            state.on_error(decode_failure(message[2], message[3]))
+    def result_came(self, connection: Connection, message: Message) -> None:
+        """RESULT came."""
+        number, value = m.read_result(message)
+        state = _settled(connection, number)
+        payload, blobs, refs = value
+        if refs:
+            self._tasks.create_task(self._adopt_result(connection, number, state, value), name="adopt refs")
+        else:
+            state.on_result(ReceivedValue(payload, blobs, [], []))
+
+    @staticmethod
+    def stored_came(connection: Connection, message: Message) -> None:
+        """STORED came."""
+        number, size = m.read_stored(message)
+        state = _settled(connection, number)
+        if isinstance(state, CallState):
+            state.stored_bytes = size
+        state.on_stored()
+
+    @staticmethod
+    def error_came(connection: Connection, message: Message) -> None:
+        """ERROR came."""
+        number, encoded, executed = m.read_error(message)
+        _settled(connection, number).on_error(decode_failure(encoded, executed))
 
     def item_came(self, connection: Connection, message: Message) -> None:
         """ITEM came."""
-        _, number, payload, blobs, refs = message
+        number, (payload, blobs, refs) = m.read_item(message)
         state = connection.session.calls.get(number)
         if not isinstance(state, StreamState):
             raise RemoteProtocolError(
@@ -64,8 +70,8 @@ class Replies:
         else:
             state.on_item(ReceivedValue(payload, blobs, [], []))
 
-    async def _adopt_result(self, connection: Connection, state: PendingCall, message: Message) -> None:
-        _, number, payload, blobs, refs = message
+    async def _adopt_result(self, connection: Connection, number: CallId, state: PendingCall, value: Value) -> None:
+        payload, blobs, refs = value
         adopted = await self._objects.refs.adopt(refs, connection)
         connection.send(m.adopted(number))
         state.on_result(ReceivedValue(payload, blobs, [], adopted))
@@ -89,6 +95,14 @@ class Replies:
                 connection.session.settle(number)
             executed = False if number in unsent or not connection.connected else None
             state.on_lost(copy_error(error).with_executed(executed))
+
+
+def _settled(connection: Connection, number: CallId) -> PendingCall:
+    """The call that an answer ends."""
+    state: PendingCall | None = connection.session.settle(number)
+    if state is None:
+        raise _unasked(connection, number)
+    return state
 
 
 def _unasked(connection: Connection, number: CallId) -> RemoteProtocolError:

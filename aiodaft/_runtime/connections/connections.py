@@ -147,7 +147,8 @@ class Connections:
     def _dropped(self, connection: Connection, message: Message) -> None:
         """A call will not be sent."""
         if message[0] == m.SEND:
-            self._owner.revoke(connection, m.read_send_blobs(message))
+            *_, (_, blobs, _, _), _ = m.read_send(message)
+            self._owner.revoke(connection, blobs)
 
     async def _explain_loss(self, connection: Connection, reason: Exception) -> DaftError:
         try:

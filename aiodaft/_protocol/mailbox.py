@@ -5,7 +5,7 @@ arguments. Different callers do not block each other. `ordered=False` opts out.
 
 `def` methods run on the actor's one thread, `async def` methods on the loop; each of the two begins its calls in
 order. If two successive calls of a caller run on different ones, the later call waits until the earlier one has begun.
-A call after a row (see `Rules.row`) waits until the last call of the row has begun.
+A call after a segment (see `Rules.segment`) waits until the last call of the segment has begun.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Rules:
     # Calls of this method that may wait at one actor.
     max_queue: int | None = None
     # The entry stands for several calls of a graph, which run one after the other.
-    row: bool = False
+    segment: bool = False
 
 
 class Entry(Protocol):
@@ -204,11 +204,11 @@ class Mailbox(Generic[EntryT]):
         if last is None:
             return True
         # The thread, and the loop, begin calls in order: if the last one has begun, all before it have.
-        if last.rules.on_thread is rules.on_thread and (rules.on_thread or not last.rules.row):
+        if last.rules.on_thread is rules.on_thread and (rules.on_thread or not last.rules.segment):
             return True
         # First set the flag, then look: otherwise a call that begins in between would go unnoticed.
         self.watching = True
-        return last.last_begun if last.rules.row else last.begun
+        return last.last_begun if last.rules.segment else last.begun
 
     def _start(self, entry: EntryT) -> None:
         rules = entry.rules

@@ -1,13 +1,13 @@
 """The life of a worker process, as its node agent sees it. Pure.
 
-An accident is an end that the runtime did not order. The callers with calls under way get its error. If there are none,
-the scope of the actors gets it: before it reports an accident to the scope, the node agent waits a while for callers.
+An accident is an end that the runtime did not order. Its error goes to the callers with calls under way; without any,
+the node agent waits a while for reports of callers, and then gives the error to the scope of the actors.
 
-    STARTING --STARTED--> UP --ENDED--> UNBLAMED --BLAME_OVER--> UNHELD
-                          |  ^             |
-               CALLS_LOST |  | ALIVE       | CALLS_LOST
-                          v  |             v
-                        BLAMED --ENDED--> OVER <--ENDED-- STOPPING
+    STARTING --STARTED--> UP --ENDED--> DIED --BLAME_OVER--> UNHANDLED
+                          |  ^           |
+               CALLS_LOST |  | ALIVE     | CALLS_LOST
+                          v  |           v
+                        BLAMED -ENDED-> OVER <--ENDED-- STOPPING
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class WorkerState(enum.Enum):
     UP = "it runs"
     BLAMED = "it runs, as far as is known; calls failed because a connection to it was lost"
     STOPPING = "it was told to end"
-    UNBLAMED = "it ended by accident, and no failed call is known yet"
-    UNHELD = "it ended by accident, and no call failed"
+    DIED = "it ended by accident, and no failed call is known yet"
+    UNHANDLED = "it ended by accident, and no call failed: the scope gets the error"
     OVER = "it ended"
 
 
@@ -47,8 +47,8 @@ _AFTERWARDS: Final = (_E.STARTED, _E.CALLS_LOST, _E.ALIVE, _E.STOP)
 
 _TRANSITIONS: Final[dict[tuple[WorkerState, WorkerEvent], WorkerState]] = {
     (_S.STARTING, _E.STARTED): _S.UP,
-    (_S.STARTING, _E.ENDED): _S.UNBLAMED,
-    (_S.UP, _E.ENDED): _S.UNBLAMED,
+    (_S.STARTING, _E.ENDED): _S.DIED,
+    (_S.UP, _E.ENDED): _S.DIED,
     # The callers have the error.
     (_S.BLAMED, _E.ENDED): _S.OVER,
     (_S.STARTING, _E.CALLS_LOST): _S.BLAMED,
@@ -64,14 +64,14 @@ _TRANSITIONS: Final[dict[tuple[WorkerState, WorkerEvent], WorkerState]] = {
     # The end that it was told to make is no accident.
     **{(_S.STOPPING, event): _S.STOPPING for event in (_E.STARTED, _E.CALLS_LOST, _E.ALIVE)},
     (_S.STOPPING, _E.ENDED): _S.OVER,
-    (_S.UNBLAMED, _E.CALLS_LOST): _S.OVER,
+    (_S.DIED, _E.CALLS_LOST): _S.OVER,
     # Its spawn fails with the error.
-    (_S.UNBLAMED, _E.STOP): _S.OVER,
-    (_S.UNBLAMED, _E.BLAME_OVER): _S.UNHELD,
+    (_S.DIED, _E.STOP): _S.OVER,
+    (_S.DIED, _E.BLAME_OVER): _S.UNHANDLED,
     (_S.OVER, _E.BLAME_OVER): _S.OVER,
     # Tasks that wait for its start, or explain a lost connection, may run after its end.
-    **{(_S.UNBLAMED, event): _S.UNBLAMED for event in (_E.STARTED, _E.ALIVE)},
-    **{(state, event): state for state in (_S.UNHELD, _S.OVER) for event in _AFTERWARDS},
+    **{(_S.DIED, event): _S.DIED for event in (_E.STARTED, _E.ALIVE)},
+    **{(state, event): state for state in (_S.UNHANDLED, _S.OVER) for event in _AFTERWARDS},
 }
 
 

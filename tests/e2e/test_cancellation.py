@@ -144,7 +144,7 @@ async def test_ref_cancel_always_cancels(rt: aiodaft.Runtime) -> None:
     assert await sleeper.history() == ["sleep began", "sleep cleaned up"]
 
 
-async def test_whoever_cancelled_a_call_is_not_surprised_by_the_death_of_its_actor(rt: aiodaft.Runtime) -> None:
+async def test_the_death_of_an_actor_does_not_change_the_answer_of_a_cancelled_call(rt: aiodaft.Runtime) -> None:
     sleeper = await rt.spawn(Sleeper)
     refs = [sleeper.stubborn(60), sleeper.stubborn(60)]
     await sleeper.history()

@@ -54,7 +54,7 @@ async def test_a_stream_that_is_ended_while_an_item_is_packed(module_rt: aiodaft
     assert await warden.in_use() == 0
 
 
-async def test_an_argument_whose_call_is_cancelled_before_anybody_looks_at_it(
+async def test_an_argument_whose_call_is_cancelled_before_it_is_looked_at(
     module_rt: aiodaft.Runtime, tmp_path: Path
 ) -> None:
     packer, warden = await spawn(module_rt)
@@ -161,7 +161,7 @@ async def stored_here(module_rt: aiodaft.Runtime) -> StoredValue:
 
 
 @pytest.mark.parametrize("how", ["dropped", "before the first step"])
-async def test_a_delivery_that_nobody_has_any_more_is_declined(module_rt: aiodaft.Runtime, how: str) -> None:
+async def test_a_delivery_that_is_no_longer_stored_is_declined(module_rt: aiodaft.Runtime, how: str) -> None:
     peer = module_rt._controller.peer
     stored = await stored_here(module_rt)
     assert stored.block is not None

@@ -233,7 +233,7 @@ async def test_receives_that_were_given_up_leave_no_task(rt: aiodaft.Runtime) ->
     await nothing_is_left(rt, receiver)
 
 
-async def test_closing_the_runtime_wakes_whoever_receives() -> None:
+async def test_closing_the_runtime_wakes_receivers() -> None:
     async with aiodaft.Runtime(gpus=0) as rt:
         channel: Channel[int] = Channel(1)
         receiving = asyncio.get_running_loop().create_task(channel.recv())

@@ -92,7 +92,7 @@ async def kill_one_of_four(rt: aiodaft.Runtime, group: Path) -> None:
     assert await other.echo("untouched") == "untouched"
 
 
-async def test_the_last_method_is_known_whoever_called_it(rt: aiodaft.Runtime) -> None:
+async def test_the_last_method_is_known_for_every_caller(rt: aiodaft.Runtime) -> None:
     b, a = await rt.on(patience=aiodaft.Patience(0.1, None)).spawn(Sleeper), await rt.spawn(Sleeper)
     ref = a.call(b, 60)
     while (await rt._controller.node.process_of(rt._target(b).remote)).heartbeat.last_method != "Sleeper.sleep":
@@ -211,7 +211,7 @@ async def test_a_death_is_seen_while_the_fork_server_is_stopped(
     assert await (await rt.spawn(Failing)).count() == 0
 
 
-def test_the_end_of_a_process_that_somebody_has_waited_for_is_unknown() -> None:
+def test_the_end_of_a_process_that_was_reaped_elsewhere_is_unknown() -> None:
     with subprocess.Popen(["true"]) as process:
         pass
     assert status_of(process.pid) == UNKNOWN

@@ -53,7 +53,7 @@ async def test_a_value_may_have_parts_here_and_there(rt: aiodaft.Runtime, here: 
     assert sent["payload"] == sent["device"] + 400_000
 
 
-async def test_what_is_seen_is_what_was_returned_and_nobody_waits_for_the_device(rt: aiodaft.Runtime) -> None:
+async def test_what_is_seen_is_what_was_returned_and_no_process_waits_for_the_device(rt: aiodaft.Runtime) -> None:
     a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
     ref = a.make_slowly(SIZE, 5.0)
     total = b.where(ref)
@@ -84,7 +84,7 @@ async def test_arguments_are_as_they_were_when_the_call_was_made(rt: aiodaft.Run
     assert float((await a.echo(long))[1].sum()) == 100.0
 
 
-async def test_consumers_may_write_and_memory_is_reused_only_when_nobody_reads(rt: aiodaft.Runtime) -> None:
+async def test_consumers_may_write_and_memory_is_reused_only_when_no_process_reads(rt: aiodaft.Runtime) -> None:
     a, b = await rt.spawn(DeviceKeeper, 0), await rt.spawn(DeviceKeeper, 0)
     for value in range(8):
         ref = a.make(SIZE, float(value))

@@ -175,7 +175,7 @@ async def test_an_error_that_no_code_will_see_ends_a_scope_at_once(rt: aiodaft.R
     assert str(caught.value.exceptions[0]) == "no code looks"
 
 
-async def test_the_error_of_a_held_ref_waits_for_whoever_looks(rt: aiodaft.Runtime) -> None:
+async def test_the_error_of_a_held_ref_waits_to_be_looked_at(rt: aiodaft.Runtime) -> None:
     failing = await rt.spawn(Failing)
     ref = failing.raise_value_error()
     await ref.ready()
@@ -183,7 +183,7 @@ async def test_the_error_of_a_held_ref_waits_for_whoever_looks(rt: aiodaft.Runti
     assert isinstance(ref.exception(), ValueError)
 
 
-async def test_the_error_of_a_held_ref_that_nobody_looks_at_is_raised_at_the_end() -> None:
+async def test_the_error_of_a_held_ref_that_is_never_looked_at_is_raised_at_the_end() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with aiodaft.Runtime(preload=()) as rt:
             failing = await rt.spawn(Failing)

@@ -51,7 +51,7 @@ async def test_an_actor_that_never_had_descriptors_for_ucx_goes_on() -> None:
         assert await actor.total(torch.ones(LARGE)) == LARGE
 
 
-async def test_a_queue_that_its_first_receiver_cannot_take_is_lost_for_all_and_nobody_waits(
+async def test_a_queue_that_its_first_receiver_cannot_take_is_lost_for_all_and_no_receiver_waits(
     rt: aiodaft.Runtime,
 ) -> None:
     actor, channel = await rt.spawn(Hoarder), aiodaft.Channel[bytes](30)

@@ -88,7 +88,7 @@ async def test_a_run_that_waits_behind_another_graph_calls_the_new_actor(rt: aio
 
 
 @pytest.mark.parametrize("how", ["closed", "replaced"])
-async def test_steps_of_a_run_that_was_given_up_go_on_and_hold_nobody_up(rt: aiodaft.Runtime, how: str) -> None:
+async def test_steps_of_a_run_that_was_given_up_go_on_and_hold_no_call_up(rt: aiodaft.Runtime, how: str) -> None:
     slow, between, dead = await spawn(rt, 3)
     async with aiodaft.compile(lambda x: dead.same(between.same(slow.wait(x)))) as graph:
         run = graph(1)

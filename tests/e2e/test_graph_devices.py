@@ -80,7 +80,7 @@ async def test_a_step_has_its_value_though_its_owner_has_freed_it(module_rt: aio
         assert float((await late)[0].sum()) == SIZE * 3.0
 
 
-async def test_nobody_gets_what_the_device_has_not_made_and_no_step_waits_for_it(
+async def test_no_step_gets_what_the_device_has_not_made_or_waits_for_it(
     module_rt: aiodaft.Runtime, here: HostDriver
 ) -> None:
     a, b = await module_rt.spawn(DeviceKeeper, 0), await module_rt.spawn(DeviceKeeper, 0)

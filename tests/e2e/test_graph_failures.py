@@ -141,7 +141,7 @@ async def test_a_run_is_cancelled_where_it_waits_and_skips_the_rest(module_rt: a
         assert (await a.state())[1:] == (await b.state())[1:] == (0, 0)
 
 
-async def test_a_row_whose_deadline_passes_says_so_for_each_step(module_rt: aiodaft.Runtime) -> None:
+async def test_a_segment_whose_deadline_passes_says_so_for_each_step(module_rt: aiodaft.Runtime) -> None:
     (a,) = await spawn(module_rt, 1)
 
     def flow(x: Any) -> Any:
@@ -168,7 +168,7 @@ async def test_one_of_two_results_may_be_given_up(module_rt: aiodaft.Runtime) ->
         assert await second == 1
 
 
-async def test_a_graph_that_nobody_holds_is_closed_after_its_last_run(module_rt: aiodaft.Runtime) -> None:
+async def test_a_graph_that_is_dropped_is_closed_after_its_last_run(module_rt: aiodaft.Runtime) -> None:
     a, b = await spawn(module_rt, 2)
     graphs = module_rt._controller.peer.graphs
     owned = len(graphs.own)

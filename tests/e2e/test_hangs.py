@@ -169,7 +169,7 @@ async def test_a_task_that_blocks_the_loop_is_found_by_its_line(
     assert await stuck.echo("free again") == "free again"
 
 
-async def test_a_controller_that_is_blocked_accuses_nobody(
+async def test_a_controller_that_is_blocked_accuses_no_process(
     rt: aiodaft.Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
     echo = await rt.on(patience=Patience(None, 0.8)).spawn(Echo)

@@ -43,7 +43,7 @@ async def spawn(scope: aiodaft.Scope, *, dies: bool) -> Vanishing:
     return actor
 
 
-async def test_whoever_awaits_a_value_hears_how_its_producer_died(scope: aiodaft.Scope) -> None:
+async def test_an_awaiter_of_a_value_hears_how_its_producer_died(scope: aiodaft.Scope) -> None:
     actor = await spawn(scope, dies=True)
     with pytest.raises(aiodaft.ActorDied, match=r"Vanishing-\d+ \(pid \d+\) was killed by SIGKILL") as died:
         await actor.make()
@@ -51,14 +51,14 @@ async def test_whoever_awaits_a_value_hears_how_its_producer_died(scope: aiodaft
     assert died.value.actor.startswith("Vanishing-")
 
 
-async def test_whoever_needs_it_as_an_argument_hears_the_same(scope: aiodaft.Scope) -> None:
+async def test_a_call_with_it_as_an_argument_hears_the_same(scope: aiodaft.Scope) -> None:
     actor, other = await spawn(scope, dies=True), await scope.spawn(Vanishing)
     with pytest.raises(aiodaft.ActorDied, match="was killed by SIGKILL") as died:
         await other.take(actor.make())  # type: ignore[arg-type]  # a ref for the value
     assert (died.value.signal, died.value.executed) == ("SIGKILL", False)
 
 
-async def test_whoever_consumes_a_stream_hears_the_same(scope: aiodaft.Scope) -> None:
+async def test_a_consumer_of_a_stream_hears_the_same(scope: aiodaft.Scope) -> None:
     actor = await spawn(scope, dies=True)
     with pytest.raises(aiodaft.ActorDied, match="was killed by SIGKILL") as died:
         async for _ in actor.items():

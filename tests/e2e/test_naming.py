@@ -273,7 +273,7 @@ async def test_a_service_is_stopped_named_and_passed_on_like_an_actor(rt: aiodaf
         await service.call(Plain.add, 1)
 
 
-async def test_services_of_classes_that_nobody_wrote_for_this(rt: aiodaft.Runtime) -> None:
+async def test_services_of_classes_that_were_not_written_for_actors(rt: aiodaft.Runtime) -> None:
     import collections
     import fractions
 

@@ -27,7 +27,7 @@ async def refused(call: Any, method: str, max_queue: int) -> None:
     assert caught.value.executed is False
 
 
-async def test_a_method_refuses_calls_beyond_its_bound_whoever_makes_them(rt: aiodaft.Runtime) -> None:
+async def test_a_method_refuses_calls_beyond_its_bound_from_every_caller(rt: aiodaft.Runtime) -> None:
     actor = await rt.spawn(Bounded)
     caller = await rt.spawn(Responder, actor)
     refs = [actor.hold(index) for index in range(4)]

@@ -80,7 +80,7 @@ async def test_more_spawns_than_the_fork_server_has_room_for(rt: aiodaft.Runtime
     assert {type(task.exception()) for task in done} == {aiodaft.SpawnFailed}
 
 
-async def test_spawns_that_are_cancelled_leave_nobody_also_if_the_fork_server_hears_of_it_too_late(
+async def test_spawns_that_are_cancelled_leave_no_process_also_if_the_fork_server_hears_of_it_too_late(
     rt: aiodaft.Runtime,
 ) -> None:
     # Neither is there room for the order to kill somebody.

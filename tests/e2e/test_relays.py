@@ -89,7 +89,7 @@ async def test_a_value_that_this_process_put_is_passed_on_too() -> None:
 
 
 @pytest.mark.parametrize("transport", ["tcp", pytest.param("ucx", marks=[needs_ucx, pytest.mark.soak])])
-async def test_nobody_fails_because_who_was_to_pass_it_on_is_killed(transport: str) -> None:
+async def test_no_consumer_fails_when_the_one_that_passes_it_on_is_killed(transport: str) -> None:
     async with opened(transport, 5) as (rt, source, sinks):
         first, second, *others = sinks
         ref = source.make(SIZE)

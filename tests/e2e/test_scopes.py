@@ -260,7 +260,7 @@ async def test_an_error_is_raised_as_it_is_also_where_the_runtime_was_closed_bef
             raise KeyError("of the user")
 
 
-async def test_a_scope_whose_runtime_was_closed_before_raises_what_nobody_looked_at() -> None:
+async def test_a_scope_whose_runtime_was_closed_before_raises_unseen_errors() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with aiodaft.Runtime(preload=()) as rt, rt.scope() as scope:
             ref = (await scope.spawn(Failing)).raise_value_error("nobody looked at it")

@@ -98,7 +98,7 @@ async def test_consumers_see_what_was_returned_whatever_happens_later(
     assert await a.total(ref) == size
 
 
-async def test_consumers_may_write_and_nobody_else_sees_it(rt: aiodaft.Runtime) -> None:
+async def test_consumers_may_write_and_no_other_process_sees_it(rt: aiodaft.Runtime) -> None:
     a, b, c = await asyncio.gather(*(rt.spawn(Keeper) for _ in range(3)))
     ref = a.make(MIB, 1.0)
     assert await b.add_in_place(ref, 10.0) == 11.0
@@ -188,7 +188,7 @@ async def test_writing_to_a_lent_tensor_is_found_out_by_its_reader(rt: aiodaft.R
             await b.total(ref)
 
 
-async def test_the_lender_learns_when_nobody_reads_any_more(rt: aiodaft.Runtime) -> None:
+async def test_the_lender_learns_when_no_process_reads_any_more(rt: aiodaft.Runtime) -> None:
     a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
     ref = a.lend(MIB, 1.0)
     await b.keep(ref)
@@ -273,7 +273,7 @@ async def test_dp1_two_hundred_small_tensors_are_one_payload_from_actor_to_actor
     assert rt.traffic().payloads_received == here.payloads_received
 
 
-async def test_dp1_sizes_change_with_every_call_and_nobody_declares_them(rt: aiodaft.Runtime) -> None:
+async def test_dp1_sizes_change_with_every_call_and_are_not_declared(rt: aiodaft.Runtime) -> None:
     sender, receiver = await rt.spawn(Receiver), await rt.spawn(Receiver)
     for size in (0, 1, 100_000, 3, 1 << 20, 17, 0, 16_385, 300_000, 2):
         (tensor,) = await receiver.echo(sender.make(size))

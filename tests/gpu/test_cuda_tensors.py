@@ -107,7 +107,7 @@ async def test_a_consumer_sees_what_a_stream_makes_after_a_long_kernel(rt: aioda
     assert (await b.where(ref))[2] == 5.0 * 4 * MIB
 
 
-async def test_nobody_waits_on_a_loop_for_a_gpu(rt: aiodaft.Runtime) -> None:
+async def test_no_loop_waits_for_a_gpu(rt: aiodaft.Runtime) -> None:
     a, b = await keepers(rt, 2)
     total = b.where(a.make_late(MIB, 5.0))
     for _ in range(20):
@@ -132,7 +132,7 @@ async def test_arguments_are_those_of_the_stream_that_was_current(rt: aiodaft.Ru
     del x2
 
 
-async def test_consumers_may_write_and_nobody_else_sees_it(rt: aiodaft.Runtime) -> None:
+async def test_consumers_may_write_and_no_other_process_sees_it(rt: aiodaft.Runtime) -> None:
     a, b, c = await keepers(rt, 3)
     ref = a.make(MIB, 1.0)
     assert await asyncio.gather(*(b.add_in_place(ref, 10.0) for _ in range(6))) == [11.0] * 6
@@ -223,7 +223,7 @@ async def test_two_gpus_and_processes_that_see_only_one_of_them(rt: aiodaft.Runt
 
 
 @pytest.mark.asyncio(loop_scope="function")
-async def test_a_producer_that_dies_in_the_middle_harms_nobody_else() -> None:
+async def test_a_producer_that_dies_in_the_middle_harms_no_other_process() -> None:
     async with aiodaft.Runtime() as rt:
         a, b, c = await keepers(rt, 3)
         kept = await a.make(16 * MIB, 1.0)

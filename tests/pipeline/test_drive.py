@@ -170,7 +170,7 @@ async def test_a_schedule_that_waits_for_itself_is_refused_where_it_is_compiled(
 
 
 @pytest.mark.parametrize("failing", [(0, 1, "F"), (1, 0, "B"), (1, 2, "W"), (0, 3, "B")])
-async def test_an_error_in_any_task_reaches_whoever_waits_and_no_rank_that_depends_on_it_finishes(
+async def test_an_error_in_any_task_reaches_every_awaiter_and_no_rank_that_depends_on_it_finishes(
     module_rt: aiodaft.Runtime, failing: tuple[int, int, str]
 ) -> None:
     schedule = zb_h1(2, 4)

@@ -73,7 +73,7 @@ def test_the_end_of_a_closed_channel_waits_for_what_is_lent() -> None:
     assert keeper.handle(OTHER, Message(Kind.OFFER, 3, "b")) == [tell(OTHER, Kind.OVER, 3)]
 
 
-def test_the_queue_moves_to_the_first_other_process_that_receives_and_whoever_asks_meanwhile_follows() -> None:
+def test_the_queue_moves_to_the_first_other_receiver_and_later_requests_follow_it() -> None:
     maker = Keeper(HERE, HERE, 1)
     maker.handle(HERE, Message(Kind.OFFER, 1, "a"))
     maker.handle(THIRD, Message(Kind.OFFER, 2, "b"))
@@ -128,7 +128,7 @@ def test_a_process_that_holds_the_channel_and_has_not_received_may_send() -> Non
     assert keeper.handle(THIRD, Message(Kind.WANT, 1)) == orphaned
 
 
-def test_the_death_of_a_process_that_only_received_orphans_nobody() -> None:
+def test_the_death_of_a_process_that_only_received_orphans_no_receiver() -> None:
     keeper = settled()
     keeper.holder_came(OTHER)
     keeper.handle(OTHER, Message(Kind.WANT, 1))
@@ -181,7 +181,7 @@ def test_a_death_counts_behind_what_the_maker_has_said_of_holders() -> None:
     assert keeper.handle(OTHER, fourth_left) == [tell(HERE, Kind.ORPHANED, 3, THIRD)]
 
 
-def test_what_the_maker_believes_of_ends_takes_nobodys_channel_away() -> None:
+def test_what_the_maker_believes_of_ends_closes_no_channel_in_use() -> None:
     keeper = moved_here()
     keeper.handle(OTHER, Message(Kind.LEFT, 0, (OTHER, Leaving.DROPPED)))
     keeper.handle(OTHER, Message(Kind.LEFT, 0, (THIRD, Leaving.ENDED)))
@@ -223,7 +223,7 @@ def test_a_receive_that_begins_while_an_item_is_on_its_way_back_gets_that_item()
     assert end.handle(OTHER, Message(Kind.YOURS, 1)) == [tell(OTHER, Kind.BACK, 0, "a"), tell(OTHER, Kind.WANT, 2)]
 
 
-def test_a_close_that_found_nobody_is_made_when_the_queue_turns_up() -> None:
+def test_a_close_that_did_not_find_the_queue_is_made_when_it_turns_up() -> None:
     end = End(OTHER)
     end.peer_lost(OTHER)
     assert end.close(1) == [Settle(1, Outcome.DONE)]

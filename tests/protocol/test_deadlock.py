@@ -164,7 +164,7 @@ def test_the_story_names_each_call_and_the_line_it_waits_at() -> None:
     assert str(deadlock) == ("A.m of A-1 (a.py:7 in m) awaits A.m of A-1, which is queued behind A.m of A-1")
 
 
-def test_a_chain_that_nobody_could_read_is_given_up() -> None:
+def test_a_chain_that_cannot_be_read_is_given_up() -> None:
     search = Search([call(0)])
     for number in range(2_000):
         if not search.questions:

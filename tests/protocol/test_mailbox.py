@@ -89,7 +89,7 @@ def test_an_unordered_call_overtakes() -> None:
     started(mailbox, call(ordered=False))
 
 
-def test_an_unordered_call_that_waits_holds_up_nobody() -> None:
+def test_an_unordered_call_that_waits_holds_up_no_other_call() -> None:
     mailbox: Mailbox[Call] = Mailbox()
     waits, next_one = call(ordered=False, ready=False), call(ordered=False, ready=False)
     kept(mailbox, waits, next_one)
@@ -164,7 +164,7 @@ def test_sides_do_not_matter_between_callers_or_without_order() -> None:
     kept(mailbox, call("a"))
 
 
-def test_it_keeps_watching_while_somebody_has_to_begin() -> None:
+def test_it_keeps_watching_while_a_call_has_to_begin() -> None:
     mailbox: Mailbox[Call] = Mailbox()
     firsts = [call(caller, on_thread=True) for caller in "ab"]
     seconds = [call(caller) for caller in "ab"]
@@ -304,7 +304,7 @@ def test_a_call_waits_for_the_first_of_its_line_and_that_for_what_fills_its_plac
     assert mailbox.in_the_way(lambda: running) == [*running, *running]
 
 
-def test_a_call_that_waits_for_its_arguments_waits_for_nobody_here_and_others_wait_for_it() -> None:
+def test_a_call_that_waits_for_its_arguments_waits_for_no_call_here_and_others_wait_for_it() -> None:
     mailbox: Mailbox[Call] = Mailbox()
     first, second = call(ready=False), call()
     kept(mailbox, first)

@@ -244,7 +244,7 @@ def test_gpus_that_others_have_are_passed_over_and_named_if_none_is_left() -> No
     assert ledger.take("c", "C", Demand(gpus=1)) == (3,)
 
 
-def test_a_gpu_is_claimed_while_somebody_has_a_part_of_it() -> None:
+def test_a_gpu_is_claimed_while_a_part_of_it_is_in_use() -> None:
     claims = OtherHas()
     ledger: Resources[str] = Resources(cpus=1, gpus=2, claims=claims)
     assert ledger.take("a", "A", Demand(gpus=0.5)) == ledger.take("b", "B", Demand(gpus=0.5)) == (0,)

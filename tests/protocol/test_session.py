@@ -93,7 +93,7 @@ def test_anything_before_the_greeting_is_refused() -> None:
         session().receive_data(frames(call(1), hello()))
 
 
-def test_somebody_else_is_refused() -> None:
+def test_another_peer_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="leads to peer-x, not to peer-b"):
         session().receive_data(frames(hello(peer="peer-x")))
 

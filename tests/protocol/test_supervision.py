@@ -52,7 +52,7 @@ def test_the_strategy_says_who_restarts_and_in_which_order(strategy: Strategy, s
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_not_restarted_concerns_nobody_else(strategy: Strategy) -> None:
+def test_what_is_not_restarted_does_not_affect_its_siblings(strategy: Strategy) -> None:
     for kind, normal in (("transient", True), ("temporary", False), ("temporary", True)):
         siblings = family(strategy, {"a": "permanent", "b": kind, "c": "permanent"}, intensity=0)
         assert siblings.failed("b", "ended", normal=normal, now=0) == Gone("b")
@@ -187,7 +187,7 @@ class AnyHistory(RuleBasedStateMachine):
         return tuple(child for child in self.kinds if child not in self.up)
 
     @invariant()
-    def nobody_is_forgotten(self) -> None:
+    def no_child_is_forgotten(self) -> None:
         if hasattr(self, "siblings"):
             assert self.siblings.down == self.down()
 

@@ -26,7 +26,7 @@ STARTED, LOST, ALIVE, STOP, ENDED, LATE = (
 
 @pytest.mark.parametrize("events", [(STARTED, ENDED, LATE), (ENDED, LATE), (STARTED, LOST, ALIVE, ENDED, LATE)])
 def test_an_accident_without_callers_belongs_to_the_scope(events: tuple[WorkerEvent, ...]) -> None:
-    assert state_after(*events) is WorkerState.UNHELD
+    assert state_after(*events) is WorkerState.UNHANDLED
 
 
 @pytest.mark.parametrize("events", [(STARTED, LOST, ENDED), (STARTED, ENDED, LOST, LATE), (LOST, STARTED, ENDED)])
@@ -37,7 +37,7 @@ def test_an_accident_belongs_to_the_callers_that_lost_calls_before_or_soon_after
 
 
 def test_a_caller_that_is_late_does_not_take_the_error_from_the_scope() -> None:
-    assert state_after(STARTED, ENDED, LATE, LOST) is WorkerState.UNHELD
+    assert state_after(STARTED, ENDED, LATE, LOST) is WorkerState.UNHANDLED
 
 
 @pytest.mark.parametrize("before", [(), (STARTED,), (STARTED, LOST), (STARTED, STOP)])
@@ -51,12 +51,12 @@ def test_a_spawn_that_fails_takes_the_error_of_its_worker() -> None:
 
 
 def test_what_comes_after_the_end_changes_nothing() -> None:
-    assert state_after(ENDED, STARTED, ALIVE) is WorkerState.UNBLAMED
-    for end in (WorkerState.OVER, WorkerState.UNHELD):
+    assert state_after(ENDED, STARTED, ALIVE) is WorkerState.DIED
+    for end in (WorkerState.OVER, WorkerState.UNHANDLED):
         assert {next_state(end, event) for event in (STARTED, LOST, ALIVE, STOP)} == {end}
 
 
 def test_a_worker_ends_once() -> None:
-    for state in (WorkerState.OVER, WorkerState.UNHELD, WorkerState.UNBLAMED):
+    for state in (WorkerState.OVER, WorkerState.UNHANDLED, WorkerState.DIED):
         with pytest.raises(ValueError, match=state.name):
             next_state(state, ENDED)

@@ -93,7 +93,7 @@ async def test_cancelling_passes_the_message_on(begun: Begun) -> None:
 
 
 @pytest.mark.parametrize("used", [False, True])
-async def test_a_cancellation_that_is_taken_back_hurts_nobody_else(begun: Begun, used: bool) -> None:
+async def test_a_cancellation_that_is_taken_back_leaves_later_calls_alone(begun: Begun, used: bool) -> None:
     said: list[str] = []
 
     async def cancel_and_take_back() -> None:

@@ -139,7 +139,7 @@ def say_it_did_not_run(replies: Replies, connection: Connection, error: DaftErro
     [
         (Mailbox, "startable", start_again, "ran 2 times"),
         (Mailbox, "arrive", start_at_once, "which was made later"),
-        (Replies, "connection_lost", forget_calls, "somebody waits"),
+        (Replies, "connection_lost", forget_calls, "a task waits"),
         (Replies, "connection_lost", say_it_did_not_run, "does not say whether it ran"),
         (RefTable, "take_back", lambda table, number, peer: None, "own refs"),
     ],
@@ -173,8 +173,8 @@ is_ours = End._is_ours
     [
         (End, "_say", keep_what_was_not_taken, "items were lost"),
         (End, "_is_ours", give_it_and_take_it_back, "received twice"),
-        (Keeper, "_answer_held", lambda keeper: None, "somebody waits"),
-        (End, "peer_lost", lambda end, peer: [], "somebody waits"),
+        (Keeper, "_answer_held", lambda keeper: None, "a task waits"),
+        (End, "peer_lost", lambda end, peer: [], "a task waits"),
         (Channels, "drop", lambda channels, number: None, "channels"),
     ],
 )

@@ -168,7 +168,7 @@ async def test_a_death_that_failed_a_call_belongs_to_its_caller(machine: Machine
     assert machine.unheld == []
 
 
-async def test_a_caller_without_calls_under_way_blames_nobody(machine: Machine) -> None:
+async def test_a_caller_without_calls_under_way_takes_no_error(machine: Machine) -> None:
     place = await machine.place()
     machine.launcher.die(machine.launcher.children[0])
     await machine.agent.exit_report(place.peer, 0)
@@ -232,7 +232,7 @@ async def test_a_restartable_actor_holds_its_resources_without_a_process(machine
         await machine.agent.place_again("Desk-1", place.actor, None)
 
 
-async def test_a_worker_that_does_not_start_holds_nothing_and_is_nobodys_accident(machine: Machine) -> None:
+async def test_a_worker_that_does_not_start_holds_nothing_and_is_no_accident(machine: Machine) -> None:
     machine.launcher.starts = False
     with pytest.raises(SpawnFailed):
         await machine.place()

@@ -41,7 +41,7 @@ class Program:
             self.world.run(self._main())
         except Hang:
             pending = [call.number for call in self.history.calls if call.outcome is None]
-            self.history.wrong.append(f"nothing happens any more, and somebody waits, perhaps for one of {pending}")
+            self.history.wrong.append(f"nothing happens any more, and a task waits, perhaps for one of {pending}")
         finally:
             self.refs.clear()
             self.actors.clear()

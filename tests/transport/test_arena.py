@@ -290,7 +290,7 @@ def test_a_view_that_is_alive_keeps_its_memory_beyond_close_and_no_longer() -> N
     assert (segments_mapped(), memfds()) == (0, before)
 
 
-def test_a_closed_arena_gives_out_no_memory_that_nobody_would_free() -> None:
+def test_a_closed_arena_gives_out_no_memory() -> None:
     before = memfds()
     arena = Arena(shared=True)
     arena.close()

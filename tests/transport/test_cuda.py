@@ -53,7 +53,7 @@ async def test_only_what_waits_on_a_stream_waits_for_it() -> None:
         await filled(behind)
 
 
-async def test_a_block_that_nobody_wants_any_more_is_not_reused_before_it_is_filled() -> None:
+async def test_a_block_that_is_not_wanted_any_more_is_not_reused_before_it_is_filled() -> None:
     async with open_pair() as pair:
         held = pair.producer.driver.hold(stream=3)
         block = pair.producer.capture(pair.producer.memory(100_000, 1), 100_000, stream=3)

@@ -113,7 +113,7 @@ def test_a_grant_that_comes_back_twice_is_an_error_of_the_peer() -> None:
         assert block.grants == 0
 
 
-def test_nobody_can_give_back_the_grant_of_another() -> None:
+def test_no_process_can_give_back_the_grant_of_another() -> None:
     with opened_office("one", "two") as office:
         block: Block = office.producer.allocate(1)
         grant = office.grant(block, "one")

@@ -183,7 +183,7 @@ async def test_running_out_of_descriptors_does_not_end_the_listener() -> None:
 
 @pytest.mark.parametrize("end", ["closes", "resets"])
 @pytest.mark.parametrize("words", [b"", b"\0\0\0", WORD.pack(17)])
-async def test_a_consumer_that_ends_in_the_middle_of_anything_harms_nobody(end: str, words: bytes) -> None:
+async def test_a_consumer_that_ends_in_the_middle_of_anything_harms_no_other(end: str, words: bytes) -> None:
     async with open_pair("tcp") as pair:
         _, grant, content = await granted(pair, 1000)
         async with admitted(grant) as connection:

@@ -104,7 +104,7 @@ class BoundSegment:
         # The calls behind a segment of several steps may start when the last step has begun.
         self.last = self.steps[-1] if len(steps) > 1 else None
         rules = steps[0].rules
-        self.rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, row=len(steps) > 1)
+        self.rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, segment=len(steps) > 1)
         execute = _execute_on_thread if rules.on_thread else SegmentCall.execute
         self.spec = MethodSpec(steps[0].label, rules.name, execute, Options(self.rules))
 

@@ -64,7 +64,7 @@ class NodeAgent(NodeContact):
         self._patience = patience
         self._oom_kills = OomKills()
         self._workers: dict[PeerId, Worker] = {}
-        # Ended workers that are UNBLAMED.
+        # Workers in the state DIED.
         self._accidents: dict[PeerId, Worker] = {}
         self._endings: dict[PeerId, OutcomeUnknown] = {}
         self._introduced: set[frozenset[PeerId]] = set()
@@ -324,14 +324,14 @@ class NodeAgent(NodeContact):
         for actor in worker.placed:
             self._free(number_of(actor))
         self.on_ended(worker.id, error, wanted)
-        if worker.state is WorkerState.UNBLAMED:
+        if worker.state is WorkerState.DIED:
             self._accidents[worker.id] = worker
             self._process.loop.call_later(self._process.env.timeouts.blame, self._blame_over, worker, error)
 
     def _blame_over(self, worker: Worker, error: OutcomeUnknown) -> None:
         del self._accidents[worker.id]
         worker.handle(WorkerEvent.BLAME_OVER)
-        if worker.state is WorkerState.UNHELD:
+        if worker.state is WorkerState.UNHANDLED:
             for actor in worker.actors:
                 self.on_died(worker.id, actor, error)
 

@@ -1,10 +1,10 @@
-"""Channels between processes: carries out the commands of the state machines in `_protocol.channel`.
+"""Channels between processes: carries out the commands of the state machines in `_protocol.channel_table`.
 
 Small items travel with the messages. Large items travel as refs, from their sender straight to their receiver. Holders
 of a channel are counted as holders of a ref: every `Channel` object holds a ref that the channel's maker owns.
 
     user -> Endpoint -> End ------- Message -------> Keeper      One `Channels` actor per process passes the
-            (one per process)  (one per process)   (the queue)   messages between ends and keepers.
+            (one per process)  (one per process)   (the queue)   messages between its `ChannelTable` and the others.
 """
 
 from __future__ import annotations
@@ -17,20 +17,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from aiodaft._protocol.channel import (
-    FOR_KEEPERS,
-    ChannelId,
-    Command,
-    Keeper,
-    Kind,
-    Leaving,
-    Message,
-    Outcome,
-    Settle,
-    Tell,
-    refusal,
-)
+from aiodaft._protocol.channel import ChannelId, Command, Kind, Leaving, Message, Outcome, Settle, Tell
 from aiodaft._protocol.channel_end import End
+from aiodaft._protocol.channel_table import ChannelTable
 from aiodaft._protocol.ids import CHANNELS, CallId, PeerId
 from aiodaft._protocol.messages import WANT_NOTHING
 from aiodaft._protocol.value import HERE
@@ -49,65 +38,34 @@ from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 
 
-class ItemRef:
-    """A queued item that stays with its sender until it is received.
+class QueuedItem:
+    """An item that needs encoding. A large one stays with its sender until it is received.
 
     Not a dataclass: the encoder replaces refs in dataclasses by their values.
     """
 
-    __slots__ = ("_ref",)
+    __slots__ = ("_source",)
 
-    def __init__(self, ref: Ref[Any]) -> None:
-        self._ref = ref
+    def __init__(self, source: Ref[Any] | ReceivedValue) -> None:
+        self._source = source
 
     def __reduce__(self) -> tuple[Any, ...]:
-        stored = state_of(self._ref).stored
+        source = self._source
+        if isinstance(source, ReceivedValue):
+            return _small_item, (source.payload, source.inline, source.refs)
+        stored = state_of(source).stored
         if stored is not None and stored.is_inline:
-            return EncodedItem, (stored.payload, stored.inline, stored.refs)
-        return ItemRef, (self._ref,)
+            return _small_item, (stored.payload, stored.inline, stored.refs)
+        return QueuedItem, (source,)
 
     async def open(self, store: Store) -> Any:
         """Return the item, fetched if needed."""
-        return await self._ref
+        source = self._source
+        return await (source if isinstance(source, Ref) else store.decode(source, refs=source.refs))
 
 
-class EncodedItem:
-    """A small item of another process; the receiver decodes it."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, payload: bytes, inline: bytes | None, refs: list[Ref[Any]]) -> None:
-        self._value = ReceivedValue(payload, inline, [], refs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        value = self._value
-        return EncodedItem, (value.payload, value.inline, value.refs)
-
-    async def open(self, store: Store) -> Any:
-        """Decode the item."""
-        return await store.decode(self._value, refs=self._value.refs)
-
-
-class ReceivedItem:
-    """A received item, or the error of fetching it."""
-
-    def __init__(self, item: Any) -> None:
-        self._item = item
-        self._error: Exception | None = None
-
-    async def open(self, store: Store) -> None:
-        """Fetch and decode it."""
-        if isinstance(self._item, ItemRef | EncodedItem):
-            try:
-                self._item = await self._item.open(store)
-            except Exception as error:  # noqa: BLE001 - the receive raises it
-                self._error = error
-
-    def result(self) -> Any:
-        """The item, or raise the error."""
-        if self._error is not None:
-            raise self._error
-        return self._item
+def _small_item(payload: bytes, inline: bytes | None, refs: list[Ref[Any]]) -> QueuedItem:
+    return QueuedItem(ReceivedValue(payload, inline, [], refs))
 
 
 class ChannelRef(RefState):
@@ -121,7 +79,9 @@ class ChannelRef(RefState):
         self.objects = channels.objects
         self.process = channels.process
         self.number = number
+        self._id = (self.process.id, number)
         self._channels = channels
+        self._table = channels.table
 
     @property
     def label(self) -> str:
@@ -132,17 +92,17 @@ class ChannelRef(RefState):
 
     def borrow(self, peer: PeerId) -> None:
         super().borrow(peer)
-        self._channels.holder_came(self.number, peer)
+        self._channels.run(self._id, self._table.holder_came(self._id, peer))
 
     def drop_handle(self) -> None:
         super().drop_handle()
         if not self.handles:
-            self._channels.holder_left(self.number, self.process.id, Leaving.DROPPED)
+            self.holder_left(self.process.id, Leaving.DROPPED)
 
     def give_back(self, peer: PeerId) -> None:
         super().give_back(peer)
         if not self.borrowers or peer not in self.borrowers:
-            self._channels.holder_left(self.number, peer, Leaving.DROPPED)
+            self.holder_left(peer, Leaving.DROPPED)
         self._look_for_sole_holder()
 
     def forget(self, peer: PeerId) -> None:
@@ -154,7 +114,11 @@ class ChannelRef(RefState):
         if self.held:
             self._look_for_sole_holder()
         else:
-            self._channels.drop(self.number)
+            self._channels.run(self._id, self._table.drop(self._id))
+
+    def holder_left(self, peer: PeerId, how: Leaving) -> None:
+        """A process no longer holds the channel."""
+        self._channels.run(self._id, self._table.holder_left(self._id, peer, how))
 
     def _look_for_sole_holder(self) -> None:
         if self.handles or self.borrowers is None or len(self.borrowers) != 1:
@@ -164,7 +128,7 @@ class ChannelRef(RefState):
         connection = self._channels.connections.get(holder)
         calls = [] if connection is None else connection.session.calls.values()
         if sum((call.inputs or []).count(self) for call in calls) == self.uses:
-            self._channels.tell_alone(self.number, holder)
+            self._channels.run(self._id, [Tell(holder, Message(Kind.ALONE))])
 
 
 class MessageState(TellState):
@@ -194,8 +158,7 @@ class Channels(Actor):
         self.connections = caller.connections
         self.objects = caller.objects
         self._caller = caller
-        self.keepers: dict[ChannelId, Keeper] = {}
-        self.ends: dict[ChannelId, End] = {}
+        self.table = ChannelTable(self.process.id)
         # Threads decode values too, and these may contain channels.
         self._lock = threading.Lock()
         # The refs of the channels that were made here.
@@ -209,7 +172,7 @@ class Channels(Actor):
         """Make a channel, with the queue in this process."""
         number, here = self.process.next_number(), self.process.id
         state = self._refs[number] = ChannelRef(self, number)
-        self.keepers[here, number] = Keeper(here, here, capacity)
+        self.table.create((here, number), capacity)
         return self.endpoint((here, number), here, Ref(state))
 
     def endpoint(self, channel_id: ChannelId, keeper: PeerId, ref: Ref[None]) -> Endpoint:
@@ -217,7 +180,7 @@ class Channels(Actor):
         with self._lock:
             endpoint = self._endpoints.get(channel_id)
             if endpoint is None:
-                end = self.ends.setdefault(channel_id, End(keeper))
+                end = self.table.ends.setdefault(channel_id, End(keeper))
                 endpoint = self._endpoints[channel_id] = Endpoint(self, channel_id, end, ref)
                 self.process.call_soon(partial(self._register, channel_id))
             return endpoint
@@ -238,104 +201,49 @@ class Channels(Actor):
             if not waiting.done():
                 waiting.set_result(Settle(ticket, Outcome.LOST))
 
-    # Holders.
-
     def _register(self, channel_id: ChannelId) -> None:
         """Register as a holder with the keeper if the maker, which counts the holders, is gone."""
-        end, connection = self.ends.get(channel_id), self.connections.get(channel_id[0])
-        if end is not None and connection is not None and connection.lost is not None:
-            self.run(channel_id, [Tell(end.keeper, Message(Kind.HELD, 0, self.process.id))])
-
-    def holder_came(self, number: CallId, peer: PeerId) -> None:
-        """A process holds a channel that was made here."""
-        channel_id = (self.process.id, number)
-        keeper = self.keepers.get(channel_id)
-        if keeper is not None:
-            self.run(channel_id, keeper.holder_came(peer))
-
-    def holder_left(self, number: CallId, peer: PeerId, how: Leaving) -> None:
-        """A process no longer holds a channel that was made here."""
-        channel_id = (self.process.id, number)
-        keeper = self.keepers.get(channel_id)
-        if keeper is not None:
-            self.run(channel_id, keeper.holder_left(peer, how))
-
-    def tell_alone(self, number: CallId, holder: PeerId) -> None:
-        """Tell a process that it is the only holder of a channel that was made here."""
-        self.run((self.process.id, number), [Tell(holder, Message(Kind.ALONE))])
-
-    def drop(self, number: CallId) -> None:
-        """A channel that was made here has no holder left."""
-        channel_id = (self.process.id, number)
-        keeper = self.keepers.pop(channel_id, None)
-        if keeper is not None:
-            self.run(channel_id, keeper.drop())
+        connection = self.connections.get(channel_id[0])
+        if connection is not None and connection.lost is not None:
+            self.run(channel_id, self.table.register(channel_id))
 
     def peer_lost(self, remote: PeerId, how: Leaving) -> None:
         """The connection to a process is lost."""
-        for number, state in list(self._refs.items()):
+        for state in list(self._refs.values()):
             if state.borrowers and remote in state.borrowers:
-                self.holder_left(number, remote, how)
-        for channel_id in list(self.keepers.keys() | self.ends.keys()):
-            self.run(channel_id, self._lost(channel_id, remote, how))
+                state.holder_left(remote, how)
+        for channel_id in list(self.table.keepers.keys() | self.table.ends.keys()):
+            self.run(channel_id, self.table.peer_lost(channel_id, remote, how))
 
-    def _lost(self, channel_id: ChannelId, remote: PeerId, how: Leaving) -> list[Command]:
-        keeper, end = self.keepers.get(channel_id), self.ends.get(channel_id)
-        commands = [] if keeper is None else keeper.peer_lost(remote, how)
-        return commands if end is None else [*commands, *end.peer_lost(remote)]
-
-    def forget_if_idle(self, channel_id: ChannelId) -> None:
+    def forget_if_unheld(self, channel_id: ChannelId) -> None:
         """Forget the end of a channel that this process neither holds nor uses."""
         with self._lock:
-            end = self.ends.get(channel_id)
-            if end is None or not end.is_idle or channel_id in self._endpoints:
-                return
-            del self.ends[channel_id]
-        self.run(channel_id, end.leave(self.process.id))
-
-    # Commands.
+            commands = [] if channel_id in self._endpoints else self.table.leave(channel_id)
+        if commands:
+            self.run(channel_id, commands)
 
     def run(self, channel_id: ChannelId, commands: list[Command]) -> None:
-        """Carry out commands of a state machine, and the resulting commands of this process."""
-        left = deque(commands)
+        """Carry out commands."""
+        left = deque(self.table.run(channel_id, commands))
         while left:
             command = left.popleft()
-            if isinstance(command, Settle):
-                waiting = self._waiting.get((channel_id, command.ticket))
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(command)
-            elif command.to == self.process.id:
-                left.extend(self._handle(channel_id, self.process.id, command.message))
-            else:
-                left.extend(self._send(channel_id, command))
-        keeper = self.keepers.get(channel_id)
-        if keeper is not None and keeper.is_over:
-            del self.keepers[channel_id]
-        self.forget_if_idle(channel_id)
+            if isinstance(command, Tell):
+                how = self._send(channel_id, command)
+                if how is not None:
+                    lost = self.table.peer_lost(channel_id, command.to, how)
+                    left.extend(self.table.run(channel_id, lost))
+            elif (waiting := self._waiting.get((channel_id, command.ticket))) is not None and not waiting.done():
+                waiting.set_result(command)
+        self.forget_if_unheld(channel_id)
 
-    def _handle(self, channel_id: ChannelId, sender: PeerId, message: Message) -> list[Command]:
-        if message.kind not in FOR_KEEPERS:
-            end = self.ends.get(channel_id)
-            if end is not None:
-                return end.handle(sender, message)
-            # A keeper that counts instead of the maker still has this process among the holders.
-            left = Message(Kind.LEFT, 0, (self.process.id, int(Leaving.DROPPED)))
-            return [Tell(sender, left)] if message.kind is Kind.COUNTING else []
-        if message.kind is Kind.QUEUE:
-            self.keepers[channel_id] = Keeper(self.process.id, channel_id[0], message.body.capacity)
-        keeper = self.keepers.get(channel_id)
-        if keeper is not None:
-            return keeper.handle(sender, message)
-        refused = refusal(message)
-        return [] if refused is None else [Tell(sender, refused)]
-
-    def _send(self, channel_id: ChannelId, command: Tell) -> list[Command]:
-        to, (kind, ticket, body) = command.to, command.message
+    def _send(self, channel_id: ChannelId, command: Tell) -> Leaving | None:
+        """Send a message. If the process is gone, returns how it ended."""
+        to, (kind, ticket, body) = command
         if self.process.closed is not None:
-            return []
+            return None
         connection = self.connections.to(to)
         if connection.lost is not None:
-            return self._lost(channel_id, to, leaving_of(connection))
+            return leaving_of(connection)
         target = Target(self._caller, to, CHANNELS, f"channels of {to}", None)
         arguments = (*channel_id, int(kind), ticket, body)
         state = MessageState(self._spec.label, body, partial(self._undelivered, channel_id, to))
@@ -346,11 +254,11 @@ class Channels(Actor):
             self._caller.sender.submit(request)
         finally:
             current_deadline.reset(token)
-        return []
+        return None
 
     def _undelivered(self, channel_id: ChannelId, to: PeerId) -> None:
         """Treat a process as lost for this channel: it could not take a message, such as a long queue."""
-        self.run(channel_id, self._lost(channel_id, to, Leaving.ENDED))
+        self.run(channel_id, self.table.peer_lost(channel_id, to, Leaving.ENDED))
 
     @method
     async def message(self, maker: str, number: int, kind: int, ticket: int, body: Any) -> None:
@@ -358,7 +266,7 @@ class Channels(Actor):
         call = current_call.get()
         assert call is not None
         channel_id = (PeerId(maker), CallId(number))
-        self.run(channel_id, self._handle(channel_id, call.caller, Message(Kind(kind), ticket, body)))
+        self.run(channel_id, self.table.handle(channel_id, call.caller, Message(Kind(kind), ticket, body)))
 
 
 class Endpoint:
@@ -377,7 +285,7 @@ class Endpoint:
 
     def __del__(self) -> None:
         # Any thread may run this.
-        self._process.call_soon(partial(self._channels.forget_if_idle, self.id))
+        self._process.call_soon(partial(self._channels.forget_if_unheld, self.id))
 
     def __repr__(self) -> str:
         return f"<Channel {self.id[1]} of {self.id[0]}>"
@@ -401,36 +309,39 @@ class Endpoint:
         if settled.outcome is not Outcome.DONE:
             raise await self._error(settled, "nothing can be sent: the channel is closed")
 
-    async def _pack(self, value: Any) -> ItemRef:
+    async def _pack(self, value: Any) -> QueuedItem:
         ref: Ref[Any] = Ref(self._channels.objects.refs.put(value, "Channel.send"))
         await ref.ready()
         if ref.exception() is not None:
             await ref
-        return ItemRef(ref)
+        return QueuedItem(ref)
 
     async def receive(self) -> Any:
         """Receive the next item. Cancellation: no item is lost."""
         self._check()
+        end, channels = self._end, self._channels
+        error: Exception | None = None
         async with self._receiving:
+            ticket = self._process.next_number()
             try:
-                settled, received = await self._receive()
+                settled = await channels.wait(self.id, ticket, end.receive(ticket))
+                item = settled.body
+                if settled.outcome is Outcome.DONE:
+                    if isinstance(item, QueuedItem):
+                        try:
+                            item = await item.open(channels.objects.store)
+                        except Exception as failed:  # noqa: BLE001 - raised when the item is this process's
+                            error = failed
+                    settled = await channels.wait(self.id, ticket, end.confirm(ticket))
             except BaseException:
-                self._channels.run(self.id, self._end.stop_receiving())
+                channels.run(self.id, end.stop_receiving())
                 raise
-            self._end.took()
+            end.took()
         if settled.outcome is not Outcome.DONE:
             raise await self._error(settled, "the channel is closed, and everything in it has been received")
-        return received.result()
-
-    async def _receive(self) -> tuple[Settle, ReceivedItem]:
-        end, channels = self._end, self._channels
-        ticket = self._process.next_number()
-        settled = await channels.wait(self.id, ticket, end.receive(ticket))
-        received = ReceivedItem(settled.body)
-        if settled.outcome is Outcome.DONE:
-            await received.open(channels.objects.store)
-            settled = await channels.wait(self.id, ticket, end.confirm(ticket))
-        return settled, received
+        if error is not None:
+            raise error
+        return item
 
     async def aclose(self) -> None:
         """Close the channel; its items can still be received."""

@@ -41,7 +41,8 @@ async def nothing_is_left(rt: aiodaft.Runtime, *actors: Courier) -> None:
     for actor in actors:
         while await actor.traces() != [0, 0, 0, 0]:
             await asyncio.sleep(0)
-    while rt._controller.peer.channels.keepers or rt._controller.peer.channels.ends:
+    table = rt._controller.peer.channels.table
+    while table.keepers or table.ends:
         await asyncio.sleep(0)
 
 

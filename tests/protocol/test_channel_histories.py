@@ -11,20 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from aiodaft._protocol.channel import (
-    FOR_KEEPERS,
-    ChannelId,
-    Command,
-    Keeper,
-    Kind,
-    Leaving,
-    Message,
-    Outcome,
-    Settle,
-    Tell,
-    refusal,
-)
+from aiodaft._protocol.channel import ChannelId, Command, Keeper, Kind, Leaving, Message, Outcome, Settle, Tell
 from aiodaft._protocol.channel_end import End
+from aiodaft._protocol.channel_table import ChannelTable
 from aiodaft._protocol.ids import CallId, PeerId
 
 MAKER: Final = PeerId("maker")
@@ -37,9 +26,7 @@ CAPACITY: Final = 2
 class Process:
     """What one process knows of the channel, and what its users do."""
 
-    name: PeerId
-    end: End | None = None
-    keeper: Keeper | None = None
+    table: ChannelTable
     alive: bool = True
     # Tickets of users who wait: what for, and (of a send) which item.
     waiting: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -48,6 +35,18 @@ class Process:
     owned: str | None = None
     item: str = ""
     seen: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> PeerId:
+        return self.table.here
+
+    @property
+    def end(self) -> End | None:
+        return self.table.ends.get(CHANNEL)
+
+    @property
+    def keeper(self) -> Keeper | None:
+        return self.table.keepers.get(CHANNEL)
 
     def waits_for(self, wanted: str) -> bool:
         return any(what == wanted for what, _ in self.waiting.values())
@@ -70,12 +69,13 @@ class AnyHistory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.processes = {name: Process(name) for name in NAMES}
+        self.processes = {name: Process(ChannelTable(name)) for name in NAMES}
         self.wires: dict[tuple[PeerId, PeerId], deque[Message | None]] = {
             (one, other): deque() for one in NAMES for other in NAMES if one != other
         }
         maker = self.processes[MAKER]
-        maker.keeper, maker.end = Keeper(MAKER, MAKER, CAPACITY), End(MAKER)
+        maker.table.create(CHANNEL, CAPACITY)
+        maker.table.ends[CHANNEL] = End(MAKER)
         self.items = 0
         self.tickets = count(1)
         self.sent: list[str] = []
@@ -87,37 +87,17 @@ class AnyHistory(RuleBasedStateMachine):
     # The shell.
 
     def run(self, process: Process, commands: list[Command]) -> None:
-        left = deque(commands)
+        left = deque(process.table.run(CHANNEL, commands))
         while left:
             command = left.popleft()
             if isinstance(command, Settle):
                 self.settle(process, command)
-            elif command.to == process.name:
-                left.extend(self.handle(process, process.name, command.message))
             elif self.processes[command.to].alive:
                 self.wires[process.name, command.to].append(command.message)
             elif None not in self.wires[command.to, process.name]:
                 # The end of the connection was noticed before.
-                left.extend(self.lost(process, command.to))
-        if process.keeper is not None and process.keeper.is_over:
-            process.keeper = None
-
-    def handle(self, process: Process, sender: PeerId, message: Message) -> list[Command]:
-        if message.kind not in FOR_KEEPERS:
-            if process.end is not None:
-                return process.end.handle(sender, message)
-            left = Tell(sender, Message(Kind.LEFT, 0, (process.name, int(Leaving.DROPPED))))
-            return [left] if message.kind is Kind.COUNTING else []
-        if message.kind is Kind.QUEUE:
-            process.keeper = Keeper(process.name, MAKER, message.body.capacity)
-        if process.keeper is not None:
-            return process.keeper.handle(sender, message)
-        refused = refusal(message)
-        return [] if refused is None else [Tell(sender, refused)]
-
-    def lost(self, process: Process, remote: PeerId) -> list[Command]:
-        commands = [] if process.keeper is None else process.keeper.peer_lost(remote, Leaving.DIED)
-        return commands if process.end is None else [*commands, *process.end.peer_lost(remote)]
+                lost = process.table.peer_lost(CHANNEL, command.to, Leaving.DIED)
+                left.extend(process.table.run(CHANNEL, lost))
 
     def settle(self, process: Process, settled: Settle) -> None:
         what, item = process.waiting.pop(settled.ticket, ("", ""))
@@ -128,9 +108,6 @@ class AnyHistory(RuleBasedStateMachine):
         elif what == "confirm":
             process.lent = None
             process.owned = process.item if settled.outcome is Outcome.DONE else None
-
-    def told_maker(self, commands: list[Command]) -> None:
-        self.run(self.processes[MAKER], commands)
 
     # What happens.
 
@@ -146,11 +123,12 @@ class AnyHistory(RuleBasedStateMachine):
         if taker is giver or taker.end is not None:
             return
         giver.end.is_passive = False
-        taker.end = End(giver.end.keeper)
-        if not self.processes[MAKER].alive:
-            self.run(taker, [Tell(taker.end.keeper, Message(Kind.HELD, 0, taker.name))])
-        elif (keeper := self.processes[MAKER].keeper) is not None:
-            self.told_maker(keeper.holder_came(taker.name))
+        taker.table.ends[CHANNEL] = End(giver.end.keeper)
+        maker = self.processes[MAKER]
+        if maker.alive:
+            self.run(maker, maker.table.holder_came(CHANNEL, taker.name))
+        else:
+            self.run(taker, taker.table.register(CHANNEL))
 
     @precondition(lambda self: self.living())
     @rule(data=st.data())
@@ -161,23 +139,19 @@ class AnyHistory(RuleBasedStateMachine):
         self.drop(process)
 
     def drop(self, process: Process) -> None:
-        assert process.end is not None
-        if not process.end.is_idle:
-            # An item is on its way back.
-            return
-        end, process.end, maker = process.end, None, self.processes[MAKER]
-        self.run(process, end.leave(process.name))
-        if maker.alive and maker.keeper is not None:
-            self.told_maker(maker.keeper.holder_left(process.name, Leaving.DROPPED))
+        self.run(process, process.table.leave(CHANNEL))
+        maker = self.processes[MAKER]
+        # An end with an item on its way back stays.
+        if process.end is None and maker.alive:
+            self.run(maker, maker.table.holder_left(CHANNEL, process.name, Leaving.DROPPED))
             self.count_holders(maker)
 
     def count_holders(self, maker: Process) -> None:
         holders = self.living()
-        if not holders and maker.keeper is not None:
-            kept, maker.keeper = maker.keeper, None
-            self.told_maker(kept.drop())
+        if not holders:
+            self.run(maker, maker.table.drop(CHANNEL))
         elif len(holders) == 1 and holders[0] is not maker:
-            self.told_maker([Tell(holders[0].name, Message(Kind.ALONE))])
+            self.run(maker, [Tell(holders[0].name, Message(Kind.ALONE))])
 
     @precondition(lambda self: any(not one.sends for one in self.living()))
     @rule(data=st.data())
@@ -269,11 +243,11 @@ class AnyHistory(RuleBasedStateMachine):
         if not to.alive:
             return
         if message is not None:
-            self.run(to, self.handle(to, sender, message))
+            self.run(to, to.table.handle(CHANNEL, sender, message))
             return
-        if to.name == MAKER and to.keeper is not None:
-            self.run(to, to.keeper.holder_left(sender, Leaving.DIED))
-        self.run(to, self.lost(to, sender))
+        if to.name == MAKER:
+            self.run(to, to.table.holder_left(CHANNEL, sender, Leaving.DIED))
+        self.run(to, to.table.peer_lost(CHANNEL, sender, Leaving.DIED))
         if to.name == MAKER:
             self.count_holders(to)
 

@@ -24,11 +24,12 @@ from sim_channels import ChannelProgram
 from sim_program import Program
 
 from aiodaft._protocol.call import QUEUED
-from aiodaft._protocol.channel import Command, Keeper, Kind
+from aiodaft._protocol.channel import ChannelId, Command, Kind, Message, Tell
 from aiodaft._protocol.channel_end import End
+from aiodaft._protocol.channel_table import ChannelTable
+from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.mailbox import Mailbox
 from aiodaft._runtime.calls.replies import Replies
-from aiodaft._runtime.channels import Channels
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft.exceptions import DaftError
@@ -151,31 +152,39 @@ def test_a_planted_bug_is_found(
     assert finds(seen, Program)
 
 
-def keep_what_was_not_taken(end: End, kind: Kind, ticket: int, body: Any = None) -> list[Command]:
-    return [] if kind is Kind.BACK else say(end, kind, ticket, body)
+def without(kind: Kind) -> Callable[..., list[Command]]:
+    """A table that keeps messages of one kind from other processes."""
+
+    def run_without(table: ChannelTable, channel_id: ChannelId, commands: list[Command]) -> list[Command]:
+        others = run(table, channel_id, commands)
+        return [command for command in others if not (isinstance(command, Tell) and command.message.kind is kind)]
+
+    return run_without
 
 
-say = End._say
+run = ChannelTable.run
 
 
-def give_it_and_take_it_back(end: End, ticket: int) -> list[Command]:
-    commands = is_ours(end, ticket)
+def give_back_what_is_kept(end: End, sender: PeerId, message: Message) -> list[Command]:
+    commands = handle(end, sender, message)
+    if message.kind is not Kind.ITEM or not end.is_passive:
+        return commands
     # Once, or it would come again for ever.
-    once, end.is_passive = end.is_passive, False
-    return [*commands, *end._say(Kind.BACK, 0, end._item)] if once else commands
+    end.is_passive = False
+    return [*commands, Tell(end.keeper, Message(Kind.BACK, 0, message.body))]
 
 
-is_ours = End._is_ours
+handle = End.handle
 
 
 @pytest.mark.parametrize(
     ("where", "name", "bug", "seen"),
     [
-        (End, "_say", keep_what_was_not_taken, "items were lost"),
-        (End, "_is_ours", give_it_and_take_it_back, "received twice"),
-        (Keeper, "_answer_held", lambda keeper: None, "a task waits"),
+        (ChannelTable, "run", without(Kind.BACK), "items were lost"),
+        (End, "handle", give_back_what_is_kept, "received twice"),
+        (ChannelTable, "run", without(Kind.MOVED), "a task waits"),
         (End, "peer_lost", lambda end, peer: [], "a task waits"),
-        (Channels, "drop", lambda channels, number: None, "channels"),
+        (ChannelTable, "drop", lambda table, channel_id: [], "channels"),
     ],
 )
 def test_a_bug_planted_in_channels_is_found(

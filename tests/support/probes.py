@@ -350,7 +350,8 @@ class Courier(Actor):
         """What is left here of channels: their queues and ends, the memory of items, and tasks beside this one."""
         peer = current_peer()
         blocks = sum(transport.arena.live_blocks() for transport in peer.store._transports.values())
-        return [len(peer.channels.keepers), len(peer.channels.ends), blocks, len(asyncio.all_tasks()) - _OWN_TASKS]
+        table = peer.channels.table
+        return [len(table.keepers), len(table.ends), blocks, len(asyncio.all_tasks()) - _OWN_TASKS]
 
     @method
     async def sums(self, channel: aiodaft.Channel[Any]) -> list[float]:

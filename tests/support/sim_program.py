@@ -211,7 +211,7 @@ def tables(peer: Peer) -> dict[str, Any]:
         "pulls": list(peer.transfer._pulls),
         "fetching": list(peer.transfer.relays._fetching),
         "blocks": sum(transport.arena.live_blocks() for transport in transports),
-        "channels": [*peer.channels.keepers, *peer.channels.ends],
+        "channels": [*peer.channels.table.keepers, *peer.channels.table.ends],
         "running": [hosted.name for hosted in peer.actors.values() if hosted.running or hosted.abandoned],
         "queued": [hosted.name for hosted in peer.actors.values() if hosted.mailbox.queued],
     }

@@ -6,14 +6,13 @@ Nothing is recorded while the program runs: a request reads the coroutines. What
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import gc
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 from aiodaft._protocol.deadlock import CallAt
 from aiodaft._runtime.objects.ref_state import RefState
@@ -22,6 +21,14 @@ from aiodaft._runtime.objects.transfer import Transfer
 from aiodaft._runtime.platform.eager_start import Deferred
 from aiodaft.ref import Ref
 
+# Where awaitables have their frame, and what they await.
+_INSIDE: Final[dict[type, tuple[str, str]]] = {
+    types.CoroutineType: ("cr_frame", "cr_await"),
+    types.GeneratorType: ("gi_frame", "gi_yieldfrom"),
+    types.AsyncGeneratorType: ("ag_frame", "ag_await"),
+    # It has no frame of its own.
+    Deferred: ("", "coro"),
+}
 _ASYNC_GENERATOR_STEPS: Final = frozenset({"async_generator_asend", "async_generator_athrow", "coroutine_wrapper"})
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _PYTHONS: Final = os.path.dirname(os.__file__) + os.sep
@@ -46,10 +53,6 @@ class Wait:
     line: str = ""
 
 
-class _UnknownError(Exception):
-    """The task waits for something that is not known to end with a call."""
-
-
 def frames_of(awaitable: object) -> Frames:
     """The suspended frames of a coroutine or generator, outermost first."""
     frames: Frames = []
@@ -61,20 +64,12 @@ def frames_of(awaitable: object) -> Frames:
 
 
 def _look_into(awaitable: object) -> tuple[types.FrameType | None, object]:
-    if isinstance(awaitable, types.CoroutineType):
-        return awaitable.cr_frame, awaitable.cr_await
-    if isinstance(awaitable, Deferred):
-        return None, awaitable.coro
-    if isinstance(awaitable, types.GeneratorType):
-        return awaitable.gi_frame, awaitable.gi_yieldfrom
-    if isinstance(awaitable, types.AsyncGeneratorType):
-        return awaitable.ag_frame, awaitable.ag_await
+    if type(awaitable) in _INSIDE:
+        frame, inner = _INSIDE[type(awaitable)]
+        return getattr(awaitable, frame, None), getattr(awaitable, inner)
     if type(awaitable).__name__ in _ASYNC_GENERATOR_STEPS:
         # Only the garbage collector knows what they step through.
-        inside = gc.get_referents(awaitable)
-        return None, next(
-            (one for one in inside if isinstance(one, types.CoroutineType | types.AsyncGeneratorType)), None
-        )
+        return None, next((one for one in gc.get_referents(awaitable) if type(one) in _INSIDE), None)
     return None, None
 
 
@@ -113,186 +108,149 @@ def users_line(frames: Frames) -> str:
 def wait_of_task(task: asyncio.Task[Any]) -> Wait:
     """What a task waits for."""
     wait = Wait(line=users_line(frames_of(task.get_coro())))
-    _Collector(wait).task(task)
+    visited: set[object] = set()
+    ahead: list[object] = [task]
+    while ahead:
+        one = ahead.pop()
+        if isinstance(one, CallAt):
+            wait.calls.append(one)
+        elif one not in visited:
+            visited.add(one)
+            try:
+                waker, behind = _look_behind(one)
+            except Exception:  # noqa: BLE001 - what this version of Python does not show, or not now, is unknown
+                wait.known = False
+            else:
+                wait.futures += [] if waker is None else [waker]
+                ahead += reversed(behind)
     return wait
 
 
 def wait_of_thread(frames: Frames) -> Wait:
     """What a thread waits for by `asyncio.run_coroutine_threadsafe(...).result()`."""
-    blocked = next((frame for frame in frames if frame.f_code is concurrent.futures.Future.result.__code__), None)
-    if blocked is None or blocked.f_locals["timeout"] is not None:
-        # A wait with a timeout is not a deadlock.
-        return Wait(known=False)
-    future = blocked.f_locals["self"]
-    tasks = [_enclosed(callback, "_call_check_cancel", "source") for callback in future._done_callbacks]
-    task = next((task for task in tasks if isinstance(task, asyncio.Task)), None)
-    wait = Wait(known=False) if task is None else wait_of_task(task)
+    try:
+        wait = wait_of_task(_blocked_on(frames))
+    except Exception:  # noqa: BLE001 - the same
+        wait = Wait(known=False)
     wait.line = users_line(frames)
     return wait
 
 
-class _Collector:
-    """Gathers what a task waits for, and the tasks that it waits for."""
+# A rule may raise anything: then it is unknown what the task waits for.
 
-    def __init__(self, wait: Wait) -> None:
-        self._wait = wait
-        self._visited: set[object] = set()
-
-    def task(self, task: asyncio.Task[Any]) -> None:
-        if task in self._visited:
-            return
-        self._visited.add(task)
-        waker: asyncio.Future[Any] | None = getattr(task, "_fut_waiter", None)
-        if waker is None or waker.done():
-            self._wait.known = False
-            return
-        frames = frames_of(task.get_coro())
-        known = _KNOWN.get(frames[-1].f_code) if frames else None
-        if known is None:
-            self.future(waker)
-            return
-        self._wait.futures.append(waker)
-        try:
-            for found in known(frames):
-                self.future(found)
-        except _UnknownError:
-            self._wait.known = False
-
-    def future(self, future: Any) -> None:
-        if isinstance(future, CallAt):
-            self._wait.calls.append(future)
-        elif isinstance(future, Ref):
-            self.all(_calls_behind(future._state))
-        elif isinstance(future, asyncio.Task):
-            self.task(future)
-        elif isinstance(future, asyncio.tasks._GatheringFuture):  # type: ignore[attr-defined]  # private
-            self._wait.futures.append(future)
-            self.all(child for child in future._children if not child.done())
-        elif isinstance(future, asyncio.Future) and (inner := _shielded(future)) is not None:
-            self._wait.futures.append(future)
-            self.future(inner)
-        else:
-            self._wait.known = False
-
-    def all(self, futures: Iterable[object]) -> None:
-        for future in futures:
-            self.future(future)
+Behind: TypeAlias = Sequence[object]
 
 
-Found: TypeAlias = Iterable["CallAt | asyncio.Future[Any]"]
+def _look_behind(one: Any) -> tuple[asyncio.Future[Any] | None, Behind]:
+    """What has to end before a task, future or ref does, and the future that then wakes the task."""
+    if isinstance(one, Ref):
+        return None, _calls_behind(one._state)
+    if isinstance(one, asyncio.Task):
+        waker: Any = one._fut_waiter  # type: ignore[attr-defined]  # private
+        if waker.done():
+            raise LookupError("it is about to go on")
+        frames = frames_of(one.get_coro())
+        rule = _RULES.get(_name(frames[-1])) if frames else None
+        return (None, [waker]) if rule is None else (waker, rule(frames))
+    if type(one).__name__ == "_GatheringFuture":
+        return one, _undone(one._children)
+    # What `asyncio.shield` gave.
+    callbacks = [callback for callback, _ in one._callbacks]
+    (around,) = _around(callbacks, "asyncio.tasks.shield.<locals>._outer_done_callback")
+    return one, [around["inner"]]
 
 
-def _calls_behind(state: Any) -> list[CallAt]:
+def _calls_behind(state: Any) -> Behind:
     """The calls that a ref waits for."""
     if not isinstance(state, RefState) or state.settled:
-        # The value is on its way.
-        raise _UnknownError
+        raise LookupError("the value is on its way")
     parts = state.parts()
     if parts is None:
         return [CallAt(state.producer, state.owner, state.number)]
-    return [call for part in parts if not part.done() for call in _calls_behind(part._state)]
+    return [call for part in _undone(parts) for call in _calls_behind(part._state)]
 
 
-def _at_ref(frames: Frames) -> Found:
-    return _calls_behind(frames[-1].f_locals["self"])
+def _blocked_on(frames: Frames) -> asyncio.Task[Any]:
+    inside = next(frame.f_locals for frame in frames if _name(frame) == "concurrent.futures._base.Future.result")
+    if inside["timeout"] is not None:
+        raise LookupError("a wait with a timeout is not a deadlock")
+    (around,) = _around(inside["self"]._done_callbacks, "asyncio.futures._chain_future.<locals>._call_check_cancel")
+    task: asyncio.Task[Any] = around["source"]
+    return task
 
 
-def _at_question(frames: Frames) -> Found:
+def _at_question(frames: Frames) -> Behind:
     pulls = [frame.f_locals for frame in frames if frame.f_code is Transfer.pull.__code__]
     return [CallAt(pull["producer"], pull["owner"], pull["number"]) for pull in pulls]
 
 
-def _at_stream(frames: Frames) -> Found:
-    if len(frames) < 2 or frames[-2].f_code is not StreamState.next_item.__code__:
-        # It waits for the end of a cancelled call, which has a time limit.
-        raise _UnknownError
+def _at_stream(frames: Frames) -> Behind:
     stream: StreamState = frames[-1].f_locals["self"]
-    if stream.consumption.opening:
-        # It waits for another task to take an item.
-        raise _UnknownError
+    if frames[-2].f_code is not StreamState.next_item.__code__ or stream.consumption.opening:
+        raise LookupError("it waits for a cancelled call, which has a time limit, or for another task to take an item")
+    host = stream.process.id if stream.connection is None else stream.connection.remote
+    return [CallAt(host, stream.process.id, stream.number)]
+
+
+def _at_wait(frames: Frames) -> Behind:
+    inside = frames[-1].f_locals
+    return _untimed(inside["timeout"], inside["fs"])
+
+
+def _at_queue(frames: Frames) -> Behind:
+    """The tasks that `as_completed` waits for; who puts into any other queue is unknown."""
+    inside = frames[-2].f_locals
+    if _name(frames[-2]) == "asyncio.tasks._AsCompletedIterator._wait_for_one":
+        return _untimed(inside["self"]._timeout_handle, inside["self"]._todo)
+    # Before Python 3.13 there was no such object: look for what a task does when it ends.
+    callbacks = [callback for task in asyncio.all_tasks() for callback, _ in task._callbacks or ()]
+    found = _around(callbacks, "asyncio.tasks.as_completed.<locals>._on_completion")
+    around = next(one for one in found if one["done"] is inside["done"])
+    return _untimed(around["timeout_handle"], around["todo"])
+
+
+def _untimed(timeout: object, futures: Iterable[Any]) -> Behind:
+    if timeout is not None:
+        raise LookupError("a wait with a timeout is not a deadlock")
+    return _undone(futures)
+
+
+def _undone(futures: Iterable[Any]) -> list[Any]:
+    return [future for future in futures if not future.done()]
+
+
+def _around(callbacks: Iterable[Any], name: str) -> list[dict[str, Any]]:
+    """The variables around the functions of this name."""
     return [
-        CallAt(
-            stream.process.id if stream.connection is None else stream.connection.remote,
-            stream.process.id,
-            stream.number,
-        )
+        dict(zip(one.__code__.co_freevars, (cell.cell_contents for cell in one.__closure__), strict=True))
+        for one in callbacks
+        if _name_of(one) == name
     ]
 
 
-def _at_task_group(frames: Frames) -> Found:
-    return [task for task in frames[-1].f_locals["self"]._tasks if not task.done()]
+def _name(frame: types.FrameType) -> str:
+    return f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
 
 
-def _at_wait(frames: Frames) -> Found:
-    if frames[-1].f_locals["timeout"] is not None:
-        # A wait with a timeout is not a deadlock.
-        raise _UnknownError
-    return [future for future in frames[-1].f_locals["fs"] if not future.done()]
+def _name_of(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
 
 
-def _at_wait_for(frames: Frames) -> Found:
-    return [frames[-1].f_locals["fut"]]
-
-
-def _at_queue(frames: Frames) -> Found:
-    """The tasks that `as_completed` waits for; for another queue, the putter is not known."""
-    caller = frames[-2] if len(frames) > 1 else None
-    if caller is None or caller.f_code.co_name != "_wait_for_one" or not _is_pythons(caller):
-        raise _UnknownError
-    known = caller.f_locals
-    if "self" in known:
-        # Python 3.13 made an object of it.
-        todo, timer = known["self"]._todo, known["self"]._timeout_handle
-    else:
-        added = _callback_into(known["done"])
-        todo = cast("set[asyncio.Future[Any]]", _enclosed(added, "_on_completion", "todo"))
-        timer = _enclosed(added, "_on_completion", "timeout_handle")
-    if timer is not None:
-        # As in `_at_wait`.
-        raise _UnknownError
-    return list(todo or ())
-
-
-def _callback_into(queue: object) -> object:
-    """What `as_completed` has a task do when that ends."""
-    callbacks = (callback for task in asyncio.all_tasks() for callback, _ in getattr(task, "_callbacks", None) or ())
-    return next((one for one in callbacks if _enclosed(one, "_on_completion", "done") is queue), None)
-
-
-def _code(function: Any) -> types.CodeType:
-    code: types.CodeType = function.__code__
-    return code
-
-
-# How to find what a task waits for, by the innermost of its frames.
-_KNOWN: Final[dict[types.CodeType, Callable[[Frames], Found]]] = {
-    _code(RefState.wait): _at_ref,
-    _code(RefState.wait_settled): _at_ref,
-    _code(Transfer._question): _at_question,
-    _code(Transfer._locate_here): _at_question,
-    _code(StreamState._wait_change): _at_stream,
-    # Python 3.13 moved the body of `__aexit__`; 3.12 rewrote `wait_for` so that it waits as any coroutine does.
-    _code(getattr(asyncio.TaskGroup, "_aexit", asyncio.TaskGroup.__aexit__)): _at_task_group,
-    _code(asyncio.Queue.get): _at_queue,
-    _code(asyncio.tasks._wait): _at_wait,  # type: ignore[attr-defined]  # private
-    **({_code(asyncio.wait_for): _at_wait_for} if sys.version_info < (3, 12) else {}),
+# By the name of the innermost frame of a task: what the task waits for. A name that a version of Python does not have
+# does no harm.
+_RULES: Final[dict[str, Callable[[Frames], Behind]]] = {
+    _name_of(RefState.wait): lambda frames: _calls_behind(frames[-1].f_locals["self"]),
+    _name_of(RefState.wait_settled): lambda frames: _calls_behind(frames[-1].f_locals["self"]),
+    _name_of(Transfer._question): _at_question,
+    _name_of(Transfer._locate_here): _at_question,
+    _name_of(StreamState._wait_change): _at_stream,
+    # Every version.
+    "asyncio.queues.Queue.get": _at_queue,
+    "asyncio.tasks._wait": _at_wait,
+    # 3.11. Later ones wait as any coroutine does.
+    "asyncio.tasks.wait_for": lambda frames: [frames[-1].f_locals["fut"]],
+    # 3.11 and 3.12.
+    "asyncio.taskgroups.TaskGroup.__aexit__": lambda frames: _undone(frames[-1].f_locals["self"]._tasks),
+    # From 3.13 on.
+    "asyncio.taskgroups.TaskGroup._aexit": lambda frames: _undone(frames[-1].f_locals["self"]._tasks),
 }
-
-
-def _shielded(future: asyncio.Future[Any]) -> asyncio.Future[Any] | None:
-    """What `asyncio.shield` shields, behind the future that it gave."""
-    callbacks = [callback for callback, _ in getattr(future, "_callbacks", None) or ()]
-    found = [_enclosed(callback, "_outer_done_callback", "inner") for callback in callbacks]
-    return next((one for one in found if isinstance(one, asyncio.Future)), None)
-
-
-def _enclosed(callback: Any, name: str, variable: str) -> object:
-    """A variable of the function around one of asyncio's own callbacks."""
-    code = getattr(callback, "__code__", None)
-    if code is None or code.co_name != name or not code.co_filename.startswith(_PYTHONS):
-        return None
-    actors = dict(zip(code.co_freevars, callback.__closure__ or (), strict=True))
-    try:
-        return actors[variable].cell_contents
-    except (KeyError, ValueError):
-        return None

@@ -14,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
+from operator import attrgetter
 from typing import Final, NamedTuple
 
-from aiodaft.exceptions import LocalProtocolError
+from aiodaft.exceptions import LocalProtocolError, WaitingCall
 
+from .call import FETCHING, WAITING, Stage
 from .ids import CallId, PeerId
 
 # A search gives up beyond this number of calls: no one could read such a deadlock.
@@ -38,6 +41,35 @@ class Reason(Enum):
     AWAITS = "awaits"
     NEEDS = "needs the result of"
     QUEUED = "is queued behind"
+
+
+class Place(Enum):
+    """Where a call waits."""
+
+    TASK = "in its task"
+    THREAD = "on the actor's thread"
+    ARGUMENTS = "for arguments that are fetched"
+    INPUTS = "for values of its graph"
+    MAILBOX = "for its turn"
+    BACKLOG = "for the actor's thread"
+
+    @property
+    def reason(self) -> Reason:
+        """Why it waits there."""
+        if self in (Place.TASK, Place.THREAD):
+            return Reason.AWAITS
+        return Reason.NEEDS if self in (Place.ARGUMENTS, Place.INPUTS) else Reason.QUEUED
+
+
+def place_of(stage: Stage, *, begun: bool, on_thread: bool, fetching: bool) -> Place | None:
+    """Where a call waits, if it waits; None for a call that is about to begin."""
+    if begun:
+        return Place.THREAD if on_thread else Place.TASK
+    if fetching:
+        return Place.ARGUMENTS
+    if stage in WAITING:
+        return Place.INPUTS if stage is FETCHING else Place.MAILBOX
+    return Place.BACKLOG if on_thread else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +110,11 @@ class Deadlock(NamedTuple):
         """The call to give up."""
         return self.calls[-1]
 
+    @property
+    def cycle(self) -> tuple[WaitingCall, ...]:
+        """The calls, for users."""
+        return tuple(WaitingCall(one.actor, one.method, one.line) for one in self.waiting)
+
     def __str__(self) -> str:
         names = [f"{one.method} of {one.actor}" for one in self.waiting]
         steps = [f"{name} ({one.line})" if one.line else name for name, one in zip(names, self.waiting, strict=True)]
@@ -107,9 +144,10 @@ class Search:
         self._still: dict[CallAt, Waiting] = {}
 
     @property
-    def questions(self) -> frozenset[CallAt]:
-        """The calls to be asked about now; none once the search is over."""
-        return frozenset(self._asked)
+    def questions(self) -> dict[PeerId, list[CallAt]]:
+        """The calls to be asked about now, by the process that runs them; none once the search is over."""
+        hosts = groupby(sorted(self._asked), attrgetter("host"))
+        return {host: list(calls) for host, calls in hosts}
 
     def handle_answers(self, answers: Mapping[CallAt, Waiting | None]) -> None:
         """Take what calls wait for; None for a call that does not wait, is over, or waits for something not visible."""

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiodaft._protocol.deadlock import CallAt, Deadlock, Phase, Reason, Search, Waiting, knots, reduced
+from aiodaft._protocol.call import Stage
+from aiodaft._protocol.deadlock import CallAt, Deadlock, Phase, Place, Reason, Search, Waiting, knots, place_of, reduced
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft.exceptions import LocalProtocolError
+from aiodaft.exceptions import LocalProtocolError, WaitingCall
 
 
 def call(number: int, host: str = "w") -> CallAt:
@@ -25,9 +26,13 @@ def waiting(*on: int, begun: bool = True, stamp: int = 0) -> Waiting:
     return Waiting("A-1", "A.m", "a.py:7 in m" if begun else "", begun, reason, (stamp,), tuple(map(call, on)))
 
 
+def asked_by(search: Search) -> list[CallAt]:
+    return [at for calls in search.questions.values() for at in calls]
+
+
 def run(search: Search, look: Callable[[CallAt], Waiting | None]) -> list[Deadlock]:
-    while search.questions:
-        search.handle_answers({asked: look(asked) for asked in search.questions})
+    while asked := asked_by(search):
+        search.handle_answers({at: look(at) for at in asked})
     assert search.phase is Phase.OVER
     return search.deadlocks
 
@@ -136,7 +141,7 @@ def test_calls_that_move_while_they_are_looked_at_are_never_accused() -> None:
             for _ in range(world.random.randrange(3)):
                 world.step()
             # Some of the answers come now, the others after more has happened.
-            asked = [at for at in sorted(search.questions) if world.random.random() < 0.6]
+            asked = [at for at in asked_by(search) if world.random.random() < 0.6]
             if asked:
                 search.handle_answers({at: world.look(at) for at in asked})
         # From here on nothing moves: what is dead now must be found by a search that begins now.
@@ -162,6 +167,34 @@ def test_the_story_names_each_call_and_the_line_it_waits_at() -> None:
     (deadlock,) = run(Search([call(1)]), known.__getitem__)
     assert deadlock.calls == (call(1), call(2))
     assert str(deadlock) == ("A.m of A-1 (a.py:7 in m) awaits A.m of A-1, which is queued behind A.m of A-1")
+    assert deadlock.cycle == (WaitingCall("A-1", "A.m", "a.py:7 in m"), WaitingCall("A-1", "A.m", ""))
+
+
+def test_questions_are_grouped_by_the_process_that_runs_the_calls() -> None:
+    search = Search([call(3, "b"), call(1, "b"), call(2, "a")])
+    assert list(search.questions.items()) == [("a", [call(2, "a")]), ("b", [call(1, "b"), call(3, "b")])]
+
+
+@pytest.mark.parametrize(
+    ("stage", "begun", "on_thread", "fetching", "place"),
+    [
+        (Stage.STARTED, True, False, False, Place.TASK),
+        (Stage.CANCELLED, True, True, False, Place.THREAD),
+        (Stage.FETCHING, False, True, True, Place.ARGUMENTS),
+        (Stage.FETCHING, False, False, False, Place.INPUTS),
+        (Stage.QUEUED, False, True, False, Place.MAILBOX),
+        (Stage.STARTED, False, True, False, Place.BACKLOG),
+        (Stage.STARTED, False, False, False, None),
+        (Stage.WITHDRAWN, False, False, False, None),
+    ],
+)
+def test_where_a_call_waits(stage: Stage, begun: bool, on_thread: bool, fetching: bool, place: Place | None) -> None:
+    assert place_of(stage, begun=begun, on_thread=on_thread, fetching=fetching) is place
+
+
+def test_a_call_awaits_needs_or_is_queued() -> None:
+    reasons = [Reason.AWAITS, Reason.AWAITS, Reason.NEEDS, Reason.NEEDS, Reason.QUEUED, Reason.QUEUED]
+    assert [place.reason for place in Place] == reasons
 
 
 def test_a_chain_that_cannot_be_read_is_given_up() -> None:

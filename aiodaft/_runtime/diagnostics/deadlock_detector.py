@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextvars import Context
 from typing import Final, Protocol
 
-from aiodaft._protocol.deadlock import CallAt, Deadlock, Search, Waiting
+from aiodaft._protocol.deadlock import CallAt, Search, Waiting
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
@@ -97,7 +97,7 @@ class Deadlocks:
         return bool(search.questions or search.deadlocks)
 
     def _answer_here(self, search: Search) -> None:
-        while here := [call for call in search.questions if call.host == self._process.id]:
+        while here := search.questions.get(self._process.id):
             search.handle_answers({call: self.waits.look(call) for call in here})
 
     # In the home process.
@@ -116,8 +116,8 @@ class Deadlocks:
                 self._roots = set()
                 while search.questions:
                     await self._answer(search)
-                for deadlock in search.deadlocks:
-                    await self._give_up(deadlock)
+                for one in search.deadlocks:
+                    await self._agent_of(one.victim.host).give_up(one.victim, one.waiting[-1], str(one), one.cycle)
         except DaftError as error:
             # A process is gone; calls that still wait will be looked at again.
             logger.debug("a search for deadlocks ended: %s", error)
@@ -125,16 +125,10 @@ class Deadlocks:
             self._searching = False
 
     async def _answer(self, search: Search) -> None:
-        by_host: dict[PeerId, list[CallAt]] = {}
-        for call in sorted(search.questions):
-            by_host.setdefault(call.host, []).append(call)
-        asked = [self._agent_of(host).waits_of(calls) for host, calls in by_host.items()]
-        for calls, answers in zip(by_host.values(), await asyncio.gather(*asked), strict=True):
+        questions = search.questions
+        asked = [self._agent_of(host).waits_of(calls) for host, calls in questions.items()]
+        for calls, answers in zip(questions.values(), await asyncio.gather(*asked), strict=True):
             search.handle_answers(dict(zip(calls, answers, strict=True)))
-
-    async def _give_up(self, deadlock: Deadlock) -> None:
-        calls = tuple(WaitingCall(one.actor, one.method, one.line) for one in deadlock.waiting)
-        await self._agent_of(deadlock.victim.host).give_up(deadlock.victim, deadlock.waiting[-1], str(deadlock), calls)
 
     # In the process of the call to give up.
 

@@ -38,7 +38,7 @@ def _call(waits: WaitGraph, call: InboundCall) -> CallStack:
     state = "running" if call.begun else "needs arguments" if call.fetching is not None else "queued"
     seconds = waits.process.env.monotonic() - call.since if call.begun else None
     frames = frames_on_thread(call) if call.task is None or call.rules.on_thread else frames_of(call.task.get_coro())
-    waits_for = tuple(waits.name_of(at) for at in waits.calls_before(call))
+    waits_for = tuple(waits.name_of(at) for at in waits.wait_of(call).calls)
     return CallStack(call.hosted.name, call.label, call.caller, state, seconds, waits_for, _frames(frames))
 
 

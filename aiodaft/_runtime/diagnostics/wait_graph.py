@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from aiodaft._protocol.call import FETCHING, WAITING
-from aiodaft._protocol.deadlock import CallAt, Reason, Waiting
+from aiodaft._protocol.deadlock import CallAt, Place, Waiting, place_of
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.calls.call import CallState
@@ -26,9 +25,8 @@ from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.graphs.segment_call import SegmentCall
 
 _RUNNER: Final = asyncio.Runner.run.__code__
-
-
 _RUN: Final = HostedActor.run.__code__
+_NOT_KNOWN: Final = Wait(known=False)
 
 
 def on_thread(hosted: HostedActor) -> tuple[InboundCall | None, Frames]:
@@ -77,6 +75,14 @@ class WaitGraph:
         self._graphs = graphs
         self._stamps: WeakKeyDictionary[asyncio.Future[Any], int] = WeakKeyDictionary()
         self._numbers = itertools.count(1)
+        self._finders: dict[Place, Callable[[InboundCall], Wait]] = {
+            Place.TASK: _wait_of_task,
+            Place.THREAD: lambda call: wait_of_thread(frames_on_thread(call)),
+            Place.ARGUMENTS: _wait_of_task,
+            Place.INPUTS: _wait_for_inputs,
+            Place.MAILBOX: self._ahead_of,
+            Place.BACKLOG: self._occupant,
+        }
 
     def place(self, call: InboundCall) -> CallAt:
         """The identity of a call of this process."""
@@ -91,24 +97,21 @@ class WaitGraph:
     def look(self, at: CallAt) -> Waiting | None:
         """What a call waits for; None if it does not wait, is not here, or waits for something not known."""
         call = self.find(at)
-        if call is None or call.answered:
+        place = None if call is None or call.answered else _place_of(call)
+        if call is None or place is None:
             return None
-        if not call.begun:
-            return self._look_at_queued(call)
-        return self._awaiting(call, Reason.AWAITS, self.wait_of(call))
+        wait = self._finders[place](call)
+        if not (wait.known and wait.calls):
+            return None
+        stamp = sorted(self._stamps.setdefault(future, next(self._numbers)) for future in wait.futures)
+        line = wait.line if call.begun else ""
+        on = tuple(sorted(set(wait.calls)))
+        return Waiting(call.hosted.name, call.label, line, call.begun, place.reason, tuple(stamp), on)
 
     def wait_of(self, call: InboundCall) -> Wait:
-        """What a call waits for that has begun, or brings in its arguments."""
-        if call.rules.on_thread and call.begun:
-            return wait_of_thread(frames_on_thread(call))
-        task = call.task or call.fetching
-        if task is not None:
-            return wait_of_task(task)
-        return Wait(known=False)
-
-    def calls_before(self, call: InboundCall) -> list[CallAt]:
-        """The calls that a call waits for, as far as that is known."""
-        return self.wait_of(call).calls if call.begun or call.fetching is not None else self._ahead_of(call)
+        """What a call waits for, as far as that is known."""
+        place = _place_of(call)
+        return _NOT_KNOWN if place is None else self._finders[place](call)
 
     def name_of(self, at: CallAt) -> str:
         """The name of a call, for errors and stacks."""
@@ -131,36 +134,24 @@ class WaitGraph:
             found += [] if occupant is None else [occupant]
         return found
 
-    def _look_at_queued(self, call: InboundCall) -> Waiting | None:
-        if call.fetching is not None:
-            return self._awaiting(call, Reason.NEEDS, self.wait_of(call))
-        if isinstance(call, SegmentCall) and call.stage is FETCHING:
-            needs = call.waits_for()
-            return self._waiting(call, Reason.NEEDS, needs) if needs else None
-        ahead = self._ahead_of(call)
-        return self._waiting(call, Reason.QUEUED, ahead) if ahead else None
+    def _ahead_of(self, call: InboundCall) -> Wait:
+        return Wait(calls=[self.place(other) for other in call.hosted.mailbox.ahead_of(call, call.hosted.under_way)])
 
-    def _ahead_of(self, call: InboundCall) -> list[CallAt]:
-        if isinstance(call, SegmentCall) and call.stage is FETCHING:
-            return call.waits_for()
-        if call.stage in WAITING:
-            return [self.place(other) for other in call.hosted.mailbox.ahead_of(call, call.hosted.under_way)]
-        occupant = on_thread(call.hosted)[0] if call.rules.on_thread else None
-        return [] if occupant is None else [self.place(occupant)]
+    def _occupant(self, call: InboundCall) -> Wait:
+        occupant, _ = on_thread(call.hosted)
+        return _NOT_KNOWN if occupant is None else Wait(calls=[self.place(occupant)])
 
-    def _awaiting(self, call: InboundCall, reason: Reason, wait: Wait) -> Waiting | None:
-        if not (wait.known and wait.calls):
-            return None
-        stamp = tuple(self._stamp(future) for future in wait.futures)
-        return self._waiting(call, reason, wait.calls, wait.line if reason is Reason.AWAITS else "", stamp)
 
-    def _waiting(
-        self, call: InboundCall, reason: Reason, on: list[CallAt], line: str = "", stamp: tuple[int, ...] = ()
-    ) -> Waiting:
-        calls = tuple(sorted(set(on)))
-        return Waiting(call.hosted.name, call.label, line, call.begun, reason, tuple(sorted(stamp)), calls)
+def _place_of(call: InboundCall) -> Place | None:
+    on_thread, fetching = call.rules.on_thread, call.fetching is not None
+    return place_of(call.stage, begun=call.begun, on_thread=on_thread, fetching=fetching)
 
-    def _stamp(self, future: asyncio.Future[Any]) -> int:
-        if future not in self._stamps:
-            self._stamps[future] = next(self._numbers)
-        return self._stamps[future]
+
+def _wait_of_task(call: InboundCall) -> Wait:
+    task = call.task or call.fetching
+    return _NOT_KNOWN if task is None else wait_of_task(task)
+
+
+def _wait_for_inputs(call: InboundCall) -> Wait:
+    # Only a segment waits without a task for what it needs.
+    return Wait(calls=call.waits_for()) if isinstance(call, SegmentCall) else _NOT_KNOWN

@@ -258,9 +258,10 @@ def _bare_gets(link: Connection, grant: Grant, repeats: int) -> Sample:
     assert remote.endpoint is not None
     _, offset, size, _ = grant
     landing = transport.landing.allocate(int(size))
-    target, memory = landing.address, transport.landing_memory(landing)
-    endpoint, source, key = remote.endpoint.handle, segment.address + int(offset), segment.key(remote.endpoint)
-    worker = transport.driver.worker
+    worker, endpoint = transport.driver.worker, remote.endpoint.handle
+    target, memory = landing.address, transport.landing.memory_of(landing.segment, worker)
+    key = segment.rkey = segment.rkey or worker.unpack(endpoint, segment.packed)
+    source = segment.address + int(offset)
 
     async def sample() -> float:  # noqa: RUF029 - what measures is async
         start = time.perf_counter()

@@ -81,4 +81,4 @@ def _open(name: str, host: LocalHost, local: str, options: dict[str, Any]) -> Tr
     from aiodaft_transport.ucx.transport import UcxTransport
 
     assert name == "ucx"
-    return UcxTransport(host, load(), local=local, **options)
+    return UcxTransport(host, load(), **options)

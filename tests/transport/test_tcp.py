@@ -161,7 +161,7 @@ async def test_a_producer_that_ends_midway_fails_the_pull_and_nothing_partial_is
     async with open_pair("tcp") as pair, impostor(behave, 500_000) as grant:
         with pytest.raises(PeerGone, match=rf"after {sent} of 500000 bytes|connection broke"):
             await fetched(pair, grant)
-        assert consumer_of(pair)._landing.live_blocks() == 0
+        assert consumer_of(pair).landing.live_blocks() == 0
         block, real, content = await granted(pair, 500_000)
         assert await fetched(pair, real) == content
         block.release()

@@ -1,8 +1,10 @@
 """Bytes and buffers between the processes of a cluster. Knows nothing of actors."""
 
-from aiodaft_transport.abc import Block, Control, Grant, Host, Pullable, Transport, size_of
+from aiodaft_transport.abc import Control, Grant, Host, Transport, size_of
 from aiodaft_transport.exceptions import DeviceError, GrantError, HandshakeError, PeerGone, TransportError, Unreachable
 from aiodaft_transport.handshake import Key
+from aiodaft_transport.memory.block_pool import Pullable
+from aiodaft_transport.memory.registered import Block
 from aiodaft_transport.registry import DEVICE_NAME, NAMES, check_name, default_name, open_transport
 
 __all__ = [

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias, cast
 
+from aiodaft_transport.memory.registered import Block
+
 Grant: TypeAlias = tuple[int | str | bytes, ...]
 
 
@@ -32,46 +34,6 @@ class Control(Protocol):
 
         `fds` are duplicated into the peer; the caller keeps its own.
         """
-        ...
-
-
-class Pullable(Protocol):
-    """Memory of this process that peers may pull: of the host or of a device."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        ...
-
-    @property
-    def grants(self) -> int:
-        """The number of grants that are not returned."""
-        ...
-
-    def on_unread(self, callback: Callable[[], object]) -> None:
-        """Call back, on the loop, once the last grant is returned. Only while there is a grant."""
-        ...
-
-    def release(self) -> None:
-        """Release the block: it is reused once all its grants are returned. Idempotent, safe in any thread."""
-        ...
-
-
-class Block(Pullable, Protocol):
-    """Memory of the host that peers may pull."""
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte, a multiple of 64."""
-        ...
-
-    @property
-    def view(self) -> memoryview:
-        """The memory itself, writable, as unsigned bytes."""
-        ...
-
-    def retire(self) -> None:
-        """Never reuse the memory after `release`: a forked child may still read it."""
         ...
 
 

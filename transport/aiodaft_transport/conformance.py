@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final, Protocol
 
-from aiodaft_transport.abc import Block, Control, Grant, Transport
+from aiodaft_transport.abc import Control, Grant, Transport
 from aiodaft_transport.exceptions import TransportError
 from aiodaft_transport.memory.address import address_of
+from aiodaft_transport.memory.registered import Block
 
 POISON: Final = b"\xee"
 SIZES: Final = (1, 63, 64, 4096, 65_537, (1 << 20) + 1, 8 << 20, (17 << 20) + 5)
@@ -357,7 +358,8 @@ async def check_registered_memory_is_sent_from_where_it_lies(pair: Pair) -> None
     transport.unregister(address_of(memory))
     # The blocks made before can still be read.
     assert transport.block_at(memory) is None
-    for seed, block in enumerate(filter(None, parts)):
+    for seed, block in enumerate(parts):
+        assert block is not None
         content = fill(block, seed)
         assert memory[-block.nbytes :] == content
         grant = transport.grant(block, pair.producer.control)

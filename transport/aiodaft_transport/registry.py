@@ -56,7 +56,7 @@ def open_transport(name: str, host: Host, key: Key, *, local: str) -> Transport:
     if name == "ucx":
         from aiodaft_transport.ucx.transport import UcxTransport  # noqa: PLC0415 - loaded only if chosen
 
-        return UcxTransport(host, _ucx_library(), local=local)
+        return UcxTransport(host, _ucx_library())
     return TcpTransport(host, key, name=local)
 
 

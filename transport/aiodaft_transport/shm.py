@@ -17,24 +17,21 @@ import asyncio
 import ctypes
 import errno
 import os
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from mmap import MADV_DONTNEED, MAP_PRIVATE, PAGESIZE, PROT_READ, PROT_WRITE, mmap
 from typing import ClassVar, Final, cast
 
-from aiodaft_transport.abc import Block, Control, Grant, Host, size_of
+from aiodaft_transport.abc import Control, Grant, Host, size_of
 from aiodaft_transport.exceptions import GrantError
 from aiodaft_transport.forks import fork_count
 from aiodaft_transport.memory.address import check_target, exposed_view
-from aiodaft_transport.memory.grants import segment_of
 from aiodaft_transport.memory.host_pool import DEFAULT_KEEP, Arena, ArenaBlock, Segment
+from aiodaft_transport.memory.registered import Block
+from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentRemote, SegmentTransport
 
-_SEGMENT: Final = 1  # id, size: a segment to map; the descriptor comes along
-_RETURN: Final = 2  # id: a grant is returned
-_GONE: Final = 3  # id: a segment that the producer unmapped
+# Further notes. SEGMENT comes with the descriptor.
 _RETIRE: Final = 4  # id: a grant is returned, and forked children may still read the block
 _MISSED: Final = 5  # id: the sender had no room for the descriptor of a segment
-_NOTE: Final = struct.Struct("<BQQ")
 # Bytes copied in one step: about 0.1 ms.
 _SLICE: Final = 1 << 20
 
@@ -87,70 +84,47 @@ class _RemoteSegment:
         self.mappings.clear()
 
 
-class ShmTransport:
+class _Remote(SegmentRemote[_RemoteSegment]):
+    """A peer, and the segments of it for which there was no descriptor here."""
+
+    def __init__(self, control: Control) -> None:
+        super().__init__(control)
+        self.missed: set[int] = set()
+
+
+class ShmTransport(SegmentTransport[Block, _Remote]):
     """Zero-copy transfers between processes of one host."""
 
     name: ClassVar[str] = "shm"
     shared: ClassVar[bool] = True
 
     def __init__(self, host: Host, *, keep: int = DEFAULT_KEEP) -> None:
-        self._host = host
-        self._arena = Arena(shared=True, keep=keep, on_segment_closed=self._segment_closed)
+        super().__init__(host)
+        # The pool that blocks come from.
+        self.arena = Arena(shared=True, keep=keep, on_segment_closed=self._segment_closed)
         self._forks = fork_count()
-        self._granted: dict[str, dict[int, ArenaBlock]] = {}
-        self._last_grant = 0
-        self._announced: dict[str, tuple[Control, set[int]]] = {}
-        self._segments: dict[str, dict[int, _RemoteSegment]] = {}
-        # Segments of peers for which there was no descriptor here.
-        self._missed: set[tuple[str, int]] = set()
-
-    @property
-    def arena(self) -> Arena:
-        """The pool that blocks come from."""
-        return self._arena
 
     def mapped_segments(self) -> int:
         """How many segments of peers are known here."""
-        return sum(map(len, self._segments.values()))
+        return sum(len(remote.segments) for remote in self._remotes.values())
 
-    def allocate(self, nbytes: int) -> Block:
-        return self._arena.allocate(nbytes)
-
-    def grant(self, block: Block, control: Control) -> Grant:
-        block = cast(ArenaBlock, block)
-        segment = block.segment
-        block.take_grant()
-        self._last_grant += 1
-        number = self._last_grant
-        # Before the note: if the connection breaks while it is sent, `peer_lost` has to find the grant.
-        self._granted.setdefault(control.peer, {})[number] = block
-        try:
-            self._announce(segment, control)
-        except BaseException:
-            self._take_back(control.peer, number)
-            raise
-        return (segment.id, block.offset, block.nbytes, number)
-
-    def revoke(self, grant: Grant, control: Control) -> None:
-        self._take_back(control.peer, cast(int, grant[3]))
+    def allocate(self, nbytes: int) -> ArenaBlock:
+        return self.arena.allocate(nbytes)
 
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
-        segment_id, offset, nbytes, grant_id = cast(tuple[int, int, int, int], grant)
-        try:
-            if (control.peer, segment_id) in self._missed:
+        segment_id, offset, nbytes, number = cast(tuple[int, int, int, int], grant)
+        with self._declining(grant, control, OSError):
+            if control.peer in self._remotes and segment_id in self._remotes[control.peer].missed:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            segment = segment_of(grant, control, self._segments.get(control.peer, {}))
-            mapping = segment.mapping_for(offset)
-        except OSError:
-            self.decline(grant, control)
-            raise
+            remote, segment = self.source_of(grant, control)
+            mapping: _Mapping = segment.mapping_for(offset)
         mapping.busy.add(offset)
         forks = self._forks.value
 
         def give_back() -> None:
             mapping.scrub(offset, nbytes)
             mapping.busy.discard(offset)
-            self._return_grant(grant_id, control, _RETURN if self._forks.value == forks else _RETIRE)
+            self._send(remote, RETURN if self._forks.value == forks else _RETIRE, number)
 
         def dropped(call_soon: Callable[[Callable[[], object]], None] = self._host.call_soon) -> None:
             call_soon(give_back)
@@ -158,103 +132,59 @@ class ShmTransport:
         return exposed_view(mapping.region, offset, nbytes, dropped)
 
     async def fetch_into(self, grant: Grant, control: Control, target: memoryview) -> None:
-        try:
+        with self._declining(grant, control, ValueError):
             check_target(target, size_of(grant))
-        except ValueError:
-            self.decline(grant, control)
-            raise
         with await self.fetch(grant, control) as source:
             for start in range(0, len(target), _SLICE):
                 target[start : start + _SLICE] = source[start : start + _SLICE]
                 # Let the loop run; a cancellation arrives here, between two slices.
                 await asyncio.sleep(0)
 
-    def decline(self, grant: Grant, control: Control) -> None:
-        self._return_grant(cast(int, grant[3]), control)
+    def close(self) -> None:
+        self._closed = True
+        self._lose_all()
+        self.arena.close()
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Nothing to prepare: peers can map only blocks of this process."""
+    def _meet(self, control: Control) -> _Remote:
+        return _Remote(control)
 
-    def unregister(self, address: int) -> None:
-        """Nothing was registered."""
+    def _tell(self, segment: Segment, remote: _Remote) -> None:
+        assert segment.fd is not None
+        self._send(remote, SEGMENT, segment.id, segment.size, fds=(segment.fd,))
 
-    def block_at(self, memory: memoryview) -> Block | None:
-        return None
-
-    def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
-        kind, number, size = _NOTE.unpack(note) if len(note) == _NOTE.size else (0, 0, 0)
-        known = self._segments.get(control.peer, {})
-        if len(fds) > (kind == _SEGMENT) or not _SEGMENT <= kind <= _MISSED or (kind == _SEGMENT and number in known):
-            for fd in fds:
-                os.close(fd)
-            raise GrantError(f"{control.peer} sent an invalid note")
-        if kind == _SEGMENT:
-            self._segment_came(control, number, size, fds)
-        elif kind in {_RETURN, _RETIRE}:
-            if not self._take_back(control.peer, number, retire=kind == _RETIRE):
-                raise GrantError(f"{control.peer} returned grant {number}, which it does not hold")
-        elif kind == _GONE:
-            self._missed.discard((control.peer, number))
-            segment = known.pop(number, None)
-            if segment is not None:
-                segment.close()
+    def _noted(self, remote: _Remote, kind: int, number: int, size: int, body: bytes, fds: list[int]) -> bool:
+        if body or len(fds) > (kind == SEGMENT):
+            return False
+        if kind == SEGMENT and number not in remote.segments:
+            if fds:
+                remote.missed.discard(number)
+                remote.segments[number] = _RemoteSegment(fds.pop(), size)
+            else:
+                # Values in the segment cannot be fetched until it is sent again.
+                remote.missed.add(number)
+                self._send(remote, _MISSED, number)
+        elif kind in {RETURN, _RETIRE}:
+            if kind == _RETIRE and number in remote.granted:
+                remote.granted[number].retire()
+            if not remote.take_back(number):
+                raise GrantError(f"{remote.control.peer} returned grant {number}, which it does not hold")
+        elif kind == GONE:
+            remote.missed.discard(number)
+            if number in remote.segments:
+                remote.segments.pop(number).close()
         elif kind == _MISSED:
             # The next grant sends the segment again.
-            self._announced.get(control.peer, (control, set()))[1].discard(number)
-
-    def _segment_came(self, control: Control, number: int, size: int, fds: Sequence[int]) -> None:
-        segments = self._segments.setdefault(control.peer, {})
-        if fds:
-            self._missed.discard((control.peer, number))
-            segments[number] = _RemoteSegment(fds[0], size)
+            remote.told.discard(number)
         else:
-            # Values in the segment cannot be fetched until it is sent again.
-            self._missed.add((control.peer, number))
-            control.send_note(self.name, _NOTE.pack(_MISSED, number, 0))
+            return False
+        return True
 
-    def peer_lost(self, peer: str) -> None:
-        self._announced.pop(peer, None)
-        for block in self._granted.pop(peer, {}).values():
+    def _part(self, remote: _Remote) -> None:
+        for block in remote.granted.values():
             # The peer may have forked, and its children may live longer.
             block.retire()
-            block.return_grant()
-        for segment in self._segments.pop(peer, {}).values():
+        for segment in remote.segments.values():
             segment.close()
-        self._missed = {(other, number) for other, number in self._missed if other != peer}
-
-    def close(self) -> None:
-        for peer in {*self._announced, *self._granted, *self._segments}:
-            self.peer_lost(peer)
-        self._arena.close()
-
-    def _announce(self, segment: Segment, control: Control) -> None:
-        _, announced = self._announced.setdefault(control.peer, (control, set()))
-        if segment.id not in announced:
-            assert segment.fd is not None
-            control.send_note(self.name, _NOTE.pack(_SEGMENT, segment.id, segment.size), (segment.fd,))
-            announced.add(segment.id)
-
-    def _return_grant(self, grant_id: int, control: Control, kind: int = _RETURN) -> None:
-        if control.peer in self._segments:
-            control.send_note(self.name, _NOTE.pack(kind, grant_id, 0))
-
-    def _take_back(self, peer: str, grant_id: int, *, retire: bool = False) -> bool:
-        block = self._granted.get(peer, {}).pop(grant_id, None)
-        if block is not None:
-            if retire:
-                block.retire()
-            block.return_grant()
-        return block is not None
-
-    def _segment_closed(self, segment_id: int) -> None:
-        # The arena calls this in any thread; connections belong to the loop.
-        self._host.call_soon(lambda: self._tell_gone(segment_id))
-
-    def _tell_gone(self, segment_id: int) -> None:
-        for control, announced in self._announced.values():
-            if segment_id in announced:
-                announced.discard(segment_id)
-                control.send_note(self.name, _NOTE.pack(_GONE, segment_id, 0))
 
 
 def private_pages(address: int, pages: int) -> Iterator[int]:

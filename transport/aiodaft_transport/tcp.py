@@ -32,13 +32,14 @@ from aiodaft_transport.handshake import (
     ServerHandshake,
 )
 from aiodaft_transport.memory.address import check_target, exposed_view
-from aiodaft_transport.memory.host_pool import DEFAULT_KEEP, Arena
-from aiodaft_transport.memory.registered import AnyBlock, Regions
+from aiodaft_transport.memory.host_pool import DEFAULT_KEEP, Arena, ArenaBlock
+from aiodaft_transport.memory.registered import Block, Regions
+from aiodaft_transport.peers import PeerTransport, Remote
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from aiodaft_transport.abc import Block, Control, Grant, Host
+    from aiodaft_transport.abc import Control, Grant, Host
 
 _REQUEST: Final = struct.Struct("<Q")  # id of a grant
 _REPLY: Final = struct.Struct("<Q")  # bytes that follow; 0: not granted
@@ -57,11 +58,21 @@ _IDLE_CONNECTIONS: Final = 4
 _MAX_CONNECTIONS: Final = 8
 
 
-class TcpTransport:
+class _Remote(Remote):
+    """A peer, and the connections to and from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle: list[socket.socket] = []
+        # In use, here or by the peer.
+        self.open: set[socket.socket] = set()
+        self.turn = asyncio.Semaphore(_MAX_CONNECTIONS)
+
+
+class TcpTransport(PeerTransport[Block, _Remote]):
     """Transfers over TCP sockets."""
 
     name: ClassVar[str] = "tcp"
-    shared: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -75,56 +86,27 @@ class TcpTransport:
     ) -> None:
         if _is_wildcard(interface):
             raise ValueError("a transport listens on one named interface, never on all of them")
-        self._host = host
+        super().__init__(host)
         self._key = key
         self._name = name
         self._interface = interface
         self._handshake_timeout = handshake_timeout
-        self._blocks = Arena(shared=False, keep=keep)
-        self._landing = Arena(shared=False, keep=keep)
+        # The pools that blocks come from, and that values arrive in.
+        self.arena = Arena(shared=False, keep=keep)
+        self.landing = Arena(shared=False, keep=keep)
         # A socket sends from any memory: unregistering undoes nothing.
-        self._regions = Regions(self._blocks.next_number, lambda number: None)
+        self._regions = Regions(self.arena.next_number, lambda number: None)
         self._listener: socket.socket | None = None
         self._accepting = False
         # Connections that have not proved the key yet, oldest first.
         self._strangers: dict[socket.socket, None] = {}
-        self._granted: dict[str, dict[int, AnyBlock]] = {}
-        self._last_grant = 0
-        self._idle: dict[str, list[socket.socket]] = {}
-        self._open: dict[str, set[socket.socket]] = {}
-        self._turns: dict[str, asyncio.Semaphore] = {}
-        self._closed = False
 
-    @property
-    def arena(self) -> Arena:
-        """The pool that blocks come from."""
-        return self._blocks
-
-    @property
-    def landing(self) -> Arena:
-        """The pool that values arrive in."""
-        return self._landing
-
-    def allocate(self, nbytes: int) -> Block:
-        return self._blocks.allocate(nbytes)
-
-    def grant(self, block: Block, control: Control) -> Grant:
-        block = cast("AnyBlock", block)
-        port = self._listening().getsockname()[1]
-        self._last_grant += 1
-        self._granted.setdefault(control.peer, {})[self._last_grant] = block
-        block.take_grant()
-        return (self._interface, port, block.nbytes, self._last_grant)
-
-    def revoke(self, grant: Grant, control: Control) -> None:
-        self._take_back(control.peer, cast(int, grant[3]))
+    def allocate(self, nbytes: int) -> ArenaBlock:
+        return self.arena.allocate(nbytes)
 
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
-        try:
-            landing = self._landing.allocate(size_of(grant))
-        except BaseException:
-            self.decline(grant, control)
-            raise
+        with self._declining(grant, control):
+            landing = self.landing.allocate(size_of(grant))
         try:
             await self.fetch_into(grant, control, landing.view)
         except BaseException:
@@ -134,44 +116,21 @@ class TcpTransport:
 
     async def fetch_into(self, grant: Grant, control: Control, target: memoryview) -> None:
         address, port, nbytes, grant_id = cast(tuple[str, int, int, int], grant)
-        try:
+        # If the request was sent, this returns the grant twice, which does no harm.
+        with self._declining(grant, control):
             check_target(target, nbytes)
-            turn = self._turns.setdefault(control.peer, asyncio.Semaphore(_MAX_CONNECTIONS))
-            async with turn, self._connection(control.peer, address, port) as connection:
+            remote = self._remote(control)
+            async with remote.turn, self._connection(control.peer, remote, address, port) as connection:
                 await self._pull(connection, grant_id, target)
-        except BaseException:
-            # The request may not have been sent; returning a grant twice does no harm.
-            self.decline(grant, control)
-            raise
 
     def decline(self, grant: Grant, control: Control) -> None:
         control.send_note(self.name, _RETURN.pack(cast(int, grant[3])))
 
-    def register(self, address: int, nbytes: int) -> None:
-        self._regions.add(address, nbytes)
-
-    def unregister(self, address: int) -> None:
-        self._regions.remove(address)
-
-    def block_at(self, memory: memoryview) -> Block | None:
-        return self._regions.find(memory)
-
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
         if len(note) != _RETURN.size:
             raise GrantError(f"{control.peer} sent an invalid note")
-        (grant_id,) = _RETURN.unpack(note)
-        self._take_back(control.peer, grant_id)
-
-    def peer_lost(self, peer: str) -> None:
-        for connection in self._open.pop(peer, set()):
-            # The task that uses the socket sees the end of the stream and closes it.
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        self._turns.pop(peer, None)
-        for connection in self._idle.pop(peer, []):
-            connection.close()
-        for block in self._granted.pop(peer, {}).values():
-            block.return_grant()
+        if control.peer in self._remotes:
+            self._remotes[control.peer].take_back(*_RETURN.unpack(note))
 
     def close(self) -> None:
         self._closed = True
@@ -181,10 +140,21 @@ class TcpTransport:
                 self._listener.shutdown(socket.SHUT_RDWR)
             if not self._accepting:
                 self._listener.close()
-        for peer in {*self._open, *self._idle, *self._granted}:
-            self.peer_lost(peer)
-        self._blocks.close()
-        self._landing.close()
+        self._lose_all()
+        self.arena.close()
+        self.landing.close()
+
+    def _meet(self, control: Control) -> _Remote:
+        return _Remote()
+
+    def _offer(self, block: Block, remote: _Remote) -> tuple[str, int]:
+        return self._interface, self._listening().getsockname()[1]
+
+    def _part(self, remote: _Remote) -> None:
+        for connection in remote.open:
+            _shut_down(connection)
+        for connection in remote.idle:
+            connection.close()
 
     # The producer's side.
 
@@ -209,16 +179,11 @@ class TcpTransport:
                     await asyncio.sleep(_ACCEPT_PAUSE)
                     continue
                 if len(self._strangers) >= _MAX_STRANGERS:
-                    self._drop_oldest_stranger()
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    _shut_down(oldest)
                 self._strangers[connection] = None
                 self._host.create_task(self._serve(connection), name="tcp serve")
-
-    def _drop_oldest_stranger(self) -> None:
-        oldest = next(iter(self._strangers))
-        del self._strangers[oldest]
-        # The task that uses the socket sees the end of the stream and closes it.
-        with suppress(OSError):
-            oldest.shutdown(socket.SHUT_RDWR)
 
     async def _serve(self, connection: socket.socket) -> None:
         _configure(connection)
@@ -230,14 +195,15 @@ class TcpTransport:
                 return
             finally:
                 self._strangers.pop(connection, None)
-            users = self._open.setdefault(peer, set())
-            users.add(connection)
+            # One that was granted nothing gets no bytes.
+            remote = self._remotes.setdefault(peer, _Remote())
+            remote.open.add(connection)
             try:
                 with suppress(PeerGone, OSError):
                     while not self._closed:
-                        await self._answer(connection, peer)
+                        await self._answer(connection, remote)
             finally:
-                users.discard(connection)
+                remote.open.discard(connection)
 
     async def _admit(self, connection: socket.socket) -> str:
         loop = asyncio.get_running_loop()
@@ -247,10 +213,10 @@ class TcpTransport:
         await loop.sock_sendall(connection, accept)
         return peer
 
-    async def _answer(self, connection: socket.socket, peer: str) -> None:
+    async def _answer(self, connection: socket.socket, remote: _Remote) -> None:
         loop = asyncio.get_running_loop()
         (grant_id,) = _REQUEST.unpack(await _receive_exactly(connection, _REQUEST.size))
-        block = self._granted.get(peer, {}).get(grant_id)
+        block = cast("Block | None", remote.granted.get(grant_id))
         if block is None:
             await loop.sock_sendall(connection, _REPLY.pack(0))
             return
@@ -261,53 +227,48 @@ class TcpTransport:
                 await loop.sock_sendall(connection, view[start : start + _CHUNK])
                 await asyncio.sleep(0)
         finally:
-            self._take_back(peer, grant_id)
-
-    def _take_back(self, peer: str, grant_id: int) -> None:
-        block = self._granted.get(peer, {}).pop(grant_id, None)
-        if block is not None:
-            block.return_grant()
+            remote.take_back(grant_id)
 
     # The consumer's side.
 
     @asynccontextmanager
-    async def _connection(self, peer: str, address: str, port: int) -> AsyncGenerator[socket.socket, None]:
+    async def _connection(
+        self, peer: str, remote: _Remote, address: str, port: int
+    ) -> AsyncGenerator[socket.socket, None]:
         """Lend a connection to a peer; one that failed is closed. May wait while connecting."""
-        idle = self._idle.setdefault(peer, [])
-        users = self._open.setdefault(peer, set())
-        connection = idle.pop() if idle else await self._dial(peer, users, address, port)
+        connection = remote.idle.pop() if remote.idle else await self._dial(peer, remote, address, port)
         # From now on, `peer_lost` ends it.
-        users.add(connection)
+        remote.open.add(connection)
         reusable = False
         try:
             yield connection
             reusable = True
         finally:
-            users.discard(connection)
-            if reusable and len(idle) < _IDLE_CONNECTIONS and self._idle.get(peer) is idle:
-                idle.append(connection)
+            remote.open.discard(connection)
+            if reusable and len(remote.idle) < _IDLE_CONNECTIONS and self._remotes.get(peer) is remote:
+                remote.idle.append(connection)
             else:
                 connection.close()
 
-    async def _dial(self, peer: str, users: set[socket.socket], address: str, port: int) -> socket.socket:
+    async def _dial(self, peer: str, remote: _Remote, address: str, port: int) -> socket.socket:
         """A new connection to a peer, after the handshake."""
         left = _ATTEMPTS
         while True:
             left -= 1
             connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             # `peer_lost` ends it.
-            users.add(connection)
+            remote.open.add(connection)
             try:
                 await self._connect(connection, address, port)
             except BaseException as error:
                 connection.close()
-                lost = self._open.get(peer) is not users
+                lost = self._remotes.get(peer) is not remote
                 if not left or lost or not isinstance(error, _Dropped):
                     raise
             else:
                 return connection
             finally:
-                users.discard(connection)
+                remote.open.discard(connection)
 
     async def _connect(self, connection: socket.socket, address: str, port: int) -> None:
         loop = asyncio.get_running_loop()
@@ -353,6 +314,12 @@ def _is_wildcard(interface: str) -> bool:
         return socket.inet_aton(interface) == bytes(4)
     except OSError:
         return interface in ("", "::")
+
+
+def _shut_down(connection: socket.socket) -> None:
+    # The task that uses the socket sees the end of the stream and closes it.
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _configure(connection: socket.socket) -> None:

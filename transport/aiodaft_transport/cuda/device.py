@@ -140,22 +140,26 @@ Land: TypeAlias = Callable[[bytes, int], Landing]
 class DeviceSegment(PooledSegment):
     """Memory of one device that peers can open: allocated here, or lent by the user (`keep`)."""
 
-    __slots__ = ("_on_closed", "device", "handle", "keep", "waiting")
+    __slots__ = ("device", "handle", "identity", "keep", "users", "waiting")
 
-    def __init__(
-        self, number: int, export: Export, capacity: int, device: int, on_closed: Callable[[DeviceSegment], object]
-    ) -> None:
+    def __init__(self, number: int, export: Export, capacity: int, device: int, identity: bytes) -> None:
         super().__init__(number, export.size, capacity, export.address)
         self.handle = export.handle
         self.device = device
+        self.identity = identity
         # Memory of the user, kept alive until no peer has it open; None for allocated memory.
         self.keep: Any = None
+        # Transfers within this process.
+        self.users = 0
         # Peers that were told to close it.
         self.waiting: set[str] = set()
-        self._on_closed = on_closed
+
+    def opened(self, driver: Driver, device: int) -> int:
+        """Its address for work of a device of this process."""
+        return self.address
 
     def close(self) -> None:
-        self._on_closed(self)
+        """The transport frees it once no peer has it open."""
 
 
 class DeviceBlock(PooledBlock[DeviceSegment]):
@@ -212,13 +216,12 @@ class DevicePool(BlockPool[DeviceSegment]):
         device: int,
         next_number: Callable[[], int],
         on_made: Callable[[DeviceSegment], object],
-        on_closed: Callable[[DeviceSegment], object],
+        on_segment_closed: Callable[[int], object],
     ) -> None:
-        super().__init__(next_number=next_number)
+        super().__init__(next_number=next_number, on_segment_closed=on_segment_closed)
         self._driver = driver
         self._device = device
         self._on_made = on_made
-        self._on_closed = on_closed
 
     def allocate(self, nbytes: int) -> DeviceBlock:
         """Return a block of `nbytes` bytes, 64-byte aligned."""
@@ -227,7 +230,7 @@ class DevicePool(BlockPool[DeviceSegment]):
     def lend(self, address: int, nbytes: int, keep: Any) -> DeviceBlock:
         """Memory of the user as a block; `keep` keeps it alive."""
         export = self._driver.export(self._device, address)
-        with self._lock:
+        with self.lock:
             segment = self._segment(self.next_number(), export, export.size)
             segment.keep = keep
             segment.live = 1
@@ -243,12 +246,12 @@ class DevicePool(BlockPool[DeviceSegment]):
         return self._segment(number, export, capacity)
 
     def _segment(self, number: int, export: Export, capacity: int) -> DeviceSegment:
-        segment = DeviceSegment(number, export, capacity, self._device, self._on_closed)
+        segment = DeviceSegment(number, export, capacity, self._device, self._driver.identities[self._device])
         self._on_made(segment)
         return segment
 
-    def _reuse_if_idle(self, block: PooledBlock[DeviceSegment]) -> None:
-        super()._reuse_if_idle(block)
+    def reuse_if_idle(self, block: PooledBlock[DeviceSegment]) -> None:
+        super().reuse_if_idle(block)
         segment = block.segment
         if segment.keep is not None and not segment.live and not self._closed:
             self._drop(segment)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from aiodaft_transport.abc import Control
-from aiodaft_transport.cuda.device import DeviceBlock, DeviceSegment, Driver, Event, Land, Landing, Span
+from aiodaft_transport.cuda.device import DeviceSegment, Driver, Event, Land, Landing, Span
 from aiodaft_transport.memory.pull import BasePull
+from aiodaft_transport.peers import SegmentRemote
 
 
 class RemoteSegment:
@@ -37,30 +38,11 @@ class RemoteSegment:
             driver.shut(*self.addresses.popitem())
 
 
-class OwnSegment:
-    """A segment of this process, for a transfer within the process."""
-
-    __slots__ = ("_segment", "identity", "users")
-
-    def __init__(self, segment: DeviceSegment, identities: Sequence[bytes]) -> None:
-        self._segment = segment
-        self.identity = identities[segment.device]
-        self.users = 0
-
-    def opened(self, driver: Driver, device: int) -> int:
-        """Its address."""
-        return self._segment.address
-
-
-class Remote:
-    """A peer: the grants that it holds, and its segments known here."""
+class Remote(SegmentRemote[RemoteSegment]):
+    """A peer: also the transfers from it."""
 
     def __init__(self, control: Control) -> None:
-        self.control = control
-        # Segments of this process that it knows.
-        self.told: set[int] = set()
-        self.granted: dict[int, DeviceBlock] = {}
-        self.segments: dict[int, RemoteSegment] = {}
+        super().__init__(control)
         self.pulls: set[Pull] = set()
 
 
@@ -68,7 +50,7 @@ class Pull(BasePull[Any]):
     """One transfer. Owns its memory until it is over."""
 
     def __init__(
-        self, remote: Remote, segment: RemoteSegment | OwnSegment, offset: int, nbytes: int, grant: int
+        self, remote: Remote, segment: RemoteSegment | DeviceSegment, offset: int, nbytes: int, grant: int
     ) -> None:
         super().__init__()
         self.remote = remote

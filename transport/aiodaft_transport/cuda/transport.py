@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, cast
 
 from aiodaft_transport.abc import Control, Grant, size_of
@@ -33,26 +31,22 @@ from aiodaft_transport.cuda.device import (
     Span,
 )
 from aiodaft_transport.cuda.event_poller import EventWatch
-from aiodaft_transport.cuda.pull import OwnSegment, Pull, Remote, RemoteSegment
+from aiodaft_transport.cuda.pull import Pull, Remote, RemoteSegment
 from aiodaft_transport.exceptions import GrantError, PeerGone, TransportError
-from aiodaft_transport.memory.grants import segment_of
+from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentTransport
 
-_SEGMENT: Final = 1  # id, size, identity of the device, handle: a segment
-_RETURN: Final = 2  # id: a grant is returned
-_GONE: Final = 3  # id: the receiver has to close a segment
-_CLOSED: Final = 4  # id: the sender has closed a segment
-_NOTE: Final = struct.Struct("<BQQ")
+# A further note. The body of SEGMENT is the identity of the device and the handle.
+_CLOSED: Final = 4  # id: the sender has closed a segment of the receiver
 
 
-class CudaTransport:
-    """Device memory between processes of one host."""
+class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
+    """Device memory between processes of one host. `register` and `block_at` do nothing: `lend` exports memory."""
 
     name: ClassVar[str] = "cuda"
-    # A device makes a copy for each consumer.
-    shared: ClassVar[bool] = False
 
     def __init__(self, host: DeviceHost, open_driver: Callable[[], Driver], land: Land, *, local: str) -> None:
-        self._host = host
+        super().__init__(host)
+        self._in_thread = host.in_thread
         self._open_driver = open_driver
         self._driver: Driver | None = None
         # Reentrant: a garbage collection meanwhile may free memory.
@@ -61,14 +55,11 @@ class CudaTransport:
         self._local = local
         self._watch = EventWatch(lambda: self.driver)
         self._next_segment = itertools.count(1).__next__
-        self._grants = itertools.count(1)
         self._pools: dict[int, DevicePool] = {}
         # Segments of this process, until every peer has closed them.
         self._segments: dict[int, DeviceSegment] = {}
-        self._remotes: dict[str, Remote] = {}
         # Segments of peers, until they are closed here.
         self._foreign: set[RemoteSegment] = set()
-        self._closed = False
 
     @property
     def driver(self) -> Driver:
@@ -143,26 +134,7 @@ class CudaTransport:
             raise block.error
         if not block.filled:
             raise GrantError("the block is granted before the device has filled it")
-        segment, remote = block.segment, self._remote(control)
-        block.take_grant()
-        number = next(self._grants)
-        # Before the note: if the connection breaks while it is sent, `peer_lost` has to find the grant.
-        remote.granted[number] = block
-        try:
-            if segment.id not in remote.told and control.peer != self._local:
-                identity = self.driver.identities[segment.device]
-                self._send(remote, _SEGMENT, segment.id, segment.size, identity + segment.handle)
-                remote.told.add(segment.id)
-        except BaseException:
-            if remote.granted.pop(number, None) is not None:
-                block.return_grant()
-            raise
-        return (segment.id, block.offset, block.nbytes, number)
-
-    def revoke(self, grant: Grant, control: Control) -> None:
-        """Take back a grant that was not sent to the peer."""
-        if control.peer in self._remotes:
-            self._remotes[control.peer].granted.pop(cast(int, grant[3])).return_grant()
+        return super().grant(block, control)
 
     async def fetch(self, grant: Grant, control: Control) -> Any:
         """Bring the granted bytes into memory that `land` provides, and return its owner.
@@ -189,9 +161,10 @@ class CudaTransport:
             DeviceError: The device failed.
             GrantError: There is no such memory.
         """
-        if target.nbytes != size_of(grant):
-            self.decline(grant, control)
-            raise ValueError(f"{size_of(grant)} bytes cannot be fetched into {target.nbytes} bytes of device memory")
+        size = size_of(grant)
+        with self._declining(grant, control, ValueError):
+            if target.nbytes != size:
+                raise ValueError(f"{size} bytes cannot be fetched into {target.nbytes} bytes of device memory")
         pull = self._pull(grant, control, lambda source, nbytes: target)
         try:
             await pull.done
@@ -205,61 +178,8 @@ class CudaTransport:
         Raises:
             GrantError: There is no such memory.
         """
-        identity, known = self._segment(grant, control).identity, self.driver.identities
+        identity, known = self.source_of(grant, control)[1].identity, self.driver.identities
         return known.index(identity) if identity in known else None
-
-    def decline(self, grant: Grant, control: Control) -> None:
-        """Return a grant without fetching it."""
-        if control.peer in self._remotes:
-            self._send(self._remotes[control.peer], _RETURN, cast(int, grant[3]))
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Nothing to prepare: `lend` exports memory itself, and a fetch needs no registered target."""
-
-    def unregister(self, address: int) -> None:
-        """Nothing was registered."""
-
-    def block_at(self, memory: memoryview) -> None:
-        """None: views are memory of the host."""
-
-    def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
-        """Handle a note from the same transport in the peer; no descriptors come along."""
-        for fd in fds:
-            os.close(fd)
-        if self._closed:
-            return
-        if len(note) < _NOTE.size or fds:
-            raise GrantError(f"{control.peer} sent an invalid note")
-        kind, number, size = _NOTE.unpack_from(note)
-        body, remote = note[_NOTE.size :], self._remote(control)
-        if kind == _SEGMENT and len(body) > IDENTITY_SIZE and number not in remote.segments:
-            segment = remote.segments[number] = RemoteSegment(size, body[:IDENTITY_SIZE], body[IDENTITY_SIZE:])
-            self._foreign.add(segment)
-        elif kind == _RETURN and number in remote.granted:
-            remote.granted.pop(number).return_grant()
-        elif kind == _GONE and number in remote.segments:
-            self._give_up(remote.segments.pop(number), lambda: self._send(remote, _CLOSED, number))
-        elif kind == _CLOSED and number in self._segments and control.peer in self._segments[number].waiting:
-            self._closed_at(self._segments[number], control.peer)
-        else:
-            raise GrantError(f"{control.peer} sent an invalid note")
-
-    def peer_lost(self, peer: str) -> None:
-        """Forget a peer: its grants end, and fetches from it fail."""
-        remote = self._remotes.pop(peer, None)
-        if remote is None:
-            return
-        for pull in remote.pulls:
-            # The device may still copy; the pull owns the memory until then.
-            pull.settle(PeerGone(f"{peer} is gone"))
-        granted, remote.granted = remote.granted, {}
-        for block in granted.values():
-            block.return_grant()
-        for segment in list(self._segments.values()):
-            if peer in segment.waiting:
-                self._closed_at(segment, peer)
-        while remote.segments:
-            self._give_up(remote.segments.popitem()[1], lambda: None)
 
     def close(self) -> None:
         """Wait for the copies, then free everything. The helper thread has ended before. Idempotent."""
@@ -270,8 +190,7 @@ class CudaTransport:
             if pull.event is not None:
                 self.driver.wait(pull.event)
         self._watch.finish()
-        for peer in list(self._remotes):
-            self.peer_lost(peer)
+        self._lose_all()
         for segment in self._foreign:
             if segment.addresses:
                 segment.shut(self.driver)
@@ -283,30 +202,55 @@ class CudaTransport:
         if self._driver is not None:
             self._driver.close()
 
-    def _remote(self, control: Control) -> Remote:
-        if self._closed:
-            raise TransportError("the transport is closed")
-        return self._remotes.setdefault(control.peer, Remote(control))
+    # Notes.
 
-    def _send(self, remote: Remote, kind: int, number: int, size: int = 0, body: bytes = b"") -> None:
-        # A note to a peer that is gone would reach its successor.
-        if self._remotes.get(remote.control.peer) is remote:
-            remote.control.send_note(self.name, _NOTE.pack(kind, number, size) + body)
+    def _meet(self, control: Control) -> Remote:
+        return Remote(control)
+
+    def _offer(self, block: DeviceBlock, remote: Remote) -> tuple[int, int]:
+        if remote.control.peer == self._local:
+            # This process knows its own segments.
+            return block.segment.id, block.offset
+        return super()._offer(block, remote)
+
+    def _tell(self, segment: DeviceSegment, remote: Remote) -> None:
+        self._send(remote, SEGMENT, segment.id, segment.size, segment.identity + segment.handle)
+
+    def _noted(self, remote: Remote, kind: int, number: int, size: int, body: bytes, fds: list[int]) -> bool:
+        own, peer = self._segments.get(number), remote.control.peer
+        if fds:
+            return False
+        if kind == SEGMENT and len(body) > IDENTITY_SIZE and number not in remote.segments:
+            segment = remote.segments[number] = RemoteSegment(size, body[:IDENTITY_SIZE], body[IDENTITY_SIZE:])
+            self._foreign.add(segment)
+        elif kind == GONE and number in remote.segments:
+            self._give_up(remote.segments.pop(number), lambda: self._send(remote, _CLOSED, number))
+        elif kind == _CLOSED and own is not None and peer in own.waiting:
+            self._closed_at(own, peer)
+        else:
+            return kind == RETURN and remote.take_back(number)
+        return True
+
+    def _part(self, remote: Remote) -> None:
+        peer = remote.control.peer
+        for pull in remote.pulls:
+            # The device may still copy; the pull owns the memory until then.
+            pull.settle(PeerGone(f"{peer} is gone"))
+        for segment in list(self._segments.values()):
+            if peer in segment.waiting:
+                self._closed_at(segment, peer)
+        while remote.segments:
+            self._give_up(remote.segments.popitem()[1], lambda: None)
 
     # Fetching.
 
-    def _segment(self, grant: Grant, control: Control) -> RemoteSegment | OwnSegment:
-        if control.peer == self._local:
-            return OwnSegment(segment_of(grant, control, self._segments), self.driver.identities)
-        remote = self._remotes.get(control.peer)
-        return segment_of(grant, control, {} if remote is None else remote.segments)
+    def _readable(self, remote: Remote) -> Mapping[int, RemoteSegment | DeviceSegment]:
+        return self._segments if remote.control.peer == self._local else remote.segments
 
     def _pull(self, grant: Grant, control: Control, land: Land) -> Pull:
         """Begin a fetch."""
         _, offset, nbytes, number = cast(tuple[int, int, int, int], grant)
-        segment = self._segment(grant, control)
-        # A peer without a `Remote` has no segments.
-        remote = self._remotes[control.peer]
+        remote, segment = self.source_of(grant, control)
         pull = Pull(remote, segment, offset, nbytes, number)
         segment.users += 1
         remote.pulls.add(pull)
@@ -316,7 +260,7 @@ class CudaTransport:
     async def _bring(self, pull: Pull, land: Land) -> None:
         error: Exception | None = None
         try:
-            event = await self._host.in_thread(lambda: pull.begin(self.driver, land))
+            event = await self._in_thread(lambda: pull.begin(self.driver, land))
             await self._happens(event)
         except Exception as caught:  # noqa: BLE001 - the waiter gets it
             error = caught
@@ -329,7 +273,7 @@ class CudaTransport:
         pull.set_over()
         pull.remote.pulls.discard(pull)
         pull.segment.users -= 1
-        self._send(pull.remote, _RETURN, pull.grant)
+        self._send(pull.remote, RETURN, pull.grant)
         if isinstance(pull.segment, RemoteSegment):
             self._shut_if_unused(pull.segment)
 
@@ -361,24 +305,19 @@ class CudaTransport:
     async def _shut(self, segment: RemoteSegment, closed: Callable[[], object]) -> None:
         if segment.addresses:
             # Before that, `close` would close it.
-            await self._host.in_thread(lambda: segment.shut(self.driver))
+            await self._in_thread(lambda: segment.shut(self.driver))
         self._foreign.discard(segment)
         closed()
 
     def _segment_made(self, segment: DeviceSegment) -> None:
         self._segments[segment.id] = segment
 
-    def _segment_closed(self, segment: DeviceSegment) -> None:
-        # Pools call this in any thread; connections belong to the loop.
-        self._host.call_soon(lambda: self._retire(segment))
-
-    def _retire(self, segment: DeviceSegment) -> None:
-        knowing = [remote for remote in self._remotes.values() if segment.id in remote.told]
-        segment.waiting = {remote.control.peer for remote in knowing}
-        for remote in knowing:
-            remote.told.discard(segment.id)
-            self._send(remote, _GONE, segment.id)
-        self._free_if_closed(segment)
+    def _tell_gone(self, number: int) -> None:
+        segment = self._segments.get(number)
+        if segment is not None:
+            segment.waiting = {peer for peer, remote in self._remotes.items() if number in remote.told}
+            super()._tell_gone(number)
+            self._free_if_closed(segment)
 
     def _closed_at(self, segment: DeviceSegment, peer: str) -> None:
         segment.waiting.discard(peer)
@@ -391,7 +330,7 @@ class CudaTransport:
     async def _free_in_thread(self, segment: DeviceSegment) -> None:
         # From now on `close` does not free it.
         if self._segments.pop(segment.id, None) is not None:
-            await self._host.in_thread(lambda: self._free(segment))
+            await self._in_thread(lambda: self._free(segment))
 
     def _free(self, segment: DeviceSegment) -> None:
         if segment.keep is None:

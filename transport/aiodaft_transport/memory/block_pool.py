@@ -48,12 +48,14 @@ class PooledSegment(ABC):
 S = TypeVar("S", bound=PooledSegment)
 
 
-class Readable:
-    """What may be granted: counts the peers that may read it."""
+class Pullable:
+    """Memory of this process that peers may pull, of the host or of a device. Counts the peers that may read it."""
 
-    __slots__ = ("_unread", "grants")
+    __slots__ = ("_unread", "grants", "nbytes")
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        # The number of grants that are not returned.
         self.grants = 0
         self._unread: list[Callable[[], object]] = []
 
@@ -66,46 +68,60 @@ class Readable:
         self.grants -= 1
         self._tell_if_unread()
 
-    def on_unread(self, callback: Callable[[], object]) -> None:
-        """Call back once the last grant that is out now, or given until then, is back."""
-        self._unread.append(callback)
-
     def _tell_if_unread(self) -> None:
         if not self.grants:
             unread, self._unread = self._unread, []
             for callback in unread:
                 callback()
 
+    def on_unread(self, callback: Callable[[], object]) -> None:
+        """Call back, on the loop, once the last grant is returned. Only while there is a grant."""
+        self._unread.append(callback)
 
-class PooledBlock(Readable, Generic[S]):
+    def release(self) -> None:
+        """Release the block: it is reused once all its grants are returned. Idempotent, safe in any thread."""
+
+    def retire(self) -> None:
+        """Never reuse the memory after `release`: a forked child may still read it."""
+
+
+class PooledBlock(Pullable, Generic[S]):
     """Part of a segment. `address` stays valid until it is released and no grant is out."""
 
-    __slots__ = ("_pool", "nbytes", "offset", "released", "segment")
+    __slots__ = ("_pool", "offset", "released", "segment")
 
     def __init__(self, pool: BlockPool[S], segment: S, offset: int, nbytes: int) -> None:
-        super().__init__()
+        super().__init__(nbytes)
         self._pool = pool
         self.segment = segment
         self.offset = offset
-        self.nbytes = nbytes
         self.released = False
 
     @property
     def address(self) -> int:
+        """Address of the first byte, a multiple of 64."""
         return self.segment.address + self.offset
 
     def release(self) -> None:
-        self._pool.release(self)
+        with self._pool.lock:
+            if not self.released:
+                self.released = True
+                self._pool.reuse_if_idle(self)
 
     def retire(self) -> None:
-        """See `Block.retire`."""
         self.segment.retired = True
 
     def take_grant(self) -> None:
-        self._pool.take_grant(self)
+        with self._pool.lock:
+            if self.released and not self.grants:
+                raise GrantError("the block was released before it was granted")
+            self.grants += 1
 
     def return_grant(self) -> None:
-        self._pool.return_grant(self)
+        with self._pool.lock:
+            self.grants -= 1
+            self._pool.reuse_if_idle(self)
+        # The block may be used again already.
         self._tell_if_unread()
 
 
@@ -117,14 +133,14 @@ class BlockPool(ABC, Generic[S]):
         *,
         keep: int = DEFAULT_KEEP,
         next_number: Callable[[], int] | None = None,
-        on_segment_closed: Callable[[int], None] | None = None,
+        on_segment_closed: Callable[[int], object] | None = None,
     ) -> None:
         self._keep = keep
         # Names a segment, or something else that must not be taken for one, maybe of another pool.
         self.next_number = next_number or itertools.count(1).__next__
         self._on_segment_closed = on_segment_closed
         # Reentrant: freeing memory can collect garbage, and garbage can release blocks.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._classes: dict[int, list[S]] = {}
         self._own: list[S] = []
         # Garbage collected meanwhile must not trim the segment that is about to be handed out.
@@ -139,7 +155,7 @@ class BlockPool(ABC, Generic[S]):
         """Memory for a block: the segment it is in, and where."""
         if nbytes <= 0:
             raise ValueError(f"a block has at least one byte, not {nbytes}")
-        with self._lock:
+        with self.lock:
             if self._closed:
                 raise TransportError("the transport is closed")
             self._allocating = True
@@ -151,39 +167,19 @@ class BlockPool(ABC, Generic[S]):
                 self._allocating = False
             return segment, offset
 
-    def release(self, block: PooledBlock[S]) -> None:
-        """See `Block.release`."""
-        with self._lock:
-            if not block.released:
-                block.released = True
-                self._reuse_if_idle(block)
-
-    def take_grant(self, block: PooledBlock[S]) -> None:
-        """See `PooledBlock.take_grant`."""
-        with self._lock:
-            if block.released and not block.grants:
-                raise GrantError("the block was released before it was granted")
-            block.grants += 1
-
-    def return_grant(self, block: PooledBlock[S]) -> None:
-        """See `PooledBlock.return_grant`."""
-        with self._lock:
-            block.grants -= 1
-            self._reuse_if_idle(block)
-
     def idle_bytes(self) -> int:
         """Bytes of whole segments that hold no block."""
-        with self._lock:
+        with self.lock:
             return sum(segment.size for segment in self._segments() if not segment.live)
 
     def live_blocks(self) -> int:
         """How many blocks are in use."""
-        with self._lock:
+        with self.lock:
             return sum(segment.live for segment in self._segments())
 
     def close(self) -> None:
         """Unmap all memory without views."""
-        with self._lock:
+        with self.lock:
             self._closed = True
             for segment in list(self._segments()):
                 self._drop(segment)
@@ -209,7 +205,8 @@ class BlockPool(ABC, Generic[S]):
         self._own.append(self._make_segment(self.next_number(), size, size))
         return self._own[-1]
 
-    def _reuse_if_idle(self, block: PooledBlock[S]) -> None:
+    def reuse_if_idle(self, block: PooledBlock[S]) -> None:
+        """Reuse a block that is released and has no grant. Under the lock."""
         if not block.released or block.grants or self._closed:
             return
         segment = block.segment

@@ -49,6 +49,7 @@ class ArenaBlock(PooledBlock[Segment]):
 
     @property
     def view(self) -> memoryview:
+        """The memory itself, writable, as unsigned bytes."""
         return memoryview(self.segment.region)[self.offset : self.offset + self.nbytes]
 
 
@@ -56,7 +57,7 @@ class Arena(BlockPool[Segment]):
     """Blocks of host memory for one process. Every method may be called in any thread."""
 
     def __init__(
-        self, *, shared: bool, keep: int = DEFAULT_KEEP, on_segment_closed: Callable[[int], None] | None = None
+        self, *, shared: bool, keep: int = DEFAULT_KEEP, on_segment_closed: Callable[[int], object] | None = None
     ) -> None:
         super().__init__(keep=keep, on_segment_closed=on_segment_closed)
         self._shared = shared

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from aiodaft_transport.memory.address import address_of
-from aiodaft_transport.memory.block_pool import Readable
+from aiodaft_transport.memory.block_pool import Pullable
 from aiodaft_transport.memory.host_pool import ArenaBlock
 
 
@@ -29,31 +29,21 @@ class Region:
         weakref.finalize(self, on_closed, number).atexit = False
 
 
-class LentBlock(Readable):
-    """Part of a region."""
+class LentBlock(Pullable):
+    """Part of a region. There is nothing to release or to retire: the memory belongs to the user."""
 
     __slots__ = ("address", "offset", "segment", "view")
 
     def __init__(self, region: Region, view: memoryview) -> None:
-        super().__init__()
+        super().__init__(view.nbytes)
         self.segment = region
         self.view = view
         self.address = address_of(view)
         self.offset = self.address - region.address
 
-    @property
-    def nbytes(self) -> int:
-        return self.view.nbytes
 
-    def release(self) -> None:
-        """There is nothing to reuse: the memory belongs to the user."""
-
-    def retire(self) -> None:
-        """The same."""
-
-
-# What a process may grant.
-AnyBlock: TypeAlias = ArenaBlock | LentBlock
+# Memory of the host that peers may pull.
+Block: TypeAlias = ArenaBlock | LentBlock
 
 
 class Regions:

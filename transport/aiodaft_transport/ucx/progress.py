@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from aiodaft_transport.ucx.ucp import Library, Worker
 
@@ -19,26 +19,11 @@ logger: Final = logging.getLogger("aiodaft")
 Completed: TypeAlias = Callable[[int], object]
 
 
-class Endpoint:
-    """A connection to one peer's worker."""
+class Endpoint(NamedTuple):
+    """A connection to one peer's worker, until `Driver.disconnect`."""
 
-    __slots__ = ("_driver", "closed", "handle", "number")
-
-    def __init__(self, driver: Driver, handle: int, number: int) -> None:
-        self._driver = driver
-        self.handle = handle
-        self.number = number
-        self.closed = False
-
-    def unpack(self, packed: bytes) -> int:
-        """The key of a peer's memory."""
-        return self._driver.worker.unpack(self.handle, packed)
-
-    def close(self) -> None:
-        """Close it: operations that are not done fail. Idempotent."""
-        if not self.closed:
-            self.closed = True
-            self._driver.disconnect(self)
+    handle: int
+    number: int
 
 
 class Driver:
@@ -67,36 +52,30 @@ class Driver:
     def connect(self, address: bytes, on_failed: Completed) -> Endpoint:
         """Make an endpoint to a peer's worker; UCX calls `on_failed` if it notices that the peer is gone."""
         number = next(self._numbers)
-        endpoint = Endpoint(self, self.worker.connect(address, number), number)
+        endpoint = Endpoint(self.worker.connect(address, number), number)
         self._endpoints[number] = endpoint, on_failed
         # Later: the caller must have the endpoint before `on_failed` is called.
         self._turn_soon()
         return endpoint
 
     def disconnect(self, endpoint: Endpoint) -> None:
-        """See `Endpoint.close`."""
-        del self._endpoints[endpoint.number]
+        """Close an endpoint: operations that are not done fail. Idempotent."""
+        if self._endpoints.pop(endpoint.number, None) is None:
+            return
         number = next(self._numbers)
         if not self.worker.disconnect(endpoint.handle, number):
             self._waiting[number] = _ignore
         self.turn()
 
     def get(
-        self, endpoint: Endpoint, target: tuple[int, int, int], source: tuple[int, int], on_completed: Completed
+        self, endpoint: Endpoint, target: int, nbytes: int, source: int, rkey: int, memory: int, on_completed: Completed
     ) -> bool:
-        """Begin to copy a peer's memory here; True if it is done, else `on_completed` gets the status.
+        """Begin to copy a peer's memory here, as `Worker.get`; True if it is done, else `on_completed` gets the status.
 
         The memory at both ends and the key must stay valid until then.
-
-        Args:
-            endpoint: Of the peer.
-            target: Address here, bytes, and the handle of that memory.
-            source: Address there, and the key of that memory.
-            on_completed: Called on the loop.
         """
         number = next(self._numbers)
-        address, nbytes, memory = target
-        if self.worker.get(endpoint.handle, address, nbytes, *source, memory, number):
+        if self.worker.get(endpoint.handle, target, nbytes, source, rkey, memory, number):
             return True
         self._waiting[number] = on_completed
         return False
@@ -151,7 +130,7 @@ class Driver:
         if self._closed:
             return
         for endpoint, _ in list(self._endpoints.values()):
-            endpoint.close()
+            self.disconnect(endpoint)
         quiet = self._quieten()
         self._closed = True
         if not self._loop.is_closed():

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 from aiodaft_transport.exceptions import PeerGone
 from aiodaft_transport.memory.pull import BasePull
+from aiodaft_transport.peers import SegmentRemote
 from aiodaft_transport.ucx.registered_memory import WORD, Stamp, read_word
 from aiodaft_transport.ucx.ucp import UcxError
 
 if TYPE_CHECKING:
     from aiodaft_transport.abc import Control
-    from aiodaft_transport.memory.registered import AnyBlock
+    from aiodaft_transport.memory.registered import Block
     from aiodaft_transport.ucx.progress import Driver, Endpoint
 
 PIECE: Final = 8 << 20
@@ -29,22 +30,17 @@ class RemoteSegment:
         self.address = address
         self.size = size
         self.packed = packed
+        # The key to read it with, for the present endpoint.
         self.rkey: int | None = None
         # Transfers that read it.
         self.users = 0
 
-    def key(self, endpoint: Endpoint) -> int:
-        """The key to read it with."""
-        if self.rkey is None:
-            self.rkey = endpoint.unpack(self.packed)
-        return self.rkey
 
-
-class Remote:
-    """A peer: its worker, its segments known here, and the grants that it holds."""
+class Remote(SegmentRemote[RemoteSegment]):
+    """A peer: also its worker."""
 
     def __init__(self, control: Control, stamp: Stamp) -> None:
-        self.control = control
+        super().__init__(control)
         self.stamp = stamp
         # The address of its worker, once that is known. After UCX broke an endpoint, a new one is made with it.
         self.address = b""
@@ -54,15 +50,12 @@ class Remote:
         # The segment with its stamp alone.
         self.stamped = RemoteSegment(0, 0, b"")
         self.expected_stamp = 0
-        self.segments: dict[int, RemoteSegment] = {}
-        self.granted: dict[int, AnyBlock] = {}
-        # The segments of this process that it knows, and whether it knows the address of this process.
-        self.told: set[int] = set()
+        # Whether it knows the address of this process.
         self.introduced = False
         self.pulls: set[Pull] = set()
-        self.lost: str | None = None
+        self.lost = False
 
-    def cut(self, reason: str) -> None:
+    def cut(self, driver: Driver, reason: str) -> None:
         """Fail the transfers from it, and close the connection."""
         endpoint, self.endpoint = self.endpoint, None
         for segment in (*self.segments.values(), self.stamped):
@@ -72,13 +65,13 @@ class Remote:
         for pull in list(self.pulls):
             pull.fail(PeerGone(reason))
         if endpoint is not None:
-            endpoint.close()
+            driver.disconnect(endpoint)
 
 
 class Pull(BasePull[None]):
     """One transfer. Owns the block that it writes to until it is over."""
 
-    def __init__(self, remote: Remote, driver: Driver, landing: AnyBlock, on_finished: Callable[[], object]) -> None:
+    def __init__(self, remote: Remote, driver: Driver, landing: Block, on_finished: Callable[[], object]) -> None:
         super().__init__()
         self.landing = landing
         self._remote = remote
@@ -149,8 +142,9 @@ class Pull(BasePull[None]):
     def _get(self, segment: RemoteSegment, target: int, nbytes: int, source: int, memory: int) -> None:
         endpoint = self._remote.endpoint
         assert endpoint is not None
-        rkey = segment.key(endpoint)
-        if not self._driver.get(endpoint, (target, nbytes, memory), (source, rkey), self._completed):
+        if segment.rkey is None:
+            segment.rkey = self._driver.worker.unpack(endpoint.handle, segment.packed)
+        if not self._driver.get(endpoint, target, nbytes, source, segment.rkey, memory, self._completed):
             self._in_flight += 1
 
     def _completed(self, status: int) -> None:

@@ -16,12 +16,12 @@ WORD: Final = 8
 _WORDS: Final = 1024
 
 
-class Pool:
+class Pool(Arena):
     """An arena that registers each segment once, at its first use."""
 
-    def __init__(self, *, keep: int, on_segment_closed: Callable[[int], None] | None = None) -> None:
-        self.arena = Arena(shared=False, keep=keep, on_segment_closed=self.closed)
-        self._on_segment_closed = on_segment_closed
+    def __init__(self, *, keep: int, on_segment_closed: Callable[[int], object] | None = None) -> None:
+        super().__init__(shared=False, keep=keep, on_segment_closed=self.closed)
+        self._on_closed = on_segment_closed
         self._registered: dict[int, tuple[Worker, int]] = {}
         # How many segments were registered so far.
         self.registrations = 0
@@ -44,8 +44,8 @@ class Pool:
         if known is not None:
             worker, memory = known
             worker.unregister(memory)
-        if self._on_segment_closed is not None:
-            self._on_segment_closed(segment_id)
+        if self._on_closed is not None:
+            self._on_closed(segment_id)
 
 
 class Stamp:
@@ -58,7 +58,7 @@ class Stamp:
     __slots__ = ("_numbers", "address", "block", "value")
 
     def __init__(self, pool: Pool) -> None:
-        self.block: ArenaBlock = pool.arena.allocate((1 + _WORDS) * WORD)
+        self.block: ArenaBlock = pool.allocate((1 + _WORDS) * WORD)
         self.address = self.block.address
         # Zero is what a stamp is when it is over.
         self.value = secrets.randbits(64) | 1

@@ -1,0 +1,221 @@
+"""What the transports have in common: a process knows its peers, their grants, and the segments of both sides."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar, cast
+
+from aiodaft_transport.abc import Control, Grant, Host
+from aiodaft_transport.exceptions import GrantError, TransportError
+from aiodaft_transport.memory.block_pool import PooledBlock, Pullable
+from aiodaft_transport.memory.registered import Block, LentBlock, Regions
+
+# Notes; a transport may have more kinds.
+NOTE: Final = struct.Struct("<BQQ")
+SEGMENT: Final = 1  # id, size; then what a peer needs to read the segment
+RETURN: Final = 2  # id: a grant is returned
+GONE: Final = 3  # id: the sender closes a segment
+
+
+class _Sized(Protocol):
+    @property
+    def size(self) -> int: ...
+
+
+SegmentT = TypeVar("SegmentT", bound=_Sized)
+BlockT = TypeVar("BlockT", bound=PooledBlock[Any] | LentBlock)
+
+
+class Remote:
+    """A peer, and the grants that it holds."""
+
+    def __init__(self) -> None:
+        self.granted: dict[int, Pullable] = {}
+
+    def take_back(self, number: int) -> bool:
+        """End a grant; False if the peer does not hold it."""
+        block = self.granted.pop(number, None)
+        if block is not None:
+            block.return_grant()
+        return block is not None
+
+
+class SegmentRemote(Remote, Generic[SegmentT]):
+    """A peer that reads whole segments."""
+
+    def __init__(self, control: Control) -> None:
+        super().__init__()
+        self.control = control
+        # The segments of this process that it was told of, and those of its own that are known here.
+        self.told: set[int] = set()
+        self.segments: dict[int, SegmentT] = {}
+
+
+RemoteT = TypeVar("RemoteT", bound=Remote)
+SegmentRemoteT = TypeVar("SegmentRemoteT", bound=SegmentRemote[Any])
+
+
+class PeerTransport(ABC, Generic[BlockT, RemoteT]):
+    """Grants blocks to peers. See `Transport`."""
+
+    name: ClassVar[str]
+    shared: ClassVar[bool] = False
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._remotes: dict[str, RemoteT] = {}
+        self._grants = itertools.count(1)
+        # Memory of users that peers may pull in place, if this transport can do that.
+        self._regions: Regions | None = None
+        self._closed = False
+
+    @abstractmethod
+    def _meet(self, control: Control) -> RemoteT:
+        """Make what is known of a new peer."""
+
+    @abstractmethod
+    def _offer(self, block: BlockT, remote: RemoteT) -> tuple[int | str, int]:
+        """Tell a peer what it needs to pull a block; returns where the block is, for the grant."""
+
+    @abstractmethod
+    def _part(self, remote: RemoteT) -> None:
+        """End the connections and transfers of a peer that is gone. Then its grants end."""
+
+    def grant(self, block: BlockT, control: Control) -> Grant:
+        remote, number = self._remote(control), next(self._grants)
+        block.take_grant()
+        # Before any note: if the connection breaks while it is sent, `peer_lost` has to find the grant.
+        remote.granted[number] = block
+        try:
+            place = self._offer(block, remote)
+        except BaseException:
+            remote.take_back(number)
+            raise
+        return (*place, block.nbytes, number)
+
+    def revoke(self, grant: Grant, control: Control) -> None:
+        if control.peer in self._remotes:
+            self._remotes[control.peer].take_back(cast(int, grant[3]))
+
+    @abstractmethod
+    def decline(self, grant: Grant, control: Control) -> None: ...
+
+    @contextmanager
+    def _declining(self, grant: Grant, control: Control, error: type[BaseException] = BaseException) -> Generator[None]:
+        """Decline a grant if the block fails."""
+        try:
+            yield
+        except error:
+            self.decline(grant, control)
+            raise
+
+    def register(self, address: int, nbytes: int) -> None:
+        if self._regions is not None:
+            self._regions.add(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        if self._regions is not None:
+            self._regions.remove(address)
+
+    def block_at(self, memory: memoryview) -> Block | None:
+        return None if self._regions is None else self._regions.find(memory)
+
+    def peer_lost(self, peer: str) -> None:
+        remote = self._remotes.pop(peer, None)
+        if remote is not None:
+            self._part(remote)
+            while remote.granted:
+                remote.granted.popitem()[1].return_grant()
+
+    def _lose_all(self) -> None:
+        for peer in list(self._remotes):
+            self.peer_lost(peer)
+
+    def _remote(self, control: Control) -> RemoteT:
+        remote = self._remotes.get(control.peer)
+        if remote is None:
+            if self._closed:
+                raise TransportError("the transport is closed")
+            remote = self._remotes[control.peer] = self._meet(control)
+        return remote
+
+
+class SegmentTransport(PeerTransport[BlockT, SegmentRemoteT]):
+    """Tells each peer once of each segment of which it is granted a block, and when the segment is gone."""
+
+    @abstractmethod
+    def _tell(self, segment: Any, remote: SegmentRemoteT) -> None:
+        """Tell a peer of a segment."""
+
+    @abstractmethod
+    def _noted(self, remote: SegmentRemoteT, kind: int, number: int, size: int, body: bytes, fds: list[int]) -> bool:
+        """Handle a note, and remove descriptors that are kept from `fds`; False if the note is invalid."""
+
+    def _offer(self, block: BlockT, remote: SegmentRemoteT) -> tuple[int, int]:
+        segment = block.segment
+        if segment.id not in remote.told:
+            self._tell(segment, remote)
+            remote.told.add(segment.id)
+        return segment.id, block.offset
+
+    def source_of(self, grant: Grant, control: Control) -> tuple[SegmentRemoteT, Any]:
+        """A peer, and the segment with the bytes that it granted."""
+        remote = self._remotes.get(control.peer)
+        segment = segment_of(grant, control, {} if remote is None else self._readable(remote))
+        # A peer that is not known has no segments.
+        assert remote is not None
+        return remote, segment
+
+    def _readable(self, remote: SegmentRemoteT) -> Mapping[int, Any]:
+        return remote.segments
+
+    def decline(self, grant: Grant, control: Control) -> None:
+        if control.peer in self._remotes:
+            self._send(self._remotes[control.peer], RETURN, cast(int, grant[3]))
+
+    def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
+        left = list(fds)
+        try:
+            if self._closed:
+                return
+            kind, number, size = NOTE.unpack_from(note) if len(note) >= NOTE.size else (0, 0, 0)
+            if not self._noted(self._remote(control), kind, number, size, note[NOTE.size :], left):
+                raise GrantError(f"{control.peer} sent an invalid note")
+        finally:
+            for fd in left:
+                os.close(fd)
+
+    def _send(
+        self, remote: SegmentRemoteT, kind: int, number: int, size: int = 0, body: bytes = b"", fds: Sequence[int] = ()
+    ) -> None:
+        # A note to a peer that is gone would reach its successor.
+        if self._remotes.get(remote.control.peer) is remote:
+            remote.control.send_note(self.name, NOTE.pack(kind, number, size) + body, fds)
+
+    def _segment_closed(self, number: int) -> None:
+        # Pools call this in any thread; connections belong to the loop.
+        self._host.call_soon(lambda: self._tell_gone(number))
+
+    def _tell_gone(self, number: int) -> None:
+        for remote in list(self._remotes.values()):
+            if number in remote.told:
+                remote.told.discard(number)
+                self._send(remote, GONE, number)
+
+
+def segment_of(grant: Grant, control: Control, segments: Mapping[int, SegmentT]) -> SegmentT:
+    """The segment of a peer that granted bytes are in.
+
+    Raises:
+        GrantError: None that is known here.
+    """
+    number, offset, nbytes, _ = cast(tuple[int, int, int, int], grant)
+    segment = segments.get(number)
+    if segment is None or not 0 <= offset < offset + nbytes <= segment.size:
+        raise GrantError(f"{control.peer} granted bytes {offset}..{offset + nbytes} of unknown segment {number}")
+    return segment

@@ -1,71 +1,25 @@
 """Every error that aiodaft itself raises.
 
-What a remote method raises arrives as its own type; these are the errors of the runtime. The `.executed` of each says
-whether the call ran: True, False (it did not: safe to retry) or None (unknown).
+What a remote method raises arrives as its own type; these are the errors of the runtime.
 
 DaftError
-├── SerializationError       a value cannot travel; names the path to it
-├── CyclicGraph              the steps of a graph would wait for each other in a cycle
-├── ResourceExhausted        the system refuses a descriptor or memory for a value; names the limit
-├── Closed                   you closed what you use
-│   ├── RuntimeClosed        the runtime, or the scope that owned the actor
-│   └── ChannelClosed        the channel
-├── NotDelivered             the call never ran
-│   ├── Overloaded           more calls have no answer yet than the runtime allows
-│   ├── InsufficientResources  there is not that much of it; says what there is
-│   ├── SpawnFailed          the actor's process did not come up
-│   ├── StaleHandle          the handle leads to an earlier incarnation of the actor
-│   ├── NameTaken            another actor has the name
-│   └── NameNotFound         no actor has the name
-├── OutcomeUnknown           the world broke while the call was under way
-│   ├── ActorDied            the actor's process ended, or the actor was stopped
-│   │   └── RestartLimitReached  it died more often than its restart policy allows; has all the deaths
-│   ├── PeerLost             the connection to a process ended, or it did not answer and was killed
-│   └── OwnerDied            the process that owned a ref ended; the value is lost with it
-├── DeadlineExceeded         the time given to a call is over; also a TimeoutError
-├── DeadlockDetected         calls wait for each other; names every one of them
-├── CallCancelled            another task cancelled the call; deliberately not asyncio.CancelledError
-├── RemoteError              a remote exception that cannot be rebuilt here; carries its text
-├── BorrowError              a lent buffer was written to while others were reading it
+├── SerializationError, CyclicGraph, ResourceExhausted, BorrowError, RemoteError
+├── DeadlineExceeded, DeadlockDetected, CallCancelled
+├── Closed               you closed what you use
+│   └── RuntimeClosed, ChannelClosed
+├── NotDelivered         the call never ran
+│   └── Overloaded, InsufficientResources, SpawnFailed, StaleHandle, NameTaken, NameNotFound
+├── OutcomeUnknown       it may or may not have run
+│   ├── ActorDied
+│   │   └── RestartLimitReached
+│   └── PeerLost, OwnerDied
 └── ProtocolError
-    ├── LocalProtocolError   this process broke the protocol: a bug in aiodaft
-    └── RemoteProtocolError  the other process did: not aiodaft, or another version
+    └── LocalProtocolError, RemoteProtocolError
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple, Self
-
-__all__ = [
-    "ActorDied",
-    "BorrowError",
-    "CallCancelled",
-    "ChannelClosed",
-    "Closed",
-    "CyclicGraph",
-    "DaftError",
-    "DeadlineExceeded",
-    "DeadlockDetected",
-    "InsufficientResources",
-    "LocalProtocolError",
-    "NameNotFound",
-    "NameTaken",
-    "NotDelivered",
-    "OutcomeUnknown",
-    "Overloaded",
-    "OwnerDied",
-    "PeerLost",
-    "ProtocolError",
-    "RemoteError",
-    "RemoteProtocolError",
-    "ResourceExhausted",
-    "RestartLimitReached",
-    "RuntimeClosed",
-    "SerializationError",
-    "SpawnFailed",
-    "StaleHandle",
-    "WaitingCall",
-]
 
 
 class DaftError(Exception):
@@ -248,7 +202,7 @@ class DeadlockDetected(DaftError):
 class CallCancelled(DaftError):
     """The remote call was cancelled, but not by the task that awaits it.
 
-    Not an asyncio.CancelledError: a TaskGroup would take that for its own cancellation and swallow it.
+    Deliberately not an asyncio.CancelledError: a TaskGroup would take that for its own cancellation and swallow it.
     """
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
 
 from aiodaft.actor import CallTarget, target_of
 from aiodaft.methods import MethodSpec, Sig, StreamSig, specs_of
@@ -161,8 +161,8 @@ class Group(Generic[ActorT]):
     @overload
     def __getitem__(self, index: int) -> ActorT: ...
     @overload
-    def __getitem__(self, index: slice) -> Group[ActorT]: ...
-    def __getitem__(self, index: int | slice) -> ActorT | Group[ActorT]:
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> ActorT | Self:
         if isinstance(index, slice):
             return type(self)(self._members[index], self._class)
         return self._member(self._members[index])

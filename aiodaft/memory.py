@@ -97,13 +97,9 @@ def register(tensor: torch.Tensor) -> Registration:
         raise ValueError("register() takes a tensor without gaps: register its base, or a contiguous copy")
     store = current_process().part(Store)
     if not tensor.nbytes:
-        return Registration(_nothing)
+        return Registration(lambda: None)
     address = tensor.data_ptr()
     store.register(address, tensor.nbytes)
     end = weakref.finalize(tensor.untyped_storage(), store.unregister, address)
     end.atexit = False
     return Registration(end)
-
-
-def _nothing() -> None:
-    return

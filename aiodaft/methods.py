@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ATTRIBUTE", "DefMethod", "Method", "MethodSpec", "Options", "PlainMethods", "Sig", "StreamMethod", "StreamSig",
-    "is_private", "method", "specs_of",
+    "is_private", "method", "signature_of", "specs_of",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -102,11 +102,17 @@ class MethodSpec:
 
     @property
     def signature(self) -> inspect.Signature | None:
-        """The function's signature, including self; None for builtins without a signature."""
+        """The function's signature, including self; None if it has none."""
         if self._signature is None:
-            with suppress(TypeError, ValueError):
-                self._signature = inspect.signature(self.fn)
+            self._signature = signature_of(self.fn)
         return self._signature
+
+
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a function or class; None for builtins without a signature."""
+    with suppress(TypeError, ValueError):
+        return inspect.signature(fn)
+    return None
 
 
 def _arity(fn: Callable[..., Any]) -> tuple[float, float]:
@@ -469,11 +475,8 @@ def _call_by_name(name: str, declared: Any, fn: Any) -> Callable[..., Any]:
     def call(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
         return getattr(instance, name)(*args, **kwargs)
 
-    if isinstance(declared, staticmethod | classmethod):
-        # Some builtins have no signature.
-        with suppress(TypeError, ValueError):
-            signature = inspect.signature(fn)
-            instance = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-            update_wrapper(call, fn)
-            vars(call)["__signature__"] = signature.replace(parameters=[instance, *signature.parameters.values()])
+    if isinstance(declared, staticmethod | classmethod) and (signature := signature_of(fn)) is not None:
+        instance = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        update_wrapper(call, fn)
+        vars(call)["__signature__"] = signature.replace(parameters=[instance, *signature.parameters.values()])
     return call

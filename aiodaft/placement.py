@@ -13,6 +13,7 @@ from aiodaft._protocol.mailbox import check_max_queue
 from aiodaft._runtime.scope_actors import Constraints
 from aiodaft.actor import Actor, Handle
 from aiodaft.group import Group
+from aiodaft.methods import signature_of
 from aiodaft.service import Service, ServiceGroup
 from aiodaft.supervision import Kind, Restart, check_alone
 
@@ -145,11 +146,7 @@ class Spawner(ABC):
             Exception: What the constructor raised.
         """
         scope, constraints = self._spawning()
-        actor_class = _check_class(cls, args, kwargs)
-        if not issubclass(actor_class, Actor):
-            raise TypeError(
-                f"{actor_class.__name__} is not an Actor: derive it from aiodaft.Actor, or use rt.host(...)"
-            )
+        actor_class = _check_class(cls, args, kwargs, plain="host")
 
         async def start() -> ActorT:
             return cast("ActorT", await scope.spawn_one(actor_class, args, kwargs, constraints))
@@ -176,12 +173,7 @@ class Spawner(ABC):
         Raises:
             Exception: As `spawn`.
         """
-        actor_class = _check_class(cls, args, kwargs)
-        if not issubclass(actor_class, Actor):
-            raise TypeError(
-                f"{actor_class.__name__} is not an Actor: derive it from aiodaft.Actor, or use rt.host_group(...)"
-            )
-        return self._group("group", n, actor_class, args, kwargs)
+        return self._group("group", n, _check_class(cls, args, kwargs, plain="host_group"), args, kwargs)
 
     def host_group(self, n: int, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[ServiceGroup[T]]:
         """Make n instances of any class; none if one fails.
@@ -213,20 +205,24 @@ class Placement(Spawner):
         return self._scope, self._constraints
 
 
-def _check_class(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> type:
-    """Return the class; raise TypeError if these arguments do not fit its constructor."""
+def _check_class(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: str = "") -> type:
+    """Return the class; raise TypeError if these arguments do not fit its constructor.
+
+    Args:
+        plain: The method for classes that are not actors, which are then refused.
+    """
     if not isinstance(cls, type):
         raise TypeError(f"spawning takes a class and its constructor's arguments, not {cls!r:.80}")
     if inspect.isabstract(cls):
         raise TypeError(
             f"{cls.__name__} is abstract: {', '.join(sorted(getattr(cls, '__abstractmethods__', ())))} are missing"
         )
-    try:
-        signature = inspect.signature(cls)
-    except (TypeError, ValueError):
-        return cls
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{cls.__name__}{signature}: {error}") from None
+    signature = signature_of(cls)
+    if signature is not None:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}{signature}: {error}") from None
+    if plain and not issubclass(cls, Actor):
+        raise TypeError(f"{cls.__name__} is not an Actor: derive it from aiodaft.Actor, or use rt.{plain}(...)")
     return cls

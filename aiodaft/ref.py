@@ -285,7 +285,7 @@ class Refs(Generic[T_co]):
         results = await asyncio.gather(*self._refs, return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if len(errors) > 1:
-            raise _group_of(errors)
+            raise BaseExceptionGroup(f"{len(errors)} members failed", errors)
         if errors:
             raise errors[0]
         return cast("list[T_co]", results)
@@ -333,10 +333,6 @@ class Refs(Generic[T_co]):
             ref.cancel()
 
 
-def _group_of(errors: list[BaseException]) -> BaseExceptionGroup[BaseException]:
-    return BaseExceptionGroup(f"{len(errors)} members failed", errors)
-
-
 class LoopBackend(Protocol):
     """The part of the runtime that one `async for` over a `Stream` uses."""
 
@@ -360,14 +356,9 @@ class Stream(Generic[T_co]):
     """The values that an actor's async generator yields, for `async for`.
 
     The producer runs ahead of the consumer by a bounded number of items. It ends, and its `finally` blocks run, when
-
-    - the last `async for` over the stream ends: by `break`, `return`, an exception or a cancellation;
-    - the task of that loop is cancelled, fails or returns None while the loop is suspended in an async generator. A
-      task that returns another value counts as one step of that generator, which another task may continue;
-    - the stream is dropped, or `aclose()` is called.
-
-    A stream raises RuntimeError if it is used after its loop was left. `await anext(stream)` takes one item, and leaves
-    the stream open.
+    the last `async for` over the stream ends (by `break`, `return`, an exception or a cancellation), the stream is
+    dropped, or `aclose()` is called; for a loop in an async generator see docs/promises.md. After its loop was left, a
+    stream raises RuntimeError. `await anext(stream)` takes one item, and leaves the stream open.
 
     Cancellation: a cancelled `anext(stream)` loses no item; other tasks that take from the stream get every item, in
     order.
@@ -449,21 +440,17 @@ class Borrowed(Generic[T]):
 
     def __init__(self, value: T) -> None:
         self.value = value
-        self._released: asyncio.Event | None = None
+        self._released = asyncio.Event()
 
     async def released(self) -> None:
         """Wait until the caller has dropped its ref and no process reads the value.
 
         Cancellation: only this wait ends.
         """
-        if self._released is None:
-            self._released = asyncio.Event()
         await self._released.wait()
 
     def mark_released(self) -> None:
         """Wake `released`; called by the runtime when no process reads the value."""
-        if self._released is None:
-            self._released = asyncio.Event()
         self._released.set()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
 
@@ -17,7 +18,7 @@ _FORK_SERVER: Final = b"aiodaft._runtime.node.forkserver"
 
 def show_stacks(pid: int | None) -> int:
     """Print the stacks of one controller, or of all controllers of this user; returns the exit status."""
-    servers = [server for server in _fork_servers() if pid is None or pid in _ancestors(server)[:2]]
+    servers = [server for server in _fork_servers() if pid is None or pid in _parents(server)]
     if not servers:
         where = "on this machine" if pid is None else f"in process {pid}"
         print(f"there is no aiodaft runtime with actors {where}", file=sys.stderr)
@@ -43,10 +44,8 @@ def _ask(server: int) -> str:
             if not is_trusted(connection):
                 raise PermissionError("a process of another user has answered")
             connection.settimeout(_PATIENCE)
-            parts: list[bytes] = []
-            while part := connection.recv(1 << 16):
-                parts.append(part)
-    return b"".join(parts).decode("utf-8", "replace")
+            with connection.makefile(encoding="utf-8", errors="replace") as answer:
+                return answer.read()
 
 
 def _fork_servers() -> list[int]:
@@ -65,13 +64,12 @@ def _fork_servers() -> list[int]:
     return sorted(found)
 
 
-def _ancestors(pid: int) -> list[int]:
-    found: list[int] = []
+def _parents(pid: int) -> Iterator[int]:
+    """The parent of a process and that one's parent: with `isolation`, one process is between server and controller."""
     with suppress(OSError, KeyError):
-        while pid:
+        for _ in range(2):
             pid = int(_status(pid)["PPid"])
-            found.append(pid)
-    return found
+            yield pid
 
 
 def _status(pid: int) -> dict[str, str]:

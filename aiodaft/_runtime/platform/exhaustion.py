@@ -19,29 +19,23 @@ def exhausted(error: OSError, what: str) -> ResourceExhausted:
 
 def refusal(error: OSError, what: str) -> str:
     """The text of a refusal: what is refused, why, and what to do."""
-    return f"{what}: {_reason(error)}"
-
-
-def _reason(error: OSError) -> str:
-    process = f"process {visible_pid()}"
+    process, text = f"process {visible_pid()}", error.strerror or str(error)
     if error.errno == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return (
+        reason = (
             f"{process} has no file descriptors left, its limit is {soft}: close some, or raise the limit before the "
             f"program starts (`ulimit -n`, at most {_LARGEST.get(hard, hard)})"
         )
-    if error.errno == errno.EFBIG:
+    elif error.errno == errno.EFBIG:
         soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        return (
+        reason = (
             f"{process} may make no file, and no shared memory, of more than {soft} bytes: raise the limit before the "
             "program starts (`ulimit -f`)"
         )
-    if error.errno == errno.ENFILE:
-        return "the machine has no file descriptors left: close some, or raise the limit (`sysctl fs.file-max`)"
-    if error.errno in {errno.ENOMEM, errno.ENOSPC}:
-        return f"{process} gets no memory for it ({_text(error)}): free some, or raise the limit of its container"
-    return f"{process} is refused it: {_text(error)}"
-
-
-def _text(error: OSError) -> str:
-    return error.strerror or str(error)
+    elif error.errno == errno.ENFILE:
+        reason = "the machine has no file descriptors left: close some, or raise the limit (`sysctl fs.file-max`)"
+    elif error.errno in {errno.ENOMEM, errno.ENOSPC}:
+        reason = f"{process} gets no memory for it ({text}): free some, or raise the limit of its container"
+    else:
+        reason = f"{process} is refused it: {text}"
+    return f"{what}: {reason}"

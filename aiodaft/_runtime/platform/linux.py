@@ -125,13 +125,9 @@ def status_of(pid: int) -> tuple[int | None, str | None] | None:
 
     None until the process ends, UNKNOWN once its parent has reaped it.
     """
-    try:
-        fields = _stat_of(pid)
-    except OSError:
-        # This process has no descriptor left.
-        return None
+    fields = _stat_of(pid)
     if not fields:
-        return UNKNOWN if IS_LINUX else None
+        return UNKNOWN if fields is not None and IS_LINUX else None
     return describe_status(int(fields[-1])) if fields[0] in {b"Z", b"X"} else None
 
 
@@ -146,14 +142,12 @@ def signs_of_life(pid: int, others: Collection[int]) -> object:
     """
     if is_stopped(pid):
         return None
-    stats = {}
-    try:
-        for process in process_tree(pid, others):
-            stats[process] = _stat_of(process)
-    except OSError:
-        return object()
+    stats = {process: _stat_of(process) for process in process_tree(pid, others)}
     # Page faults and CPU time.
-    return [(process, [stat[field : field + 1] for field in (7, 9, 11, 12)]) for process, stat in stats.items()]
+    return [
+        (process, object() if stat is None else [stat[field : field + 1] for field in (7, 9, 11, 12)])
+        for process, stat in stats.items()
+    ]
 
 
 def process_tree(pid: int, others: Collection[int] = ()) -> list[int]:
@@ -178,21 +172,22 @@ def kill_tree(pid: int) -> None:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped (SIGSTOP); a process that a debugger holds is not."""
-    try:
-        return _stat_of(pid)[:1] == [b"T"]
-    except OSError:
-        # This process has no descriptor left.
-        return False
+    return (_stat_of(pid) or [])[:1] == [b"T"]
 
 
-def _stat_of(pid: int) -> list[bytes]:
-    """The fields of proc_pid_stat(5) from the third, the state, to the last, the status; none if it has ended."""
+def _stat_of(pid: int) -> list[bytes] | None:
+    """The fields of proc_pid_stat(5) from the third, the state, to the last, the status; none if it has ended.
+
+    None if this process has no descriptor left.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The second field, the name, may contain any character.
             return file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []
+    except OSError:
+        return None
 
 
 def describe_status(status: int) -> tuple[int | None, str | None]:

@@ -22,6 +22,7 @@ from enum import Enum
 from typing import Final, Generic, TypeVar
 
 from .ids import PeerId
+from .value import Key
 
 WaiterT = TypeVar("WaiterT")
 
@@ -190,3 +191,68 @@ class Fetching(Generic[WaiterT]):
     def wants_copy(self) -> bool:
         """Whether to make a copy for others, now that the value is here."""
         return self._part is Part.KEEPER or (self._part is Part.MEMBER and bool(self.waiting))
+
+
+# One process.
+
+
+class Broadcasts(Generic[WaiterT]):
+    """The broadcasts that one process takes part in.
+
+    Attributes:
+        fanouts: By value: those of which this process is the root.
+        fetching: By value: those that this process fetches; with it, the processes that were sent here.
+    """
+
+    def __init__(self) -> None:
+        self.fanouts: dict[Key, Fanout] = {}
+        self.fetching: dict[Key, Fetching[WaiterT]] = {}
+
+    def begin(self, key: Key) -> Fetching[WaiterT]:
+        """This process pulls a value: other processes may be sent here for it."""
+        fetching = self.fetching.setdefault(key, Fetching())
+        fetching.pulls += 1
+        return fetching
+
+    def end(self, key: Key) -> bool:
+        """A pull is over. Returns whether it was the last one."""
+        fetching = self.fetching[key]
+        fetching.pulls -= 1
+        if fetching.pulls:
+            return False
+        del self.fetching[key]
+        return True
+
+    def wait(self, key: Key, waiter: WaiterT) -> bool:
+        """A process was sent here; False if the value is not on its way."""
+        fetching = self.fetching.get(key)
+        if fetching is None:
+            return False
+        fetching.waiting.append(waiter)
+        return True
+
+    def joined(self, key: Key, root: PeerId, *, keep: bool) -> bool:
+        """The root counts this process as a member; False if the value is not wanted here any more."""
+        fetching = self.fetching.get(key)
+        if fetching is None:
+            return False
+        fetching.joined(root, keep=keep)
+        return True
+
+    def left(self, key: Key, remote: PeerId, member: PeerId) -> bool:
+        """LEAVE came from a process. Returns whether from the root, which has freed the value: a copy is to go."""
+        fanout, fetching = self.fanouts.get(key), self.fetching.get(key)
+        if fanout is not None and member == remote:
+            fanout.leave(member)
+        elif fanout is not None:
+            fanout.fail(remote, member)
+        elif fetching is not None:
+            fetching.left_by(remote)
+        return fanout is None
+
+    def lost(self, remote: PeerId) -> None:
+        """A process is gone."""
+        for fanout in self.fanouts.values():
+            fanout.leave(remote)
+        for fetching in self.fetching.values():
+            fetching.left_by(remote)

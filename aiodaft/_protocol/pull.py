@@ -11,12 +11,16 @@ A relay that gives nothing is reported to the root, which is then asked again an
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum
-from typing import Final
+from typing import Final, Generic, TypeVar
 
-from aiodaft.exceptions import RemoteProtocolError
+from aiodaft.exceptions import OwnerDied, RemoteProtocolError
 
-from .ids import CallId, PeerId
+from .ids import PeerId
+from .value import Key
+
+WaiterT = TypeVar("WaiterT")
 
 # Longer routes are circles. The longest: owner, producer, and two relays, each with the root asked again.
 MAX_HOPS: Final = 16
@@ -76,48 +80,87 @@ class Pull:
         asked: The process to ask.
     """
 
-    def __init__(self, local: PeerId, owner: PeerId, number: CallId, first: PeerId) -> None:
+    def __init__(self, local: PeerId, key: Key, first: PeerId) -> None:
         self._local = local
-        self._owner = owner
-        self._number = number
+        self._owner, self._number = key
         self.asked = first
         # The process that named the asked one.
         self._named_by: PeerId | None = None
         self._hops = 0
 
-    def handle(self, answer: Answer, named: PeerId | None, root: PeerId | None) -> Next:
+    def handle(self, answer: PeerId | BaseException, root: PeerId | None, *, lost: bool = False) -> PeerId | None:
         """Choose the process to ask next.
 
         Args:
-            answer: The answer of the asked process.
-            named: The process that a MOVED names.
+            answer: The process that the asked one names, or the error.
             root: The root of the broadcast that this process takes part in for the value.
+            lost: The asked process is lost.
+
+        Returns:
+            The relay that gave nothing, to be reported to the root, which is asked next; None for other steps.
 
         Raises:
             RemoteProtocolError: The route is a circle.
+            OwnerDied: The owner is lost.
+            BaseException: The error, if no other process is to be asked.
         """
-        if self.asked == self._local:
+        asked = self.asked
+        if asked == self._local:
             kind = Asked.HERE
         else:
             kind = Asked.RELAY if root is not None and root == self._named_by else Asked.REMOTE
-        if answer is Answer.LOST:
-            answer = self._known_loss()
-        step = _NEXT[kind, answer]
+        step = _NEXT[kind, self._kind_of(answer, lost)]
         self._hops += 1
-        if self._hops == MAX_HOPS and step is not Next.FAIL:
+        if isinstance(answer, BaseException):
+            if step is Next.FAIL and lost and asked == self._owner:
+                raise OwnerDied(f"the owner of a ref, {asked}, is gone: {answer}") from answer
+            if step is Next.FAIL:
+                raise answer
+        if self._hops == MAX_HOPS:
             raise RemoteProtocolError(f"no process has the value of ref {self._number} of {self._owner}")
-        if step is Next.ASK_NAMED:
-            assert named is not None
-            self.asked, self._named_by = named, None if kind is Asked.HERE else self.asked
-        elif step is Next.ASK_OWNER:
-            self.asked, self._named_by = self._owner, self.asked
-        elif step is Next.ASK_ROOT:
+        if step is Next.ASK_ROOT:
             assert root is not None
             self.asked, self._named_by = root, None
-        return step
+            return asked
+        self._named_by = None if kind is Asked.HERE else asked
+        self.asked = self._owner if isinstance(answer, BaseException) else answer
+        return None
 
-    def _known_loss(self) -> Answer:
-        if self.asked == self._owner:
+    def _kind_of(self, answer: PeerId | BaseException, lost: bool) -> Answer:
+        if not isinstance(answer, BaseException):
+            return Answer.MOVED
+        if lost and self.asked == self._owner:
             return Answer.OWNER_LOST
-        # This process owns the ref: no other process knows more.
-        return Answer.BROKEN if self._owner == self._local else Answer.LOST
+        # If this process owns the ref, no other process knows more.
+        return Answer.LOST if lost and self._owner != self._local else Answer.BROKEN
+
+
+class Questions(Generic[WaiterT]):
+    """The pulls of one process that wait for an answer. A process answers the pulls of one value in their order."""
+
+    def __init__(self) -> None:
+        # By asked process and value.
+        self.open: dict[tuple[PeerId, Key], deque[WaiterT]] = {}
+
+    def ask(self, remote: PeerId, key: Key, waiter: WaiterT) -> None:
+        """A process is asked for a value."""
+        self.open.setdefault((remote, key), deque()).append(waiter)
+
+    def answered(self, remote: PeerId, key: Key) -> WaiterT:
+        """An answer came. Returns who waits for it.
+
+        Raises:
+            RemoteProtocolError: The process was not asked.
+        """
+        waiting = self.open.get((remote, key))
+        if not waiting:
+            raise RemoteProtocolError(f"{remote} answers a pull that was not made")
+        waiter = waiting.popleft()
+        if not waiting:
+            del self.open[remote, key]
+        return waiter
+
+    def lost(self, remote: PeerId) -> list[WaiterT]:
+        """A process is lost. Returns what waits for its answers."""
+        asked = [question for question in self.open if question[0] == remote]
+        return [waiter for question in asked for waiter in self.open.pop(question)]

@@ -8,9 +8,12 @@ When there is no holder left and the value exists, it is freed in every process.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final
+from typing import Final, TypeAlias
 
-from .ids import PeerId
+from .ids import CallId, PeerId
+
+# The owner of a value, and its number there.
+Key: TypeAlias = tuple[PeerId, CallId]
 
 
 class Status(Enum):
@@ -46,6 +49,16 @@ class Verdict(Enum):
     REPORT = "no code can see it any more: report it now"
 
 
+class Where(Enum):
+    """What the owner says of a settled value to a process that asks for it."""
+
+    NOWHERE = "it was freed: the process that asks dropped it too, and a copy stored now would never be freed"
+    LOST = "its producer ended before the value was pulled"
+    FAILED = "there is an error instead"
+    PRODUCER = "its producer stores it"
+    HERE = "this process has it"
+
+
 class Value:
     """One value, as one process knows it."""
 
@@ -57,6 +70,12 @@ class Value:
     error: BaseException | None = None
     # Code was told of the error.
     seen = False
+    # This process made the call, and so owns the ref.
+    own = True
+    # Other processes may ask the owner for it.
+    shared = False
+    # The owner counts, or is about to count, this process among the borrowers.
+    registered = False
 
     @property
     def settled(self) -> bool:
@@ -72,6 +91,21 @@ class Value:
     def held(self) -> bool:
         """Whether the value has holders."""
         return bool(self.handles or self.uses or self.borrowers)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a call under way or another process has the value."""
+        return bool(self.uses or self.borrowers)
+
+    def where(self, *, producer_lost: bool) -> Where:
+        """The place of a settled value."""
+        if self.free:
+            return Where.NOWHERE
+        if self.status is THERE and producer_lost:
+            return Where.LOST
+        if self.error is not None:
+            return Where.FAILED
+        return Where.PRODUCER if self.status is THERE else Where.HERE
 
     def advance(self, status: Status) -> bool:
         """Change the status; False if the change comes too late."""

@@ -17,9 +17,9 @@ import aiodaft
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import FLOW
 from aiodaft._runtime.connections.traffic import Traffic
-from aiodaft._runtime.objects.delivery import Delivery
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
+from aiodaft._runtime.objects.transfer import Delivery
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.ref import Borrowed
 from aiodaft_transport import GrantError, Transport

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from aiodaft._protocol.broadcast import PATIENCE, SENDS, Fanout, Fetching
-from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.broadcast import PATIENCE, SENDS, Broadcasts, Fanout, Fetching
+from aiodaft._protocol.ids import CallId, PeerId
 
 
 def peers(count: int) -> list[PeerId]:
@@ -157,3 +157,59 @@ def test_the_end_of_the_root_ends_the_part_and_no_other_end_does() -> None:
     assert value.root is None
     assert value.is_alone
     assert not value.wants_copy
+
+
+# One process.
+
+KEY = ROOT, CallId(7)
+
+
+def test_processes_are_sent_here_while_any_pull_of_the_value_is_under_way() -> None:
+    table: Broadcasts[str] = Broadcasts()
+    assert not table.wait(KEY, "a")
+    fetching = table.begin(KEY)
+    assert table.begin(KEY) is fetching
+    assert table.wait(KEY, "a")
+    assert table.joined(KEY, ROOT, keep=False)
+    assert fetching.wants_copy
+    assert not table.end(KEY)
+    assert table.wait(KEY, "b")
+    assert table.end(KEY)
+    assert not table.wait(KEY, "c")
+    assert not table.joined(KEY, ROOT, keep=True)
+    assert fetching.take_waiting() == ["a", "b"]
+
+
+def test_the_root_is_told_of_members_that_left_and_of_relays_that_failed() -> None:
+    table: Broadcasts[str] = Broadcasts()
+    fanout = table.fanouts[KEY] = Fanout()
+    first, second, third = peers(3)
+    for name in (first, second, third):
+        fanout.join(name)
+    # The relay of the third gave nothing; the first has no copy for others.
+    assert not table.left(KEY, third, first)
+    assert not table.left(KEY, first, first)
+    assert fanout.members == [second, third]
+    assert fanout.join(third) == second
+
+
+def test_a_root_that_freed_the_value_takes_the_copies_with_it() -> None:
+    table: Broadcasts[str] = Broadcasts()
+    fetching = table.begin(KEY)
+    table.joined(KEY, ROOT, keep=True)
+    assert table.left(KEY, ROOT, OTHER)
+    assert fetching.is_alone
+    table.end(KEY)
+    # The value came before.
+    assert table.left(KEY, ROOT, OTHER)
+
+
+def test_a_lost_process_is_no_member_and_no_root() -> None:
+    table: Broadcasts[str] = Broadcasts()
+    fanout = table.fanouts[OTHER, CallId(8)] = Fanout()
+    fanout.join(ROOT)
+    fetching = table.begin(KEY)
+    table.joined(KEY, ROOT, keep=True)
+    table.lost(ROOT)
+    assert fanout.members == []
+    assert fetching.is_alone

@@ -7,61 +7,68 @@ from itertools import product
 import pytest
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.pull import MAX_HOPS, Answer, Next, Pull
-from aiodaft.exceptions import RemoteProtocolError
+from aiodaft._protocol.pull import MAX_HOPS, Pull, Questions
+from aiodaft.exceptions import OwnerDied, RemoteProtocolError
 
 LOCAL, OWNER, PRODUCER, RELAY = (PeerId(name) for name in ("local", "owner", "producer", "relay"))
 NUMBER = CallId(7)
+ERROR = KeyError("broken")
 
 
 def pull(owner: PeerId = OWNER, first: PeerId = PRODUCER) -> Pull:
-    return Pull(LOCAL, owner, NUMBER, first)
+    return Pull(LOCAL, (owner, NUMBER), first)
 
 
 def test_the_answer_names_the_next_process() -> None:
     route = pull()
-    assert route.handle(Answer.MOVED, OWNER, None) is Next.ASK_NAMED
+    assert route.handle(OWNER, None) is None
     assert route.asked == OWNER
-    assert route.handle(Answer.MOVED, LOCAL, None) is Next.ASK_NAMED
+    assert route.handle(LOCAL, None) is None
     assert route.asked == LOCAL
 
 
 @pytest.mark.parametrize("first", [LOCAL, OWNER, PRODUCER])
 def test_an_error_ends_the_pull(first: PeerId) -> None:
-    assert pull(first=first).handle(Answer.BROKEN, None, None) is Next.FAIL
+    with pytest.raises(KeyError):
+        pull(first=first).handle(ERROR, None)
 
 
 def test_the_owner_is_asked_for_a_value_whose_producer_ended() -> None:
     route = pull()
-    assert route.handle(Answer.LOST, None, None) is Next.ASK_OWNER
+    assert route.handle(ERROR, None, lost=True) is None
     assert route.asked == OWNER
-    assert route.handle(Answer.LOST, None, None) is Next.FAIL
+    with pytest.raises(OwnerDied, match="the owner of a ref, owner, is gone: 'broken'") as caught:
+        route.handle(ERROR, None, lost=True)
+    assert caught.value.__cause__ is ERROR
 
 
 def test_the_owner_itself_fails_with_the_end_of_the_producer() -> None:
-    assert pull(owner=LOCAL).handle(Answer.LOST, None, None) is Next.FAIL
+    with pytest.raises(KeyError):
+        pull(owner=LOCAL).handle(ERROR, None, lost=True)
 
 
-@pytest.mark.parametrize("answer", [Answer.MOVED, Answer.BROKEN, Answer.LOST])
-def test_the_root_is_asked_again_when_its_relay_gives_nothing(answer: Answer) -> None:
+@pytest.mark.parametrize(("answer", "lost"), [(OWNER, False), (ERROR, False), (ERROR, True)])
+def test_the_root_is_asked_again_when_its_relay_gives_nothing(answer: PeerId | BaseException, lost: bool) -> None:
     route = pull()
-    route.handle(Answer.MOVED, RELAY, PRODUCER)
-    assert route.handle(answer, OWNER if answer is Answer.MOVED else None, PRODUCER) is Next.ASK_ROOT
+    assert route.handle(RELAY, PRODUCER) is None
+    assert route.handle(answer, PRODUCER, lost=lost) == RELAY
     assert route.asked == PRODUCER
     # The root is no relay of itself.
-    assert route.handle(Answer.BROKEN, None, PRODUCER) is Next.FAIL
+    with pytest.raises(KeyError):
+        route.handle(ERROR, PRODUCER)
 
 
 def test_a_relay_that_owned_the_value_and_ended_ends_the_pull() -> None:
     route = pull()
-    route.handle(Answer.MOVED, OWNER, PRODUCER)
-    assert route.handle(Answer.LOST, None, PRODUCER) is Next.FAIL
+    route.handle(OWNER, PRODUCER)
+    with pytest.raises(OwnerDied):
+        route.handle(ERROR, PRODUCER, lost=True)
 
 
 def test_a_process_is_no_relay_once_the_root_has_left() -> None:
     route = pull()
-    route.handle(Answer.MOVED, RELAY, PRODUCER)
-    assert route.handle(Answer.MOVED, OWNER, None) is Next.ASK_NAMED
+    route.handle(RELAY, PRODUCER)
+    assert route.handle(OWNER, None) is None
     assert route.asked == OWNER
 
 
@@ -69,20 +76,43 @@ def test_processes_that_name_each_other_end_the_pull() -> None:
     route = pull()
     with pytest.raises(RemoteProtocolError, match="ref 7 of owner"):
         for named in [OWNER, PRODUCER] * MAX_HOPS:
-            route.handle(Answer.MOVED, named, None)
+            route.handle(named, None)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_every_sequence_of_answers_ends(seed: int) -> None:
-    answers = [Answer.MOVED, Answer.BROKEN, Answer.LOST]
-    for steps in product(answers, repeat=5):
-        route = pull(owner=[OWNER, LOCAL, PRODUCER][seed])
-        for index, answer in enumerate(steps):
+@pytest.mark.parametrize("owner", [OWNER, LOCAL, PRODUCER])
+def test_every_sequence_of_answers_ends(owner: PeerId) -> None:
+    for steps in product(["moved", "broken", "lost"], repeat=5):
+        route = pull(owner)
+        for index, step in enumerate(steps):
             asked = route.asked
-            if route.asked == LOCAL and answer is Answer.LOST:
+            if asked == LOCAL and step == "lost":
                 break
-            step = route.handle(answer, [RELAY, OWNER, LOCAL][index % 3], PRODUCER)
-            if step is Next.FAIL:
-                assert answer is not Answer.MOVED
+            try:
+                route.handle(
+                    [RELAY, OWNER, LOCAL][index % 3] if step == "moved" else ERROR, PRODUCER, lost=step == "lost"
+                )
+            except (KeyError, OwnerDied):
+                assert step != "moved"
                 assert route.asked == asked
                 break
+
+
+def test_the_answers_of_a_process_come_in_the_order_of_its_questions() -> None:
+    questions: Questions[str] = Questions()
+    one, two = (OWNER, CallId(1)), (OWNER, CallId(2))
+    for remote, key, waiter in [(PRODUCER, one, "a"), (PRODUCER, one, "b"), (RELAY, one, "c"), (PRODUCER, two, "d")]:
+        questions.ask(remote, key, waiter)
+    assert [questions.answered(PRODUCER, key) for key in (two, one, one)] == ["d", "a", "b"]
+    assert questions.answered(RELAY, one) == "c"
+    assert questions.open == {}
+    with pytest.raises(RemoteProtocolError, match="relay answers a pull that was not made"):
+        questions.answered(RELAY, one)
+
+
+def test_a_lost_process_answers_none_of_its_questions() -> None:
+    questions: Questions[str] = Questions()
+    for remote, number, waiter in [(PRODUCER, 1, "a"), (RELAY, 1, "b"), (PRODUCER, 2, "c"), (PRODUCER, 1, "d")]:
+        questions.ask(remote, (OWNER, CallId(number)), waiter)
+    assert sorted(questions.lost(PRODUCER)) == ["a", "c", "d"]
+    assert questions.lost(PRODUCER) == []
+    assert list(questions.open) == [(RELAY, (OWNER, CallId(1)))]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict
+from aiodaft._protocol.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict, Where
 
 A, B = PeerId("a"), PeerId("b")
 
@@ -106,6 +106,40 @@ def test_refs_do_not_share_their_holders() -> None:
     one.borrow(A)
     one.handles += 1
     assert other.free
+
+
+@pytest.mark.parametrize(
+    ("status", "lost", "where"),
+    [
+        (HERE, True, Where.HERE),
+        (HERE, False, Where.HERE),
+        (THERE, True, Where.LOST),
+        (THERE, False, Where.PRODUCER),
+    ],
+)
+def test_the_owner_names_the_producer_while_that_lives(status: Status, lost: bool, where: Where) -> None:
+    value = Value()
+    value.handles = 1
+    value.advance(status)
+    assert value.where(producer_lost=lost) is where
+    # This process could not have it; how the producer ended says more.
+    value.error = ValueError()
+    assert value.where(producer_lost=lost) is (Where.LOST if where is Where.LOST else Where.FAILED)
+    value.handles = 0
+    assert value.where(producer_lost=lost) is Where.NOWHERE
+
+
+def test_a_value_is_in_use_by_calls_and_other_processes_not_by_the_refs_of_its_owner() -> None:
+    value = settled()
+    value.handles = 1
+    assert not value.in_use
+    value.uses = 1
+    assert value.in_use
+    value.uses = 0
+    value.borrow(A)
+    assert value.in_use
+    value.give_back(A)
+    assert not value.in_use
 
 
 def failed_value(*, handles: int = 0, uses: int = 0, seen: bool = False) -> Value:

@@ -22,8 +22,8 @@ from aiodaft._runtime.actors.hosted_actor import Host, HostedActor
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
-from aiodaft._runtime.objects.delivery import Delivery
 from aiodaft._runtime.objects.received import ReceivedValue
+from aiodaft._runtime.objects.transfer import Delivery
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.exceptions import (
     ActorDied,

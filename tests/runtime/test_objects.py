@@ -216,5 +216,5 @@ async def test_the_answer_to_a_cancelled_pull_changes_nothing(nodes: tuple[Node,
     pull.cancel()
     await turn()
     assert pull.cancelled()
-    assert consumer.transfer._pulls == {}
-    assert consumer.transfer.relays._fetching == {}
+    assert consumer.transfer.questions.open == {}
+    assert consumer.transfer.relays.table.fetching == {}

@@ -22,10 +22,10 @@ class Recorder:
 
     def __init__(self) -> None:
         self.process = SimpleNamespace(loop=asyncio.get_running_loop(), next_number=itertools.count(100).__next__)
-        self.unheld: list[BaseException | None] = []
+        self.unheld: list[BaseException] = []
 
-    def report_unheld(self, state: CallState) -> None:
-        self.unheld.append(state.error)
+    def on_unheld(self, error: BaseException, what: str) -> None:
+        self.unheld.append(error)
 
 
 def call(peer: Any) -> CallState:

@@ -44,7 +44,7 @@ class Source(Actor):
     @method
     async def members(self) -> int:
         """How many processes are getting, or passing on, a value of this one."""
-        return sum(len(fanout.members) for fanout in current_peer().transfer.relays._fanouts.values())
+        return sum(len(fanout.members) for fanout in current_peer().transfer.relays.table.fanouts.values())
 
     @method
     async def live_blocks(self) -> int:

@@ -14,10 +14,9 @@ from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.actors.responders import LocalResponder, RemoteResponder
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.objects.delivery import Delivery
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_table import RefTable
-from aiodaft._runtime.objects.transfer import Transfer
+from aiodaft._runtime.objects.transfer import Delivery, Transfer
 from aiodaft._runtime.platform.context import deadline_of
 from aiodaft._runtime.serialization.containers import contains_ref, resolved
 from aiodaft._runtime.serialization.decoder import is_heavy

@@ -7,10 +7,10 @@ from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import Message, Value
 from aiodaft._runtime.calls.call import CallState, PendingCall
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.objects.delivery import Delivery
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.objects.transfer import Delivery
 from aiodaft._runtime.serialization.errors import copy_error, decode_failure
 from aiodaft.exceptions import DaftError, RemoteProtocolError
 

@@ -11,14 +11,15 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
+from aiodaft._protocol import broadcast
 from aiodaft._protocol import messages as m
-from aiodaft._protocol.broadcast import Fanout
-from aiodaft._protocol.broadcast import Fetching as Fetch
-from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.broadcast import Broadcasts, Fanout
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.value import Key
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.objects.received import ReceivedValue
-from aiodaft._runtime.objects.store import Key, Store
+from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError
@@ -26,7 +27,7 @@ from aiodaft_transport import TransportError
 
 # Called with the place of a value.
 Found: TypeAlias = Callable[[Any], object]
-Fetching: TypeAlias = Fetch[Found]
+Fetching: TypeAlias = broadcast.Fetching[Found]
 
 SMALLEST: Final = 1 << 20
 # One process keeps at most this part of the machine's memory for others.
@@ -41,14 +42,15 @@ class Relays:
         process: Process,
         connections: Connections,
         store: Store,
-        locate_elsewhere: Callable[[PeerId, CallId, Found], object],
+        locate_elsewhere: Callable[[Key, Found], object],
     ) -> None:
         self._process = process
         self._connections = connections
         self._store = store
         self._locate_elsewhere = locate_elsewhere
-        self._fetching: dict[Key, Fetching] = {}
-        self._fanouts: dict[Key, Fanout] = {}
+        self.table: Broadcasts[Found] = Broadcasts()
+        self.wait = self.table.wait
+        self.connection_lost = self.table.lost
         self._room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _SHARE
 
     # Of values that are made here.
@@ -57,9 +59,9 @@ class Relays:
         """The process that gives a value to the peer that asks for it; None for this one."""
         if not stored.can_be_relayed(SMALLEST):
             return None
-        fanout = self._fanouts.get(key)
+        fanout = self.table.fanouts.get(key)
         if fanout is None:
-            fanout = self._fanouts[key] = Fanout()
+            fanout = self.table.fanouts[key] = Fanout()
             stored.on_release = lambda: self._free(key)
         source = fanout.join(connection.remote)
         if source != connection.remote:
@@ -67,7 +69,7 @@ class Relays:
         return source
 
     def _free(self, key: Key) -> None:
-        for member in self._fanouts.pop(key).members:
+        for member in self.table.fanouts.pop(key).members:
             self.leave(member, key, member)
 
     # Of values that are fetched.
@@ -75,28 +77,17 @@ class Relays:
     @contextmanager
     def fetching(self, key: Key) -> Generator[Fetching]:
         """While a value is being fetched, other processes may be sent here for it."""
-        fetching = self._fetching.setdefault(key, Fetch())
-        fetching.pulls += 1
+        fetching = self.table.begin(key)
         try:
             yield fetching
         except BaseException:
             self._send_away(key, fetching)
             raise
         finally:
-            fetching.pulls -= 1
-            if not fetching.pulls:
-                del self._fetching[key]
+            if self.table.end(key):
                 self._send_away(key, fetching)
                 if fetching.root is not None and key not in self._store.entries:
                     self.leave(fetching.root, key, self._process.id)
-
-    def wait(self, key: Key, found: Found) -> bool:
-        """Call `found` with the copy when it is here, or with another place; False if the value is not on its way."""
-        fetching = self._fetching.get(key)
-        if fetching is None:
-            return False
-        fetching.waiting.append(found)
-        return True
 
     def answered(self, fetching: Fetching, key: Key) -> None:
         """The value is about to come."""
@@ -130,7 +121,7 @@ class Relays:
     def _send_away(self, key: Key, fetching: Fetching) -> None:
         if fetching.waiting:
             for found in fetching.take_waiting():
-                self._locate_elsewhere(*key, found)
+                self._locate_elsewhere(key, found)
 
     def leave(self, remote: PeerId, key: Key, member: PeerId) -> None:
         """Tell a process that a member has no copy, or is to free its copy."""
@@ -141,34 +132,12 @@ class Relays:
     # Messages.
 
     def join_came(self, connection: Connection, message: m.Message) -> None:
-        """JOIN came."""
         owner, number, keep = m.read_join(message)
-        fetching = self._fetching.get((owner, number))
-        if fetching is None:
-            # The value is not wanted here any more.
+        if not self.table.joined((owner, number), connection.remote, keep=keep):
             self.leave(connection.remote, (owner, number), self._process.id)
-        else:
-            fetching.joined(connection.remote, keep=keep)
 
     def leave_came(self, connection: Connection, message: m.Message) -> None:
         """LEAVE came: to the root from a member, or to a member from the root that has freed the value."""
         owner, number, member = m.read_leave(message)
-        key, remote = (owner, number), connection.remote
-        fanout = self._fanouts.get(key)
-        if fanout is not None:
-            if member == remote:
-                fanout.leave(member)
-            else:
-                fanout.fail(remote, member)
-            return
-        self._store.drop_relayed(key, remote)
-        fetching = self._fetching.get(key)
-        if fetching is not None:
-            fetching.left_by(remote)
-
-    def connection_lost(self, remote: PeerId) -> None:
-        """A process is gone."""
-        for fanout in self._fanouts.values():
-            fanout.leave(remote)
-        for fetching in self._fetching.values():
-            fetching.left_by(remote)
+        if self.table.left((owner, number), connection.remote, member):
+            self._store.drop_relayed((owner, number), connection.remote)

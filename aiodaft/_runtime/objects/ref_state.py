@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from collections.abc import Callable, Generator
 from functools import partial
@@ -18,15 +19,14 @@ from types import TracebackType
 from typing import Any, Final, Protocol, Self, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.siblings import FailedAwaits
 from aiodaft._protocol.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict
 from aiodaft._runtime.objects.into_tensor import IntoTensor
-from aiodaft._runtime.objects.owner import ObjectsOwner
 from aiodaft._runtime.objects.received import ReceivedValue
-from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.objects.ref_host import RefHost
 from aiodaft._runtime.objects.stored import StoredValue
+from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import wait_shielded
-from aiodaft._runtime.platform.wakeup import Wakeup, Wakeups
+from aiodaft._runtime.platform.wakeup import Wakeup
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.decoder import is_heavy
 from aiodaft._runtime.serialization.errors import copy_error
@@ -41,43 +41,12 @@ class UnhandledErrors(Protocol):
 
     def fail(self, error: BaseException, what: str) -> None:
         """Report an error that no code saw; `what` names what failed."""
-        ...
 
     def hold(self, state: RefState) -> None:
         """Raise the error of a ref when the scope ends, unless code looks at it before."""
-        ...
 
     def settle(self, state: RefState) -> None:
         """Code looked at the error of a held ref."""
-        ...
-
-
-class RefHost(Protocol):
-    """The part of a process's objects that refs and streams use."""
-
-    process: Process
-    store: Store
-    owner: ObjectsOwner
-    wakeups: Wakeups
-    failed_awaits: FailedAwaits[weakref.ref[Any]]
-
-    async def pull(
-        self, owner: PeerId, number: CallId, producer: PeerId, into: IntoTensor | None = None
-    ) -> ReceivedValue:
-        """Get a value from another process; see `Transfer.pull`."""
-        ...
-
-    def forget(self, state: RefState) -> None:
-        """Forget a freed ref that other processes knew."""
-        ...
-
-    def drop_soon(self, dropped: RefState) -> None:
-        """Call `drop_handle` on the loop. Safe in any thread, also during a garbage collection."""
-        ...
-
-    def report_unheld(self, state: RefState) -> None:
-        """Report the error of a ref that was dropped before any code saw the error."""
-        ...
 
 
 class RefState(Value):
@@ -95,7 +64,6 @@ class RefState(Value):
     objects: RefHost
     process: Process
     number: CallId
-    own = True
     value: Any = ABSENT
     received: ReceivedValue | None = None
     stored: StoredValue | None = None
@@ -106,8 +74,6 @@ class RefState(Value):
     # The numbers of calls when this call failed, and when its last `Ref` object was dropped.
     failed = 0
     dropped = 0
-    # It is in the table: other processes may ask for it.
-    shared = False
     # The refs among the arguments of its call.
     inputs: list[RefState] | None = None
     _label: str
@@ -272,7 +238,7 @@ class RefState(Value):
 
     def free_if_unheld(self) -> None:
         """Free the value if it is there and has no holders."""
-        if self._idle_watchers and not self.uses and not self.borrowers:
+        if self._idle_watchers and not self.in_use:
             watchers, self._idle_watchers = self._idle_watchers, None
             for watcher in watchers:
                 _wake(watcher)
@@ -282,7 +248,7 @@ class RefState(Value):
     def _release_value(self) -> None:
         if self.shared:
             self.shared = False
-            self.objects.forget(self)
+            self.objects.borrowing.forget(self.number)
         if self.status is THERE:
             self._release_remote()
         if self.stored is not None:
@@ -305,9 +271,19 @@ class RefState(Value):
         verdict = self.judge_error()
         if verdict is Verdict.REPORT:
             self.mark_seen()
-            self.objects.report_unheld(self)
+            self._report()
         elif verdict is Verdict.HOLD and self.sink is not None:
             self.sink.hold(self)
+
+    def _report(self) -> None:
+        error, objects = self.error, self.objects
+        assert error is not None
+        if self.maker is not None and objects.failed_awaits.excuse(self.maker, self.number, self.failed, self.dropped):
+            why = "its ref was dropped after the await of another call of the same task had failed"
+            log_error(f"{self.label} failed as well; {why}", error, logging.INFO)
+            return
+        report = objects.on_unheld if self.sink is None else self.sink.fail
+        report(error, f"{self.label} failed, and its ref was dropped before any code saw the error")
 
     # Waiting.
 
@@ -364,7 +340,7 @@ class RefState(Value):
         """Wait until no process reads the value."""
         self.check_loop()
         yield from self.wait_settled()
-        while self.uses or self.borrowers:
+        while self.in_use:
             future: asyncio.Future[None] = self.process.loop.create_future()
             self._idle_watchers = [*(self._idle_watchers or ()), future]
             yield from future.__await__()
@@ -404,7 +380,7 @@ class RefState(Value):
         """Remove a waiter. If it was the last one of a call under way, cancel the call and return True."""
         if self._waiters and wakeup in self._waiters:
             self._waiters.remove(wakeup)
-        if self._waiters or self.uses or self.borrowers or self._interested or not self.own:
+        if self._waiters or self.in_use or self._interested or not self.own:
             return False
         # Code that stops waiting does not get the error, also if the call failed before.
         self.mark_seen()

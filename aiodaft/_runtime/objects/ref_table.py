@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, Final
 
 from aiodaft._protocol import messages as m
+from aiodaft._protocol.borrowing import Borrowing
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.value import HERE
+from aiodaft._protocol.value import HERE, Key
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
-from aiodaft._runtime.objects.ref_state import RefHost, RefState, state_of
-from aiodaft._runtime.objects.store import Key
+from aiodaft._runtime.objects.ref_host import RefHost
+from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft._runtime.serialization.pickling import TooLong
@@ -40,13 +40,10 @@ class BorrowedState(RefState):
     """A ref that another process owns."""
 
     own = False
-    # The owner counts, or is about to count, this process among the borrowers.
-    registered = False
 
-    def __init__(self, table: RefTable, key: Key, producer: PeerId, label: str) -> None:
-        self._table = table
-        self.objects = table.objects
-        self.process = table.objects.process
+    def __init__(self, objects: RefHost, key: Key, producer: PeerId, label: str) -> None:
+        self.objects = objects
+        self.process = objects.process
         self._owner, self.number = key
         self._producer = producer
         self._label = label
@@ -60,8 +57,11 @@ class BorrowedState(RefState):
         return self._owner
 
     def free_if_unheld(self) -> None:
-        if not self.held:
-            self._table.give_back(self)
+        if self.held:
+            return
+        registered = self.objects.borrowing.give_back(self._owner, self.number, self)
+        if registered and self.process.closed is None:
+            self.objects.owner.give_back(self._owner, self.number)
 
     def _cancel(self, why: str) -> bool:
         """Ask the owner to cancel the call."""
@@ -80,51 +80,26 @@ class RefTable:
         self._process = objects.process
         self._store = objects.store
         self._connections = connections
-        # Weak: an error refers to frames, these to refs, and refs that nothing else holds must go.
-        self._own: weakref.WeakValueDictionary[CallId, RefState] = weakref.WeakValueDictionary()
-        # Refs of this process that others hold.
-        self._lent: dict[CallId, RefState] = {}
-        self._borrowed: weakref.WeakValueDictionary[Key, BorrowedState] = weakref.WeakValueDictionary()
+        self._borrowing: Borrowing[RefState] = objects.borrowing
+        self.lend = self._borrowing.lend
 
     def find(self, number: CallId) -> RefState | None:
         """A ref of this process that others know of."""
-        return self._own.get(number)
-
-    def forget(self, state: RefState) -> None:
-        """A ref of this process is freed."""
-        self._own.pop(state.number, None)
-        self._lent.pop(state.number, None)
+        return self._borrowing.find(self._process.id, number)
 
     # Borrowers of refs of this process.
 
     def borrow_came(self, connection: Route, message: m.Message) -> None:
-        """BORROW came."""
         self.lend(m.read_borrow(message), connection.remote)
-
-    def lend(self, number: CallId, peer: PeerId) -> None:
-        """Another process holds a ref of this one; nothing if that is freed."""
-        state = self._own.get(number)
-        if state is not None:
-            state.borrow(peer)
-            self._lent[number] = state
 
     def take_back(self, number: CallId, peer: PeerId) -> None:
         """Another process dropped a ref of this one."""
-        state = self._lent.get(number)
-        if state is not None:
-            state.give_back(peer)
-            self._returned(state)
+        for state in self._borrowing.take_back(number, peer):
+            state.free_if_unheld()
 
     def peer_lost(self, remote: PeerId) -> None:
         """A process is gone, and with it what it had borrowed."""
-        for state in list(self._lent.values()):
-            state.forget(remote)
-            self._returned(state)
-
-    def _returned(self, state: RefState) -> None:
-        if not state.borrowers:
-            # It may be gone: what follows from one end of a connection may end another.
-            self._lent.pop(state.number, None)
+        for state in self._borrowing.peer_lost(remote):
             state.free_if_unheld()
 
     # Values of refs of this process.
@@ -170,9 +145,7 @@ class RefTable:
     def describe(self, ref: Ref[Any]) -> tuple[Any, ...]:
         """The descriptor of a ref; see `messages`."""
         state = state_of(ref)
-        if state.own and not state.shared:
-            state.shared = True
-            self._own[state.number] = state
+        self._borrowing.share(state.number, state)
         return (state.owner, state.number, state.producer, state.origin)
 
     def describe_values(self, refs: Sequence[Ref[Any]]) -> tuple[tuple[Any, ...], ...]:
@@ -203,46 +176,30 @@ class RefTable:
                 for owner, number, producer, label in descriptors]  # fmt: skip
 
     async def _adopt_one(self, key: Key, producer: PeerId, label: str, connection: Route) -> Ref[Any]:
-        owner, number = key
-        if owner == self._process.id:
-            known: RefState = self._own.get(number) or self._freed(key, producer, label)
+        known = self._borrowing.find(*key)
+        if known is not None:
             return Ref(known.hold())
-        state = self._borrowed.get(key)
-        if state is not None:
-            return Ref(state.hold())
-        state = self._borrowed[key] = BorrowedState(self, key, producer, label)
-        state.registered = True
+        state = BorrowedState(self.objects, key, producer, label)
         # Holds the ref while the owner is asked.
         ref: Ref[Any] = Ref(state.hold())
-        await self._register(state, connection)
-        return ref
-
-    async def _register(self, state: BorrowedState, connection: Route) -> None:
+        if state.owner == self._process.id:
+            _gone(state, f"the result of {label} was freed")
+            return ref
+        self._borrowing.borrow(*key, state)
         if state.owner == connection.remote:
             # No call: the owner must know before it handles the next message, which may end what holds the ref there.
             self._connections.to(state.owner).send(m.borrow(state.number))
-            return
+            return ref
         try:
-            await self.objects.owner.borrow(state.owner, state.number)
+            await self.objects.owner.borrow(*key)
         except DaftError as error:
-            state.on_error(OwnerDied(f"the owner of the result of {state.label}, {state.owner}, is gone: {error}"))
-            state.mark_seen()
+            _gone(state, f"the owner of the result of {label}, {state.owner}, is gone: {error}")
+        return ref
 
-    def _freed(self, key: Key, producer: PeerId, label: str) -> BorrowedState:
-        state = BorrowedState(self, key, producer, label)
-        state.seen = True
-        state.on_error(OwnerDied(f"the result of {label} was freed"))
-        return state
 
-    def give_back(self, state: BorrowedState) -> None:
-        """A borrowed ref has no holders in this process any more."""
-        key = state.owner, state.number
-        # A state that the garbage collector found is not in the table any more, and perhaps another one is.
-        if self._borrowed.get(key) is state:
-            del self._borrowed[key]
-        if state.registered and self._process.closed is None:
-            self.objects.owner.give_back(*key)
-        state.registered = False
+def _gone(state: RefState, why: str) -> None:
+    state.mark_seen()
+    state.on_error(OwnerDied(why))
 
 
 def _names(state: RefState, role: str) -> Names:

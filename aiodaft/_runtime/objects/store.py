@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from aiodaft._protocol import messages as m
-from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.value import Key
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.threads import SYNC_COPY
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from aiodaft._runtime.objects.devices import Accelerators, Devices
 
 T = TypeVar("T")
-
-Key: TypeAlias = tuple[PeerId, CallId]
 
 
 class Store:

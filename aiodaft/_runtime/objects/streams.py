@@ -16,7 +16,8 @@ from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.stream import Consumption, Phase
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
-from aiodaft._runtime.objects.ref_state import RefHost, RefState, release_inputs
+from aiodaft._runtime.objects.ref_host import RefHost
+from aiodaft._runtime.objects.ref_state import RefState, release_inputs
 from aiodaft._runtime.platform.tasks import current_task, shield_from_anyio
 from aiodaft.exceptions import RuntimeClosed
 

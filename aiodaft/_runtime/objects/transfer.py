@@ -8,29 +8,32 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.pull import Answer, Next, Pull
-from aiodaft._protocol.value import THERE
+from aiodaft._protocol.pull import Pull, Questions
+from aiodaft._protocol.value import Key, Where
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
+from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.broadcast import Fetching, Relays
-from aiodaft._runtime.objects.delivery import Blob, Delivery
 from aiodaft._runtime.objects.into_tensor import IntoTensor
 from aiodaft._runtime.objects.owner import InboundProducer
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.objects.ref_table import RefTable
-from aiodaft._runtime.objects.store import Key, Store
+from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import add_note, copy_error, decode_error, encode_error
-from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost, RemoteProtocolError
-from aiodaft_transport import DEVICE_NAME, DeviceError, TransportError, Unreachable, size_of
+from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost
+from aiodaft_transport import DEVICE_NAME, DeviceError, Grant, TransportError, Unreachable, size_of
 
+# Name of a transport, and what it granted.
+Blob: TypeAlias = tuple[str, Grant]
 # The process to ask for a value, or why there is none.
 Elsewhere: TypeAlias = PeerId | BaseException
 Place: TypeAlias = StoredValue | Elsewhere
@@ -39,6 +42,34 @@ _THROUGH_HOST: Final = (
     "the value is in the memory of a GPU: return x.cpu(), or send it through host memory "
     "(@method(transport='shm'), rt.put(x, transport='shm'), or Runtime(transport='shm') for all)"
 )
+
+
+class Delivery:
+    """A value as a message brought it; made when the message is handled, before anything can be cancelled.
+
+    A task may be cancelled between any two of its steps, also before its first. What was not fetched by then goes back
+    when the delivery is dropped.
+    """
+
+    __slots__ = ("_store", "connection", "granted", "inline", "payload", "refs")
+
+    def __init__(self, store: Store, connection: Route, payload: bytes, blobs: Any, refs: tuple[Any, ...]) -> None:
+        self._store = store
+        self.connection = connection
+        self.payload = payload
+        self.refs = refs
+        self.inline: bytes | None = None if isinstance(blobs, tuple) else blobs
+        # What no transport has begun to fetch: it is responsible for the blob from then on.
+        self.granted: deque[Blob] = deque(blobs if isinstance(blobs, tuple) else ())
+
+    def decline(self) -> None:
+        """Give back what was not fetched. Idempotent."""
+        while self.granted:
+            self._store.decline(self.connection, (self.granted.popleft(),))
+
+    def __del__(self) -> None:
+        if self.granted:
+            self._store.call_soon(partial(Delivery.decline, self))
 
 
 class Transfer:
@@ -58,8 +89,7 @@ class Transfer:
         self._refs = refs
         self._running_call = running_call
         self.relays = Relays(process, connections, store, self._locate_elsewhere)
-        # By asked process, owner and number.
-        self._pulls: dict[tuple[PeerId, Key], deque[asyncio.Future[Delivery | Elsewhere]]] = {}
+        self.questions: Questions[asyncio.Future[Delivery | Elsewhere]] = Questions()
 
     # The consumer.
 
@@ -74,76 +104,56 @@ class Transfer:
             BaseException: The error of the call that makes it.
         """
         key, local = (owner, number), self._process.id
-        route = Pull(local, owner, number, local if key in self._store.entries else producer)
+        route = Pull(local, key, local if key in self._store.entries else producer)
         while True:
             if route.asked == local:
                 place = await self._locate_here(key)
                 if isinstance(place, StoredValue):
                     return await self.take_own(place, into)
-                self._choose_next(route, key, place)
+                route.handle(place, None)
                 continue
             with self.relays.fetching(key) as fetching:
                 while route.asked != local:
-                    answer, lost = await self._ask(fetching, route.asked, key, into)
+                    lost = False
+                    connection = self._connections.to(route.asked)
+                    try:
+                        answer = await self._ask(fetching, connection, key, into)
+                    except TransportError as error:
+                        # The asked process lives; this one cannot get the value.
+                        answer = error
+                    except (PeerLost, ActorDied) as error:
+                        answer, lost = error, connection.lost is not None
                     if isinstance(answer, ReceivedValue):
                         return answer
-                    self._choose_next(route, key, answer, fetching.root, lost=lost)
-
-    def _choose_next(
-        self, route: Pull, key: Key, answer: Elsewhere, root: PeerId | None = None, *, lost: bool = False
-    ) -> None:
-        asked = route.asked
-        if not isinstance(answer, BaseException):
-            step = route.handle(Answer.MOVED, answer, root)
-        else:
-            step = route.handle(Answer.LOST if lost else Answer.BROKEN, None, root)
-            if step is Next.FAIL and lost and asked == key[0]:
-                raise OwnerDied(f"the owner of a ref, {asked}, is gone: {answer}") from answer
-            if step is Next.FAIL:
-                raise answer
-        if step is Next.ASK_ROOT:
-            # The relay did not give the value.
-            self.relays.leave(route.asked, key, asked)
+                    relay = route.handle(answer, fetching.root, lost=lost)
+                    if relay is not None:
+                        self.relays.leave(route.asked, key, relay)
 
     async def _ask(
-        self, fetching: Fetching, asked: PeerId, key: Key, into: IntoTensor | None
-    ) -> tuple[ReceivedValue | Elsewhere, bool]:
-        """Ask a process. The second item is true if the process is lost."""
-        connection = self._connections.to(asked)
-        try:
-            answer = await self._question(connection, key)
-            if not isinstance(answer, Delivery):
-                return answer, False
-            self.relays.answered(fetching, key)
-            first = answer.granted()
-            received = await self.receive(answer, into)
-        except TransportError as error:
-            # The asked process lives; this one cannot get the value.
-            return error, False
-        except (PeerLost, ActorDied) as error:
-            return error, connection.lost is not None
-        if first is not None:
-            await self.relays.keep(fetching, key, received, first[0])
-        return received, False
+        self, fetching: Fetching, connection: Connection, key: Key, into: IntoTensor | None
+    ) -> ReceivedValue | Elsewhere:
+        answer = await self._question(connection, key)
+        if not isinstance(answer, Delivery):
+            return answer
+        self.relays.answered(fetching, key)
+        via = answer.granted[0][0] if answer.granted else None
+        received = await self.receive(answer, into)
+        if via is not None:
+            await self.relays.keep(fetching, key, received, via)
+        return received
 
     async def _question(self, connection: Connection, key: Key) -> Delivery | Elsewhere:
         if connection.lost is not None:
             raise copy_error(await self._connections.explanation(connection))
         answer: asyncio.Future[Delivery | Elsewhere] = self._process.loop.create_future()
-        self._pulls.setdefault((connection.remote, key), deque()).append(answer)
+        self.questions.ask(connection.remote, key, answer)
         connection.send((m.PULL, *key))
         return await answer
 
     def answered(self, connection: Connection, message: m.Message) -> None:
-        """Handle VALUE, MOVED or BROKEN."""
+        """VALUE, MOVED or BROKEN came."""
         kind, owner, number, *value = message
-        asked = connection.remote, (owner, number)
-        waiting = self._pulls.get(asked)
-        if not waiting:
-            raise RemoteProtocolError(f"{connection.remote} answers a pull that was not made")
-        answer = waiting.popleft()
-        if not waiting:
-            del self._pulls[asked]
+        answer = self.questions.answered(connection.remote, (owner, number))
         came: Delivery | Elsewhere
         if kind == m.VALUE:
             # If the pull was cancelled, the delivery returns the grants.
@@ -155,10 +165,9 @@ class Transfer:
 
     def connection_lost(self, connection: Connection, error: DaftError) -> None:
         """Fail the pulls over a lost connection."""
-        for asked in [asked for asked in self._pulls if asked[0] == connection.remote]:
-            for answer in self._pulls.pop(asked):
-                if not answer.done():
-                    answer.set_exception(copy_error(error))
+        for answer in self.questions.lost(connection.remote):
+            if not answer.done():
+                answer.set_exception(copy_error(error))
 
     async def receive(self, delivery: Delivery, into: IntoTensor | None = None) -> ReceivedValue:
         """Fetch the blobs of a delivery, straight into the tensor if they fit.
@@ -171,8 +180,8 @@ class Transfer:
         blobs: list[Any] = []
         try:
             refs = await self._refs.adopt(delivery.refs, delivery.connection)
-            while (blob := delivery.granted()) is not None:
-                blobs.append(await self._fetch(delivery, blob, into))
+            while delivery.granted:
+                blobs.append(await self._fetch(delivery, into))
         except (Unreachable, DeviceError):
             raise
         except TransportError as error:
@@ -184,15 +193,15 @@ class Transfer:
             delivery.decline()
         return ReceivedValue(delivery.payload, delivery.inline, blobs, refs)
 
-    async def _fetch(self, delivery: Delivery, blob: Blob, into: IntoTensor | None) -> Any:
-        """Fetch one blob, into the tensor if it fits."""
-        (name, grant), connection = blob, delivery.connection
+    async def _fetch(self, delivery: Delivery, into: IntoTensor | None) -> Any:
+        """Fetch the next blob, into the tensor if it fits."""
+        (name, grant), connection = delivery.granted[0], delivery.connection
         transport, size = self._store.transport_named(name), size_of(grant)
         try:
             memory = None
             if into is not None and into.fits(delivery.payload, size):
                 memory = self._store.memory_in(into.target, name, grant, connection)
-            delivery.taken()
+            delivery.granted.popleft()
             if into is None or memory is None:
                 view = await transport.fetch(grant, connection)
             else:
@@ -230,10 +239,11 @@ class Transfer:
         if stored is not None:
             found(stored)
         elif not self.relays.wait(key, found):
-            self._locate_elsewhere(*key, found)
+            self._locate_elsewhere(key, found)
 
-    def _locate_elsewhere(self, owner: PeerId, number: CallId, found: Callable[[Place], object]) -> None:
+    def _locate_elsewhere(self, key: Key, found: Callable[[Place], object]) -> None:
         """See `locate`; for a value that this process neither stores nor fetches."""
+        owner, number = key
         if owner != self._process.id:
             call = self._running_call(owner, number)
             if call is not None:
@@ -250,19 +260,18 @@ class Transfer:
 
     def _locate_settled(self, state: RefState, found: Callable[[Place], object]) -> None:
         connection = self._connections.get(state.producer)
-        if state.free:
-            # The process that asks dropped it too; a copy stored now would never be freed.
+        where = state.where(producer_lost=connection is not None and connection.lost is not None)
+        if where is Where.NOWHERE:
             found(_freed(state.owner, state.number))
-        elif state.status is THERE and connection is not None and connection.lost is not None:
+        elif where is Where.LOST:
+            assert connection is not None
             explaining = self._explain_loss(connection, found)
             self._process.tasks.create_task(explaining, name=f"explain the loss of {state.label}")
         elif state.error is not None:
             state.mark_seen()
             found(state.error)
-        elif state.status is THERE:
-            found(state.producer)
         else:
-            found(self._refs.stored(state))
+            found(state.producer if where is Where.PRODUCER else self._refs.stored(state))
 
     async def _explain_loss(self, connection: Connection, found: Callable[[Place], object]) -> None:
         found(copy_error(await self._connections.explanation(connection)))

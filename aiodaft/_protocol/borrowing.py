@@ -1,0 +1,86 @@
+"""Refs that several processes hold: which processes borrow this one's, and which refs this one borrows. Pure.
+
+owner                                         borrower
+ |  --- a value with the ref inside --->         |  `find`, and if it is not known `borrow`
+ |  <-- BORROW, or a call `borrow` ---           |  counted by `lend` before anything can end the sender's hold
+ |  <-- a call `give_back` -----------           |  `give_back`, when its last holder there is gone
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
+
+from .ids import CallId, PeerId
+from .value import Key, Value
+
+ValueT = TypeVar("ValueT", bound=Value)
+
+
+class Borrowing(Generic[ValueT]):
+    """The refs of one process that others may ask for, and those of others that it borrows."""
+
+    def __init__(self, local: PeerId) -> None:
+        self._local = local
+        # Weak: an error refers to frames, these to refs, and refs that nothing else holds must go.
+        self._own: WeakValueDictionary[CallId, ValueT] = WeakValueDictionary()
+        self._borrowed: WeakValueDictionary[Key, ValueT] = WeakValueDictionary()
+        # Those of this process that others hold.
+        self._lent: dict[CallId, ValueT] = {}
+
+    def find(self, owner: PeerId, number: CallId) -> ValueT | None:
+        """A ref that this process borrows, or one of its own that others know of."""
+        return self._own.get(number) if owner == self._local else self._borrowed.get((owner, number))
+
+    # Refs of this process.
+
+    def share(self, number: CallId, value: ValueT) -> None:
+        """A ref goes to another process, which may ask for it from now on; nothing if it is borrowed. Idempotent."""
+        if value.own and not value.shared:
+            value.shared = True
+            self._own[number] = value
+
+    def forget(self, number: CallId) -> None:
+        """A ref of this process is freed."""
+        self._own.pop(number, None)
+        self._lent.pop(number, None)
+
+    def lend(self, number: CallId, peer: PeerId) -> None:
+        """Another process holds a ref; nothing if that is freed."""
+        value = self._own.get(number)
+        if value is not None:
+            value.borrow(peer)
+            self._lent[number] = value
+
+    def take_back(self, number: CallId, peer: PeerId) -> list[ValueT]:
+        """Another process dropped a ref. Returns what no process borrows any more."""
+        value = self._lent.get(number)
+        if value is None:
+            return []
+        value.give_back(peer)
+        return self._returned({number: value})
+
+    def peer_lost(self, peer: PeerId) -> list[ValueT]:
+        """A process is gone, and with it what it had borrowed. Returns what no process borrows any more."""
+        for value in self._lent.values():
+            value.forget(peer)
+        return self._returned(self._lent)
+
+    def _returned(self, lent: dict[CallId, ValueT]) -> list[ValueT]:
+        numbers = [number for number, value in lent.items() if not value.borrowers]
+        return [self._lent.pop(number) for number in numbers]
+
+    # Refs of other processes.
+
+    def borrow(self, owner: PeerId, number: CallId, value: ValueT) -> None:
+        """This process holds a ref, and registers with the owner."""
+        self._borrowed[owner, number] = value
+        value.registered = True
+
+    def give_back(self, owner: PeerId, number: CallId, value: ValueT) -> bool:
+        """A borrowed ref has no holders here any more. Returns whether its owner is to be told."""
+        # A value that the garbage collector found is not in the table any more, and perhaps another one is.
+        if self._borrowed.get((owner, number)) is value:
+            del self._borrowed[owner, number]
+        registered, value.registered = value.registered, False
+        return registered

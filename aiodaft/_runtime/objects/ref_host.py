@@ -1,0 +1,56 @@
+"""The parts of a process that its refs and streams use."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from aiodaft._protocol.borrowing import Borrowing
+from aiodaft._protocol.siblings import FailedAwaits
+from aiodaft._runtime.objects.owner import ObjectsOwner
+from aiodaft._runtime.objects.received import ReceivedValue
+from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.platform.error_log import log_error
+from aiodaft._runtime.platform.wakeup import Wakeups
+from aiodaft._runtime.process import Process
+
+
+class Dropped(Protocol):
+    """What a `Ref` object had."""
+
+    def drop_handle(self) -> None:
+        """The `Ref` object is gone; on the loop."""
+
+
+class RefHost:
+    """The parts of a process that its refs and streams use."""
+
+    # `Transfer.pull`.
+    pull: Callable[..., Awaitable[ReceivedValue]]
+
+    def __init__(self, process: Process, store: Store, owner: ObjectsOwner, wakeups: Wakeups) -> None:
+        self.process = process
+        self.store = store
+        self.owner = owner
+        self.wakeups = wakeups
+        self.borrowing: Borrowing[Any] = Borrowing(process.id)
+        self.failed_awaits: FailedAwaits[weakref.ref[Any]] = FailedAwaits()
+        # Reports an error that no code saw and no scope owns.
+        self.on_unheld: Callable[[BaseException, str], object] = lambda error, what: log_error(what, error)
+        self._dropped: deque[Dropped] = deque()
+        self._draining = False
+
+    def drop_soon(self, dropped: Dropped) -> None:
+        """Call `drop_handle` on the loop; from any thread, also while garbage is collected."""
+        self._dropped.append(dropped)
+        if not self._draining:
+            self._draining = True
+            self.process.call_soon(self.drop_now)
+
+    def drop_now(self) -> None:
+        """Call `drop_handle` for all `Ref` objects that are gone."""
+        self._draining = False
+        while self._dropped:
+            self._dropped.popleft().drop_handle()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 from aiodaft.program import run
 
-from . import calls, graphs, payloads, processes, transports
+from . import calls, compare, graphs, payloads, processes, transports
 from .results import Result, as_json, table
 
 _SUITES: Final[dict[str, Callable[[int], Awaitable[list[Result]]]]] = {
@@ -30,15 +31,34 @@ async def _measure(suites: list[str], turns: int) -> list[Result]:
     return results
 
 
+def _compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    peers = options.compare.split(",")
+    pythons = dict(pair.partition("=")[::2] for pair in options.python)
+    for name in {*peers, *pythons} - {*compare.PEERS}:
+        parser.error(f"{name!r} cannot be compared; choose from {', '.join(compare.PEERS)}")
+    samples = run(compare.compare(peers, pythons, options.turns))
+    print(json.dumps(samples, indent=2) if options.json else compare.comparison(samples, peers))
+    if options.plot:
+        compare.plot(samples, peers, options.plot)
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m aiodaft.bench", description=__doc__)
     parser.add_argument("suite", nargs="*", choices=[*_SUITES, []], help=f"which: {', '.join(_SUITES)} (default: all)")
     parser.add_argument("--turns", type=int, default=11, help="how often ours and the floor take turns (default: 11)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--compare", metavar="NAMES", help=f"measure other frameworks, as in {','.join(compare.PEERS)}")
+    parser.add_argument(
+        "--python", metavar="NAME=PATH", action="append", default=[], help="the interpreter of a framework to compare"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the comparison (needs matplotlib)")
     options = parser.parse_args()
     if options.turns < 1:
         parser.error("--turns is a positive number")
+    if options.compare:
+        _compare(parser, options)
+        return
     results = run(_measure(options.suite or list(_SUITES), options.turns))
     print(as_json(results) if options.json else table(results))
 

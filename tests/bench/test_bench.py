@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from aiodaft.bench.compare import comparison
 from aiodaft.bench.floors import Copy, open_echo, run_python
 from aiodaft.bench.results import Result, as_json, in_turns, table
 from aiodaft.bench.stalls import Watch
@@ -85,3 +88,48 @@ async def test_a_stall_of_the_loop_is_seen() -> None:
     while loop.time() - began < 0.03:
         pass
     assert watch.stop() > 0.02
+
+
+@pytest.mark.timeout(60)
+async def test_what_is_not_installed_is_left_out_of_a_comparison() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-m", "aiodaft.bench", "--compare", "monarch", "--turns", "1", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    output, messages = await process.communicate()
+    assert process.returncode == 0, messages
+    assert b"monarch is not installed" in messages
+    samples = json.loads(output)
+    assert len(samples) == 11
+    assert all(set(of_line) == {"aiodaft"} and of_line["aiodaft"][0] > 0 for of_line in samples.values())
+
+
+async def test_only_known_frameworks_are_compared() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-m", "aiodaft.bench", "--compare", "ray,rye"], stderr=subprocess.PIPE
+    )
+    _, errors = await process.communicate()
+    assert process.returncode == 2
+    assert b"'rye' cannot be compared" in errors
+
+
+def test_a_comparison_says_how_many_times_worse_each_framework_is() -> None:
+    samples = {
+        "call (us)": {"aiodaft": [10.0, 20.0, 30.0], "ray": [20.0, 60.0, 120.0]},
+        "calls (1/s)": {"aiodaft": [100.0], "ray": [25.0], "dask": [200.0]},
+    }
+    head, calls, rates = comparison(samples, ["ray", "dask", "xoscar"]).splitlines()
+    assert head.split() == ["aiodaft", "ray", "dask"]
+    assert calls.split() == ["call", "(us)", "20", "60", "(3x)", "-"]
+    assert rates.split() == ["calls", "(1/s)", "100", "25", "(4x)", "200", "(0.5x)"]
+
+
+def test_a_comparison_is_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "comparison.svg"
+    samples = {"call (us)": {"aiodaft": [10.0], "ray": [20.0]}, "calls (1/s)": {"aiodaft": [9.0]}}
+    # In a process of its own, because matplotlib keeps its fonts open.
+    code = f"from aiodaft.bench.compare import plot; plot({samples}, ['ray'], {str(file)!r})"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "MPLCONFIGDIR": str(tmp_path)}, check=True)
+    drawing = file.read_text()
+    assert all(text in drawing for text in ("call (us)", "calls (1/s)", "ray", "times worse than aiodaft"))

@@ -1,0 +1,96 @@
+"""What the modules of this folder have in common. It imports nothing but the standard library."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+CALL = "awaited call of an async def method (us)"
+IN_FLIGHT = "1,000 calls in flight (1/s)"
+FAN_OUT = "one call to each of 8 actors (us)"
+CHAIN = "chain of three actors through refs (us)"
+COMPILED = "compiled graph of one actor (us)"
+COMPILED_CHAIN = "compiled graph of a chain of three (us)"
+COMPILED_TEN = "compiled graph, ten runs in flight (1/s)"
+
+# Bytes, and how often a sample sends them.
+_TENSORS = {
+    "1 KiB tensor, actor to actor (us)": (1 << 10, 50),
+    "1 MiB tensor, actor to actor (us)": (1 << 20, 20),
+    "64 MiB tensor, actor to actor (us)": (64 << 20, 3),
+}
+
+Call = Callable[[], Awaitable[object]]
+Sample = Callable[[], Awaitable[float]]
+Lines = dict[str, Sample]
+# Starts so many actors and gives what can be measured with them.
+OpenLines = Callable[[int], AbstractAsyncContextManager[Lines]]
+
+
+def one_by_one(call: Call, repeats: int) -> Sample:
+    """Measures microseconds of a call that is awaited before the next."""
+
+    async def sample() -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            await call()
+        return (time.perf_counter() - start) / repeats * 1e6
+
+    return sample
+
+
+def many(call: Call, count: int, in_flight: int) -> Sample:
+    """Measures calls per second with so many under way."""
+
+    async def caller() -> None:
+        for _ in range(count // in_flight):
+            await call()
+
+    async def sample() -> float:
+        start = time.perf_counter()
+        await asyncio.gather(*(caller() for _ in range(in_flight)))
+        return count / (time.perf_counter() - start)
+
+    return sample
+
+
+def tensors(prepare: Callable[[int], Awaitable[object]], move: Call) -> Lines:
+    """Measures how long it takes to move a tensor, which a call makes before."""
+
+    def line(size: int, repeats: int) -> Sample:
+        async def sample() -> float:
+            await prepare(size)
+            return await one_by_one(move, repeats)()
+
+        return sample
+
+    return {name: line(size, repeats) for name, (size, repeats) in _TENSORS.items()}
+
+
+def serve(open_lines: OpenLines, run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run) -> None:
+    """Measure what standard input asks for, a line and a sample each, and write it to the descriptor in `argv[1]`.
+
+    Standard output belongs to the frameworks. Without a descriptor, make one call and end: the time of the process
+    is measured from outside.
+    """
+    run(_answer(open_lines, int(sys.argv[1])) if sys.argv[1:] else _hello(open_lines))
+
+
+async def _hello(open_lines: OpenLines) -> None:
+    async with open_lines(1) as lines:
+        await lines[CALL]()
+
+
+async def _answer(open_lines: OpenLines, descriptor: int) -> None:
+    async with open_lines(8) as lines:
+        with os.fdopen(descriptor, "w", buffering=1) as answers:
+            print(json.dumps(list(lines)), file=answers)
+            # The frameworks have tasks of their own, which go on meanwhile.
+            while name := (await asyncio.to_thread(sys.stdin.readline)).rstrip():
+                print(json.dumps(await lines[name]()), file=answers)

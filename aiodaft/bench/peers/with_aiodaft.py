@@ -1,0 +1,68 @@
+"""The measurements in aiodaft."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiodaft
+
+from . import serving
+from .serving import Lines, many, one_by_one, tensors
+
+
+class Echo(aiodaft.Actor):
+    """Answers at once, and makes and takes tensors."""
+
+    @aiodaft.method
+    async def same(self, value: int) -> int:
+        """A small value, there and back."""
+        return value
+
+    @aiodaft.method
+    async def prepare(self, size: int) -> None:
+        """Make the tensor that is given later."""
+        import torch  # noqa: PLC0415 - the other calls need none
+
+        self.tensor = torch.ones(size, dtype=torch.uint8)
+
+    @aiodaft.method
+    async def give(self) -> Any:
+        """A tensor."""
+        return self.tensor
+
+    @aiodaft.method
+    async def take(self, tensor: Any) -> int:
+        """Receive a tensor."""
+        return len(tensor)
+
+
+@asynccontextmanager
+async def open_lines(count: int) -> AsyncGenerator[Lines]:
+    """Start actors."""
+    async with aiodaft.Runtime(preload=("torch",) if count > 1 else ()) as rt, rt.group(count, Echo) as actors:
+        a, b, c = (actors[index % count] for index in range(3))
+
+        def chain(value: int | aiodaft.Ref[int]) -> aiodaft.Ref[int]:
+            return c.same(b.same(a.same(value)))
+
+        lines: Lines = {
+            serving.CALL: one_by_one(lambda: a.same(1), 100),
+            serving.IN_FLIGHT: many(lambda: a.same(1), 4000, 1000),
+            serving.FAN_OUT: one_by_one(lambda: actors.all(Echo.same, 1), 20),
+            serving.CHAIN: one_by_one(lambda: chain(1), 50),
+            **tensors(a.prepare, lambda: b.take(a.give())),
+        }
+        if count == 1:
+            yield lines
+            return
+        async with (
+            aiodaft.compile(a.same) as one,
+            aiodaft.compile(chain) as three,
+        ):
+            yield lines | {
+                serving.COMPILED: one_by_one(lambda: one(1), 100),
+                serving.COMPILED_CHAIN: one_by_one(lambda: three(1), 100),
+                serving.COMPILED_TEN: many(lambda: one(1), 4000, 10),
+            }

@@ -17,12 +17,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
+from aiodaft._protocol.following import Location
 from aiodaft._protocol.ids import COORDINATOR, NODE, SUPERVISOR, ActorId, PeerId
 from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.resources import Resources
 from aiodaft._runtime.agent import Agent
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.calls.following import FollowingTarget, Location
+from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.diagnostics.attach import answer
 from aiodaft._runtime.node.all_stacks import stack_of_all

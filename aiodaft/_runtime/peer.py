@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from aiodaft._protocol import messages as m
+from aiodaft._protocol.following import Location
 from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, SUPERVISOR, ActorId, CallId, PeerId
 from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.agent import Agent
 from aiodaft._runtime.calls.call import Caller
-from aiodaft._runtime.calls.following import Followers, Location
+from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.channels import Channels, leaving_of

@@ -18,8 +18,9 @@ from supervised import AT_ONCE, Mortal, Responder
 
 import aiodaft
 from aiodaft import Restart
+from aiodaft._protocol.following import NOWHERE, Location
 from aiodaft._protocol.ids import ActorId
-from aiodaft._runtime.calls.following import NOWHERE, FollowingTarget, Location
+from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft.actor import Handle, target_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -12,9 +12,10 @@ from rooms import ELSEWHERE, THERE, Bench, turns
 from aiodaft import Actor, method
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.codec import FrameDecoder
+from aiodaft._protocol.following import NOWHERE, Location
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, SUPERVISOR, ActorId, CallId, PeerId, incarnation
 from aiodaft._runtime.calls.call import Caller, CallState, Target
-from aiodaft._runtime.calls.following import NOWHERE, Followers, FollowingTarget, Location, PinnedTarget
+from aiodaft._runtime.calls.following import Followers, FollowingTarget, PinnedTarget
 from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import Connection

@@ -11,9 +11,10 @@ import pytest
 from actors import Echo
 from rooms import ELSEWHERE, THERE, Bench, turns
 
+from aiodaft._protocol.following import NOWHERE, Location
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, incarnation
 from aiodaft._runtime.calls.call import PendingCall, Request, Target
-from aiodaft._runtime.calls.following import NOWHERE, Followers, Location
+from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.node.worker_table import Place
 from aiodaft._runtime.objects.objects import Objects

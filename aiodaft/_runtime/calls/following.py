@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, cast
 
+from aiodaft._protocol.following import NOWHERE, Failure, Location, Whereabouts, failure_of
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, epoch_of, number_of
 from aiodaft._protocol.liveness import Health
 from aiodaft._protocol.messages import WANT_REPLY
@@ -29,35 +29,9 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_state import UnhandledErrors
 from aiodaft._runtime.serialization.errors import copy_error, unsent
 from aiodaft.actor import Handle
-from aiodaft.exceptions import (
-    ActorDied,
-    DaftError,
-    NotDelivered,
-    Overloaded,
-    PeerLost,
-    RuntimeClosed,
-    StaleHandle,
-)
+from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed, StaleHandle
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where a supervised actor is.
-
-    Attributes:
-        peer: Its process; NOWHERE while it is down.
-        actor: Its incarnation; the next one while it is down.
-        ended: The error of its calls, if it is gone for good.
-    """
-
-    peer: PeerId
-    actor: ActorId
-    ended: DaftError | None = None
-
-
-NOWHERE = PeerId("")
 
 # Asks the directory of an owner for the location of an actor by its number; True: wait until it is up.
 Locate: TypeAlias = Callable[[PeerId, ActorId, bool], Ref[Location]]
@@ -69,18 +43,18 @@ class FollowingTarget(Target):
     While the actor is down, its address is this process, which hosts no actor with its number.
     """
 
-    __slots__ = ("__weakref__", "_backlog", "_finding", "_followers", "ended", "owner")
+    __slots__ = ("__weakref__", "_backlog", "_finding", "_followers", "_known", "owner")
 
     def __init__(
         self, followers: Followers, place: Location, owner: PeerId, label: str, sink: UnhandledErrors | None
     ) -> None:
         caller = followers.caller
         # An old handle may have an old place: without a connection to that process, the first call asks.
-        known = place.peer in caller.connections
-        super().__init__(caller, place.peer if known else caller.process.id, place.actor, label, sink)
+        place = Location(place.peer if place.peer in caller.connections else NOWHERE, place.actor)
+        super().__init__(caller, place.peer or caller.process.id, place.actor, label, sink)
         self._followers = followers
         self.owner = owner
-        self.ended: DaftError | None = None
+        self._known = Whereabouts(place, told=owner == caller.process.id)
         self._backlog = Backlog(caller, label)
         self._finding: asyncio.Task[None] | None = None
 
@@ -95,15 +69,14 @@ class FollowingTarget(Target):
         return number_of(self.actor)
 
     @property
-    def epoch(self) -> int:
-        """The number of restarts that this process knows of."""
-        return epoch_of(self.actor)
-
-    @property
     def place(self) -> Location:
         """The location of the actor, as far as this process knows."""
-        down = self.remote == self.caller.process.id and self.actor not in self.caller.actors
-        return Location(NOWHERE if down else self.remote, self.actor)
+        return self._known.place
+
+    @property
+    def ended(self) -> DaftError | None:
+        """The error of all calls, if the actor is gone for good."""
+        return self._known.place.ended
 
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
         """Call a method and return a ref of its result at once."""
@@ -118,21 +91,18 @@ class FollowingTarget(Target):
 
     def health(self) -> Health:
         """See `Target.health`. The owner tells its own process where the actor is; any other process asks once."""
-        if self.ended is not None:
-            return Health.LOST
-        health = super().health()
-        if health is not Health.LOST:
-            return health
-        if self.owner != self.caller.process.id and self._finding is None:
+        seen = super().health()
+        if seen is Health.LOST and self.ended is None and not self._known.told and self._finding is None:
             self.caller.process.call_soon(self._look)
-        return Health.SUSPECT
+        return self._known.health(seen)
 
     def note_death(self, error: ActorDied) -> None:
         """Do nothing: the next incarnation may be up."""
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
-        return _rebuild, (self.caller.process.options.home, self.owner, self.place, self.label, cls, True)
+        place = Location(self.place.peer, self.actor)
+        return _rebuild, (self.caller.process.options.home, self.owner, place, self.label, cls, True)
 
     # Waiting for the next incarnation.
 
@@ -172,20 +142,14 @@ class FollowingTarget(Target):
             DaftError: It is gone for good; the error says why.
         """
         if self.ended is None and self.place.peer == NOWHERE:
-            found = await self.locate(wait=True)
-            if found.ended is None:
-                self.move(found)
-            else:
-                self.end(found.ended)
+            self.move(await self.locate(wait=True))
         if self.ended is not None:
             raise unsent(self.ended)
 
     async def _find(self, connection: Connection | None) -> None:
         """Ask for the location, which is answered when the actor is up, and send or fail the backlog."""
         try:
-            # First wait until its process is known to be gone; perhaps only the connection broke.
-            lost = None if connection is None else await self.caller.connections.explanation(connection)
-            found = await self.locate(wait=True)
+            found, problem = await self.find(connection, wait=True)
         except asyncio.CancelledError:
             self._backlog.fail(RuntimeClosed(self.caller.process.closed or "the runtime is closed"))
             raise
@@ -194,12 +158,19 @@ class FollowingTarget(Target):
             self._backlog.fail(error)
             return
         self._finding = None
-        if found.ended is not None:
-            self.end(found.ended)
-        elif lost is not None and connection is not None and found.peer == connection.remote:
-            self._backlog.fail(lost)
+        if found.ended is None and problem is not None:
+            self._backlog.fail(problem)
         else:
             self.move(found)
+
+    async def find(self, connection: Connection | None, *, wait: bool) -> tuple[Location, DaftError | None]:
+        """The location, and why calls cannot be made there that a connection, if any, has lost."""
+        remote = lost = None
+        if connection is not None:
+            # First its process has to be known to be gone.
+            remote, lost = connection.remote, await self.caller.connections.explanation(connection)
+        found = await self.locate(wait=wait)
+        return found, found.why_missed(remote, lost)
 
     def locate(self, *, wait: bool) -> Ref[Location]:
         """Ask the owner's directory for the location; with `wait`, it answers when the actor is up."""
@@ -208,22 +179,36 @@ class FollowingTarget(Target):
     # News of it.
 
     def move(self, place: Location) -> None:
-        """Note a new location, unless a newer one is known, and send the backlog."""
-        if self.ended is None and epoch_of(place.actor) >= self.epoch:
-            self.remote, self.actor = place.peer, place.actor
-            for request in self._backlog.take_all():
-                self.caller.sender.submit_later(request)
+        """Note a location, unless a newer one is known: send the backlog, or fail it if the actor is gone for good."""
+        if self._known.move(place):
+            self._aim()
+            if place.ended is not None:
+                self._backlog.fail(place.ended)
+            else:
+                for request in self._backlog.take_all():
+                    self.caller.sender.submit_later(request)
 
     def leave(self) -> None:
         """Note that the actor is down."""
-        self.remote = self.caller.process.id
+        self._known.leave()
+        self._aim()
+
+    def not_found(self, remote: PeerId) -> None:
+        """Note that the actor is not in a process, or that the process is gone."""
+        self._known.not_found(remote)
+        self._aim()
+
+    def heard(self, place: Location) -> None:
+        """Note the location in a handle that came from another process."""
+        self._known.heard(place)
+        self._aim()
 
     def end(self, error: DaftError) -> None:
         """Note that the actor is gone for good, and fail the backlog."""
-        if self.ended is None:
-            self.ended = error
-            self.leave()
-            self._backlog.fail(error)
+        self.move(Location(NOWHERE, self.actor, error))
+
+    def _aim(self) -> None:
+        self.remote, self.actor = self.place.peer or self.caller.process.id, self.place.actor
 
 
 class FollowingCall(CallState):
@@ -243,22 +228,16 @@ class FollowingCall(CallState):
         super().on_error(error)
 
     def _made_again(self, error: BaseException) -> bool:
-        request, target = self.request, cast("FollowingTarget", self.target)
-        if not isinstance(error, NotDelivered | ActorDied | PeerLost) or error.executed:
+        request, target, failure = self.request, cast("FollowingTarget", self.target), failure_of(error)
+        if failure is Failure.TURNED_AWAY and self.connection is not None:
+            # Perhaps its process lives without the actor (or an argument is lost): the next call asks.
+            target.not_found(self.connection.remote)
+        if failure is Failure.FINAL or self._cancelling or target.ended is not None:
             return False
-        if isinstance(error, Overloaded):
-            # The actor lives, and would refuse the call again.
-            return False
-        turned_away = error.executed is False and isinstance(error, StaleHandle | ActorDied)
-        told = target.owner == self.process.id
-        if turned_away and not told and self.connection is not None and self.connection.remote == target.remote:
-            # Perhaps its process lives without the actor (or an argument is lost): the next call asks. The owner's
-            # process is told of every move, and must keep the location.
-            target.leave()
-        if self._cancelling or target.ended is not None or request is None or request.attempt >= self.spec.retries:
+        if request is None or request.attempt >= self.spec.retries:
             return False
         request.attempt += 1
-        self._doubtful = self._doubtful or error.executed is None
+        self._doubtful = self._doubtful or failure is Failure.DOUBTFUL
         target.caller.sender.submit_later(request)
         return True
 
@@ -321,14 +300,12 @@ class PinnedTarget(Target):
 
     async def _refuse(self, state: PendingCall, connection: Connection | None) -> None:
         try:
-            lost = None if connection is None else await self.caller.connections.explanation(connection)
-            found = await self.followed.locate(wait=False)
+            _, reason = await self.followed.find(connection, wait=False)
         except Exception as problem:  # noqa: BLE001 - the caller gets it
             state.on_error(unsent(problem))
             return
         stale = StaleHandle(f"{self.label} was restarted: this handle leads to its epoch {epoch_of(self.actor)}")
-        # Perhaps only the connection broke, and the incarnation lives.
-        state.on_error(unsent(found.ended or (lost if lost is not None and found.peer == self.remote else stale)))
+        state.on_error(unsent(reason or stale))
 
 
 class Followers:
@@ -347,8 +324,8 @@ class Followers:
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = FollowingTarget(self, place, owner, label, sink)
-        elif epoch_of(place.actor) > known.epoch:
-            known.leave()
+        else:
+            known.heard(place)
         return known
 
 

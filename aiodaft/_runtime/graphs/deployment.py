@@ -106,9 +106,7 @@ class Deployment:
     def leave(self, remote: PeerId) -> None:
         """A process is gone: ask the owners of its supervised actors for their new places."""
         for target in self._followed:
-            # This process is told of its own actors, and must not forget where they are.
-            if target.remote == remote and target.owner != self._context.process.id:
-                target.leave()
+            target.not_found(remote)
 
     def end(self) -> None:
         """The last run is over, and no more begin."""

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Final
 
 from aiodaft._protocol.child import REACHABLE, ChildEvent, ChildState
+from aiodaft._protocol.following import NOWHERE, Location
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.calls.following import NOWHERE, FollowingTarget, Location, PinnedTarget
+from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
 from aiodaft._runtime.peer import Locator
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, SupervisionOwner

@@ -15,10 +15,11 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from aiodaft._protocol.child import SETTLED, STOPPING, ChildEvent, ChildState, next_state
+from aiodaft._protocol.following import Location
 from aiodaft._protocol.ids import ActorId, epoch_of, incarnation
 from aiodaft._protocol.supervision import Again, GiveUp, Gone, Kind, Siblings
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.calls.following import FollowingTarget, Location
+from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.platform.error_log import printable
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.serialization.errors import copy_error

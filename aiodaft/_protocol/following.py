@@ -1,0 +1,97 @@
+"""Where a supervised actor is, as one process knows it, and which of its calls are made again. Pure.
+
+The process of the actor's supervisor, its owner, is told of every move. Every other process learns that the actor has
+moved when a call does not find it, and then asks the owner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from aiodaft.exceptions import ActorDied, DaftError, NotDelivered, Overloaded, PeerLost, StaleHandle
+
+from .ids import ActorId, PeerId, epoch_of
+from .liveness import Health
+
+NOWHERE: Final = PeerId("")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a supervised actor is.
+
+    Attributes:
+        peer: Its process; NOWHERE while it is down.
+        actor: Its incarnation; the next one while it is down.
+        ended: The error of its calls, if it is gone for good.
+    """
+
+    peer: PeerId
+    actor: ActorId
+    ended: DaftError | None = None
+
+    def why_missed(self, remote: PeerId | None, lost: DaftError | None) -> DaftError | None:
+        """Why a call over a connection to `remote`, which was `lost`, cannot be made again at this location."""
+        # Perhaps only the connection broke, and the actor is where it was.
+        return self.ended or (lost if self.peer == remote else None)
+
+
+class Whereabouts:
+    """What one process knows of the location of an actor. An end is final."""
+
+    def __init__(self, place: Location, *, told: bool) -> None:
+        """`told`: the process is the owner."""
+        self.place = place
+        self.told = told
+
+    def move(self, place: Location) -> bool:
+        """Note a location from the owner; False if it is old news."""
+        known = self.place
+        if known.ended is not None or (place.ended is None and epoch_of(place.actor) < epoch_of(known.actor)):
+            return False
+        self.place = place
+        return True
+
+    def leave(self) -> None:
+        """Note that the actor is down."""
+        if self.place.ended is None:
+            self.place = Location(NOWHERE, self.place.actor)
+
+    def not_found(self, remote: PeerId) -> None:
+        """The actor is not in a process, or that is gone. The owner's process must keep what it was told."""
+        if remote == self.place.peer and not self.told:
+            self.leave()
+
+    def heard(self, place: Location) -> None:
+        """A handle came from another process: if its incarnation is a later one, the known one is down."""
+        if epoch_of(place.actor) > epoch_of(self.place.actor):
+            self.leave()
+
+    def health(self, seen: Health) -> Health:
+        """The health of the actor, if `seen` is that of its incarnation."""
+        if self.place.ended is not None:
+            return Health.LOST
+        return Health.SUSPECT if seen is Health.LOST else seen
+
+
+class Failure(Enum):
+    """What the error of a call means for a further attempt."""
+
+    FINAL = "the call ran, or another attempt would fail in the same way"
+    DOUBTFUL = "the call may have run"
+    UNSENT = "the call did not run"
+    TURNED_AWAY = "the call did not run, because the actor was not where it went"
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What the error of a call means for a further attempt."""
+    if not isinstance(error, NotDelivered | ActorDied | PeerLost) or error.executed:
+        return Failure.FINAL
+    if isinstance(error, Overloaded):
+        # The actor lives, and would refuse the call again.
+        return Failure.FINAL
+    if error.executed is None:
+        return Failure.DOUBTFUL
+    return Failure.TURNED_AWAY if isinstance(error, StaleHandle | ActorDied) else Failure.UNSENT

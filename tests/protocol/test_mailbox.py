@@ -22,8 +22,10 @@ class Call:
     caller: PeerId
     rules: Rules
     stage: Stage = QUEUED
+    behind: bool = False
     begun: bool = False
-    # Only for the eyes of whoever reads a failure.
+    last_begun: bool = False
+    # Shown when a test fails.
     number: int = field(default_factory=lambda: next(_numbers))
 
 

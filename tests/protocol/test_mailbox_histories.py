@@ -33,7 +33,9 @@ class Call:
     rules: Rules
     number: int
     stage: Stage
+    behind: bool = False
     begun: bool = False
+    last_begun: bool = False
     started: bool = False
     ended: bool = False
 

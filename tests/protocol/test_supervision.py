@@ -53,7 +53,8 @@ def test_the_strategy_says_who_restarts_and_in_which_order(strategy: Strategy, s
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_not_restarted_does_not_affect_its_siblings(strategy: Strategy) -> None:
-    for kind, normal in (("transient", True), ("temporary", False), ("temporary", True)):
+    cases: list[tuple[Kind, bool]] = [("transient", True), ("temporary", False), ("temporary", True)]
+    for kind, normal in cases:
         siblings = family(strategy, {"a": "permanent", "b": kind, "c": "permanent"}, intensity=0)
         assert siblings.failed("b", "ended", normal=normal, now=0) == Gone("b")
         # It left no trace: not among the deaths, and not among the siblings.
@@ -61,7 +62,8 @@ def test_what_is_not_restarted_does_not_affect_its_siblings(strategy: Strategy) 
 
 
 def test_permanent_and_transient_ones_are_restarted_after_a_failure() -> None:
-    for kind, normal in (("permanent", True), ("permanent", False), ("transient", False)):
+    cases: list[tuple[Kind, bool]] = [("permanent", True), ("permanent", False), ("transient", False)]
+    for kind, normal in cases:
         decision = family("one_for_one", {"a": kind}).failed("a", "died", normal=normal, now=0)
         assert isinstance(decision, Again)
         assert decision.start == ("a",)

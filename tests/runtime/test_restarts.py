@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from actors import Echo
@@ -13,7 +13,7 @@ from rooms import ELSEWHERE, THERE, Bench, turns
 
 from aiodaft._protocol.following import NOWHERE, Location
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, incarnation
-from aiodaft._runtime.calls.call import PendingCall, Request, Target
+from aiodaft._runtime.calls.call import Caller, PendingCall, Request, Target
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.node.worker_table import Place
@@ -47,10 +47,10 @@ class House(Bench):
 
     def __init__(self, policy: Restart) -> None:
         super().__init__()
-        nobody: Any = SimpleNamespace(take_note=None, running_call=None, introduce=lambda remote: asyncio.sleep(0))
-        connections = Connections(self.process, nobody)
+        parts: Any = SimpleNamespace(take_note=None, running_call=None, introduce=lambda remote: asyncio.sleep(0))
+        connections = Connections(self.process, parts)
         connections.to(THERE)
-        objects = Objects(self.process, connections, self.store, nobody)
+        objects = Objects(self.process, connections, self.store, parts)
         self.caller: Any = SimpleNamespace(
             process=self.process, connections=connections, objects=objects, actors={}, sender=self, outgoing=self
         )
@@ -63,7 +63,7 @@ class House(Bench):
         owner: Any = self
         self.directory = Directory(owner)
         self.supervisor = self.directory.new_supervisor(policy, 0, lambda error, what: self.failed.append(error))
-        self.followers = Followers(self.caller, self._locate)
+        self.followers = Followers(cast(Caller, self.caller), self._locate)
 
     def _handle(self, cls: type) -> Any:
         return Handle(self.target(self.process.id, ActorId(1), "node agent"), cls)

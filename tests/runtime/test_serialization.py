@@ -63,7 +63,7 @@ class Text(str):
 
 Point = namedtuple("Point", "x y")
 
-PLAIN = [
+PLAIN: list[Any] = [
     None, True, False, 0, -1, 2**63 - 1, 2**64 - 1, 2**64, -(2**63), -(2**200), 0.0, -0.0, 1e308, float("inf"),
     "", "ä€🙂", "\ud800", b"", b"\x00\xff", bytearray(b"mutable"), (), (1,), ((1, 2), [3]), [], [[[]]], {}, {1: 2},
     {(1, "a"): [None]}, {None: 1, True: 2.5}, set(), {1, 2}, frozenset({(1, 2)}), complex(1, -2), range(3, 9, 2),

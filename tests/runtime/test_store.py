@@ -125,5 +125,6 @@ def test_memory_that_is_unregistered_while_a_transport_opens_is_not_registered_t
     late = Late()
     store = store_that_opens(lambda name: late)
     store.register(64, 100)
-    assert store.transport is late
+    opened: Any = store.transport
+    assert opened is late
     assert late.registered == {}

@@ -15,7 +15,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Generic, TypeVar
+from enum import Enum
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from aiodaft.exceptions import CyclicGraph
 
@@ -66,6 +67,50 @@ class Segment:
     needs: tuple[int, ...]
 
 
+class Report(Enum):
+    """What a process reports to the owner of a result."""
+
+    NOTE = "the step is over: the owner does not need its value"
+    VALUE = "the value, or the error"
+    STORED = "the process stores the value"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Where the result of a step goes, in the process of the step.
+
+    Attributes:
+        value: Its number.
+        sends: The other processes that need it.
+        used: Whether steps of this process use it.
+        awaited: Whether segments of this process wait for it.
+        reported: Whether the owner gets a report.
+        output: Its position among the outputs of this process, if the owner needs it.
+    """
+
+    value: int
+    sends: tuple[PeerId, ...]
+    used: bool
+    awaited: bool
+    reported: bool
+    output: int | None
+
+    @property
+    def leaves_segment(self) -> bool:
+        """Whether it is needed before its segment is over."""
+        return self.awaited or self.reported or bool(self.sends)
+
+    def outlives(self, *, is_inline: bool) -> bool:
+        """Whether steps of this process may read the value after the owner has freed it."""
+        return self.output is not None and self.used and not is_inline
+
+    def report(self, *, failed: bool, stays: bool) -> Report:
+        """What to report of it, if it failed or stays with this process."""
+        if self.output is not None:
+            return Report.STORED if stays else Report.VALUE
+        return Report.VALUE if failed else Report.NOTE
+
+
 @dataclass(frozen=True, slots=True)
 class SubPlan(Generic[DataT]):
     """The plan of one process.
@@ -73,30 +118,43 @@ class SubPlan(Generic[DataT]):
     Attributes:
         process: The process.
         steps: Its steps, in program order.
-        values: For each of its steps, the number of the result.
+        results: For each of its steps, where the result goes.
         segments: Its steps as segments, in the order in which they start.
         inputs: Numbers of the graph's inputs that it needs.
         receives: Values that it needs from other processes, by process.
-        sends: For each of its results, the other processes that need it.
-        reports: Results that it reports to the owner.
-        outputs: The reported results that the owner needs.
+        outputs: Its results that the owner needs.
         uses: For each value, how often the steps of this process use it.
         labels: For each value that is used here, the step or input that makes it.
-        follows: Whether each segment waits for a value of another step.
     """
 
     process: PeerId
     steps: tuple[Step[DataT], ...]
-    values: tuple[int, ...]
+    results: tuple[Result, ...]
     segments: tuple[Segment, ...]
     inputs: tuple[int, ...]
     receives: Mapping[PeerId, tuple[int, ...]]
-    sends: Mapping[int, tuple[PeerId, ...]]
-    reports: frozenset[int]
     outputs: tuple[int, ...]
     uses: Mapping[int, int]
     labels: Mapping[int, str]
-    follows: bool
+
+    @property
+    def follows(self) -> bool:
+        """Whether each segment waits for a value of another step."""
+        return all(set(segment.needs).difference(self.inputs) for segment in self.segments)
+
+
+class RunPart(NamedTuple):
+    """What the RUN messages to one process carry.
+
+    Attributes:
+        process: The process.
+        inputs: The inputs that it needs; None for all, in their order.
+        results: Its results, as positions among the numbers of a run; None for all, in their order.
+    """
+
+    process: PeerId
+    inputs: tuple[int, ...] | None
+    results: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +203,7 @@ class Dataflow(Generic[DataT]):
 
 
 def make_plan(flow: Dataflow[DataT]) -> dict[PeerId, SubPlan[DataT]]:
-    """Cut a dataflow into the plans of its processes.
+    """Cut a dataflow into the plans of its processes. Those that follow others come last.
 
     Raises:
         CyclicGraph: Steps would wait for each other in a cycle.
@@ -158,7 +216,25 @@ def make_plan(flow: Dataflow[DataT]) -> dict[PeerId, SubPlan[DataT]]:
         for value in set(flow.steps[index].needs):
             needed_by.setdefault(value, []).append(index)
     processes = _unique(actor[0] for actor in actors)
-    return {process: _sub_plan(flow, process, sequence, needed_by) for process in processes}
+    plans = [_sub_plan(flow, process, sequence, needed_by) for process in processes]
+    return {plan.process: plan for plan in sorted(plans, key=lambda plan: plan.follows)}
+
+
+def run_parts(flow: Dataflow[DataT], plans: Iterable[SubPlan[DataT]]) -> list[RunPart]:
+    """What a run of a dataflow sends to each process."""
+    outputs = _unique(flow.outputs)
+    return [
+        RunPart(
+            plan.process,
+            _none_if_all(plan.inputs, flow.inputs),
+            _none_if_all(tuple(map(outputs.index, plan.outputs)), len(outputs)),
+        )
+        for plan in plans
+    ]
+
+
+def _none_if_all(positions: tuple[int, ...], count: int) -> tuple[int, ...] | None:
+    return None if positions == tuple(range(count)) else positions
 
 
 def _sub_plan(
@@ -174,25 +250,32 @@ def _sub_plan(
     for value in sorted(uses):
         if value >= flow.inputs and value not in own:
             receives.setdefault(flow.steps[value - flow.inputs].actor[0], []).append(value)
-    sends: dict[int, tuple[PeerId, ...]] = {}
-    for value in sorted(own):
-        others = _unique(flow.steps[index].actor[0] for index in needed_by.get(value, ()))
-        sends[value] = tuple(other for other in others if other != process)
     outputs = tuple(value for value in _unique(flow.outputs) if value in own)
     segments = _segments(flow, mine)
+    awaited = {value for segment in segments for value in segment.needs}
+
+    def result(index: int) -> Result:
+        value = flow.inputs + index
+        users = _unique(flow.steps[user].actor[0] for user in needed_by.get(value, ()))
+        return Result(
+            value=value,
+            sends=tuple(other for other in users if other != process),
+            used=value in uses,
+            awaited=value in awaited,
+            reported=value in outputs or not users,
+            output=outputs.index(value) if value in outputs else None,
+        )
+
     return SubPlan(
         process=process,
         steps=tuple(flow.steps[index] for index in mine),
-        values=tuple(flow.inputs + index for index in mine),
+        results=tuple(map(result, mine)),
         segments=segments,
         inputs=tuple(value for value in sorted(uses) if value < flow.inputs),
         receives={other: tuple(values) for other, values in receives.items()},
-        sends=sends,
-        reports=frozenset(outputs) | {value for value in own if value not in needed_by},
         outputs=outputs,
         uses=uses,
         labels={value: flow.label_of(value) for value in uses},
-        follows=all(any(value >= flow.inputs for value in segment.needs) for segment in segments),
     )
 
 

@@ -13,11 +13,17 @@ A graph at its owner:              A run at the owner:                      A ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum, auto
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
+from .deadlock import CallAt
+from .ids import CallId, PeerId
+from .messages import ENCODED_VALUE, PLAIN_VALUE, GraphItem
 from .plan import SubPlan
+
+ValueT = TypeVar("ValueT")
 
 
 class GraphState(IntEnum):
@@ -106,11 +112,118 @@ RUN: Final[Mapping[RunState, Mapping[RunEvent, RunState]]] = {
 
 # The participants do not know the run.
 UNSENT: Final = frozenset({RunState.COPYING, RunState.WAITING})
+# They know it, and the owner waits for their reports.
+_SENT: Final = frozenset({RunState.UNDER_WAY, RunState.CANCELLED})
 
 
-def may_begin(state: GraphState, under_way: int, max_in_flight: int) -> bool:
-    """Whether one more run may begin (or fail, if the graph is broken)."""
-    return state is not GraphState.PREPARING and under_way < max_in_flight
+class OwnedRun:
+    """Where a run is at the owner of its graph, and which reports are missing.
+
+    Attributes:
+        number: The number of the run.
+        deployment: Set when the run is sent: the processes that have it.
+        missing: The values that are not reported yet, with the processes that report them.
+    """
+
+    state = RunState.WAITING
+    number = 0
+    deployment: Any = None
+
+    def __init__(self) -> None:
+        self.missing: dict[int, PeerId] = {}
+
+    def on(self, event: RunEvent) -> None:
+        """Go to the next state. Raises KeyError if the event cannot happen now."""
+        self.state = RUN[self.state][event]
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether the participants have reported everything, or are lost."""
+        return self.state in _SENT and not self.missing
+
+    def report(self, items: Iterable[GraphItem]) -> list[GraphItem]:
+        """Take a REPORT. Returns what was missing; a value with refs stays missing until these are registered."""
+        missing, new = self.missing, list[GraphItem]()
+        for item in items:
+            if item[0] in missing:
+                new.append(item)
+                if len(item) != ENCODED_VALUE or not item[3]:
+                    del missing[item[0]]
+        return new
+
+    def lose(self, process: PeerId) -> list[int]:
+        """A process is gone. Returns the values that it has not reported."""
+        lost = [value for value, reporter in self.missing.items() if reporter == process]
+        for value in lost:
+            del self.missing[value]
+        return lost
+
+
+RunT = TypeVar("RunT", bound=OwnedRun)
+
+
+class GraphRuns(Generic[RunT]):
+    """A graph at its owner: its runs, and which may begin.
+
+    Attributes:
+        state: Whether runs may begin.
+        broken: The error of each run, if the graph is BROKEN.
+        closed: No more runs are made.
+        all: The runs that are not over, by number.
+        waiting: Those that are not sent, in their order.
+    """
+
+    def __init__(self, max_in_flight: int) -> None:
+        self.state = GraphState.PREPARING
+        self.broken: BaseException | None = None
+        self.closed = False
+        self.all: dict[int, RunT] = {}
+        self.waiting: deque[RunT] = deque()
+        self._max_in_flight = max_in_flight
+        self._last = 0
+
+    def on(self, event: GraphEvent, broken: BaseException | None = None) -> None:
+        """Go to the next state. Raises KeyError if the event cannot happen now."""
+        self.state, self.broken = GRAPH[self.state][event], broken
+
+    def enter(self, run: RunT, *, must_wait: bool) -> bool:
+        """Number a run. Returns whether it begins at once; else it waits for `turn_came`."""
+        runs = self.all
+        at_once = self.state is GraphState.READY and not (must_wait or self.waiting) and len(runs) < self._max_in_flight
+        self._last = run.number = number = self._last + 1
+        runs[number] = run
+        if not at_once:
+            self.waiting.append(run)
+        return at_once
+
+    def may_begin(self) -> bool:
+        """Whether one more run may begin (or fail, if the graph is broken)."""
+        under_way = len(self.all) - len(self.waiting)
+        return self.state is not GraphState.PREPARING and under_way < self._max_in_flight
+
+    def turn_came(self) -> BaseException | None:
+        """The first waiting run is to be sent; or it is over with the error that this returns."""
+        run = self.waiting.popleft()
+        if self.broken is not None:
+            run.on(RunEvent.ENDED)
+        return self.broken
+
+    def withdraw(self, run: RunT) -> None:
+        """A waiting run ends before it is sent."""
+        self.waiting.remove(run)
+        run.on(RunEvent.ENDED)
+
+    def over(self, run: RunT) -> bool:
+        """Forget a run that waits no more, and has no reports to come; False if it is forgotten."""
+        if self.all.pop(run.number, None) is None:
+            return False
+        if run.state in _SENT:
+            run.on(RunEvent.ENDED)
+        return True
+
+    def sent_with(self, deployment: object) -> list[RunT]:
+        """The runs that the processes of a deployment have."""
+        return [run for run in self.all.values() if run.deployment is deployment]
 
 
 class ShareState(IntEnum):
@@ -147,68 +260,118 @@ SHARE: Final[Mapping[ShareState, Mapping[ShareEvent, ShareState]]] = {
 }
 
 
+# The deadlock search identifies a segment by a negative number made of the graph, the run and one of its values.
+_VALUE_BITS: Final = 32
+_RUN_BITS: Final = 64
+
+
 class Needs:
-    """What the segments of a plan wait for, the same for all runs.
+    """What the segments of a plan wait for and make, the same for all runs.
 
     Attributes:
+        plan: The plan.
         segments: By value: the segments that wait for it.
         missing: For each segment, the number of values that it needs.
         missing_then: The same once all inputs of the graph have come.
         foreign: Values that come from other processes.
     """
 
-    def __init__(self, plan: SubPlan[Any]) -> None:
+    def __init__(self, plan: SubPlan[Any], owner: PeerId, graph: int) -> None:
+        self.plan = plan
+        self._owner = owner
+        self._graph = graph
         self.segments: dict[int, list[int]] = {}
+        self._made_by: dict[int, int] = {}
         for index, segment in enumerate(plan.segments):
             for value in segment.needs:
                 self.segments.setdefault(value, []).append(index)
+            for position in segment.steps:
+                self._made_by[plan.results[position].value] = index
         self.missing = [len(segment.needs) for segment in plan.segments]
         self.missing_then = [len(set(segment.needs).difference(plan.inputs)) for segment in plan.segments]
         self.foreign = len(plan.inputs) + sum(map(len, plan.receives.values()))
 
+    # For the deadlock search.
 
-class Share:
+    def maker_of(self, run: int, value: int) -> CallAt:
+        """The segment that makes a value in a run, in this or another process."""
+        plan = self.plan
+        process = next((process for process, values in plan.receives.items() if value in values), plan.process)
+        number = -1 - ((self._graph << _RUN_BITS | run) << _VALUE_BITS | value)
+        return CallAt(process, self._owner, CallId(number))
+
+    def segment_with(self, number: CallId, run: int, outputs: Sequence[CallId]) -> int | None:
+        """The segment of this process that has a number in a run, or makes the output with this number."""
+        if number in outputs:
+            return self._made_by[self.plan.outputs[outputs.index(number)]]
+        # The value is in the last bits.
+        value = -1 - number & (1 << _VALUE_BITS) - 1
+        return self._made_by.get(value) if self.maker_of(run, value).number == number else None
+
+
+class Share(Generic[ValueT]):
     """What a participant does of one run.
 
     Attributes:
         state: Where the run is.
+        values: The values that are here: inputs, and results of this and other processes.
         missing: For each segment, the number of values that it still waits for.
         unfinished: Segments that have not ended, and results that are not told yet.
         to_come: Values of other processes that have not come.
     """
 
-    __slots__ = ("_needs", "missing", "state", "to_come", "unfinished")
-
     def __init__(self, needs: Needs) -> None:
-        self._needs = needs
+        self.needs = needs
         self.state = ShareState.EXPECTED
+        self.values: dict[int, ValueT] = {}
         self.missing = needs.missing.copy()
         self.unfinished = len(needs.missing)
         self.to_come = needs.foreign
 
-    def run_came(self, inputs: int) -> None:
-        """RUN came, with this number of inputs that were not counted: all of the graph's, before any other value.
+    def run_came(self, items: tuple[GraphItem, ...]) -> tuple[GraphItem, ...]:
+        """RUN came, with the inputs. Returns those to `take` one by one: none if all are plain, the usual case.
 
         Raises:
             KeyError: The run was dropped.
         """
         self.state = SHARE[self.state][ShareEvent.RUN_CAME]
-        if inputs:
-            self.missing = self._needs.missing_then.copy()
-            self.to_come -= inputs
+        if self.values:
+            # Some came from other participants; no value is counted twice.
+            return items
+        for item in items:
+            if len(item) != PLAIN_VALUE:
+                return items
+        if items:
+            self.values.update(items)
+            self.missing = self.needs.missing_then.copy()
+            self.to_come -= len(items)
+        return ()
 
-    def value_came(self, value: int) -> Iterable[int]:
-        """A value is here: the segments that have everything now."""
-        segments = self._needs.segments.get(value)
-        if segments is None:
+    def take(self, value: int, content: ValueT) -> Sequence[int]:
+        """A value of another process is here. Returns the segments that have everything now."""
+        if value in self.values:
             return ()
-        missing = self.missing
-        ready: list[int] = []
-        for segment in segments:
+        self.to_come -= 1
+        return self.put(value, content)
+
+    def put(self, value: int, content: ValueT) -> Sequence[int]:
+        """A value is here. Returns the segments that have everything now."""
+        self.values[value] = content
+        missing, ready = self.missing, list[int]()
+        for segment in self.needs.segments.get(value, ()):
             missing[segment] -= 1
             if not missing[segment]:
                 ready.append(segment)
         return ready
+
+    def expected_from(self, process: PeerId) -> list[int]:
+        """The values of a process that have not come."""
+        return [value for value in self.needs.plan.receives.get(process, ()) if value not in self.values]
+
+    def awaits(self, values: Sequence[int]) -> list[int]:
+        """The values among these that are to come from other steps; none if an input of the graph is missing."""
+        missing = [value for value in values if value not in self.values]
+        return [] if set(missing).intersection(self.needs.plan.inputs) else missing
 
     def end(self) -> bool:
         """End a running run of which nothing is left to do or to come; False if there is something left."""

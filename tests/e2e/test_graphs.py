@@ -11,9 +11,6 @@ from graph_actors import Box, Node
 
 import aiodaft
 from aiodaft import Ref, Refs
-from aiodaft._protocol.messages import RUN
-from aiodaft._runtime.connections.connection import Connection
-from aiodaft.actor import target_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -105,25 +102,6 @@ async def test_a_run_is_one_message_to_each_process_and_one_back_and_no_socket(m
     assert after.messages_sent - before.messages_sent == 4 * 10
     assert after.messages_received - before.messages_received == 10
     assert after.control == before.control
-
-
-async def test_the_process_of_the_first_step_is_told_first(
-    module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = await spawn(module_rt, 2)
-    told: list[str] = []
-    send = Connection.send_in_turn
-
-    def note(connection: Connection, message: Any) -> None:
-        if message[0] == RUN:
-            told.append(connection.remote)
-        send(connection, message)
-
-    async with aiodaft.compile(lambda x: second.same(first.same(x))) as graph:
-        expected = await graph(5)
-        monkeypatch.setattr(Connection, "send_in_turn", note)
-        assert await graph(5) == expected
-    assert told == [target_of(actor).remote for actor in (first, second)]
 
 
 async def test_many_runs_are_under_way_and_the_others_wait_here(module_rt: aiodaft.Runtime) -> None:

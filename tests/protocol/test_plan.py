@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from dataflows import BOUNDED, THREAD, actor, flows, step
 from hypothesis import given, settings
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.plan import Dataflow, Step, SubPlan, make_plan
+from aiodaft._protocol.plan import Dataflow, Report, Result, RunPart, Step, SubPlan, make_plan, run_parts
 from aiodaft.exceptions import CyclicGraph
 
 
@@ -38,13 +39,14 @@ def run(plans: dict[PeerId, SubPlan[None]], inputs: int) -> tuple[list[int], set
             progress = True
             made = set(segments[0].needs)
             for position in segments.popleft().steps:
-                value = plan.values[position]
+                result = plan.results[position]
+                value = result.value
                 assert made.issuperset(plan.steps[position].needs), "a segment has what its steps need"
                 made.add(value)
                 has[process].add(value)
                 done.append(value - inputs)
-                reports |= {value} & plan.reports
-                for other in plan.sends[value]:
+                reports |= {value} if result.reported else set()
+                for other in result.sends:
                     assert value in plans[other].receives[process]
                     has[other].add(value)
                     awake.add(other)
@@ -63,7 +65,8 @@ def test_every_plan_runs_each_step_once_and_reports_outputs_and_ends(flow: Dataf
     for process, plan in plans.items():
         assert process not in plan.receives
         assert sum(len(values) for values in plan.receives.values()) == len(
-            {value for step in plan.steps for value in step.needs if value >= flow.inputs} - set(plan.values)
+            {value for step in plan.steps for value in step.needs if value >= flow.inputs}
+            - {result.value for result in plan.results}
         )
 
 
@@ -129,10 +132,61 @@ def test_an_order_of_other_steps_is_refused() -> None:
 def test_a_given_order_is_kept() -> None:
     a = actor(1)
     plan = make_plan(Dataflow(0, (step(a), step(a)), (0, 1), {a: [1, 0]}))[a[0]]
-    assert plan.values == (1, 0)
+    assert [result.value for result in plan.results] == [1, 0]
 
 
 def test_another_actor_takes_the_place_of_one() -> None:
     flow = Dataflow(1, (step(actor(1), 0), step(actor(2), 1)), (2,), {actor(1): [0]})
     moved = flow.with_actors({actor(1): (actor(3), "B-1")})
     assert set(make_plan(moved)) == {actor(2)[0], actor(3)[0]}
+
+
+def test_what_each_process_gets_of_a_run_the_process_of_the_first_step_first() -> None:
+    a, b = actor(1), actor(2)
+    # The second process is met first, and does nothing before the first has.
+    flow = Dataflow(2, (step(b, 3), step(a, 0)), (2, 3))
+    plans = make_plan(flow)
+    assert list(plans) == [a[0], b[0]]
+    assert run_parts(flow, plans.values()) == [RunPart(a[0], (0,), (1,)), RunPart(b[0], (), (0,))]
+    whole = Dataflow(1, (step(a, 0),), (1, 1))
+    assert run_parts(whole, make_plan(whole).values()) == [RunPart(a[0], None, None)]
+
+
+@pytest.mark.parametrize(
+    ("output", "failed", "stays", "report"),
+    [
+        (None, False, False, Report.NOTE),
+        # Its size does not matter: the owner does not need the value.
+        (None, False, True, Report.NOTE),
+        (None, True, False, Report.VALUE),
+        (0, False, False, Report.VALUE),
+        (0, True, False, Report.VALUE),
+        (0, False, True, Report.STORED),
+    ],
+)
+def test_what_is_reported_of_a_result(output: int | None, failed: bool, stays: bool, report: Report) -> None:
+    result = Result(3, (), used=False, awaited=False, reported=True, output=output)
+    assert result.report(failed=failed, stays=stays) is report
+
+
+def test_an_output_that_its_process_still_uses_is_copied_if_the_owner_may_free_it() -> None:
+    shared = Result(3, (), used=True, awaited=False, reported=True, output=0)
+    assert shared.outlives(is_inline=False)
+    # A small one travels to the owner.
+    assert not shared.outlives(is_inline=True)
+    assert not replace(shared, used=False).outlives(is_inline=False)
+    assert not replace(shared, output=None).outlives(is_inline=False)
+
+
+def test_where_results_go() -> None:
+    a, b = actor(1), actor(2)
+    # 1: used in its segment only; 2: awaited here and sent; 3: the output; 4: of the other process, used by no step.
+    steps = (step(a, 0), step(a, 1), step(actor(1, 17), 2), step(b, 2))
+    plans = make_plan(Dataflow(1, steps, (3,)))
+    assert plans[a[0]].results == (
+        Result(1, (), used=True, awaited=False, reported=False, output=None),
+        Result(2, (b[0],), used=True, awaited=True, reported=False, output=None),
+        Result(3, (), used=False, awaited=False, reported=True, output=0),
+    )
+    assert plans[b[0]].results == (Result(4, (), used=False, awaited=False, reported=True, output=None),)
+    assert [result.leaves_segment for result in plans[a[0]].results] == [False, True, True]

@@ -1,87 +1,278 @@
-"""Runs at the owner of a graph and values between steps, without processes."""
+"""Runs of graphs without processes: what their owner and the participants send, keep and give up."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NamedTuple
+
 import pytest
+from neighbours import Neighbour, close
+from rooms import ELSEWHERE, HERE, THERE, turns
 
+import aiodaft
+from aiodaft import Actor, method
+from aiodaft._protocol import messages as m
 from aiodaft._protocol.messages import FAILED_VALUE
-from aiodaft._protocol.run import RunEvent, RunState
-from aiodaft._runtime.graphs.deployment import Specs
+from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.graphs.graph_value import GraphValue, value_of
-from aiodaft._runtime.graphs.owner_run import OwnerRun
-from aiodaft._runtime.objects.stored import StoredValue
-from aiodaft._runtime.serialization.encoded import Encoded
+from aiodaft._runtime.process import closed, opened
+from aiodaft.exceptions import CallCancelled, DaftError, PeerLost
+from aiodaft.ref import Ref
+
+# Takes longer to encode than the loop may be kept.
+LARGE = [0] * 60_000
 
 
-class Graph:
-    """Notes what a run asks of its graph."""
+class Desk(Actor):
+    """Steps of graphs."""
 
     def __init__(self) -> None:
-        self.inputs = 0
-        self.specs: Specs = []
-        self.has_room = True
-        self.asked: list[str] = []
+        self.seen: list[Any] = []
+        self.gate = asyncio.Event()
 
-    def may_begin(self) -> bool:
-        return self.has_room
+    @method
+    async def note(self, word: Any) -> Any:
+        self.seen.append(word)
+        return word
 
-    def turn_came(self, run: OwnerRun) -> None:
-        self.asked.append("send")
+    @method
+    async def wait(self, word: Any) -> Any:
+        self.seen.append(word)
+        await self.gate.wait()
+        return word
 
-    def withdraw(self, run: OwnerRun) -> None:
-        self.asked.append("withdraw")
-        run.on(RunEvent.ENDED)
-        run.release()
+    @method
+    async def listed(self, word: Any) -> list[Any]:
+        return [word]
 
-    def skip(self, run: OwnerRun) -> None:
-        self.asked.append("skip")
-
-
-def run_with_input(graph: Graph, released: list[bool]) -> OwnerRun:
-    stored = StoredValue(Encoded(b""))
-    stored.on_release = lambda: released.append(True)
-    run = OwnerRun(graph, ())
-    run.inputs = [GraphValue.of_stored(stored)]
-    return run
+    @method
+    async def fail(self, word: Any) -> Any:
+        raise ValueError(word)
 
 
-@pytest.mark.parametrize("copying", [False, True])
-def test_a_run_that_is_cancelled_before_it_is_sent_frees_its_inputs_after_their_copy(copying: bool) -> None:
-    graph, released = Graph(), list[bool]()
-    run = run_with_input(graph, released)
-    if copying:
-        run.on(RunEvent.COPY)
-        assert not run.may_go()
-    assert not run.cancel("a test")
-    assert (graph.asked, released) == (["withdraw"], [] if copying else [True])
-    if copying:
-        run.on(RunEvent.COPIED)
-        run.release()
-    assert (run.state, released) == (RunState.OVER, [True])
+class Site(NamedTuple):
+    """An owner of graphs, and two processes with an actor each."""
+
+    owner: Neighbour
+    near: Neighbour
+    far: Neighbour
+    a: Any
+    b: Any
+
+    @property
+    def actors(self) -> list[Desk]:
+        return [hosted.instance for host in (self.near, self.far) for hosted in host.host.actors.values()]
+
+    def hosted(self, index: int) -> HostedActor:
+        return [hosted for host in (self.near, self.far) for hosted in host.host.actors.values()][index]
+
+    def sent(self) -> list[tuple[str, int]]:
+        """What the owner has sent since the last time."""
+        sent, self.owner.sent[:] = [*self.owner.sent], []
+        return [(remote, kind) for remote, kind in sent]
 
 
-def test_a_run_under_way_is_skipped_once() -> None:
-    graph = Graph()
-    run = OwnerRun(graph, ())
-    run.on(RunEvent.SENT)
-    assert run.cancel("a test")
-    assert run.cancel("again")
-    assert (graph.asked, run.state) == (["skip"], RunState.CANCELLED)
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    made: dict[Any, Neighbour] = {}
+    owner, near, far = (Neighbour(name, made) for name in (HERE, THERE, ELSEWHERE))
+    handles = [owner.handle(host, host.host_actor(Desk())) for host in (near, far)]
+    opened(owner.process, lambda: None)
+    yield Site(owner, near, far, *handles)
+    closed(owner.process)
+    await close([owner, near, far])
+    assert owner.errors == []
 
 
-def test_a_run_goes_when_its_inputs_are_copied_and_its_graph_has_room() -> None:
-    graph = Graph()
-    run = OwnerRun(graph, ())
-    run.on(RunEvent.COPY)
-    assert not run.may_go()
-    run.on(RunEvent.COPIED)
-    graph.has_room = False
-    assert not run.may_go()
-    graph.has_room = True
-    assert run.may_go()
+@pytest.fixture(autouse=True)
+def no_garbage() -> Iterator[None]:
+    yield
+    gc.collect()
 
 
-def test_each_step_that_needs_a_failed_value_gets_an_exception_of_its_own() -> None:
+async def error_of(ref: Ref[Any]) -> DaftError:
+    with pytest.raises(DaftError) as caught:
+        await ref
+    return caught.value
+
+
+def left(site: Site) -> tuple[int, ...]:
+    """The plans in the three processes, and the runs under way."""
+    parts = [*site.near.graphs.participants.values(), *site.far.graphs.participants.values()]
+    return len(site.owner.graphs.own), len(parts), sum(len(part.runs) for part in parts)
+
+
+# A run from its start to its end.
+
+
+async def test_a_run_is_one_message_to_each_process_and_the_process_of_the_first_step_is_told_first(
+    site: Site,
+) -> None:
+    async with aiodaft.compile(lambda x: site.a.note(site.b.note(x))) as graph:
+        assert await graph("x") == "x"
+        assert site.sent() == [(ELSEWHERE, m.RUN), (THERE, m.RUN)]
+        assert site.far.sent == [(THERE, m.FLOW)]
+        assert site.near.sent == [(HERE, m.REPORT)]
+    await turns()
+    assert left(site) == (0, 0, 0)
+
+
+async def test_a_value_that_comes_before_the_message_of_the_owner_is_kept(site: Site) -> None:
+    async with aiodaft.compile(lambda x: site.b.note(site.a.listed(x))) as graph:
+        site.owner.to(ELSEWHERE).hold()
+        ref = graph("x")
+        await turns(8)
+        assert left(site) == (1, 2, 1)
+        assert not ref.done()
+        site.owner.to(ELSEWHERE).let_go()
+        assert await ref == ["x"]
+
+
+async def test_runs_that_wait_begin_one_after_the_other(site: Site) -> None:
+    async with aiodaft.compile(lambda x: site.a.wait(x), max_in_flight=2) as graph:
+        refs = [graph(index) for index in range(5)]
+        await turns()
+        assert site.actors[0].seen == [0, 1]
+        site.actors[0].gate.set()
+        assert await asyncio.gather(*refs) == [0, 1, 2, 3, 4]
+        assert site.actors[0].seen == [0, 1, 2, 3, 4]
+
+
+async def test_a_large_input_is_copied_before_its_run_and_the_next_run_waits(site: Site) -> None:
+    async with aiodaft.compile(lambda x: site.a.note(x)) as graph:
+        large, small = graph(LARGE), graph("small")
+        await turns()
+        assert site.sent() == []
+        large.cancel()
+        error = await error_of(large)
+        assert (type(error), error.executed) == (CallCancelled, False)
+        assert await small == "small"
+        while site.owner.helper.jobs:
+            site.owner.helper.turn()
+            await turns(8)
+    assert site.actors[0].seen == ["small"]
+
+
+async def test_a_graph_waits_for_its_runs_when_it_is_closed(site: Site) -> None:
+    graph = aiodaft.compile(lambda x: site.a.wait(x))
+    ref = graph("x")
+    await turns(8)
+    closing = asyncio.get_running_loop().create_task(graph.aclose())
+    await turns()
+    assert not closing.done()
+    with pytest.raises(aiodaft.RuntimeClosed, match="the graph is closed"):
+        graph("y")
+    site.actors[0].gate.set()
+    await closing
+    await turns()
+    assert ref.done()
+    assert left(site) == (0, 0, 0)
+
+
+# Failures.
+
+
+async def test_an_error_goes_the_way_of_the_value_and_the_steps_that_need_it_do_not_run(site: Site) -> None:
+    async with aiodaft.compile(lambda x: [site.b.note(site.a.fail(x)), site.a.note(x)]) as graph:
+        first, second = graph("x")
+        with pytest.raises(ValueError, match="x") as caught:
+            await first
+        assert "needed by Desk.note of" in caught.value.__notes__[-1]
+        assert await second == "x"
+        assert (site.actors[0].seen, site.actors[1].seen) == (["x"], [])
+
+
+async def test_a_process_that_ends_fails_what_it_has_not_reported_and_later_runs(site: Site) -> None:
+    async with aiodaft.compile(lambda x: [site.b.wait(x), site.a.note(x)]) as graph:
+        lost, other = graph("x")
+        assert await other == "x"
+        site.owner.lose(ELSEWHERE)
+        site.near.lose(ELSEWHERE)
+        assert isinstance(await error_of(lost), PeerLost)
+        again, other = graph("y")
+        error = await error_of(again)
+        assert (type(error), error.executed) == (PeerLost, False)
+        assert await other == "y"
+
+
+async def test_a_participant_fails_the_values_of_a_process_that_was_lost_before_the_run(site: Site) -> None:
+    async with aiodaft.compile(lambda x: site.a.note(site.b.note(x))) as graph:
+        # Only this participant has noticed.
+        site.near.lose(ELSEWHERE)
+        assert isinstance(await error_of(graph("x")), PeerLost)
+    assert site.actors[0].seen == []
+
+
+async def test_runs_of_a_graph_that_no_process_could_install_fail_in_their_turn(site: Site) -> None:
+    site.hosted(0).find_spec = lambda name: None
+    graph = aiodaft.compile(lambda x: site.a.note(x))
+    for ref in (graph("x"), graph("y")):
+        with pytest.raises(AttributeError, match="has no remote method 'note'"):
+            await ref
+    await graph.aclose()
+    assert site.sent() == []
+
+
+async def test_a_participant_ends_its_runs_with_the_owner(site: Site) -> None:
+    graph = aiodaft.compile(lambda x: site.a.wait(x))
+    ref = graph("x")
+    await turns(8)
+    assert site.actors[0].seen == ["x"]
+    site.near.lose(HERE)
+    await turns(8)
+    assert site.near.graphs.participants == {}
+    assert not site.hosted(0).running
+    site.owner.lose(THERE)
+    assert isinstance(await error_of(ref), PeerLost)
+    await graph.aclose()
+
+
+# Cancellation.
+
+
+async def test_a_run_is_skipped_with_its_last_wanted_result_and_only_once(site: Site) -> None:
+    async with aiodaft.compile(lambda x: [site.a.wait(x), site.b.wait(x)]) as graph:
+        first, second = graph("x")
+        await turns(8)
+        site.sent()
+        first.cancel()
+        error = await error_of(first)
+        assert "its run goes on" in str(error)
+        assert site.sent() == []
+        second.cancel()
+        second.cancel()
+        assert isinstance(await error_of(second), CallCancelled)
+        assert site.sent() == [(THERE, m.SKIP), (ELSEWHERE, m.SKIP)]
+    assert left(site)[2] == 0
+
+
+async def test_a_run_that_waits_is_cancelled_without_a_message(site: Site) -> None:
+    async with aiodaft.compile(lambda x: site.a.wait(x), max_in_flight=1) as graph:
+        first, second, third = graph("x"), graph("y"), graph("z")
+        await turns(8)
+        site.sent()
+        second.cancel()
+        assert (await error_of(second)).executed is False
+        site.actors[0].gate.set()
+        assert await asyncio.gather(first, third) == ["x", "z"]
+        assert site.sent() == [(THERE, m.RUN)]
+    assert site.actors[0].seen == ["x", "z"]
+
+
+async def test_the_runtime_closes_while_runs_wait(site: Site) -> None:
+    graph = aiodaft.compile(lambda x: site.a.wait(x), max_in_flight=1)
+    first, second = graph("x"), graph("y")
+    await turns(8)
+    site.owner.graphs.abandon(aiodaft.RuntimeClosed("the test is over"))
+    assert (await error_of(second)).executed is False
+    site.actors[0].gate.set()
+    assert await first == "x"
+    await graph.aclose()
+
+
+async def test_each_step_that_needs_a_failed_value_gets_an_exception_of_its_own() -> None:
     failed = GraphValue.of_error(ValueError("no"), executed=True)
     item = (7, failed.failure, failed.executed)
     assert len(item) == FAILED_VALUE

@@ -16,8 +16,7 @@ from here import current_peer
 import aiodaft
 from aiodaft import Ref, method
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.graphs.participant import Participant, ParticipantRun
-from aiodaft._runtime.graphs.segment_call import SegmentCall
+from aiodaft._runtime.graphs.participant import Participant, ParticipantRun, SegmentCall
 from aiodaft.exceptions import RemoteProtocolError
 
 

@@ -45,10 +45,12 @@ class TurnedThread(HelperThread):
 class Bench:
     """A process without connections whose threads the test turns."""
 
-    def __init__(self, *, grace: float = 60.0, max_pending: int = 8, timeouts: Timeouts | None = None) -> None:
+    def __init__(
+        self, *, name: PeerId = HERE, grace: float = 60.0, max_pending: int = 8, timeouts: Timeouts | None = None
+    ) -> None:
         self.threads: dict[str, TurnedThread] = {}
         env = Env(thread=self._thread, timeouts=timeouts or Timeouts())
-        options = ProcessOptions(HERE, "node", HERE, "none", False, grace, max_pending)
+        options = ProcessOptions(name, "node", HERE, "none", False, grace, max_pending)
         self.process = Process(options, Key(bytes(32)), env)
         # Small values need none.
         transport: Any = SimpleNamespace(name="none", shared=True, close=lambda: None)
@@ -61,7 +63,7 @@ class Bench:
     @property
     def helper(self) -> TurnedThread:
         """The thread that copies and encodes."""
-        return self.threads[f"aiodaft {HERE} copies"]
+        return self.threads[f"aiodaft {self.process.id} copies"]
 
 
 class Wire:

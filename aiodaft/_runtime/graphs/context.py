@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.calls.outgoing import Outgoing
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
+from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.process import Process
+from aiodaft.exceptions import DaftError
 
 
 class GraphAgent(Protocol):
@@ -40,3 +43,11 @@ class GraphContext(NamedTuple):
     outgoing: Outgoing
     actors: Mapping[ActorId, HostedActor]
     agent_of: Callable[[PeerId], GraphAgent]
+
+    def when_explained(self, route: Route, tell: Callable[[DaftError], object]) -> None:
+        """Call `tell` with the reason why a route is lost, when it is known."""
+
+        async def explain() -> None:
+            tell(await self.connections.explanation(cast("Connection", route)))
+
+        self.process.tasks.create_task(explain(), name="explain a lost actor")

@@ -7,11 +7,10 @@ from contextlib import suppress
 from typing import TypeAlias, cast
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.plan import ActorKey, Dataflow, SubPlan, make_plan
+from aiodaft._protocol.plan import ActorKey, Dataflow, SubPlan, make_plan, run_parts
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments, Opaque
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft.exceptions import DaftError
@@ -19,29 +18,6 @@ from aiodaft.methods import MethodSpec
 
 # The actor and the method of each step.
 Specs: TypeAlias = list[tuple[Target, MethodSpec]]
-
-
-class RunRoute:
-    """What the RUN messages to one participant carry.
-
-    Attributes:
-        process: The participant.
-        route: The route to it.
-        inputs: The inputs that it needs; None for all, in their order.
-        results: Its results, as positions among the numbers of a run; None for all, in their order.
-    """
-
-    __slots__ = ("inputs", "process", "results", "route")
-
-    def __init__(self, route: Route, plan: SubPlan[Arguments], inputs: int, results: list[int]) -> None:
-        self.process = plan.process
-        self.route = route
-        self.inputs = _none_if_all(plan.inputs, inputs)
-        self.results = _none_if_all(tuple(map(results.index, plan.outputs)), len(results))
-
-
-def _none_if_all(positions: tuple[int, ...], count: int) -> tuple[int, ...] | None:
-    return None if positions == tuple(range(count)) else positions
 
 
 class Deployment:
@@ -55,7 +31,8 @@ class Deployment:
         results: For each output: the actor and the method that make it, and the connection it comes over (None if it
             is made in this process).
         routes: The routes to the processes.
-        run_routes: What a RUN to each process carries; processes that follow others come last.
+        run_routes: What a RUN to each process carries, and the route to it; processes that follow others come last.
+        followed: Its supervised actors, which may move.
     """
 
     def __init__(self, context: GraphContext, dataflow: Dataflow[Arguments], specs: Specs) -> None:
@@ -70,29 +47,27 @@ class Deployment:
             step.actor: (_place(target), target.label) for step, (target, _) in zip(dataflow.steps, specs, strict=True)
         })
         self.plans = make_plan(self.dataflow)
-        self.reports = {value: process for process, plan in self.plans.items() for value in plan.reports}
+        self.reports = {
+            result.value: process for process, plan in self.plans.items() for result in plan.results if result.reported
+        }
         self.routes = {process: context.connections.route_to(process) for process in self.plans}
         self.results: dict[int, tuple[Target, MethodSpec, Connection | None]] = {}
         for value in dataflow.outputs:
             route = self.routes[self.reports[value]]
             connection = None if route is context.connections.loopback else cast("Connection", route)
             self.results[value] = (*specs[value - dataflow.inputs], connection)
-        self.run_routes = [
-            RunRoute(self.routes[plan.process], plan, dataflow.inputs, [*self.results])
-            for plan in sorted(self.plans.values(), key=lambda plan: plan.follows)
-        ]
+        parts = run_parts(dataflow, self.plans.values())
+        self.run_routes = [(part, self.routes[part.process]) for part in parts]
         # Settled after the last run.
         self._end: asyncio.Future[None] | None = None
         self._failed = False
         self._places = [(target, _place(target)) for target in dict.fromkeys(target for target, _ in specs)]
-        self._followed = [target for target, _ in self._places if isinstance(target, FollowingTarget)]
+        self.followed = [target for target, _ in self._places if isinstance(target, FollowingTarget)]
 
     @property
     def is_stale(self) -> bool:
         """Whether a supervised actor was restarted, so that the next run needs another deployment."""
-        if not self._followed:
-            return False
-        return self._failed or any(_place(target) != place for target, place in self._places)
+        return bool(self.followed) and (self._failed or any(_place(target) != place for target, place in self._places))
 
     async def find_actors(self) -> None:
         """Wait until every actor has a process.
@@ -100,12 +75,12 @@ class Deployment:
         Raises:
             DaftError: An actor is gone for good.
         """
-        for target in self._followed:
+        for target in self.followed:
             await target.arrive()
 
     def leave(self, remote: PeerId) -> None:
         """A process is gone: ask the owners of its supervised actors for their new places."""
-        for target in self._followed:
+        for target in self.followed:
             target.not_found(remote)
 
     def end(self) -> None:

@@ -119,11 +119,6 @@ class GraphValue:
 Flowing: TypeAlias = GraphValue | Plain
 
 
-def is_failure(value: Flowing) -> bool:
-    """Whether a step or an input failed."""
-    return type(value) is GraphValue and value.failure is not None
-
-
 def item_of(value: Flowing, index: int, refs: RefTable, route: Route, *, executed: bool) -> GraphItem:
     """A value as a message over `route` carries it. If it cannot be sent, a failure with this `executed`."""
     if type(value) is not GraphValue:

@@ -1,34 +1,39 @@
 """A graph at its owner: starts the runs, limits how many are under way, and receives their results.
 
     start --> [waits in `Order`, if it cannot begin at once] --> _send: RUN to each participant
-    REPORT of a participant --> reported --> OwnerRun.settle; after the last report --> _end, and the next run begins
+    REPORT of a participant --> reported --> OwnerRun.settle; after the last report --> _over, and the next run begins
 
-The states of the graph and of its runs, with their transitions, are in `_protocol.run`.
+Which run may begin, what a report or a lost process ends, and when nothing is left: `_protocol.run.GraphRuns`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, Final
 
 from aiodaft._protocol import messages as m
-from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.plan import Dataflow
-from aiodaft._protocol.run import GRAPH, RUN, UNSENT, GraphEvent, GraphState, RunEvent, RunState, may_begin
-from aiodaft._runtime.connections.connection import Connection
+from aiodaft._protocol.run import RUN, UNSENT, GraphEvent, GraphRuns, GraphState, OwnedRun, RunEvent, RunState
+from aiodaft._runtime.calls.call import CallState, Target
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.deployment import Deployment, Specs
-from aiodaft._runtime.graphs.graph_value import GraphValue, item_of
-from aiodaft._runtime.graphs.owner_run import OwnerRun, ResultState, input_names
+from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, item_of
+from aiodaft._runtime.objects.received import ReceivedValue
+from aiodaft._runtime.objects.ref_state import RefState, state_of
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_deadline, time_left
-from aiodaft._runtime.serialization.errors import copy_error
-from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
+from aiodaft._runtime.serialization.encoder import Names, all_plain, is_plain
+from aiodaft._runtime.serialization.errors import copy_error, decode_failure
+from aiodaft._runtime.serialization.pickling import TooLong
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, RuntimeClosed
+from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref
 
 # How often the plans are sent: a supervised actor may die again meanwhile.
@@ -57,18 +62,11 @@ class GraphOwner:
         self._own = own
         self._lanes = self._find_lanes()
         self._deployment = Deployment(context, dataflow, specs)
-        self._max_in_flight = max_in_flight
-        # All runs that are not over; and the runs among them that are not sent, in order.
-        self._runs: dict[int, OwnerRun] = {}
-        self._waiting: deque[OwnerRun] = deque()
-        self._last_run = 0
+        self._runs: GraphRuns[OwnerRun] = GraphRuns(max_in_flight)
         # The next run, made in advance while the participants work.
         self._next: OwnerRun | None = None
-        self._idle: asyncio.Future[None] | None = None
-        self._closed = False
-        self._state = GraphState.PREPARING
-        # The error, if the state is BROKEN.
-        self._broken: BaseException | None = None
+        # Settled when the graph is closed and its last run is over.
+        self._drained: asyncio.Future[None] | None = None
         self._preparing = self._prepare()
 
     @property
@@ -80,29 +78,24 @@ class GraphOwner:
         """The lanes of `Order` in which the runs wait: one for the graph, one for each actor with ordered methods."""
         return (self, *dict.fromkeys(target.lane for target, spec in self.specs if spec.rules.ordered))
 
-    def _on(self, event: GraphEvent, broken: BaseException | None = None) -> None:
-        self._state, self._broken = GRAPH[self._state][event], broken
-
     def _prepare(self) -> asyncio.Task[None]:
-        self._on(GraphEvent.MOVED)
+        self._runs.on(GraphEvent.MOVED)
         self._own[self._deployment.number] = self
         return self._context.process.tasks.create_task(self._install(), name="install a graph")
 
     async def _install(self) -> None:
-        broken: BaseException | None = None
-        for _ in range(_ATTEMPTS):
-            broken = None
+        for attempt in range(1, _ATTEMPTS + 1):
             try:
                 await self._deployment.find_actors()
                 if self._deployment.is_stale:
                     self._redeploy()
                 await self._deployment.install()
+                self._runs.on(GraphEvent.INSTALLED)
                 break
             except Exception as error:  # noqa: BLE001 - every run fails with it
-                broken = error
-                if not (isinstance(error, ActorDied) and self._deployment.is_stale):
+                if not (isinstance(error, ActorDied) and self._deployment.is_stale) or attempt == _ATTEMPTS:
+                    self._runs.on(GraphEvent.FAILED, error)
                     break
-        self._on(GraphEvent.INSTALLED if broken is None else GraphEvent.FAILED, broken)
         self._pump()
 
     def _redeploy(self) -> None:
@@ -110,12 +103,8 @@ class GraphOwner:
         old = self._deployment
         self._deployment = Deployment(self._context, old.dataflow, self.specs)
         self._own[self._deployment.number] = self
-        if self._is_idle(old):
+        if not self._runs.sent_with(old):
             self._forget(old)
-
-    def _is_idle(self, deployment: Deployment) -> bool:
-        """Whether a deployment has no runs under way."""
-        return all(run.deployment is not deployment for run in self._runs.values())
 
     async def replace(self, specs: Specs) -> None:
         """Use other actors from the next run on, and wait for the runs under way.
@@ -128,23 +117,18 @@ class GraphOwner:
         self._redeploy()
         self._preparing = self._prepare()
         # Only now: a run that is first in its new lanes is sent at once.
-        self._move_waiting(self._find_lanes())
+        outgoing, before, self._lanes = self._context.outgoing, self._lanes, self._find_lanes()
+        for run in self._runs.waiting:
+            outgoing.order.move(run, self._lanes)
+            run.lanes = self._lanes
+        outgoing.look_again((*before, *self._lanes))
         try:
-            if not self._is_idle(old):
+            if self._runs.sent_with(old):
                 await old.wait_end()
         except asyncio.CancelledError:
-            for run in [run for run in self._runs.values() if run.deployment is old]:
+            for run in self._runs.sent_with(old):
                 run.cancel("an actor of its graph was replaced")
             raise
-
-    def _move_waiting(self, lanes: tuple[Hashable, ...]) -> None:
-        """Move the waiting runs to other lanes."""
-        outgoing = self._context.outgoing
-        before, self._lanes = self._lanes, lanes
-        for run in self._waiting:
-            outgoing.order.move(run, lanes)
-            run.lanes = lanes
-        outgoing.look_again((*before, *lanes))
 
     # Starting runs.
 
@@ -155,28 +139,21 @@ class GraphOwner:
             SerializationError: An input cannot travel.
             RuntimeClosed: The graph is closed.
         """
-        if self._closed:
+        context, deployment, runs = self._context, self._deployment, self._runs
+        if runs.closed:
             raise RuntimeClosed("the graph is closed")
-        context, deployment = self._context, self._deployment
-        if self._state is not GraphState.PREPARING and deployment.is_stale:
+        if deployment.followed and runs.state is not GraphState.PREPARING and deployment.is_stale:
             self._preparing = self._prepare()
-        self._last_run = number = self._last_run + 1
         run = self._next or self._make_run()
         self._next = None
-        run.number, run.deadline, run.lanes = number, current_deadline.get(), self._lanes
+        run.deadline, run.lanes = current_deadline.get(), self._lanes
         try:
-            long = run.take_inputs(args, context.objects.store)
+            long = run.take_inputs(args)
         except BaseException:
             run.release()
             raise
         order = context.outgoing.order
-        at_once = (
-            self._state is GraphState.READY
-            and not (long or self._waiting)
-            and len(self._runs) < self._max_in_flight
-            and not (order.lanes and order.holds_up(self._lanes))
-        )
-        self._runs[number] = run
+        at_once = runs.enter(run, must_wait=bool(long or (order.lanes and order.holds_up(self._lanes))))
         if at_once:
             # First, so that the participants work while this makes the refs.
             self._send(run)
@@ -188,34 +165,25 @@ class GraphOwner:
                 state.connection = connection
         if at_once:
             self._next = self._make_run()
+            return refs
+        order.enter(run)
+        if long:
+            run.on(RunEvent.COPY)
+            copying = self._copy(run, long, context.objects.store.current_streams())
+            context.process.tasks.create_task(copying, name="copy the inputs of a graph")
         else:
-            self._queue(run, long)
+            self._pump()
         return refs
 
     def _make_run(self) -> OwnerRun:
-        return OwnerRun(self, tuple(itertools.islice(self._context.process.numbers, len(self._deployment.results))))
-
-    def _queue(self, run: OwnerRun, long: list[tuple[int, Any]]) -> None:
-        """Queue a run, and copy its large inputs."""
-        self._waiting.append(run)
-        self._context.outgoing.order.enter(run)
-        if long:
-            run.on(RunEvent.COPY)
-            copying = self._copy(run, long, self._context.objects.store.current_streams())
-            self._context.process.tasks.create_task(copying, name="copy the inputs of a graph")
-        else:
-            self._pump()
+        count = len(self._deployment.results)
+        return OwnerRun(self, self._context, tuple(itertools.islice(self._context.process.numbers, count)))
 
     async def _copy(self, run: OwnerRun, long: list[tuple[int, Any]], streams: Sequence[Any]) -> None:
-        store = self._context.objects.store
+        """Copy the large inputs of a run."""
         try:
             for index, arg in long:
-                value = run.inputs[index]
-                stored = value.stored if type(value) is GraphValue else None
-                if stored is None:
-                    stored = await store.keep_anywhere(arg, input_names(index, arg), resolve=True, streams=streams)
-                    run.inputs[index] = run.take_input(stored)
-                await store.make_ready(stored)
+                await run.copy_input(index, arg, streams)
         except Exception as error:  # noqa: BLE001 - the run fails with it
             if run.state is RunState.COPYING:
                 run.fail(error)
@@ -228,27 +196,26 @@ class GraphOwner:
     def _pump(self) -> None:
         """Send the runs that may begin now."""
         self._context.outgoing.look_again((self,))
-        if self._closed and not self._runs:
-            self._drained()
+        if self._runs.closed:
+            self._end()
 
     def may_begin(self) -> bool:
         """Whether one more run can begin now. Starts a new preparation if the deployment is stale."""
-        if not may_begin(self._state, len(self._runs) - len(self._waiting), self._max_in_flight):
+        if not self._runs.may_begin():
             return False
-        if self._state is GraphState.READY and self._deployment.is_stale:
+        if self._runs.state is GraphState.READY and self._deployment.is_stale:
             self._preparing = self._prepare()
             return False
         return True
 
     def turn_came(self, run: OwnerRun) -> None:
         """Send the first waiting run, or fail it if the graph is broken."""
-        self._waiting.popleft()
-        if self._broken is not None:
-            run.on(RunEvent.ENDED)
-            run.fail(self._broken)
-            self._over(run)
-        else:
+        broken = self._runs.turn_came()
+        if broken is None:
             self._send(run)
+        else:
+            run.fail(broken)
+            self._over(run)
 
     def _send(self, run: OwnerRun) -> None:
         context, inputs = self._context, run.inputs
@@ -258,123 +225,99 @@ class GraphOwner:
             _, _, state.connection = deployment.results[value]
         run.missing = deployment.reports.copy()
         left = time_left(run.deadline, context.process.loop.time)
-        oldest = next(iter(self._runs))
-        for to in deployment.run_routes:
-            route = to.route
-            chosen = enumerate(inputs) if to.inputs is None else [(index, inputs[index]) for index in to.inputs]
+        oldest = next(iter(self._runs.all))
+        for part, route in deployment.run_routes:
+            chosen = enumerate(inputs) if part.inputs is None else [(index, inputs[index]) for index in part.inputs]
             if run.is_plain:
                 items = tuple(chosen)
             else:
                 refs = context.objects.refs
                 items = tuple([item_of(value, index, refs, route, executed=False) for index, value in chosen])
-            numbers = run.numbers if to.results is None else tuple(map(run.numbers.__getitem__, to.results))
+            numbers = run.numbers if part.results is None else tuple(map(run.numbers.__getitem__, part.results))
             route.send_in_turn((m.RUN, deployment.number, run.number, oldest, left, numbers, items))
             if route.lost is not None:
-                context.process.tasks.create_task(self._explain_loss(run, to.process), name="explain a lost actor")
+                context.when_explained(route, partial(self._lost_unsent, run, part.process))
         run.drop_inputs()
-
-    async def _explain_loss(self, run: OwnerRun, process: PeerId) -> None:
-        """Fail the results that a run expects from a process that was gone before."""
-        assert run.deployment is not None
-        error = await self._context.connections.explanation(cast("Connection", run.deployment.routes[process]))
-        self._lost_run(run, process, copy_error(error).with_executed(False))
 
     # Reports.
 
     def reported(self, number: int, items: tuple[m.GraphItem, ...], route: Route) -> None:
         """Settle the results in a REPORT."""
-        run = self._runs.get(number)
+        run = self._runs.all.get(number)
         if run is None:
             return
-        missing = run.missing
-        for item in items:
-            index = item[0]
-            if index not in missing:
-                continue
+        for item in run.report(items):
             if len(item) == m.ENCODED_VALUE and item[3]:
                 self._context.process.tasks.create_task(self._adopt(run, item, route), name="adopt refs")
-                continue
-            del missing[index]
-            if len(item) == m.PLAIN_VALUE and index in run.states:
+            elif len(item) == m.PLAIN_VALUE and item[0] in run.states:
                 # The usual case.
-                run.states[index].on_plain(item[1])
+                run.states[item[0]].on_plain(item[1])
             else:
                 run.settle(item, [])
-        if not missing:
-            self._end(run)
+        if not run.missing:
+            self._over(run)
 
     async def _adopt(self, run: OwnerRun, item: m.GraphItem, route: Route) -> None:
         """Register the refs inside a result before it settles."""
         refs = await self._context.objects.refs.adopt(item[3], route)
-        if item[0] in run.missing:
-            del run.missing[item[0]]
+        if run.missing.pop(item[0], None) is not None:
             run.settle(item, refs)
             if not run.missing:
-                self._end(run)
-
-    def _end(self, run: OwnerRun) -> None:
-        self._over(run)
-        if self._waiting or self._closed:
-            self._pump()
+                self._over(run)
 
     def _over(self, run: OwnerRun) -> None:
-        if self._runs.pop(run.number, None) is not None:
-            if run.deployment is not None:
-                run.state = RUN[run.state][RunEvent.ENDED]
-            run.release()
-            deployment = run.deployment
-            if deployment is not self._deployment and deployment is not None and self._is_idle(deployment):
-                deployment.end()
-                self._forget(deployment)
+        """Forget a run that is over, and let the next one begin."""
+        if not self._runs.over(run):
+            return
+        run.release()
+        deployment = run.deployment
+        if deployment is not None and deployment is not self._deployment and not self._runs.sent_with(deployment):
+            deployment.end()
+            self._forget(deployment)
+        if self._runs.waiting or self._runs.closed:
+            self._pump()
 
     # Failures and cancellation.
 
     def withdraw(self, run: OwnerRun) -> None:
         """Forget a run that was not sent."""
-        if run.state in UNSENT:
-            self._waiting.remove(run)
-            run.on(RunEvent.ENDED)
-            self._context.outgoing.order.leave(run)
-        self._end(run)
+        self._runs.withdraw(run)
+        self._context.outgoing.order.leave(run)
+        self._over(run)
         self._context.outgoing.look_again(run.lanes)
-
-    def skip(self, run: OwnerRun) -> None:
-        """Tell the participants to skip the rest of a run, because no result is needed."""
-        assert run.deployment is not None
-        for route in run.deployment.routes.values():
-            route.send_in_turn(m.skip(run.deployment.number, run.number))
 
     def in_flight_with(self, remote: PeerId) -> int:
         """The number of runs that use a process, including the waiting ones."""
-        return sum(remote in (run.deployment or self._deployment).plans for run in self._runs.values())
+        return sum(remote in (run.deployment or self._deployment).plans for run in self._runs.all.values())
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """Fail the results that a lost process has not reported."""
         self._deployment.leave(remote)
-        for run in [run for run in self._runs.values() if run.deployment is not None]:
+        for run in list(self._runs.all.values()):
             self._lost_run(run, remote, error)
 
+    def _lost_unsent(self, run: OwnerRun, remote: PeerId, error: DaftError) -> None:
+        """Fail the results that a run expects from a process that was gone before."""
+        self._lost_run(run, remote, copy_error(error).with_executed(False))
+
     def _lost_run(self, run: OwnerRun, remote: PeerId, error: DaftError) -> None:
-        for index in [index for index in run.missing if run.missing[index] == remote]:
-            del run.missing[index]
-            state = run.states.get(index)
-            if state is not None:
-                state.on_error(copy_error(error))
-        if not run.missing:
-            self._end(run)
+        for index in run.lose(remote):
+            if index in run.states:
+                run.states[index].on_error(copy_error(error))
+        if run.is_reported:
+            self._over(run)
 
     def abandon(self, error: DaftError) -> None:
         """Fail the waiting runs, because the runtime is closed."""
         self._preparing.cancel()
-        self._on(GraphEvent.FAILED, error)
-        for run in list(self._waiting):
-            if run.state in UNSENT:
-                run.fail(error)
-                self.withdraw(run)
+        self._runs.on(GraphEvent.FAILED, error)
+        for run in list(self._runs.waiting):
+            run.fail(error)
+            self.withdraw(run)
 
     def cancel(self, why: str) -> None:
         """Cancel every run."""
-        for run in list(self._runs.values()):
+        for run in list(self._runs.all.values()):
             run.cancel(why)
 
     # Opening and closing.
@@ -392,34 +335,30 @@ class GraphOwner:
 
         Cancellation: the runs under way are cancelled; the plans are freed when they are over.
         """
-        self._closed = True
-        try:
-            while self._runs:
-                self._idle = self._idle or self._context.process.loop.create_future()
-                await asyncio.shield(self._idle)
-        except asyncio.CancelledError:
-            self.cancel("its graph was closed")
-            raise
-        self._uninstall()
+        self._runs.closed = True
+        self._end()
+        if self._runs.all:
+            self._drained = self._drained or self._context.process.loop.create_future()
+            try:
+                await asyncio.shield(self._drained)
+            except asyncio.CancelledError:
+                self.cancel("its graph was closed")
+                raise
 
     def drop(self) -> None:
         """Close the graph without waiting. Safe in any thread. Idempotent."""
-        if not self._closed:
-            self._closed = True
+        if not self._runs.closed:
+            self._runs.closed = True
             # If the loop is closed, the processes are gone.
             with suppress(RuntimeError):
-                self._context.process.loop.call_soon_threadsafe(self._drained)
+                self._context.process.loop.call_soon_threadsafe(self._end)
 
-    def _drained(self) -> None:
+    def _end(self) -> None:
         """Free the plans of a closed graph, if no runs are left."""
-        if self._runs:
+        if self._runs.all:
             return
-        idle, self._idle = self._idle, None
-        if idle is not None:
-            idle.set_result(None)
-        self._uninstall()
-
-    def _uninstall(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
         self._preparing.cancel()
         # Breaks a reference cycle.
         self._next = None
@@ -429,3 +368,180 @@ class GraphOwner:
         known = self._own.pop(deployment.number, None)
         if known is not None and self._context.process.closed is None:
             deployment.uninstall()
+
+
+class ResultState(CallState):
+    """A result of a run, at the owner of the graph."""
+
+    def __init__(self, run: OwnerRun, target: Target, spec: MethodSpec, number: CallId) -> None:
+        super().__init__(target, spec, number)
+        self._run = run
+
+    def _cancel(self, why: str) -> bool:
+        """Give up this result. The run is cancelled with its last wanted result."""
+        if self._cancelling:
+            return True
+        self.expect_cancellation()
+        if any(state.is_wanted for state in self._run.states.values()):
+            self.on_error(CallCancelled(f"{self.label} was cancelled, and its run goes on: {why}"))
+        elif self._run.cancel(why):
+            self._give_up_later(why)
+        return True
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the result may still come and was not cancelled."""
+        return not (self.settled or self._cancelling)
+
+    def _release_remote(self) -> None:
+        if self.connection is None:
+            self.objects.store.drop((self.process.id, self.number))
+        super()._release_remote()
+
+
+class OwnerRun(OwnedRun):
+    """One run, from its start to the last report."""
+
+    # Defaults in the class: most runs set only some. The deadline is on the loop's clock.
+    deadline: float | None = None
+    # Set when the run is sent.
+    deployment: Deployment | None = None
+    # As an entry of `Order`: the actors, and the graph itself, because its runs keep their order.
+    lanes: Sequence[Hashable] = ()
+    # Refs inside the inputs.
+    used: list[RefState] | None = None
+    # All inputs travel in frames as they are.
+    is_plain = False
+
+    def __init__(self, graph: GraphOwner, context: GraphContext, numbers: tuple[CallId, ...]) -> None:
+        # Not by `super`: the fewer functions a run enters, the better.
+        self.missing = {}
+        self._graph = graph
+        self._store = context.objects.store
+        # The numbers of the results, in the order of the deployment; and their states, by value.
+        self.numbers = numbers
+        self.states: dict[int, ResultState] = {}
+        self.inputs: list[Flowing] = []
+
+    # As an entry of `Order`.
+
+    def may_go(self) -> bool:
+        """Whether the inputs are encoded and the graph has room."""
+        return self.state is RunState.WAITING and self._graph.may_begin()
+
+    def go(self) -> None:
+        """The turn of the run has come."""
+        self._graph.turn_came(self)
+
+    # Inputs.
+
+    def take_inputs(self, args: tuple[Any, ...]) -> list[tuple[int, Any]]:
+        """Encode the inputs. Returns the long ones with their positions, for the helper thread."""
+        if all_plain(args):
+            self.is_plain = True
+            self.inputs.extend(args)
+            return []
+        long: list[tuple[int, Any]] = []
+        for index, arg in enumerate(args):
+            if is_plain(arg):
+                self.inputs.append(arg)
+                continue
+            try:
+                stored = self._store.keep(arg, _names(index, arg), resolve=True)
+            except TooLong:
+                self.inputs.append(GraphValue())
+                long.append((index, arg))
+                continue
+            self.inputs.append(self._use(stored))
+            if not (self._store.pack_now(stored) and stored.ready):
+                long.append((index, arg))
+        return long
+
+    async def copy_input(self, index: int, arg: Any, streams: Sequence[Any]) -> None:
+        """Encode a long input, if that is not done, and copy it."""
+        value = self.inputs[index]
+        stored = value.stored if type(value) is GraphValue else None
+        if stored is None:
+            stored = await self._store.keep_anywhere(arg, _names(index, arg), resolve=True, streams=streams)
+            self.inputs[index] = self._use(stored)
+        await self._store.make_ready(stored)
+
+    def _use(self, stored: StoredValue) -> GraphValue:
+        """An encoded input. Holds the refs inside it while the run is under way."""
+        used = [state_of(ref) for ref in (*stored.encoded.slots, *stored.refs)]
+        for state in used:
+            state.add_use()
+        self.used = [*(self.used or ()), *used]
+        return GraphValue.of_stored(stored)
+
+    def drop_inputs(self) -> None:
+        """The inputs were sent, or never will be."""
+        for value in self.inputs:
+            if type(value) is GraphValue and value.stored is not None:
+                value.stored.release()
+        self.inputs = []
+
+    # Results.
+
+    def cancel(self, why: str) -> bool:
+        """Cancel the run. False if it was not sent, and so is over at once."""
+        for state in self.states.values():
+            state.expect_cancellation()
+        if self.state in UNSENT:
+            self.fail(CallCancelled(f"the run was cancelled before it began: {why}", executed=False))
+            self._graph.withdraw(self)
+            return False
+        if self.state is RunState.UNDER_WAY and self.deployment is not None:
+            self.on(RunEvent.CANCELLED)
+            # The participants skip the rest.
+            for route in self.deployment.routes.values():
+                route.send_in_turn(m.skip(self.deployment.number, self.number))
+        return True
+
+    def settle(self, item: m.GraphItem, refs: list[Ref[Any]]) -> None:
+        """A result came, with the refs inside it, or the news that a step is over."""
+        kind, state = len(item), self.states.get(item[0])
+        if state is None and kind == m.FAILED_VALUE:
+            state = self._unheld(item[0])
+        if state is None:
+            return
+        if kind == m.PLAIN_VALUE:
+            state.on_plain(item[1])
+        elif kind == m.STORED_VALUE:
+            state.on_stored()
+        elif kind == m.FAILED_VALUE:
+            state.on_error(decode_failure(item[1], item[2]))
+        else:
+            state.on_result(ReceivedValue(item[1], item[2], [], refs))
+
+    def _unheld(self, index: int) -> ResultState:
+        """The state of a step without a ref: its error is reported as that of any dropped ref."""
+        target, spec = self._graph.specs[index - self._graph.inputs]
+        state = ResultState(self, target, spec, target.caller.next_number())
+        state.handles = 0
+        if self.state is RunState.CANCELLED:
+            state.expect_cancellation()
+        return state
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all results: the run never began."""
+        for state in self.states.values():
+            state.on_error(copy_error(error).with_executed(False) if isinstance(error, DaftError) else error)
+        self.release()
+
+    def release(self) -> None:
+        """Free what a run that is over holds. Idempotent; nothing while inputs are being copied."""
+        if self.state in (RunState.COPYING, RunState.ABANDONED):
+            return
+        if self.inputs:
+            self.drop_inputs()
+        if self.used:
+            for state in self.used:
+                state.drop_use(failed=False)
+            self.used = None
+        # They refer to the run: a cycle.
+        self.states = {}
+
+
+def _names(index: int, arg: Any) -> Names:
+    return Names("the graph", ((f"args[{index}]", arg),))

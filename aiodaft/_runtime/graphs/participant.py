@@ -2,42 +2,52 @@
 
     owner ---- RUN: inputs ------------------------> ParticipantRun.begin --> segments, into the actors' mailboxes
     other participants ---- FLOW: results ---------> ParticipantRun.values_came --> segments that waited start
-    SegmentCall: a step is over ---> ParticipantRun.give --+--> segments of this process that wait for the result
+    SegmentCall: a step is over ---> ParticipantRun.tell --+--> segments of this process that wait for the result
                                                            +--> FLOW to the participants that need it
                                                            +--> REPORT to the owner
 
 A segment is a call by the graph's owner. Each process sends each of its results, or its error, exactly once to every
-process that needs it. So no process waits for ever if a step fails or is skipped or an actor dies. A run is forgotten
-when the last value has come and the last step is over (see `_protocol.run.Share`).
+process that needs it. So no process waits for ever if a step fails or is skipped or an actor dies. What a run waits
+for, what a value starts and when the run is over: `_protocol.run.Share`. Where a result goes: `_protocol.plan.Result`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from functools import partial
+from typing import Any, Final, cast
 
 from aiodaft._protocol import messages as m
-from aiodaft._protocol.call import ANSWER, FETCHED, FETCHING, NEXT
+from aiodaft._protocol.call import ANSWER, ANSWERED, FETCHED, FETCHING, GIVEN_UP, LATE, NEXT
 from aiodaft._protocol.deadlock import CallAt
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.plan import SubPlan
+from aiodaft._protocol.messages import WANT_REPLY
+from aiodaft._protocol.plan import Report, SubPlan
 from aiodaft._protocol.run import Needs, Share
 from aiodaft._runtime.actors.hosted_actor import InboundCall
-from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
-from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, fetch, is_failure, item_of, value_of
-from aiodaft._runtime.graphs.segment_call import BoundSegment, BoundStep, SegmentCall
+from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, NeedsFetch, fetch, item_of, value_of
+from aiodaft._runtime.graphs.segments import BoundSegment, BoundStep
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import deadline_of
-from aiodaft._runtime.serialization.errors import copy_error
-from aiodaft.exceptions import DaftError
+from aiodaft._runtime.serialization.encoder import is_plain
+from aiodaft._runtime.serialization.errors import add_note, as_call_error, copy_error
+from aiodaft.exceptions import ActorDied, DaftError
 
-# The deadlock search identifies a segment by a negative number made of the graph, the run and one of its values.
-_VALUE_BITS = 32
-_RUN_BITS = 64
+_NO_KWARGS: Final[dict[str, Any]] = {}
+
+
+class InputFailed(Exception):
+    """A step cannot run: one of its arguments is an error."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
 
 
 class Participant:
@@ -53,13 +63,14 @@ class Participant:
         self.owner = owner
         self.number = number
         self.plan = plan
-        self.needs = Needs(plan)
+        self.needs = Needs(plan, owner, number)
         self.runs: dict[int, ParticipantRun] = {}
-        others = {owner, *plan.receives, *itertools.chain.from_iterable(plan.sends.values())}
+        others = {owner, *plan.receives, *itertools.chain.from_iterable(result.sends for result in plan.results)}
         self.routes = {remote: context.connections.route_to(remote) for remote in others}
         self.route = self.routes[owner]
-        awaited = self.needs.segments.keys()
-        self.segments = [BoundSegment(context, plan, segment, self.routes, awaited) for segment in plan.segments]
+        self.segments = [
+            BoundSegment(context, plan, segment, self.routes, SegmentCall.execute) for segment in plan.segments
+        ]
         # The next run, made in advance, so that no message waits for it.
         self._next: ParticipantRun | None = ParticipantRun(self)
         # Called after the last run, once the owner has uninstalled the graph.
@@ -69,8 +80,7 @@ class Participant:
 
     def unpin(self, oldest: int) -> None:
         """Release the refs of all runs before `oldest`, which are over."""
-        for number in [number for number in self.pins if number < oldest]:
-            del self.pins[number]
+        self.pins = {number: refs for number, refs in self.pins.items() if number >= oldest}
 
     def run(self, number: int) -> ParticipantRun:
         """Return a run, or make it: its values can come before RUN does."""
@@ -80,14 +90,9 @@ class Participant:
             run.number = number
             self.runs[number] = run
             for remote in self.plan.receives:
-                route = self.routes[remote]
-                if route.lost is not None:
-                    explaining = self._explain_loss(run, cast("Connection", route))
-                    self.context.process.tasks.create_task(explaining, name="explain a lost actor")
+                if self.routes[remote].lost is not None:
+                    self.context.when_explained(self.routes[remote], partial(run.lost, remote))
         return run
-
-    async def _explain_loss(self, run: ParticipantRun, connection: Connection) -> None:
-        run.lost(connection.remote, await self.context.connections.explanation(connection))
 
     def forget(self, run: ParticipantRun) -> None:
         """Forget a run that is over."""
@@ -112,34 +117,21 @@ class Participant:
     def close(self) -> None:
         """Drop all runs."""
         self._finished = None
-        if self._next is not None:
-            self._next.drop()
-            self._next = None
-        for run in self.runs.values():
+        for run in filter(None, (self._next, *self.runs.values())):
             run.drop()
+        self._next = None
         self.runs.clear()
-
-    def number_of(self, run: int, value: int) -> CallId:
-        """The number of the segment that makes a value, in the deadlock search."""
-        return CallId(-1 - ((self.number << _RUN_BITS | run) << _VALUE_BITS | value))
 
     def find(self, number: CallId) -> SegmentCall | None:
         """Find a segment by its number in the deadlock search, or by the number of a result that it makes."""
         for run in self.runs.values():
-            if number in run.numbers:
-                value = self.plan.outputs[run.numbers.index(number)]
-            else:
-                # The value is in the last bits.
-                value = -1 - number & (1 << _VALUE_BITS) - 1
-                if number >= 0 or self.number_of(run.number, value) != number:
-                    continue
-            for call in run.calls:
-                if call.makes(value):
-                    return call
+            segment = self.needs.segment_with(number, run.number, run.numbers)
+            if segment is not None and run.calls:
+                return run.calls[segment]
         return None
 
 
-class ParticipantRun:
+class ParticipantRun(Share[Flowing]):
     """One run of a graph in one process; the caller of its segments."""
 
     # Defaults: RUN sets them, or only some runs do.
@@ -151,33 +143,25 @@ class ParticipantRun:
     _read_here: list[StoredValue] | None = None
 
     def __init__(self, participant: Participant) -> None:
+        super().__init__(participant.needs)
         self.participant = participant
         # The caller of the segments.
         self.owner = participant.owner
-        self.share = Share(participant.needs)
-        self.values: dict[int, Flowing] = {}
         # The calls, until RUN comes.
         self._prepared: Sequence[SegmentCall] = [SegmentCall(self, segment) for segment in participant.segments]
 
     def drop(self) -> None:
         """Drop the prepared calls. They refer to the run: otherwise only garbage collection frees them."""
-        self.share.drop()
+        super().drop()
         self._prepared = ()
 
     def begin(
         self, left: int | None, numbers: tuple[CallId, ...], items: tuple[m.GraphItem, ...], route: Route
     ) -> None:
         """Start the segments: RUN came."""
-        share = self.share
         self.numbers = numbers
-        uncounted = 0 if self.values else len(items)
-        for item in items:
-            if len(item) != m.PLAIN_VALUE:
-                uncounted = 0
-        if uncounted:
-            # The usual case.
-            self.values.update(items)
-        else:
+        items = self.run_came(items)
+        if items:
             self.values_came(items, route)
         calls, self._prepared = self._prepared, ()
         if left is not None:
@@ -186,9 +170,8 @@ class ParticipantRun:
                 call.deadline = deadline
         # Set before the first call can end.
         self.calls = calls
-        share.run_came(uncounted)
-        if any(share.missing):
-            for call, missing in zip(calls, share.missing, strict=True):
+        if any(self.missing):
+            for call, missing in zip(calls, self.missing, strict=True):
                 if missing:
                     call.stage = FETCHING
         for call in calls:
@@ -198,91 +181,81 @@ class ParticipantRun:
         """Take values that another process sent."""
         for item in items:
             if len(item) == m.PLAIN_VALUE:
-                self._put_foreign(*item)
-                continue
-            value = value_of(item)
-            if value is None:
-                self.participant.context.process.tasks.create_task(
-                    self._fetch(item, route), name="fetch a value of a graph"
-                )
+                self._take(*item)
+            elif (value := value_of(item)) is not None:
+                self._take(item[0], value)
             else:
-                self._put_foreign(item[0], value)
+                fetching = self._fetch(item, route)
+                self.participant.context.process.tasks.create_task(fetching, name="fetch a value of a graph")
 
     async def _fetch(self, item: m.GraphItem, route: Route) -> None:
-        self._put_foreign(item[0], await fetch(self.participant.context.objects, route, item))
+        self._take(item[0], await fetch(self.participant.context.objects, route, item))
 
-    def _put_foreign(self, index: int, value: Flowing, *, at_once: bool = True) -> None:
-        if index not in self.values:
-            self.share.to_come -= 1
-            if type(value) is GraphValue:
-                value.expect_uses(self.participant.plan.uses[index])
-            self._put(index, value, at_once=at_once)
-            self._forget_if_done()
+    def _take(self, index: int, value: Flowing, *, at_once: bool = True) -> None:
+        """Take a value of another process."""
+        if type(value) is GraphValue:
+            value.expect_uses(self.participant.plan.uses[index])
+        self._start(self.take(index, value), at_once=at_once)
+        self._forget_if_done()
 
-    def _put(self, index: int, value: Flowing, *, at_once: bool = True) -> None:
-        """Keep a value, and start the segments that waited for it (for `at_once` see `HostedActor.look_again`)."""
-        self.values[index] = value
-        for segment in self.share.value_came(index):
-            if self.calls:
+    def _start(self, segments: Sequence[int], *, at_once: bool = True) -> None:
+        """Start segments that waited for a value (for `at_once` see `HostedActor.look_again`)."""
+        if self.calls:
+            for segment in segments:
                 call = self.calls[segment]
                 if call.handle(FETCHED):
                     call.hosted.look_again(at_once=at_once)
 
     # Results of the steps of this process.
 
-    def give(self, step: BoundStep, value: Flowing) -> None:
-        """Send the result of a step to its receivers, as soon as it is ready."""
-        stored = value.stored if type(value) is GraphValue else None
-        if stored is None:
-            self._tell(step, value, None)
-        elif stored.ready and not self._outlives(step, stored):
-            self._tell(step, value, stored)
+    def give(self, step: BoundStep, value: GraphValue, stored: StoredValue) -> None:
+        """Send an encoded result to its receivers, as soon as it is ready."""
+        if stored.ready and not step.result.outlives(is_inline=stored.is_inline):
+            self.tell(step, value, stored)
         else:
-            self.share.unfinished += 1
-            giving = self._give_later(step, cast("GraphValue", value), stored)
+            self.unfinished += 1
+            giving = self._give_later(step, value, stored)
             self.participant.context.process.tasks.create_task(giving, name="give a value of a graph")
 
-    def _outlives(self, step: BoundStep, stored: StoredValue) -> bool:
-        """Whether steps of this process may read a result after its owner has freed it."""
-        return step.place is not None and step.is_used and not stored.is_inline
-
     async def _give_later(self, step: BoundStep, value: GraphValue, stored: StoredValue) -> None:
-        context = self.participant.context
+        objects = self.participant.context.objects
         try:
-            if self._outlives(step, stored):
-                await value.fetch_own(context.objects)
+            if step.result.outlives(is_inline=stored.is_inline):
+                await value.fetch_own(objects)
             else:
-                await context.objects.store.make_ready(stored)
+                await objects.store.make_ready(stored)
         except Exception as error:  # noqa: BLE001 - the steps that need the value fail with the error
             stored.release()
-            self._tell(step, GraphValue.of_error(error, executed=True), None)
+            self.tell(step, GraphValue.of_error(error, executed=True))
         else:
-            self._tell(step, value, stored)
+            self.tell(step, value, stored)
         self._one_finished()
 
-    def _tell(self, step: BoundStep, value: Flowing, stored: StoredValue | None) -> None:
-        participant, index = self.participant, step.index
+    def tell(self, step: BoundStep, value: Flowing, stored: StoredValue | None = None) -> None:
+        """Send a result to its receivers: plain, an error, or stored and ready."""
+        participant, index, result = self.participant, step.index, step.result
         refs = participant.context.objects.refs
         if stored is not None and stored.refs:
             participant.pins.setdefault(self.number, []).extend(stored.refs)
-        if step.is_awaited:
-            self._put(index, value)
+        if result.awaited:
+            self._start(self.put(index, value))
         for route in step.routes:
             item = item_of(value, index, refs, route, executed=True)
             route.send((m.FLOW, self.owner, participant.number, self.number, (item,)))
-        if step.is_reported and participant.route.lost is None:
-            if stored is not None and step.place is not None and not (stored.ready and stored.is_inline):
-                participant.context.objects.store.entries[participant.owner, self.numbers[step.place]] = stored
-                stored, item = None, (index,)
-            elif step.place is not None or is_failure(value):
-                item = item_of(value, index, refs, participant.route, executed=True)
-            else:
-                # The owner does not need the value: it only counts the step.
-                item = (index,)
+        if result.reported and participant.route.lost is None:
+            stays = stored is not None and not (stored.ready and stored.is_inline)
+            report = result.report(failed=stored is None and type(value) is GraphValue, stays=stays)
+            if report is Report.STORED:
+                assert stored is not None
+                assert result.output is not None
+                participant.context.objects.store.entries[participant.owner, self.numbers[result.output]] = stored
+                stored = None
+            full = report is Report.VALUE
+            item = item_of(value, index, refs, participant.route, executed=True) if full else (index,)
             participant.route.send((m.REPORT, participant.number, self.number, (item,)))
         if stored is not None:
             # After the release, grants keep the block until the other processes have read it.
-            if step.is_used:
+            if result.used:
                 self._read_here = [*(self._read_here or ()), stored]
             else:
                 stored.release()
@@ -291,9 +264,8 @@ class ParticipantRun:
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """Fail the values that a lost process has not sent."""
-        for index in self.participant.plan.receives.get(remote, ()):
-            value = GraphValue.of_error(copy_error(error), executed=error.executed)
-            self._put_foreign(index, value, at_once=False)
+        for index in self.expected_from(remote):
+            self._take(index, GraphValue.of_error(copy_error(error), executed=error.executed), at_once=False)
 
     def skip(self) -> None:
         """Cancel the segments: the owner needs no result any more."""
@@ -302,11 +274,11 @@ class ParticipantRun:
                 call.hosted.cancel(call)
 
     def _one_finished(self) -> None:
-        self.share.unfinished -= 1
+        self.unfinished -= 1
         self._forget_if_done()
 
     def _forget_if_done(self) -> None:
-        if self.share.end():
+        if self.end():
             self.calls = ()
             self.participant.forget(self)
             for stored in self._read_here or ():
@@ -325,15 +297,14 @@ class ParticipantRun:
         after = NEXT.get((call.stage, ANSWER))
         if after is not None:
             call.stage = after
-            self.share.unfinished -= 1
-            self._forget_if_done()
+            self._one_finished()
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         """Fail the remaining steps of a segment that ends early."""
         assert isinstance(call, SegmentCall)
         if not call.answered:
             call.flush()
-            call.give_up(error, executed=executed)
+            call.fail_rest(error, executed=executed)
             self._one_finished()
 
     def answer_stored(self, call: InboundCall, stored: StoredValue) -> None:
@@ -342,15 +313,192 @@ class ParticipantRun:
     async def item(self, call: InboundCall, value: Any) -> None:
         raise AssertionError("segments are no streams")
 
+
+class SegmentCall(InboundCall):
+    """A segment in one run, from the beginning of the run to the last step."""
+
+    # The owner has no number for a segment: its results go to where the plan says.
+    number = CallId(0)
+    mode = WANT_REPLY
+    # Number of steps that gave their results.
+    _given = 0
+    # On the thread: results that the loop has not given yet.
+    _batch: deque[Flowing]
+
+    def __init__(self, run: ParticipantRun, segment: BoundSegment) -> None:
+        self.run = self.responder = run
+        self.segment = segment
+        self.caller = run.owner
+        self.hosted = segment.hosted
+        self.spec = segment.spec
+        self.rules = segment.rules
+        if segment.rules.on_thread:
+            self._token = [None]
+            self._batch = deque()
+
+    @property
+    def label(self) -> str:
+        """The step that runs or is the next to run."""
+        steps = self.segment.steps
+        return steps[min(self._given, len(steps) - 1)].label
+
     # For the deadlock search.
 
-    def call_at(self, value: int) -> CallAt:
-        """The segment that makes a value, as the search identifies it."""
-        plan, owner = self.participant.plan, self.participant.owner
-        maker = next((process for process, values in plan.receives.items() if value in values), plan.process)
-        return CallAt(maker, owner, self.participant.number_of(self.number, value))
+    @property
+    def call_at(self) -> CallAt:
+        """What the search calls the segment."""
+        return self.run.needs.maker_of(self.run.number, self.segment.steps[0].index)
 
-    def makers_of(self, values: Sequence[int]) -> list[CallAt]:
-        """The segments that make the missing ones of these values; none if an input is missing."""
-        missing = [value for value in values if value not in self.values]
-        return [] if any(value in self.participant.plan.inputs for value in missing) else [*map(self.call_at, missing)]
+    def waits_for(self) -> list[CallAt]:
+        """The segments that make the missing arguments; nothing if an input of the graph is missing."""
+        return [self.run.needs.maker_of(self.run.number, value) for value in self.run.awaits(self.segment.needs)]
+
+    # Execution.
+
+    def deliver(self) -> None:
+        """Put the segment into the mailbox of its actor."""
+        if self.segment.is_gone:
+            self.run.fail(self, ActorDied("the actor was stopped", executed=False), executed=False)
+            return
+        # Not before: it is a reference to itself.
+        self.args = (self,)
+        self.hosted.deliver(self)
+
+    @staticmethod
+    async def execute(instance: Any, call: SegmentCall) -> None:
+        """Execute the steps, as a method of the actor; an error of a step is its value.
+
+        On the actor's thread, nothing in here waits on the loop: it runs through at once.
+        """
+        # It would keep itself alive.
+        call.args = ()
+        segment, hosted, on_thread = call.segment, call.hosted, call.rules.on_thread
+        value: Flowing
+        for step in segment.steps:
+            if call.stage in GIVEN_UP:
+                # The step before ignored its cancellation, or ran on the thread.
+                raise asyncio.CancelledError
+            if step is segment.last:
+                hosted.last_begun(call)
+            executed = False
+            try:
+                try:
+                    args, kwargs = call._arguments(step, patient=on_thread)
+                except NeedsFetch:
+                    fetching = call._fetch_own(step)
+                    if on_thread:
+                        asyncio.run_coroutine_threadsafe(fetching, segment.context.process.loop).result()
+                    else:
+                        await fetching
+                    args, kwargs = call._arguments(step, patient=on_thread)
+                executed = True
+                result: Any = step.fn(instance, *args, **kwargs)
+                if not on_thread:
+                    result = await result
+                if call.stage is LATE:
+                    return
+                value = result if is_plain(result) else GraphValue.of_stored(await call._store(step, result))
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                if call._is_ended_by(error):
+                    raise
+                value = call._failure(step, error, executed)
+            call.run.values[step.index] = value
+            if on_thread:
+                call._collect(step, value)
+            else:
+                call._give(value)
+
+    def _collect(self, step: BoundStep, value: Flowing) -> None:
+        """On the thread: leave a result to the loop."""
+        self._batch.append(value)
+        if step is not self.segment.steps[-1] and step.result.leaves_segment:
+            self.hosted.thread.to_loop(self.flush)
+
+    def _is_ended_by(self, error: BaseException) -> bool:
+        """Whether the actor has ended the segment. It knows the reason, which holds for all remaining steps."""
+        if self.rules.on_thread:
+            return False
+        return (self.given_up and isinstance(error, asyncio.CancelledError)) or self.hosted.is_late(self, error)
+
+    async def _store(self, step: BoundStep, result: Any) -> StoredValue:
+        """Encode a result and copy its buffers before the actor can change it."""
+        store = self.segment.context.objects.store
+        if self.rules.on_thread:
+            stored = store.keep_patiently(result, step.label, step.transport)
+            store.pack_here(stored)
+        else:
+            stored = await self.hosted.capture(result, step.label, "result", step.transport)
+            await store.pack(stored)
+        return stored
+
+    async def _fetch_own(self, step: BoundStep) -> None:
+        """Fetch the arguments of a step that this process made."""
+        for slot in step.slots:
+            value = self.run.values.get(slot)
+            if type(value) is GraphValue and value.stored is not None:
+                await value.fetch_own(self.segment.context.objects)
+
+    def _arguments(self, step: BoundStep, *, patient: bool) -> tuple[Any, Any]:
+        store, values = self.segment.context.objects.store, self.run.values
+        taken: list[Any]
+        if step.outside:
+            taken = [step.outside[-slot - 1] if slot < 0 else values[slot] for slot in step.slots]
+        else:
+            taken = [*map(values.__getitem__, step.slots)]
+        if GraphValue in map(type, taken):
+            encoded = [
+                (slot, value) for slot, value in zip(step.slots, taken, strict=True) if type(value) is GraphValue
+            ]
+            for slot, value in encoded:
+                if value.failure is not None:
+                    source = step.sources.get(slot, "a ref from outside the graph")
+                    raise InputFailed(value.error_for(self._named(step), source))
+            taken = [value.take(store, patient=patient) if type(value) is GraphValue else value for value in taken]
+            for _, value in encoded:
+                value.used()
+        return (taken, _NO_KWARGS) if step.is_bare else step.data.make(store, taken, patient=patient)
+
+    def _named(self, step: BoundStep) -> str:
+        return f"{step.label} of {self.hosted.name}"
+
+    def _failure(self, step: BoundStep, error: BaseException, executed: bool) -> GraphValue:
+        if isinstance(error, InputFailed):
+            return GraphValue.of_error(error.error, executed=False)
+        caught = as_call_error(error, f"raised by {step.label} in {self.hosted.where}")
+        add_note(caught, f"a step of a graph, captured at {step.line}")
+        return GraphValue.of_error(caught, executed=executed)
+
+    # Results, on the loop.
+
+    def flush(self) -> None:
+        """Give the results that the thread has made."""
+        while self.rules.on_thread and self._batch:
+            self._give(self._batch.popleft())
+
+    def _give(self, value: Flowing) -> None:
+        stored = value.stored if type(value) is GraphValue else None
+        if self.stage in ANSWERED:
+            # The segment was given up, and its receivers know.
+            if stored is not None:
+                stored.release()
+            return
+        step = self.segment.steps[self._given]
+        self._given += 1
+        if stored is None:
+            self.run.tell(step, value)
+        else:
+            self.run.give(step, cast("GraphValue", value), stored)
+
+    def fail_rest(self, error: BaseException, *, executed: bool | None) -> None:
+        """Fail the remaining steps: the first with the error, each other one because of the step before it."""
+        value = GraphValue.of_error(error, executed=executed)
+        before: BoundStep | None = None
+        for step in self.segment.steps[self._given :]:
+            if before is not None:
+                value = GraphValue.of_error(value.error_for(self._named(step), self._named(before)), executed=False)
+            self.run.tell(step, value)
+            before = step
+        self.handle(ANSWER)
+        self.args = ()

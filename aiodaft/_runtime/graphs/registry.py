@@ -17,8 +17,7 @@ from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.deployment import Specs
 from aiodaft._runtime.graphs.graph_value import GraphValue, fetch
 from aiodaft._runtime.graphs.owner import GraphOwner
-from aiodaft._runtime.graphs.participant import Participant
-from aiodaft._runtime.graphs.segment_call import SegmentCall
+from aiodaft._runtime.graphs.participant import Participant, SegmentCall
 from aiodaft._runtime.serialization.encoder import PLAIN, SLOT
 from aiodaft.exceptions import DaftError
 

@@ -1,0 +1,90 @@
+"""Segments in the process that executes them: bound to the actor and its methods, the same for all runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, cast
+
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.mailbox import Rules
+from aiodaft._protocol.plan import Segment, Step, SubPlan
+from aiodaft._runtime.actors.hosted_actor import HostedActor, run_through
+from aiodaft._runtime.connections.route import Route
+from aiodaft._runtime.graphs.captured_call import Arguments
+from aiodaft._runtime.graphs.context import GraphContext
+from aiodaft._runtime.graphs.graph_value import GraphValue
+from aiodaft.methods import MethodSpec, Options
+
+
+class BoundStep:
+    """A step and its method."""
+
+    def __init__(
+        self, plan: SubPlan[Arguments], position: int, method: MethodSpec, routes: Mapping[PeerId, Route]
+    ) -> None:
+        step = plan.steps[position]
+        self.result = plan.results[position]
+        self.index = self.result.value
+        self.label = step.label
+        self.line = step.line
+        self.data = step.data
+        self.slots = step.data.slots
+        self.is_bare = step.data.is_bare
+        self.fn = method.fn
+        self.transport = method.transport
+        # The values of refs from outside the graph.
+        self.outside: list[GraphValue] = []
+        self.sources = plan.labels
+        self.routes = [routes[remote] for remote in self.result.sends]
+
+
+class BoundSegment:
+    """A segment, its actor and its steps."""
+
+    def __init__(
+        self,
+        context: GraphContext,
+        plan: SubPlan[Arguments],
+        segment: Segment,
+        routes: Mapping[PeerId, Route],
+        execute: Callable[..., Coroutine[Any, Any, None]],
+    ) -> None:
+        """Find the actor and its methods. `execute` runs the steps, as a method of the actor.
+
+        Raises:
+            AttributeError: The actor has no such method.
+        """
+        self.context = context
+        steps = [plan.steps[position] for position in segment.steps]
+        _, actor = steps[0].actor
+        hosted = context.actors.get(actor)
+        # Without the actor, each run fails before it needs it.
+        self.is_gone = hosted is None
+        self.hosted = cast("HostedActor", hosted)
+        self.needs = segment.needs
+        self.steps = [
+            BoundStep(plan, position, self._method(step), routes)
+            for position, step in zip(segment.steps, steps, strict=True)
+        ]
+        # The calls behind a segment of several steps may start when the last step has begun.
+        self.last = self.steps[-1] if len(steps) > 1 else None
+        rules = steps[0].rules
+        self.rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, segment=len(steps) > 1)
+
+        def execute_on_thread(*args: Any) -> None:
+            run_through(execute(*args))
+
+        fn = execute_on_thread if rules.on_thread else execute
+        self.spec = MethodSpec(steps[0].label, rules.name, fn, Options(self.rules))
+
+    def _method(self, step: Step[Arguments]) -> MethodSpec:
+        if self.is_gone:
+            return MethodSpec(step.label, step.data.method, _missing, Options(step.rules))
+        spec = self.hosted.find_spec(step.data.method)
+        if spec is None:
+            raise AttributeError(f"{self.hosted.name} has no remote method {step.data.method!r:.80} ({step.line})")
+        return spec
+
+
+def _missing(*args: Any) -> None:
+    raise AssertionError("the actor of this step is gone")

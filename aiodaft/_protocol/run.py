@@ -218,8 +218,12 @@ class GraphRuns(Generic[RunT]):
         if self.all.pop(run.number, None) is None:
             return False
         if run.state in _SENT:
-            run.on(RunEvent.ENDED)
+            run.state = RUN[run.state][RunEvent.ENDED]
         return True
+
+    def lose(self, process: PeerId) -> list[tuple[RunT, list[int]]]:
+        """A process is gone. Returns the runs under way that miss values of it, with these values."""
+        return [(run, lost) for run in self.all.values() if (lost := run.lose(process))]
 
     def sent_with(self, deployment: object) -> list[RunT]:
         """The runs that the processes of a deployment have."""

@@ -143,6 +143,20 @@ def test_each_missing_report_counts_once_and_the_last_one_ends_the_run() -> None
     assert run.is_reported
 
 
+def test_a_lost_process_ends_what_it_had_and_not_what_begins_meanwhile() -> None:
+    runs, process = told(1), actor(1)[0]
+    under_way, waiting = entered(runs), entered(runs)
+    under_way.missing = {3: process}
+    lost = runs.lose(process)
+    assert lost == [(under_way, [3])]
+    runs.over(under_way)
+    runs.turn_came()
+    send(waiting)
+    waiting.missing = {3: process}
+    assert [run for run, _ in lost] == [under_way]
+    assert runs.lose(actor(2)[0]) == []
+
+
 def test_a_result_with_refs_stays_missing_until_they_are_registered() -> None:
     run = OwnedRun()
     run.missing = {3: actor(1)[0], 4: actor(1)[0]}

@@ -197,6 +197,15 @@ async def test_a_process_that_ends_fails_what_it_has_not_reported_and_later_runs
         assert await other == "y"
 
 
+async def test_only_runs_under_way_may_have_run_in_a_process_that_ends(site: Site) -> None:
+    async with aiodaft.compile(lambda x: site.a.wait(x), max_in_flight=1) as graph:
+        under_way, *waiting = graph("x"), graph("y"), graph("z")
+        await turns(8)
+        site.owner.lose(THERE)
+        assert (await error_of(under_way)).executed is None
+        assert [(await error_of(ref)).executed for ref in waiting] == [False, False]
+
+
 async def test_a_participant_fails_the_values_of_a_process_that_was_lost_before_the_run(site: Site) -> None:
     async with aiodaft.compile(lambda x: site.a.note(site.b.note(x))) as graph:
         # Only this participant has noticed.

@@ -88,7 +88,8 @@ class Neighbour(Bench):
         self.process.provide(Caller, self.caller)
         self.process.provide(Graphs, self.graphs)
         self.process.provide(Channels, self.channels)
-        handlers += [self.graphs.handlers.get(kind) for kind in range(m.KINDS)]
+        self.handlers = {**self.graphs.handlers, m.BORROW: self.objects.refs.borrow_came}
+        handlers += [self.handlers.get(kind) for kind in range(m.KINDS)]
         # The messages about channels that were sent: the receiver, and the kind.
         self.told: list[tuple[PeerId, Kind]] = []
         self.errors: list[BaseException] = []
@@ -108,7 +109,7 @@ class Neighbour(Bench):
     def arrived(self, sender: Neighbour, message: m.Message) -> None:
         link = self.to(sender.process.id)
         if link.lost is None:
-            self.graphs.handlers[message[0]](link, message)
+            self.handlers[message[0]](link, message)
 
     def lose(self, remote: PeerId) -> None:
         """The connection to a process is lost, and explained."""

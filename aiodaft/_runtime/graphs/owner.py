@@ -224,7 +224,7 @@ class GraphOwner:
         for value, state in run.states.items():
             _, _, state.connection = deployment.results[value]
         run.missing = deployment.reports.copy()
-        left = time_left(run.deadline, context.process.loop.time)
+        left = None if run.deadline is None else time_left(run.deadline, context.process.loop.time)
         oldest = next(iter(self._runs.all))
         for part, route in deployment.run_routes:
             chosen = enumerate(inputs) if part.inputs is None else [(index, inputs[index]) for index in part.inputs]
@@ -293,17 +293,17 @@ class GraphOwner:
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """Fail the results that a lost process has not reported."""
         self._deployment.leave(remote)
-        for run in list(self._runs.all.values()):
-            self._lost_run(run, remote, error)
+        for run, values in self._runs.lose(remote):
+            self._fail_lost(run, values, error)
 
     def _lost_unsent(self, run: OwnerRun, remote: PeerId, error: DaftError) -> None:
         """Fail the results that a run expects from a process that was gone before."""
-        self._lost_run(run, remote, copy_error(error).with_executed(False))
+        self._fail_lost(run, run.lose(remote), copy_error(error).with_executed(False))
 
-    def _lost_run(self, run: OwnerRun, remote: PeerId, error: DaftError) -> None:
-        for index in run.lose(remote):
-            if index in run.states:
-                run.states[index].on_error(copy_error(error))
+    def _fail_lost(self, run: OwnerRun, values: list[int], error: DaftError) -> None:
+        for value in values:
+            if value in run.states:
+                run.states[value].on_error(copy_error(error))
         if run.is_reported:
             self._over(run)
 

@@ -297,7 +297,8 @@ class ParticipantRun(Share[Flowing]):
         after = NEXT.get((call.stage, ANSWER))
         if after is not None:
             call.stage = after
-            self._one_finished()
+            self.unfinished -= 1
+            self._forget_if_done()
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         """Fail the remaining steps of a segment that ends early."""

@@ -265,7 +265,7 @@ async def test_a_run_that_waits_is_cancelled_without_a_message(site: Site) -> No
         second.cancel()
         assert (await error_of(second)).executed is False
         site.actors[0].gate.set()
-        assert await asyncio.gather(first, third) == ["x", "z"]
+        assert [await first, await third] == ["x", "z"]
         assert site.sent() == [(THERE, m.RUN)]
     assert site.actors[0].seen == ["x", "z"]
 

@@ -2,6 +2,7 @@
 
 from aiodaft import exceptions
 from aiodaft._protocol.liveness import Patience
+from aiodaft._protocol.supervision import Backoff, Restart
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft.actor import Actor, local
 from aiodaft.attempt import current_attempt
@@ -41,7 +42,6 @@ from aiodaft.ref import Ref, Refs, Stream, borrow, lazy
 from aiodaft.runtime import Runtime
 from aiodaft.scope import Scope
 from aiodaft.service import Service, ServiceGroup
-from aiodaft.supervision import Backoff, Restart
 from aiodaft.web import cancel_on_disconnect
 
 __version__ = "0.1.0"

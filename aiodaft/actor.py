@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, Protocol, 
 from aiodaft._protocol.liveness import Health, Patience
 from aiodaft._protocol.mailbox import check_max_queue
 from aiodaft._protocol.resources import Demand
+from aiodaft._protocol.supervision import Restart, check_alone
 from aiodaft.methods import DefMethod, MethodSpec, specs_of
-from aiodaft.supervision import Restart, check_alone
 
 if TYPE_CHECKING:
     from aiodaft.ref import Ref, Stream

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, Protocol, T
 
 from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.mailbox import check_max_queue
+from aiodaft._protocol.supervision import Kind, Restart, check_alone
 from aiodaft._runtime.scope_actors import Constraints
 from aiodaft.actor import Actor, Handle
 from aiodaft.group import Group
 from aiodaft.methods import signature_of
 from aiodaft.service import Service, ServiceGroup
-from aiodaft.supervision import Kind, Restart, check_alone
 
 __all__ = ["Placement", "Spawned"]
 

@@ -16,13 +16,13 @@ from typing import Any, Literal, Self, TypeVar, cast
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.naming import check_name as check_actor_name
-from aiodaft._protocol.resources import Resources
+from aiodaft._protocol.resources import Resources, gpu_names, id_named
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
 from aiodaft._runtime.node.pid_namespace import prefix_of
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
-from aiodaft._runtime.platform.gpu_claims import GpuClaims, gpu_names, id_named
+from aiodaft._runtime.platform.gpu_claims import GpuClaims
 from aiodaft._runtime.platform.tasks import shield_from_anyio
 from aiodaft._runtime.serialization.errors import give_frames, take_frames
 from aiodaft.actor import Actor, Handle, class_of
@@ -105,7 +105,7 @@ class Runtime(Scope):
         asked = transport or os.environ.get("AIODAFT_TRANSPORT")
         env = env or Env()
         machine = env.gpus()
-        names = gpu_names(machine, gpus)
+        names = gpu_names(machine, os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
         claims = GpuClaims([] if share_gpus else [id_named(name, machine) for name in names])
         amounts: Resources[ActorId] = Resources(
             cpus=len(os.sched_getaffinity(0)) if cpus is None else cpus,

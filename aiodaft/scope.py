@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar, cast
 
 from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.supervision import Restart
 from aiodaft._protocol.unhandled import Unhandled
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
@@ -23,7 +24,6 @@ from aiodaft.group import Group
 from aiodaft.info import ActorInfo, look_at
 from aiodaft.placement import Spawner
 from aiodaft.service import Service, ServiceGroup
-from aiodaft.supervision import Restart
 
 __all__ = ["Scope"]
 

@@ -12,7 +12,8 @@ first, it leads to ENDING, and from there to OVER.
 from __future__ import annotations
 
 import enum
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 
 class ChildState(enum.Enum):
@@ -78,6 +79,56 @@ REACHABLE: Final = frozenset({_S.UP, _S.RETIRED})
 STOPPING: Final = frozenset({_S.LEAVING, _S.ENDING})
 # Its supervisor does nothing more with it.
 SETTLED: Final = frozenset({_S.RETIRED, _S.OVER})
+
+
+class Child(Protocol):
+    """A child, as far as its next task goes; `due` is the time of its next start."""
+
+    state: ChildState
+    due: float
+
+
+ChildT = TypeVar("ChildT", bound=Child)
+
+
+class Stop(NamedTuple, Generic[ChildT]):
+    """Stop the last child that has a process to stop."""
+
+    child: ChildT
+
+
+class Start(NamedTuple, Generic[ChildT]):
+    """Start the first child that is down; wait until then."""
+
+    child: ChildT
+    due: float
+
+
+def next_task(children: Sequence[ChildT]) -> Stop[ChildT] | Start[ChildT] | None:
+    """What to do next with children that are restarted together: all are stopped before the first is started."""
+    stopping = [child for child in children if child.state in STOPPING]
+    if stopping:
+        return Stop(stopping[-1])
+    down = [child for child in children if child.state is ChildState.DOWN]
+    return Start(down[0], max(child.due for child in down)) if down else None
+
+
+class Fate(enum.Enum):
+    """What the end of its process means for a child."""
+
+    NOTHING = "it has no process, or its supervisor stops it"
+    NOT_MADE = "its start has failed"
+    RESTART = "its supervisor decides"
+    OVER = "it is over"
+
+
+def fate_of(state: ChildState, *, wanted: bool) -> Fate:
+    """What the end of its process, which may have been `wanted`, means for a child."""
+    if state is ChildState.STARTING:
+        return Fate.NOT_MADE
+    if state not in REACHABLE:
+        return Fate.NOTHING
+    return Fate.RESTART if state is ChildState.UP and not wanted else Fate.OVER
 
 
 def next_state(state: ChildState, event: ChildEvent) -> ChildState:

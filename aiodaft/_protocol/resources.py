@@ -3,7 +3,7 @@
 # pyright: reportUnnecessaryIsInstance=false
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -159,6 +159,32 @@ class Resources(Generic[HolderT]):
     @staticmethod
     def _amount(demand: Demand, name: str) -> float:
         return {"cpus": demand.cpus, "gpus": demand.gpus}.get(name, demand.custom.get(name, 0.0))
+
+
+def gpu_names(machine: Sequence[str], allowed: str | None, declared: object = None) -> list[str]:
+    """The names that CUDA has for the GPUs of this process: numbers of the machine, or ids if it may use only some.
+
+    Args:
+        machine: The ids of the machine's GPUs.
+        allowed: CUDA_VISIBLE_DEVICES, if it is set.
+        declared: The number of GPUs, if the user gives it.
+    """
+    visible = [name for entry in (allowed or "").split(",") if (name := entry.strip()) not in ("", "-1")]
+    if declared is None:
+        return [str(gpu) for gpu in range(len(machine))] if allowed is None else visible
+    # `Resources` refuses anything but a number.
+    count = declared if isinstance(declared, int) else 0
+    return [visible[gpu] if gpu < len(visible) else str(gpu) for gpu in range(count)]
+
+
+def id_named(name: str, machine: Sequence[str]) -> str:
+    """The id of the GPU with this name in CUDA; "" if the machine does not have it."""
+    if name.isdigit():
+        return machine[int(name)] if int(name) < len(machine) else ""
+    if name.startswith("MIG-"):
+        return name if machine else ""
+    # CUDA also takes the beginning of an id.
+    return next((found for found in machine if found.startswith(name)), "")
 
 
 def _check_amounts(cpus: float, gpus: float, custom: Mapping[str, float]) -> None:

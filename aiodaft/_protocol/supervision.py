@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 Kind: TypeAlias = Literal["permanent", "transient", "temporary"]
@@ -55,6 +55,79 @@ class Backoff:
         return wait * (1 - self.jitter * chance)
 
 
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """What happens when an actor dies: `rt.on(restart=Restart(intensity=3, period=60)).spawn(Model)`.
+
+    A restart is a new process in the same slot (its resources and GPUs stay assigned): the constructor runs again
+    with the original arguments, then the class's `on_restart(epoch)` if it has one. Calls that were under way fail
+    with `ActorDied` and are never made again by themselves.
+
+    A policy of an actor, in its class line or by `on`, applies to that actor alone. A policy of a scope applies to all
+    actors spawned in that scope itself: siblings with one strategy and one count of restarts.
+
+    Attributes:
+        kind: "permanent" actors are always restarted; "transient" ones unless they ended with exit code 0;
+            "temporary" ones never, and their death is no error of the scope.
+        strategy: The actors to restart when one dies: "one_for_one" the dead actor; "one_for_all" all siblings;
+            "rest_for_one" the dead actor and the siblings spawned after it. Siblings are started in the order in which
+            they were spawned, and stopped in the reverse order.
+        intensity: The restarts allowed within the period; one more is `RestartLimitReached`, an error of the scope,
+            which cancels it. A `Runtime` logs the error, and raises it when its block ends.
+        period: Seconds.
+        backoff: The wait before a restart.
+        follow: Whether handles lead to the new incarnation. Calls made while it starts wait for it. With False, handles
+            of an earlier incarnation raise `StaleHandle`, and `rt.rebind(handle)` gives a new one.
+
+    Raises:
+        ValueError: A value is not allowed, or the backoff is so slow that the intensity is never reached.
+    """
+
+    kind: Kind = "permanent"
+    strategy: Strategy = "one_for_one"
+    intensity: int = 1
+    period: float = 5.0
+    backoff: Backoff = field(default_factory=Backoff)
+    follow: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("kind", self.kind, KINDS), ("strategy", self.strategy, STRATEGIES)):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
+        if isinstance(self.intensity, bool) or not isinstance(self.intensity, int) or self.intensity < 0:
+            raise ValueError(f"intensity={self.intensity!r}: a number of restarts that is not negative is needed")
+        if not isinstance(self.period, int | float) or not 0 < self.period < float("inf"):
+            raise ValueError(f"period={self.period!r}: a positive number of seconds is needed")
+        if not isinstance(self.backoff, Backoff):
+            raise ValueError(f"backoff={self.backoff!r} is no Backoff")
+        waits = 0.0
+        for count in range(1, self.intensity + 1):
+            waits += self.backoff.delay(count)
+            if waits >= self.period:
+                enough = waits + (self.intensity - count) * self.backoff.delay(self.intensity)
+                raise ValueError(
+                    f"intensity={self.intensity} would never be reached: with this backoff {count} restarts wait "
+                    f"{waits:g} s in all, longer than period={self.period:g}. Lower intensity to {count - 1} or less, "
+                    f"raise period above {enough:g}, or lower backoff.max (it is {self.backoff.max:g})"
+                )
+
+
+def check_alone(policy: Restart) -> Restart:
+    """Return a policy that fits a single actor.
+
+    Raises:
+        TypeError: It is no policy.
+        ValueError: Its strategy is about siblings.
+    """
+    if not isinstance(policy, Restart):
+        raise TypeError(f"restart={policy!r:.80} is not an aiodaft.Restart")
+    if policy.strategy != "one_for_one":
+        raise ValueError(
+            f"strategy={policy.strategy!r} is about siblings: give it to their scope, `rt.scope(restart=...)`"
+        )
+    return policy
+
+
 class Gone(NamedTuple, Generic[ChildT]):
     """The child is not restarted, and no sibling is."""
 
@@ -86,13 +159,8 @@ class Siblings(Generic[ChildT, EvidenceT]):
     A child is up until it has failed or its restart asks for its stop, and again when `came_up` says so.
     """
 
-    def __init__(
-        self, strategy: Strategy, intensity: int, period: float, backoff: Backoff, chance: Callable[[], float]
-    ) -> None:
-        self._strategy = strategy
-        self._intensity = intensity
-        self._period = period
-        self._backoff = backoff
+    def __init__(self, policy: Restart, chance: Callable[[], float]) -> None:
+        self._policy = policy
         self._chance = chance
         self._children: dict[ChildT, Kind] = {}
         self._down: set[ChildT] = set()
@@ -139,24 +207,24 @@ class Siblings(Generic[ChildT, EvidenceT]):
         else:
             self._failures.append((now, evidence))
             self._failed_together = {child}
-        while self._failures and self._failures[0][0] <= now - self._period:
+        while self._failures and self._failures[0][0] <= now - self._policy.period:
             self._failures.popleft()
         count = len(self._failures)
-        if count > self._intensity:
+        if count > self._policy.intensity:
             return self._give_up()
         stop = tuple(other for other in reversed(self._concerned(child)) if other not in self._down)
         gone = tuple(other for other in stop if self._children[other] == "temporary")
         self._down.update(stop)
         for other in gone:
             self.remove(other)
-        start = (child,) if self._strategy == "one_for_one" else self.down
-        return Again(stop, start, gone, count, self._backoff.delay(count, self._chance()))
+        start = (child,) if self._policy.strategy == "one_for_one" else self.down
+        return Again(stop, start, gone, count, self._policy.backoff.delay(count, self._chance()))
 
     def _concerned(self, child: ChildT) -> list[ChildT]:
         children = list(self._children)
-        if self._strategy == "one_for_one":
+        if self._policy.strategy == "one_for_one":
             return [child]
-        return children if self._strategy == "one_for_all" else children[children.index(child) :]
+        return children if self._policy.strategy == "one_for_all" else children[children.index(child) :]
 
     def _give_up(self) -> GiveUp[ChildT, EvidenceT]:
         decision = GiveUp(self.down, tuple(evidence for _, evidence in self._failures))

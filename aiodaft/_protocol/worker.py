@@ -75,6 +75,15 @@ _TRANSITIONS: Final[dict[tuple[WorkerState, WorkerEvent], WorkerState]] = {
 }
 
 
+def how_it_ended(exit_code: int | None, signal: str | None, *, oom: bool) -> str:
+    """The end of a worker that was not told to end, for errors; None: not known."""
+    if oom:
+        return "was killed by the kernel (SIGKILL): out of memory"
+    if signal is not None:
+        return f"was killed by {signal}"
+    return "ended, and its exit status is not known" if exit_code is None else f"ended with exit code {exit_code}"
+
+
 def next_state(state: WorkerState, event: WorkerEvent) -> WorkerState:
     """The state of a worker after an event.
 

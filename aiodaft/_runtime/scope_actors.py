@@ -11,6 +11,7 @@ from aiodaft._protocol.following import Location
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.resources import Demand
+from aiodaft._protocol.supervision import Kind, Restart
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import PinnedTarget
 from aiodaft._runtime.controller import Controller
@@ -23,7 +24,6 @@ from aiodaft._runtime.supervision.supervisor import Child, Supervisor
 from aiodaft.actor import Handle
 from aiodaft.exceptions import CallCancelled, SerializationError, SpawnFailed
 from aiodaft.ref import Ref
-from aiodaft.supervision import Kind, Restart
 
 
 class Constraints(NamedTuple):

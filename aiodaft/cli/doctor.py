@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
-from aiodaft._runtime.platform.gpu_claims import gpu_names, machine_gpus
+from aiodaft._protocol.resources import gpu_names
+from aiodaft._runtime.platform.gpu_claims import machine_gpus
 from aiodaft.bench.actors import Echo
 from aiodaft.runtime import Runtime
 from aiodaft_transport import NAMES, TransportError, default_name
@@ -27,7 +28,7 @@ async def examine() -> int:
     _say("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("uvloop", "torch", "numpy"):
         _say(package, _version(package) or "not installed")
-    _say("gpus", str(len(gpu_names(machine_gpus()))))
+    _say("gpus", str(len(gpu_names(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")))))
     _say("cpus", str(len(os.sched_getaffinity(0))))
     _say("open files", f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} per process")
     working = 0

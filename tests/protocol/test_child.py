@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
 
-from aiodaft._protocol.child import REACHABLE, SETTLED, STOPPING, ChildEvent, ChildState, next_state
+from aiodaft._protocol.child import (
+    REACHABLE,
+    SETTLED,
+    STOPPING,
+    ChildEvent,
+    ChildState,
+    Fate,
+    Start,
+    Stop,
+    fate_of,
+    next_state,
+    next_task,
+)
 
 
 def walk(*events: ChildEvent) -> list[ChildState]:
@@ -77,3 +90,29 @@ def test_a_child_that_settles_is_never_started_again() -> None:
 def test_every_state_can_end() -> None:
     assert {next_state(state, ChildEvent.ENDED) for state in ChildState} == {ChildState.OVER}
     assert not REACHABLE & STOPPING
+
+
+@dataclass
+class Sibling:
+    state: ChildState
+    due: float = 0
+
+
+def test_siblings_are_stopped_in_reverse_order_before_the_first_is_started_when_all_are_due() -> None:
+    first, second, third = Sibling(ChildState.LEAVING, 1), Sibling(ChildState.DOWN, 3), Sibling(ChildState.ENDING, 2)
+    siblings = [Sibling(ChildState.UP, 9), first, second, third]
+    assert next_task(siblings) == Stop(third)
+    third.state = ChildState.OVER
+    assert next_task(siblings) == Stop(first)
+    first.state = ChildState.DOWN
+    assert next_task(siblings) == Start(first, 3)
+    first.state = second.state = ChildState.UP
+    assert next_task(siblings) is None
+
+
+def test_what_the_end_of_a_process_means_for_its_actors() -> None:
+    fates = {ChildState.STARTING: Fate.NOT_MADE, ChildState.UP: Fate.RESTART, ChildState.RETIRED: Fate.OVER}
+    assert {state: fate_of(state, wanted=False) for state in ChildState} == {
+        state: fates.get(state, Fate.NOTHING) for state in ChildState
+    }
+    assert fate_of(ChildState.UP, wanted=True) is Fate.OVER

@@ -20,8 +20,18 @@ from hypothesis.stateful import (
 
 import aiodaft
 from aiodaft._protocol.ids import ActorId, epoch_of, incarnation, number_of
-from aiodaft._protocol.supervision import KINDS, STRATEGIES, Again, Backoff, GiveUp, Gone, Kind, Siblings, Strategy
-from aiodaft.supervision import Restart
+from aiodaft._protocol.supervision import (
+    KINDS,
+    STRATEGIES,
+    Again,
+    Backoff,
+    GiveUp,
+    Gone,
+    Kind,
+    Restart,
+    Siblings,
+    Strategy,
+)
 
 _quick = settings(deadline=None, derandomize=True, database=None, max_examples=200)
 
@@ -31,7 +41,9 @@ _NO_WAIT: Final = Backoff(base=0)
 def family(
     strategy: Strategy, kinds: dict[str, Kind], intensity: int = 1, period: float = 5.0
 ) -> Siblings[str, object]:
-    siblings: Siblings[str, object] = Siblings(strategy, intensity, period, _NO_WAIT, lambda: 0.0)
+    siblings: Siblings[str, object] = Siblings(
+        Restart(strategy=strategy, intensity=intensity, period=period, backoff=_NO_WAIT), lambda: 0.0
+    )
     for child, kind in kinds.items():
         siblings.add(child, kind)
     return siblings

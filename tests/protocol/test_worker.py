@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.worker import WorkerEvent, WorkerState, next_state
+from aiodaft._protocol.worker import WorkerEvent, WorkerState, how_it_ended, next_state
 
 
 def state_after(*events: WorkerEvent) -> WorkerState:
@@ -60,3 +60,16 @@ def test_a_worker_ends_once() -> None:
     for state in (WorkerState.OVER, WorkerState.UNHANDLED, WorkerState.DIED):
         with pytest.raises(ValueError, match=state.name):
             next_state(state, ENDED)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "signal", "oom", "how"),
+    [
+        (None, "SIGKILL", True, "was killed by the kernel (SIGKILL): out of memory"),
+        (None, "SIGSEGV", False, "was killed by SIGSEGV"),
+        (0, None, False, "ended with exit code 0"),
+        (None, None, False, "ended, and its exit status is not known"),
+    ],
+)
+def test_errors_say_how_a_worker_ended(exit_code: int | None, signal: str | None, oom: bool, how: str) -> None:
+    assert how_it_ended(exit_code, signal, oom=oom) == how

@@ -15,7 +15,7 @@ from probes import Probe
 
 import aiodaft
 from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.platform.gpu_claims import GpuClaims, gpu_names, id_named, machine_gpus
+from aiodaft._runtime.platform.gpu_claims import GpuClaims, machine_gpus
 
 
 @pytest.fixture
@@ -123,18 +123,6 @@ async def test_a_forked_child_keeps_no_claim(gpu: str) -> None:
         os.close(stop)
         os.close(free)
         await asyncio.to_thread(os.waitpid, child, 0)
-
-
-def test_names_of_gpus_lead_to_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = ["GPU-a1", "GPU-b2", "GPU-c3"]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_names(gpus) == ["0", "1", "2"]
-    assert gpu_names(gpus, 4) == ["0", "1", "2", "3"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-b,MIG-7,-1,9")
-    assert gpu_names(gpus) == ["2", "GPU-b", "MIG-7", "9"]
-    assert gpu_names(gpus, 1) == ["2"]
-    assert [id_named(name, gpus) for name in gpu_names(gpus, 6)] == ["GPU-c3", "GPU-b2", "MIG-7", "", "", ""]
-    assert id_named("MIG-7", []) == ""
 
 
 def test_the_machines_gpus_are_read_from_the_driver(tmp_path: Path) -> None:

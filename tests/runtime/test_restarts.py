@@ -13,6 +13,7 @@ from rooms import ELSEWHERE, THERE, Bench, turns
 
 from aiodaft._protocol.following import NOWHERE, Location
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, incarnation
+from aiodaft._protocol.supervision import Backoff, Restart
 from aiodaft._runtime.calls.call import Caller, PendingCall, Request, Target
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.connections.connections import Connections
@@ -25,7 +26,6 @@ from aiodaft.actor import Actor, Handle
 from aiodaft.exceptions import ActorDied, RestartLimitReached, SpawnFailed
 from aiodaft.methods import method
 from aiodaft.ref import Ref
-from aiodaft.supervision import Backoff, Restart
 
 ACTOR = FIRST_USER_ACTOR
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
-from aiodaft._protocol.worker import WorkerState
+from aiodaft._protocol.worker import WorkerState, how_it_ended
 from aiodaft._runtime.calls.call import CallState, PendingCall
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.node.launcher import Ending
@@ -58,16 +58,9 @@ def _is_of_a_user(state: PendingCall) -> bool:
 def died(worker: Worker, ending: Ending, doing: Activity, *, oom: bool) -> ActorDied:
     """The error for callers of a worker that ended."""
     wanted = worker.state is WorkerState.STOPPING
+    how = how_it_ended(ending.exit_code, ending.signal, oom=oom)
     if wanted:
         how = f"was stopped: {worker.stop_reason}"
-    elif oom:
-        how = "was killed by the kernel (SIGKILL): out of memory"
-    elif ending.signal is not None:
-        how = f"was killed by {ending.signal}"
-    elif ending.exit_code is not None:
-        how = f"ended with exit code {ending.exit_code}"
-    else:
-        how = "ended, and its exit status is not known"
     known = f"; {doing}" if not wanted and doing.method else ""
     error = ActorDied(f"{worker} {how}{known}")
     error.actor = worker.names

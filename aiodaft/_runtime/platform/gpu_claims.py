@@ -101,29 +101,3 @@ def _id_of(folder: str, place: str) -> str:
             if key == "GPU UUID":
                 return value.strip()
     return place
-
-
-def gpu_names(machine: Sequence[str], declared: object = None) -> list[str]:
-    """The names that CUDA has for the GPUs of this process: numbers of the machine, or ids if it may use only some.
-
-    Args:
-        machine: The ids of the machine's GPUs.
-        declared: The number of GPUs, if the user gives it.
-    """
-    restricted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = [name for entry in (restricted or "").split(",") if (name := entry.strip()) not in ("", "-1")]
-    if declared is None:
-        return [str(gpu) for gpu in range(len(machine))] if restricted is None else visible
-    # `Resources` refuses anything but a number.
-    count = declared if isinstance(declared, int) else 0
-    return [visible[gpu] if gpu < len(visible) else str(gpu) for gpu in range(count)]
-
-
-def id_named(name: str, machine: Sequence[str]) -> str:
-    """The id of the GPU with this name in CUDA; "" if the machine does not have it."""
-    if name.isdigit():
-        return machine[int(name)] if int(name) < len(machine) else ""
-    if name.startswith("MIG-"):
-        return name if machine else ""
-    # CUDA also takes the beginning of an id.
-    return next((found for found in machine if found.startswith(name)), "")

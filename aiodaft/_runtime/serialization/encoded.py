@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 from aiodaft.exceptions import BorrowError
 from aiodaft_transport import Pullable
-from aiodaft_transport.memory.address import address_of, aligned, copy_memory
+from aiodaft_transport.memory.address import address_of, copy_memory
 
 
 class Source:
@@ -119,34 +118,3 @@ class Encoded:
                 "a tensor was written to while aiodaft was reading it: pass or return x.clone(), "
                 "or wait for `await ref.ready()` before you write to it"
             )
-
-
-def lay_out(sources: list[Source]) -> tuple[list[int], int, dict[int, int]]:
-    """Offsets of the sources in their blobs, and the sizes of these: the host's, and that of each accelerator."""
-    offsets: list[int] = []
-    ends: dict[int | None, int] = {}
-    for source in sources:
-        if source.is_apart:
-            offsets.append(-1)
-            continue
-        offsets.append(aligned(ends.get(source.device, 0)))
-        ends[source.device] = offsets[-1] + source.nbytes
-    return offsets, ends.pop(None, 0), {device: end for device, end in ends.items() if device is not None}
-
-
-def blob_table(sources: list[Source], offsets: list[int], nbytes: int) -> list[list[int]]:
-    """Blob, offset and size of every source. Blobs are: the host's, those apart, one for each accelerator."""
-    numbers = count(1 if nbytes else 0)
-    apart = [next(numbers) if source.is_apart else 0 for source in sources]
-    of_devices: dict[int, int] = {}
-    table: list[list[int]] = []
-    for source, offset, blob in zip(sources, offsets, apart, strict=True):
-        if source.is_apart:
-            table.append([blob, 0, source.nbytes])
-        elif source.device is None:
-            table.append([0, offset, source.nbytes])
-        else:
-            if source.device not in of_devices:
-                of_devices[source.device] = next(numbers)
-            table.append([of_devices[source.device], offset, source.nbytes])
-    return table

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from aiodaft._protocol.child import REACHABLE, ChildEvent, ChildState
+from aiodaft._protocol.child import REACHABLE, ChildEvent, ChildState, Fate, fate_of
 from aiodaft._protocol.following import NOWHERE, Location
 from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.supervision import Restart
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
 from aiodaft._runtime.peer import Locator
@@ -16,7 +17,6 @@ from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, SupervisionOwne
 from aiodaft._runtime.supervision.supervisor import Child, Supervisor
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown
 from aiodaft.methods import method
-from aiodaft.supervision import Restart
 
 # Number of ended actors with a remembered error.
 _REMEMBERED: Final = 1024
@@ -105,12 +105,15 @@ class Directory(Locator):
     def process_ended(self, remote: PeerId, error: OutcomeUnknown, wanted: bool) -> None:
         """Restart the actors of a process that ended, or end them if that was wanted."""
         for child in [child for child in self._children.values() if child.place.peer == remote]:
-            if child.state is ChildState.STARTING:
-                child.crash = error
-            elif child.state is ChildState.UP and not wanted:
-                child.supervisor.crashed(child, error)
-            elif child.state in REACHABLE:
-                self.end(child, error)
+            match fate_of(child.state, wanted=wanted):
+                case Fate.NOT_MADE:
+                    child.crash = error
+                case Fate.RESTART:
+                    child.supervisor.crashed(child, error)
+                case Fate.OVER:
+                    self.end(child, error)
+                case Fate.NOTHING:
+                    pass
 
     def retire(self, target: Target) -> Child | None:
         """Restart an actor no more, at its owner's wish; a restart under way is taken back.

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from aiodaft._protocol.child import SETTLED, STOPPING, ChildEvent, ChildState, next_state
+from aiodaft._protocol.child import SETTLED, ChildEvent, ChildState, Start, Stop, next_state, next_task
 from aiodaft._protocol.following import Location
 from aiodaft._protocol.ids import ActorId, epoch_of, incarnation
-from aiodaft._protocol.supervision import Again, GiveUp, Gone, Kind, Siblings
+from aiodaft._protocol.supervision import Again, GiveUp, Gone, Kind, Restart, Siblings
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.platform.error_log import printable
@@ -26,7 +26,6 @@ from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.supervision.child_spec import ChildSpec, SupervisionOwner, stop_actor
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, RestartLimitReached
 from aiodaft.ref import Ref
-from aiodaft.supervision import Restart
 
 T = TypeVar("T")
 
@@ -125,10 +124,7 @@ class Supervisor:
         self.policy = policy
         self._grace = grace
         self._fail = fail
-        chance = self._process.env.random.random
-        self._siblings: Siblings[Child, BaseException] = Siblings(
-            policy.strategy, policy.intensity, policy.period, policy.backoff, chance
-        )
+        self._siblings: Siblings[Child, BaseException] = Siblings(policy, self._process.env.random.random)
         self._children: list[Child] = []
         # Set when a task has more to do: the one of a child (one_for_one), or the one of all (None).
         self._working: dict[Child | None, asyncio.Event] = {}
@@ -221,18 +217,19 @@ class Supervisor:
             while True:
                 changed.clear()
                 children = list(self._children) if key is None else [key]
-                stopping = [child for child in children if child.state in STOPPING]
-                down = [child for child in children if child.state is ChildState.DOWN]
-                if stopping:
-                    await self._stop(stopping[-1])
-                elif not down:
-                    return
-                elif (wait := max(child.due for child in down) - self._process.env.monotonic()) > 0:
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(wait):
-                            await changed.wait()
-                else:
-                    await self._start(down[0])
+                match next_task(children):
+                    case Stop(child):
+                        await self._stop(child)
+                    case Start(child, due):
+                        wait = due - self._process.env.monotonic()
+                        if wait <= 0:
+                            await self._start(child)
+                            continue
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(wait):
+                                await changed.wait()
+                    case None:
+                        return
         finally:
             del self._working[key]
 

@@ -18,9 +18,9 @@ from typing import Final
 
 from leaks import descendants
 
+from aiodaft._protocol.supervision import Backoff, Restart
 from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.runtime import Runtime
-from aiodaft.supervision import Backoff, Restart
 from aiodaft_transport import Unreachable, check_name, default_name
 
 from .actors import Victim

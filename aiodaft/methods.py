@@ -402,7 +402,8 @@ class PlainMethods:
 
     def __init__(self, cls: type) -> None:
         self._class = cls
-        self._by_name: dict[str, MethodSpec | None] = {}
+        get = MethodSpec(f"{cls.__name__}.get", ATTRIBUTE, getattr, Options(Rules(ATTRIBUTE, on_thread=True)))
+        self._by_name: dict[str, MethodSpec | None] = {ATTRIBUTE: get}
         self._by_function: dict[Any, MethodSpec] = {}
 
     def of(self, fn: Any) -> MethodSpec:
@@ -425,7 +426,7 @@ class PlainMethods:
     def find(self, name: str) -> MethodSpec | None:
         """The spec of a public method, or of ATTRIBUTE; None if there is no such method."""
         if name not in self._by_name:
-            self._by_name[name] = _attribute_spec(self._class) if name == ATTRIBUTE else _plain_spec(self._class, name)
+            self._by_name[name] = _plain_spec(self._class, name)
         return self._by_name[name]
 
     def _name_of(self, fn: Any) -> str:
@@ -449,10 +450,6 @@ def is_private(name: str) -> bool:
 def _is_same(found: Any, fn: Any) -> bool:
     # Each access to a class method makes a new object: compare by value.
     return found is fn or (isinstance(found, MethodType) and isinstance(fn, MethodType) and found == fn)
-
-
-def _attribute_spec(cls: type) -> MethodSpec:
-    return MethodSpec(f"{cls.__name__}.get", ATTRIBUTE, getattr, Options(Rules(ATTRIBUTE, on_thread=True)))
 
 
 def _plain_spec(cls: type, name: str) -> MethodSpec | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import operator
 import os
 import platform
 import resource
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from aiodaft._protocol.resources import gpu_names
 from aiodaft._runtime.platform.gpu_claims import machine_gpus
@@ -54,33 +55,29 @@ async def _try(name: str, trip: Callable[[], Awaitable[float]], note: str) -> bo
 
 
 class _Wrong(Exception):
-    """A value came back otherwise than it has to."""
+    """A value came back changed, or by another route."""
 
 
 async def _message(transport: str) -> float:
-    """Seconds that a message takes."""
-    value = bytes(_SIZE)
-    async with asyncio.timeout(_PATIENCE), Runtime(transport=transport, preload=()) as rt, rt.spawn(Echo) as echo:
-        await echo.on_loop(value)
-        start = time.perf_counter()
-        if await echo.on_loop(value) != value:
-            raise _Wrong("what came back is not what was sent")
-        return time.perf_counter() - start
+    return await _round_trip(bytes(_SIZE), operator.eq, transport)
 
 
 async def _cuda_tensor() -> float:
-    """Seconds that GPU memory takes."""
     CudaDriver().close()
     import torch  # noqa: PLC0415 - optional package
 
-    value = torch.arange(_SIZE, dtype=torch.uint8, device="cuda")
-    async with asyncio.timeout(_PATIENCE), Runtime(preload=()) as rt, rt.spawn(Echo) as echo:
+    return await _round_trip(torch.arange(_SIZE, dtype=torch.uint8, device="cuda"), torch.equal, None)
+
+
+async def _round_trip(value: Any, same: Callable[[Any, Any], bool], transport: str | None) -> float:
+    """Seconds that a value takes to an actor and back; without a transport, from GPU to GPU."""
+    async with asyncio.timeout(_PATIENCE), Runtime(transport=transport, preload=()) as rt, rt.spawn(Echo) as echo:
         await echo.on_loop(value)
         start = time.perf_counter()
-        if not torch.equal(await echo.on_loop(value), value):
-            raise _Wrong("what came back is not the same")
-        if not rt.traffic().device_received:
-            raise _Wrong("the value went by route of host memory")
+        if not same(await echo.on_loop(value), value):
+            raise _Wrong("what came back is not what was sent")
+        if transport is None and not rt.traffic().device_received:
+            raise _Wrong("the value went through host memory")
         return time.perf_counter() - start
 
 

@@ -62,15 +62,12 @@ class HeartbeatLine:
         self.answer: Callable[[], bytes] = bytes
 
     def setblocking(self, flag: bool) -> None:
-        """It never blocks."""
         assert not flag
 
     def fileno(self) -> int:
-        """Says whether it is open."""
         return 0 if self._open else -1
 
     def send(self, question: bytes) -> None:
-        """Ask."""
         if not self._process.alive:
             raise BrokenPipeError("the process has ended")
         self._loop.later(self._loop.rng.random() * 0.01, self._loop.within, self._process, self._asked)
@@ -85,7 +82,6 @@ class HeartbeatLine:
         return self._answers.popleft()
 
     def close(self) -> None:
-        """Ask no more."""
         self._open = False
 
 
@@ -160,7 +156,6 @@ class SimulatedLauncher:
         self._loop.later(self._loop.rng.random() * 0.005, self.ended, child.process, None, "SIGKILL")
 
     async def end(self, child: SimulatedChild) -> None:
-        """Kill a worker and wait until it has ended."""
         self.kill(child)
         await asyncio.shield(child.ended)
 

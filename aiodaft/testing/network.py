@@ -213,11 +213,6 @@ class SimulatedNetwork(Sockets):
         self.ends = [end for end in self.ends if not (end.closed or end.other.closed or end.broken)]
         return self.ends
 
-    def cut(self, end: End) -> None:
-        """Cut a connection."""
-        end.cut()
-        end.other.cut()
-
     def wake(self, end: End) -> None:
         """An end may have become readable or writable: call its reader or writer while it is."""
         for fd, owner in list(end.fds.items()):

@@ -111,7 +111,6 @@ class SimulatedLoop(AutojumpLoop):
             callback()
 
     def note(self, *what: Any) -> None:
-        """Remember what happened."""
         self.trace.append((round(self._now, 9), self.current.name, *what))
 
     # The parts of a loop.
@@ -252,6 +251,5 @@ def quiet() -> Generator[None, None, None]:
 
 
 def collect() -> None:
-    """Collect garbage."""
     with quiet():
         gc.collect()

@@ -121,7 +121,8 @@ class Simulation:
     def cut(self, end: End) -> None:
         """Break one of `network.connections()`."""
         self.loop.note("cut", sorted(end.fds))
-        self.network.cut(end)
+        end.cut()
+        end.other.cut()
 
     def _kill_one(self) -> None:
         if self.workers:

@@ -59,7 +59,6 @@ class Starter:
         spare.runs.go_on(coro, context, awaited)
 
     def close(self) -> None:
-        """Cancel the parked task."""
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.task.cancel()

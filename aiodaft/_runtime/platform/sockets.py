@@ -12,7 +12,6 @@ class Sockets:
     """Makes sockets and owns none."""
 
     def pair(self) -> tuple[socket.socket, socket.socket]:
-        """Two connected sockets."""
         return socket.socketpair()
 
     def of_fd(self, fd: int) -> socket.socket:
@@ -20,11 +19,9 @@ class Sockets:
         return socket.socket(fileno=fd)
 
     def dup(self, fd: int) -> int:
-        """Another descriptor of the same file."""
         return os.dup(fd)
 
     def close(self, fd: int) -> None:
-        """Close a descriptor."""
         os.close(fd)
 
     def dup_all(self, fds: Iterable[int]) -> list[int]:

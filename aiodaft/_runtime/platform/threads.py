@@ -7,7 +7,8 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from functools import partial
+from typing import Final, TypeVar
 
 from aiodaft._runtime.platform.tasks import see_through
 
@@ -49,13 +50,16 @@ class HelperThread:
         done: asyncio.Future[T] = self._loop.create_future()
 
         def job() -> None:
-            result: Any = None
-            error: BaseException | None = None
             try:
-                result = function()
-            except BaseException as caught:  # noqa: BLE001 - the waiting task gets every error
-                error = caught
-            self.to_loop(lambda: _settle(done, result, error))
+                settle: Callable[[], object] = partial(done.set_result, function())
+            except StopIteration as stop:
+                # A future refuses it.
+                error = RuntimeError("the function raised StopIteration")
+                error.__cause__ = stop
+                settle = partial(done.set_exception, error)
+            except BaseException as error:  # noqa: BLE001 - the waiting task gets every error
+                settle = partial(done.set_exception, error)
+            self.to_loop(lambda: done.done() or settle())
 
         self.submit(job)
         return done
@@ -102,17 +106,3 @@ class HelperThread:
         while (job := self._jobs.get()) is not None:
             job()
             del job
-
-
-def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if done.done():
-        return
-    if isinstance(error, StopIteration):
-        # A future refuses StopIteration.
-        wrapped = RuntimeError("the function raised StopIteration")
-        wrapped.__cause__ = error
-        error = wrapped
-    if error is not None:
-        done.set_exception(error)
-    else:
-        done.set_result(result)

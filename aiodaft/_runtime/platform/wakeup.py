@@ -26,7 +26,6 @@ class Wakeup(asyncio.Future[None]):
         self._wakeups = wakeups
 
     def wake(self) -> None:
-        """Wake the task."""
         if not self.done():
             self.set_result(None)
             self._wakeups.add(self)
@@ -47,19 +46,16 @@ class Wakeup(asyncio.Future[None]):
     # As in `asyncio.Future`.
 
     def set_exception(self, error: type | BaseException, /) -> None:
-        """End the wait with an error."""
         super().set_exception(error)
         self.go_on_soon()
 
     def cancel(self, msg: Any = None) -> bool:
-        """End the wait; False if it is over."""
         cancelled = super().cancel(msg)
         if cancelled:
             self.go_on_soon()
         return cancelled
 
     def add_done_callback(self, callback: Callable[[Any], object], /, *, context: Context | None = None) -> None:
-        """Set the task's wakeup."""
         self._callback = callback
         # Not `or`: an empty context is false.
         self._context = copy_context() if context is None else context
@@ -67,7 +63,6 @@ class Wakeup(asyncio.Future[None]):
             self.go_on_soon()
 
     def remove_done_callback(self, callback: Callable[[Any], object], /) -> int:
-        """Remove the task's wakeup."""
         if self._callback != callback:
             return 0
         self._callback = None
@@ -95,7 +90,6 @@ class Wakeups:
             wakeup.go_on_soon()
 
     def run(self) -> None:
-        """Wake the tasks."""
         due = self.due
         try:
             while due:

@@ -124,10 +124,8 @@ class Spawner(ABC):
             ValueError: An amount is not a number, or negative; or the policy is for siblings.
         """
         scope, _ = self._spawning()
-        if isinstance(restart, str):
-            Restart(restart)
-        elif restart is not None:
-            check_alone(restart)
+        if restart is not None:
+            check_alone(Restart(restart) if isinstance(restart, str) else restart)
         check_max_queue(max_queue, "on")
         constraints = Constraints(cpus, gpus, resources, node, with_, patience, restart, max_queue)
         # Raises for invalid amounts at the caller's line.

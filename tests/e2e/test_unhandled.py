@@ -67,9 +67,9 @@ async def test_an_error_no_code_in_a_worker_sees_names_the_worker_and_is_logged_
     with pytest.raises(ExceptionGroup) as caught:
         async with aiodaft.Runtime(preload=()) as rt:
             failing, relay = await rt.spawn(Failing), await rt.spawn(Relay)
-            await relay.tell_nobody(failing)
+            await relay.tell_and_fail(failing)
             assert "(in Relay-1" in await ear.hears("Failing.raise_value_error failed")
-    assert texts(caught.value) == ["nobody holds this"]
+    assert texts(caught.value) == ["no code sees this"]
     assert len(ear.lines) == 1
 
 

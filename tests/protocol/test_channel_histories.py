@@ -327,7 +327,7 @@ class AnyHistory(RuleBasedStateMachine):
             assert [one for one in self.living(holding=False) if one.keeper is not None] == []
 
 
-def test_no_history_loses_an_item_or_keeps_anybody_waiting() -> None:
+def test_no_history_loses_an_item_or_leaves_a_task_waiting() -> None:
     run_state_machine_as_test(
         AnyHistory,
         settings=settings(deadline=None, derandomize=True, database=None, max_examples=100, stateful_step_count=40),

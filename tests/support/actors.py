@@ -263,9 +263,9 @@ class Relay(Actor):
         return Box(other.echo(value))
 
     @method
-    async def tell_nobody(self, other: Any) -> None:
-        """Makes a call whose error nobody holds."""
-        other.raise_value_error("nobody holds this")
+    async def tell_and_fail(self, other: Any) -> None:
+        """Makes a call that fails, and drops its ref."""
+        other.raise_value_error("no code sees this")
         await asyncio.sleep(0.05)
 
 

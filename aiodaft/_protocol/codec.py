@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import msgpack as _untyped_msgpack  # pyright: ignore[reportMissingTypeStubs]
 
 from aiodaft.exceptions import RemoteProtocolError
 
-__all__ = ["MAX_FRAME", "Ext", "FrameDecoder", "FrameEncoder", "pack", "pack_exts", "unpack"]
+__all__ = [
+    "MAX_FRAME",
+    "Ext",
+    "FrameDecoder",
+    "FrameEncoder",
+    "big_int",
+    "ext",
+    "pack",
+    "pack_exts",
+    "packer",
+    "unpack",
+    "unpacker",
+]
 
 # A frame carries at most an inline payload (64 KiB), inline buffers (64 KiB) and descriptors of refs.
 MAX_FRAME: Final = 16 << 20
 _MAX_ITEMS: Final = 1 << 17
+# The extension for integers beyond 64 bits.
+BIG_INT: Final = 1
+_FIRST_BUFFER: Final = 1 << 10
 
 msgpack: Any = _untyped_msgpack
 
 Ext: Any = msgpack.ExtType
+# Makes an `Ext` of (code, content) in C; its constructor checks these in Python.
+ext: Final[Callable[[tuple[int, bytes]], Any]] = partial(tuple.__new__, Ext)
 ExtHook = Callable[[int, bytes], Any]
 
 
@@ -92,56 +110,60 @@ class FrameDecoder:
         return frames
 
 
-def _big_int(value: Any) -> Any:
+def big_int(value: Any) -> Any:
+    """An integer beyond 64 bits as plain data.
+
+    Raises:
+        TypeError: It is something else.
+    """
     if type(value) is int:
         # Hexadecimal: decimal digits are limited in number, and take quadratic time.
-        return Ext(BIG_INT, f"{value:x}".encode())
+        return ext((BIG_INT, f"{value:x}".encode()))
     raise TypeError(f"cannot pack {type(value).__name__}")
 
 
-# The extension for integers beyond 64 bits.
-BIG_INT: Final = 1
+def packer(default: Callable[[Any], Any]) -> Callable[[Any], bytes]:
+    """Encodes None, bool, int, float, str, bytes, list, dict, `Ext`, and what `default` turns into these."""
+    # The default size of a packer's buffer is one that the system maps and unmaps each time.
+    make = partial(
+        msgpack.Packer, default=default, strict_types=True, unicode_errors="surrogatepass", buf_size=_FIRST_BUFFER
+    )
+
+    def pack_with(value: Any) -> bytes:
+        packed: bytes = make().pack(value)
+        return packed
+
+    return pack_with
 
 
-def pack(value: Any) -> bytes:
-    """Encode plain data: None, bool, int, float, str, bytes, list, dict and `Ext`."""
-    packed: bytes = msgpack.packb(value, default=_big_int, strict_types=True, unicode_errors="surrogatepass")
-    return packed
+pack: Final = packer(big_int)
 
 
 def pack_exts(code: int, value: Any) -> Any:
     """Encode plain data as one extension value."""
-    return Ext(code, pack(value))
-
-
-def _with_big_ints(ext_hook: ExtHook) -> ExtHook:
-    def hook(code: int, content: bytes) -> Any:
-        return int(content, 16) if code == BIG_INT else ext_hook(code, content)
-
-    return hook
+    return ext((code, pack(value)))
 
 
 def _no_extensions(code: int, content: bytes) -> Any:
     raise ValueError(f"unexpected extension {code}")
 
 
+def unpacker(ext_hook: ExtHook = _no_extensions) -> partial[Any]:
+    """Decodes the output of `pack`; `ext_hook` decodes extensions other than big integers."""
+
+    def hook(code: int, content: bytes) -> Any:
+        return int(content, 16) if code == BIG_INT else ext_hook(code, content)
+
+    return partial(msgpack.unpackb, ext_hook=hook, strict_map_key=False, unicode_errors="surrogatepass")
+
+
 def unpack(data: bytes | memoryview, ext_hook: ExtHook = _no_extensions) -> Any:
-    """Decode the output of `pack`; `ext_hook` decodes extensions other than big integers."""
-    return msgpack.unpackb(
-        data,
-        ext_hook=_with_big_ints(ext_hook),
-        strict_map_key=False,
-        unicode_errors="surrogatepass",
-    )
+    """Decode the output of `pack`."""
+    return unpacker(ext_hook)(data)
 
 
 def unpack_stream(data: memoryview, ext_hook: ExtHook) -> Iterator[Any]:
     """Decode packed values that stand one after the other."""
-    unpacker = msgpack.Unpacker(
-        ext_hook=_with_big_ints(ext_hook),
-        strict_map_key=False,
-        unicode_errors="surrogatepass",
-        max_buffer_size=len(data) + 1,
-    )
-    unpacker.feed(data)
-    yield from unpacker
+    unpack_all = msgpack.Unpacker(**unpacker(ext_hook).keywords, max_buffer_size=len(data) + 1)
+    unpack_all.feed(data)
+    yield from unpack_all

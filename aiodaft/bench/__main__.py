@@ -10,13 +10,14 @@ from typing import Final
 
 from aiodaft.program import run
 
-from . import calls, compare, graphs, payloads, processes, transports
+from . import calls, compare, graphs, payloads, processes, transports, values
 from .results import Result, as_json, table
 
 _SUITES: Final[dict[str, Callable[[int], Awaitable[list[Result]]]]] = {
     # First, because workers load what the controller has loaded, and payloads are tensors.
     "processes": processes.run,
     "calls": calls.run,
+    "values": values.run,
     "graph": graphs.run,
     "payloads": payloads.run,
     "transport": transports.run,

@@ -22,6 +22,10 @@ class Echo(Actor):
         return value
 
     @method
+    async def drop(self, value: Any = None) -> None:
+        """An `async def` method without a result."""
+
+    @method
     def on_thread(self, value: Any = None) -> Any:
         """A `def` method."""
         return value

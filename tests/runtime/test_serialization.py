@@ -8,6 +8,7 @@ import enum
 import fractions
 import functools
 import pathlib
+import sys
 import types
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 import aiodaft
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.encoder import Names, encode
+from aiodaft._runtime.serialization.small import SMALL
 
 
 def round_trip(value: Any, *, patient: bool = False) -> Any:
@@ -63,6 +65,41 @@ class Text(str):
 
 Point = namedtuple("Point", "x y")
 
+
+class Mode(enum.Flag):
+    """Members can be combined."""
+
+    READ = 1
+    WRITE = 2
+
+
+class Stack(list[Any]):
+    """A subclass of a container."""
+
+
+@dataclasses.dataclass
+class Pair:
+    """Two parts, and perhaps more attributes."""
+
+    left: Any
+    right: Any = None
+
+
+@dataclasses.dataclass
+class Masked(Pair):
+    """Says itself what is pickled of it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"left": self.left, "right": "masked"}
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    """Has no `__dict__`."""
+
+    left: Any
+
+
 PLAIN: list[Any] = [
     None, True, False, 0, -1, 2**63 - 1, 2**64 - 1, 2**64, -(2**63), -(2**200), 0.0, -0.0, 1e308, float("inf"),
     "", "ä€🙂", "\ud800", b"", b"\x00\xff", bytearray(b"mutable"), (), (1,), ((1, 2), [3]), [], [[[]]], {}, {1: 2},
@@ -71,6 +108,96 @@ PLAIN: list[Any] = [
     decimal.Decimal("1.10"), fractions.Fraction(1, 3), datetime(2026, 1, 2, tzinfo=UTC), pathlib.PurePosixPath("/a/b"),
     OrderedDict([(2, 1), (1, 2)]), defaultdict(list, {1: [2]}), deque([1, 2], maxlen=3), types.SimpleNamespace(a=1),
 ]  # fmt: skip
+
+
+SMALL_VALUES = [
+    *PLAIN[: PLAIN.index(bytearray(b"mutable"))], b"x" * 60_000, [1, "a", None], ((1, 2), [3]), {"a": {"b": (True, 1)}},
+    [True, 1, 1.0], Color.RED, Level.LOW, Mode.READ, Config("a", (1, 2), {"k": [1]}), [Pair(1, Pair([2], Color.GREEN))],
+    {1: 2, True + 1: 3, None: [2**70]}, [()], [[]] * 1,
+]  # fmt: skip
+_twice: list[Any] = [1]
+FULL_VALUES = [
+    b"x" * 70_000, "x" * 70_000, list(range(65)), [[]] * 65, [_twice, _twice], Pair(_twice, _twice), {(1,): 2}, {1},
+    Stack([1]), [Stack()], OrderedDict(a=1), Mode.READ | Mode.WRITE, Masked(1, 2), Slotted(1), Point(1, 2), Text("s"),
+    [b"x" * 40_000] * 2, types.SimpleNamespace(a=1), np.array(["text"]), np.zeros((3, 3)).T[1:], np.zeros(0),
+    np.zeros(2, ">f4"), torch.zeros(0), torch.zeros(20_000), torch.ones(4, 3).t(), torch.ones(2, requires_grad=True),
+    torch.nn.Parameter(torch.ones(2)), torch.ones(2, dtype=torch.complex64).conj(), torch.eye(2).to_sparse(),
+    torch.ones(2, dtype=torch.complex64),
+]  # fmt: skip
+
+
+def is_small(value: Any) -> bool:
+    """Whether a value goes without pickle and buffers."""
+    return encode(value, names=Names("value")).payload[0] == SMALL
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other)) and one.dtype == other.dtype
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one.to_dense(), other.to_dense()) and one.dtype == other.dtype
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("value", SMALL_VALUES, ids=lambda value: f"{type(value).__name__} {value!r:.20}")
+def test_small_values_go_as_they_are(value: Any) -> None:
+    assert is_small(value)
+    got = round_trip([value])[0]
+    assert got == value
+    assert type(got) is type(value)
+    assert repr(got) == repr(value)
+
+
+@pytest.mark.parametrize("value", FULL_VALUES, ids=lambda value: f"{type(value).__name__} {value!r:.20}")
+def test_large_and_odd_values_take_the_way_of_the_encoder(value: Any) -> None:
+    assert not is_small(value)
+    got = round_trip(value)
+    assert type(got) is type(value)
+    assert same(got, Masked(1, "masked") if type(value) is Masked else value)
+
+
+def test_a_small_dataclass_is_its_attributes() -> None:
+    pair = Pair(1)
+    pair.extra = [2]  # type: ignore[attr-defined]
+    assert is_small(pair)
+    got = round_trip(pair)
+    assert vars(got) == {"left": 1, "right": None, "extra": [2]}
+    assert got.extra is not pair.extra  # type: ignore[attr-defined]
+
+
+def test_a_class_that_its_name_does_not_lead_to_any_more_is_no_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = Pair(1)
+    assert is_small(old)
+    monkeypatch.setattr(sys.modules[__name__], "Pair", dataclasses.make_dataclass("Pair", ["left"]))
+    assert not is_small(old)
+
+
+def test_objects_that_are_there_twice_stay_one_object_in_a_dataclass() -> None:
+    shared = [1]
+    got = round_trip(Pair(shared, [shared]))
+    assert got.left is got.right[0]
+    cyclic = Pair(1, [])
+    cyclic.right.append(cyclic)
+    got = round_trip(cyclic)
+    assert got.right[0] is got
+
+
+def test_small_tensors_and_arrays() -> None:
+    small = torch.arange(6.0).reshape(2, 3)
+    values: tuple[Any, ...] = (
+        *(torch.ones(3).to(dtype) for dtype in (torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.float64)),
+        small, small[1:], torch.tensor(2.5), np.arange(6).reshape(2, 3), np.array(1.5), np.ones(3, "c8"),
+        np.array([True]),
+    )  # fmt: skip
+    for value in values:
+        assert is_small([value])
+        got = round_trip({"it": value})["it"]
+        assert same(got, value)
+        assert got.shape == value.shape
+        got[...] = 0
+        assert not same(got, value)
+    assert not is_small([small, small])
+    assert not is_small([small[:1], small[1:]])
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: f"{type(value).__name__} {value!r:.20}")

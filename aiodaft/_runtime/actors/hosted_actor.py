@@ -23,6 +23,7 @@ from aiodaft._runtime.platform.eager_start import Starter
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.encoder import Names, is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error
+from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExceeded, LocalProtocolError, Overloaded
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Borrowed
@@ -48,8 +49,8 @@ class Responder(Protocol):
         """Give a plain result, or to a local caller any result."""
         ...
 
-    def answer_stored(self, call: InboundCall, stored: StoredValue) -> None:
-        """Give a result that is encoded and packed."""
+    def answer_stored(self, call: InboundCall, stored: StoredValue | bytes) -> None:
+        """Give a result that is encoded and packed; a small one as its payload."""
         ...
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
@@ -315,6 +316,8 @@ class HostedActor:
                 answer = partial(self._fail_late, call)
             elif call.responder.is_local or is_plain(result):
                 answer = partial(call.responder.answer, call, result)
+            elif (small := encode_small(result, (result,))) is not None:
+                answer = partial(call.responder.answer_stored, call, small)
             else:
                 stored = (
                     self._store.keep_patiently(result, call.label, call.spec.transport)
@@ -364,7 +367,7 @@ class HostedActor:
         assert received is not None
         call.received, call.slots = None, ()
         store, patient = self._store, call.rules.on_thread
-        values = [store.decode_now(slot, refs=slot.refs, patient=patient) for slot in slots]
+        values = [store.decode_now(slot, refs=slot.refs, patient=patient) for slot in slots] if slots else []
         args, call.kwargs = store.decode_now(received, values, received.refs, patient=patient)
         call.args = tuple(args)
 

@@ -10,6 +10,7 @@ from aiodaft._protocol.call import ANSWER
 from aiodaft._protocol.ids import CallId
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
@@ -42,8 +43,14 @@ class RemoteResponder:
             self._store.pack_here(stored)
             call.tell_pullers(stored)
 
-    def answer_stored(self, call: InboundCall, stored: StoredValue) -> None:
+    def answer_stored(self, call: InboundCall, stored: StoredValue | bytes) -> None:
         self.calls.pop(call.number, None)
+        if isinstance(stored, bytes):
+            if call.handle(ANSWER):
+                self._connection.send(m.result(call.number, (stored, None, ())))
+            if call.pulled:
+                call.tell_pullers(StoredValue.again(ReceivedValue(stored, None, [], [])))
+            return
         if not call.handle(ANSWER) or self._connection.lost is not None:
             # The caller has its answer, or is gone: processes that pull the result hear from it, or of its end.
             stored.release()
@@ -111,7 +118,7 @@ class LocalResponder:
         if state is not None:
             state.on_plain(result.value if isinstance(result, Borrowed) else result)
 
-    def answer_stored(self, call: InboundCall, stored: StoredValue) -> None:
+    def answer_stored(self, call: InboundCall, stored: StoredValue | bytes) -> None:
         raise AssertionError("results for callers in this process are not encoded")
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:

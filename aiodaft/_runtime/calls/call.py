@@ -119,9 +119,15 @@ class CallState(RefState):
 
     def on_result(self, received: ReceivedValue) -> None:
         """The answer is an encoded value."""
-        if not self.settled:
-            self.received = received
+        if self.status is not PENDING:
+            return
+        self.received = received
+        if self.inputs is not None or self._watchers is not None or self.shared or self._cancelling or not self.handles:
             self._settle(HERE)
+            return
+        self.status = HERE
+        if self._waiters is not None:
+            self._serve_waiters()
 
     def on_stored(self) -> None:
         """The value exists, at its producer."""

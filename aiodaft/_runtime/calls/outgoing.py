@@ -22,6 +22,7 @@ from aiodaft._runtime.platform.context import current_deadline, time_left
 from aiodaft._runtime.serialization.encoder import Names, all_plain
 from aiodaft._runtime.serialization.errors import add_note, passed_on
 from aiodaft._runtime.serialization.pickling import TooLong
+from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.exceptions import BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
 
 
@@ -155,6 +156,12 @@ class Outgoing:
         number, state, stored, store = request.number, request.state, request.stored, self._store
         submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
         admitted = request.had_turn
+        if stored is None and not request.again:
+            args, kwargs = request.args, request.kwargs
+            small = encode_small([list(args), kwargs], (*args, *kwargs.values()))
+            if small is not None:
+                submit(number, state, self._send(request, (small, None, (), ())), len(small), admitted)
+                return
         if stored is None:
             try:
                 stored = store.keep(*_value_of(request), resolve=True)
@@ -218,14 +225,16 @@ class Outgoing:
             request.state.on_error(error.with_executed(False) if isinstance(error, ResourceExhausted) else error)
 
     def _message(self, connection: Connection, request: Request, stored: StoredValue) -> Message:
-        refs, deadline = self._refs, request.deadline
+        refs = self._refs
         blobs = stored.blobs_for(connection)
         # The grant keeps the block until the callee is done with it.
         _let_go(request, stored)
-        left = time_left(deadline, self._process.loop.time)
         inner = tuple(refs.describe(ref) for ref in stored.refs)
         slots = refs.describe_values(stored.encoded.slots)
-        args = (stored.payload, blobs, inner, slots)
+        return self._send(request, (stored.payload, blobs, inner, slots))
+
+    def _send(self, request: Request, args: tuple[Any, ...]) -> Message:
+        left = time_left(request.deadline, self._process.loop.time)
         number, actor, name = request.number, request.target.actor, request.spec.name
         return m.send(number, actor, name, request.mode, left, args, request.attempt)
 

@@ -308,7 +308,7 @@ class ParticipantRun(Share[Flowing]):
             call.fail_rest(error, executed=executed)
             self._one_finished()
 
-    def answer_stored(self, call: InboundCall, stored: StoredValue) -> None:
+    def answer_stored(self, call: InboundCall, stored: StoredValue | bytes) -> None:
         raise AssertionError("segments give their results themselves")
 
     async def item(self, call: InboundCall, value: Any) -> None:

@@ -18,6 +18,7 @@ from aiodaft._runtime.serialization.decoder import decode, is_heavy
 from aiodaft._runtime.serialization.encoded import Source
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.pickling import TooLong
+from aiodaft._runtime.serialization.small import SMALL
 from aiodaft._runtime.serialization.tensors import Places, loaded_torch, memory_of, nowhere
 from aiodaft.ref import Borrowed
 from aiodaft_transport import DEVICE_NAME, Block, Grant, Transport
@@ -209,6 +210,8 @@ class Store:
         patient: bool = False,
     ) -> Any:
         """Decode a value in this thread."""
+        if received.payload[0] == SMALL:
+            return decode(received.payload)
         blobs = received.blobs if received.inline is None else [memoryview(bytearray(received.inline))]
         for blob in blobs:
             if not isinstance(blob, memoryview):

@@ -11,6 +11,7 @@ from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization import encoder as wire
 from aiodaft._runtime.serialization.containers import rebuild_dataclass
 from aiodaft._runtime.serialization.pickling import unpickle, yield_gil
+from aiodaft._runtime.serialization.small import SMALL, TUPLE, unpack_small
 from aiodaft._runtime.serialization.tensors import Spec, TensorMaker
 from aiodaft.exceptions import SerializationError
 from aiodaft_transport.memory.address import address_of, copy_memory
@@ -123,7 +124,7 @@ class Decoder:
 
 
 _EXTENSIONS: Final[dict[int, Callable[[Decoder, Any], Any]]] = {
-    wire.TUPLE: lambda decoder, items: tuple(items),
+    TUPLE: lambda decoder, items: tuple(items),
     wire.SET: lambda decoder, items: set(items),
     wire.FROZENSET: lambda decoder, items: frozenset(items),
     wire.BYTEARRAY: lambda decoder, content: bytearray(content),
@@ -163,6 +164,8 @@ def decode(
         SerializationError: A class is missing here, or something in the value refuses to be built.
     """
     try:
+        if payload[0] == SMALL:
+            return unpack_small(memoryview(payload)[1:])
         return Decoder(blobs, slots, refs, origin, yield_gil if patient else None, home).decode(payload)
     except Exception as error:
         raise SerializationError(f"a received value cannot be rebuilt here: {error}") from error

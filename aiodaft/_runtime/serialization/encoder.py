@@ -18,12 +18,12 @@ from aiodaft._runtime.serialization.containers import FLAT, contains_ref, field_
 from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
 from aiodaft._runtime.serialization.encoded import Encoded, Source
 from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into, yield_gil
+from aiodaft._runtime.serialization.small import TUPLE, encode_small
 from aiodaft._runtime.serialization.tensors import Places, TensorTable, is_dense_tensor
 from aiodaft.exceptions import SerializationError
 from aiodaft.ref import Ref, parts_of
 
-# Extension codes; 1 is the codec's own for big integers.
-TUPLE: Final = 2
+# Extension codes; 1 is the codec's own for big integers, and small values have theirs.
 SET: Final = 3
 FROZENSET: Final = 4
 BYTEARRAY: Final = 5
@@ -35,7 +35,7 @@ PICKLE: Final = 10
 DATACLASS: Final = 11
 NAMEDTUPLE: Final = 12
 CHUNKS: Final = 13
-# The first byte of a payload: its kind.
+# The first byte of a payload: its kind, if it is not SMALL.
 PLAIN: Final = 0  # the skeleton
 TABLE: Final = 1  # [offsets, specs of tensors, skeleton]
 FAR: Final = 2  # [offsets, specs of tensors], and the skeleton is the last buffer
@@ -273,6 +273,10 @@ def encode(
         SerializationError: A part of it cannot travel; the message has the path to the part.
         TooLong: It takes long, and `patient` is not set.
     """
+
+    payload = encode_small(value, (value,))
+    if payload is not None:
+        return Encoded(payload)
 
     def attempt(part: Any) -> Encoded:
         return Encoder(places, resolve=resolve, patient=patient).encode(part)

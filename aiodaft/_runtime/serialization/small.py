@@ -1,0 +1,265 @@
+"""Small values: plain containers, dataclasses, enums, tensors and arrays that fit into a message.
+
+Nothing of them is pickled, and nothing lies outside the payload. Other values take the way of the encoder: large ones,
+and those that hold a ref, an object of another kind, a subclass of a container, or one container twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Collection, Iterable
+from copyreg import dispatch_table
+from dataclasses import is_dataclass
+from enum import Enum
+from importlib import import_module
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+from aiodaft._protocol.codec import big_int, ext, packer, unpacker
+from aiodaft._protocol.messages import INLINE_LIMIT
+from aiodaft._runtime.serialization.containers import FLAT
+from aiodaft._runtime.serialization.pickling import importable
+from aiodaft._runtime.serialization.tensors import loaded_torch
+from aiodaft.actor import Actor
+
+# The first byte of the payload.
+SMALL: Final = 3
+# Extension codes; those of the encoder lie between.
+TUPLE: Final = 2
+RECORD: Final = 14
+MEMBER: Final = 15
+ARRAY: Final = 16
+SMALL_TENSOR: Final = 17
+# Elements of a container; and containers, tensors and arrays of a value.
+_MOST: Final = 64
+_DTYPES: Final = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+# Those, by the dtype; once torch is loaded.
+_dtype_names: Final[dict[Any, str]] = {}
+
+
+class _Survey:
+    """Looks whether a value is small."""
+
+    __slots__ = ("_room", "_seen")
+
+    def __init__(self) -> None:
+        self._room = INLINE_LIMIT
+        self._seen: set[int] = set()
+
+    def fits(self, value: Any) -> bool:
+        kind = type(value)
+        if kind in FLAT:
+            return True
+        if kind is list or kind is tuple:
+            return self.container(value, value)
+        if kind is dict:
+            return FLAT.issuperset(map(type, value)) and self.container(value, value.values())
+        if kind is bytes:
+            return self.buffer(len(value))
+        form = _form_of(kind)
+        return form is not None and form.fits(self, value)
+
+    def container(self, value: Any, parts: Collection[Any]) -> bool:
+        """Whether something with parts is small."""
+        seen = self._seen
+        # On the path of many calls: like `is_new`.
+        if len(parts) > _MOST or id(value) in seen or len(seen) == _MOST:
+            return False
+        seen.add(id(value))
+        if not FLAT.issuperset(map(type, parts)):
+            for part in parts:
+                if not self.fits(part):
+                    return False
+        return True
+
+    def is_new(self, key: int) -> bool:
+        """Whether something is there for the first time, and not one too many."""
+        if key in self._seen or len(self._seen) == _MOST:
+            return False
+        self._seen.add(key)
+        return True
+
+    def buffer(self, nbytes: int) -> bool:
+        """Whether so many bytes more fit into a message."""
+        self._room -= nbytes
+        return self._room >= 0
+
+
+class _Form(NamedTuple):
+    """How the values of a type travel."""
+
+    code: int
+    # Whether a value is small.
+    fits: Callable[[_Survey, Any], bool]
+    # The content of the extension, if it is.
+    content: Callable[[Any], list[Any]]
+    # Makes the value again.
+    make: Callable[..., Any]
+
+
+def encode_small(value: Any, parts: Iterable[Any]) -> bytes | None:
+    """The payload of a value if it, that is, these parts of it are small; else None."""
+    try:
+        survey = _Survey()
+        for part in parts:
+            if not survey.fits(part):
+                return None
+        payload = _HEAD + _pack(value)
+    except Exception:  # noqa: BLE001 - a tensor without memory, or code that changes the value meanwhile
+        return None
+    return payload if len(payload) <= INLINE_LIMIT else None
+
+
+def _as_ext(value: Any) -> Any:
+    kind = type(value)
+    if kind is tuple:
+        return ext((TUPLE, _pack(list(value))))
+    form = _forms.get(kind)
+    return big_int(value) if form is None else ext((form.code, _pack(form.content(value))))
+
+
+def _from_ext(code: int, content: bytes) -> Any:
+    parts = unpack_small(content)
+    return tuple(parts) if code == TUPLE else _MAKERS[code](*parts)
+
+
+_HEAD: Final = bytes((SMALL,))
+_pack: Final = packer(_as_ext)
+# Decodes what follows the first byte of a payload.
+unpack_small: Final = unpacker(_from_ext)
+
+
+# Objects of classes that each process can import.
+
+
+def _is_current(cls: type) -> bool:
+    """Whether the name of a class still leads to it."""
+    return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls or importable(cls)
+
+
+def _record_fits(survey: _Survey, record: Any) -> bool:
+    return _is_current(type(record)) and survey.container(record, record.__dict__.values())
+
+
+def _member_fits(_: _Survey, member: Any) -> bool:
+    cls = type(member)
+    return cls._member_map_.get(member._name_) is member and _is_current(cls)
+
+
+def _named(cls: type, content: Any) -> list[Any]:
+    return [cls.__module__, cls.__qualname__, content]
+
+
+def _find(module: str, name: str) -> Any:
+    return attrgetter(name)(sys.modules.get(module) or import_module(module))
+
+
+def _make_record(module: str, name: str, state: dict[str, Any]) -> Any:
+    record = object.__new__(_find(module, name))
+    record.__dict__.update(state)
+    return record
+
+
+_RECORD: Final = _Form(RECORD, _record_fits, lambda record: _named(type(record), record.__dict__), _make_record)
+_MEMBER: Final = _Form(
+    MEMBER,
+    _member_fits,
+    lambda member: _named(type(member), member._name_),
+    lambda module, name, member: _find(module, name)[member],
+)
+
+
+class _Plain:
+    """Instances have a `__dict__`, and nothing else."""
+
+
+def _is_record(cls: type) -> bool:
+    """Whether the instances of a dataclass are their `__dict__`, as far as pickle is concerned."""
+    own = ("__reduce_ex__", "__reduce__", "__getstate__", "__new__")
+    hooks = ("__setstate__", "__getnewargs__", "__getnewargs_ex__")
+    return (
+        is_dataclass(cls)
+        and not issubclass(cls, Actor)
+        and cls.__basicsize__ == _Plain.__basicsize__
+        and all(getattr(cls, name) is getattr(object, name) for name in own)
+        and not any(hasattr(cls, name) for name in hooks)
+        and not any(vars(base).get("__slots__") for base in cls.__mro__)
+    )
+
+
+# Tensors and arrays.
+
+
+def _tensor_fits(survey: _Survey, tensor: Any) -> bool:
+    return (
+        tensor.is_cpu
+        and not tensor.requires_grad
+        and tensor.dtype in _dtype_names
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.nbytes > 0
+        and survey.buffer(tensor.nbytes)
+        # Views of one storage stay views of one storage.
+        and survey.is_new(tensor.untyped_storage().data_ptr())
+    )
+
+
+def _tensor_content(tensor: Any) -> list[Any]:
+    return [_dtype_names[tensor.dtype], list(tensor.shape), ctypes.string_at(tensor.data_ptr(), tensor.nbytes)]
+
+
+def _make_tensor(dtype: str, shape: list[int], data: bytes) -> Any:
+    import torch  # noqa: PLC0415 - optional package
+
+    tensor = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
+    return tensor if len(shape) == 1 else tensor.view(shape)
+
+
+def _array_fits(survey: _Survey, array: Any) -> bool:
+    dtype = array.dtype
+    return (
+        array.flags.c_contiguous
+        # No structure, no other byte order.
+        and dtype.isbuiltin == 1
+        and not dtype.hasobject
+        and array.nbytes > 0
+        and survey.buffer(array.nbytes)
+        and survey.is_new(id(array))
+    )
+
+
+def _make_array(dtype: str, shape: list[int], data: bytes) -> Any:
+    return _find("numpy", "frombuffer")(bytearray(data), dtype).reshape(shape)
+
+
+_TENSOR: Final = _Form(SMALL_TENSOR, _tensor_fits, _tensor_content, _make_tensor)
+_ARRAY: Final = _Form(
+    ARRAY, _array_fits, lambda array: [array.dtype.str, list(array.shape), array.tobytes()], _make_array
+)
+_MAKERS: Final = {form.code: form.make for form in (_RECORD, _MEMBER, _TENSOR, _ARRAY)}
+_forms: Final[WeakKeyDictionary[type, _Form | None]] = WeakKeyDictionary()
+
+
+def _form_of(cls: type) -> _Form | None:
+    try:
+        return _forms[cls]
+    except KeyError:
+        form = _forms[cls] = _find_form(cls)
+        return form
+
+
+def _find_form(cls: type) -> _Form | None:
+    torch = loaded_torch()
+    if cls is getattr(torch, "Tensor", None):
+        _dtype_names.update((getattr(torch, name), name) for name in _DTYPES)
+        return _TENSOR
+    if cls is getattr(sys.modules.get("numpy"), "ndarray", None):
+        return _ARRAY
+    if cls in dispatch_table or not importable(cls):
+        return None
+    if issubclass(cls, Enum):
+        return _MEMBER if cls.__reduce_ex__ is Enum.__reduce_ex__ else None
+    return _RECORD if _is_record(cls) else None

@@ -1,0 +1,50 @@
+"""Calls with small values, each next to the same call with an integer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from aiodaft.runtime import Runtime
+
+from .actors import Echo, payload
+from .results import Result, compare_times, seconds_of_one
+
+_REPEATS: Final = 200
+
+
+@dataclass
+class Settings:
+    """A dataclass of a module."""
+
+    name: str = "a"
+    rate: float = 0.5
+    steps: int = 3
+
+
+async def run(turns: int) -> list[Result]:
+    """Measure calls with small values."""
+    tensor, tensors = payload(1 << 10), [payload(16) for _ in range(20)]
+    settings = Settings()
+    async with Runtime() as rt:
+        actor = await rt.spawn(Echo)
+        lines: list[tuple[str, str, Callable[[], Awaitable[object]]]] = [
+            ("a list", "<= 1.2", lambda: actor.drop([1, 2, 3])),
+            ("a tuple", "<= 1.2", lambda: actor.drop((1, "a", None))),
+            ("a dict", "<= 1.2", lambda: actor.drop({"a": 1, "b": 2.5})),
+            ("a keyword argument", "<= 1.2", lambda: actor.drop(value=1)),
+            ("a dataclass", "<= 1.2", lambda: actor.drop(settings)),
+            ("a dataclass, there and back", "", lambda: actor.on_loop(settings)),
+            ("1 KiB", "<= 1.5", lambda: actor.drop(tensor)),
+            ("1 KiB, there and back", "<= 2.0", lambda: actor.on_loop(tensor)),
+            ("twenty small tensors", "<= 4.5", lambda: actor.drop(tensors)),
+        ]
+        return [await _against_int(actor, name, call, turns, budget) for name, budget, call in lines]
+
+
+async def _against_int(actor: Any, name: str, call: Callable[[], Awaitable[object]], turns: int, budget: str) -> Result:
+    ours, floor = (partial(seconds_of_one, each, _REPEATS) for each in (call, lambda: actor.drop(1)))
+    await ours()
+    return await compare_times(f"call with {name}", ours, floor, "call with an int", turns, budget)

@@ -10,7 +10,7 @@ from typing import Final
 
 from aiodaft.program import run
 
-from . import calls, compare, graphs, payloads, processes, transports, values
+from . import calls, compare, graphs, payloads, processes, scale, transports, values
 from .results import Result, as_json, table
 
 _SUITES: Final[dict[str, Callable[[int], Awaitable[list[Result]]]]] = {
@@ -21,6 +21,7 @@ _SUITES: Final[dict[str, Callable[[int], Awaitable[list[Result]]]]] = {
     "graph": graphs.run,
     "payloads": payloads.run,
     "transport": transports.run,
+    "scale": scale.run,
 }
 
 

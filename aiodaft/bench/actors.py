@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 from aiodaft.actor import Actor
@@ -99,6 +100,12 @@ class Worker(Actor):
     async def size(self, value: Any) -> int:
         """A large value, received."""
         return len(value)
+
+    @method
+    async def items(self, count: int) -> AsyncIterator[int]:
+        """A stream."""
+        for number in range(count):
+            yield number
 
     @method
     async def cpu(self) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from aiodaft.bench import scale
 from aiodaft.bench.compare import comparison
 from aiodaft.bench.floors import Copy, open_echo, run_python
 from aiodaft.bench.results import Result, as_json, in_turns, table
@@ -29,6 +30,12 @@ async def test_the_command_prints_json_with_floors_from_the_same_run() -> None:
     assert round_trip["floor"] > 0
     assert round_trip["budget"] == "<= 2.0"
     assert set(results) >= {"1,000 calls in flight", "one call to each of 8", "chain A -> B -> C"}
+
+
+async def test_what_one_of_many_takes_is_compared_with_one_of_few() -> None:
+    results = await scale.run(1, share=0.02)
+    assert [result.floor_name for result in results] == ["2", "2", "20", "200", "2", "2"]
+    assert all(result.budget == "<= 1.5" and result.value > 0 for result in results)
 
 
 async def test_an_unknown_suite_is_refused() -> None:

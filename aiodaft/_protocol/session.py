@@ -157,7 +157,13 @@ class Session(Generic[CallT]):
                 f"Runtime(max_pending={self._max_pending}) allows; await some of them first"
             )
         self.calls[call_id] = call
-        self._wait(call_id, message, cost)
+        # Behind another one that waits, it has to wait, too.
+        blocked = bool(self._waiting)
+        self._waiting[call_id] = message
+        if cost:
+            self._costs[call_id] = cost
+        if not blocked:
+            self._pump()
 
     def submit_own(self, call_id: CallId, call: CallT, message: Message | None) -> None:
         """Send a call of the runtime itself; the message is None until `provide`."""
@@ -172,7 +178,10 @@ class Session(Generic[CallT]):
         if call_id in self._own_waiting:
             self._own_waiting[call_id].message = message
         elif call_id in self._waiting:
-            self._wait(call_id, message, cost)
+            self._waiting[call_id] = message
+            if cost:
+                self._costs[call_id] = cost
+            self._pump()
         else:
             raise LocalProtocolError(f"call {call_id} is not waiting for its message")
         self._pump_own(call_id)
@@ -238,12 +247,6 @@ class Session(Generic[CallT]):
             self._window_bytes = WINDOW_BYTES
         self._answers_before = self._answers
         return bool(self._waiting)
-
-    def _wait(self, call_id: CallId, message: Message | None, cost: int) -> None:
-        self._waiting[call_id] = message
-        if cost:
-            self._costs[call_id] = cost
-        self._pump()
 
     def _pump_own(self, prepared: CallId | None = None) -> None:
         for own in self._own_waiting.values() if prepared is not None else ():

@@ -32,6 +32,7 @@ async def test_the_command_prints_json_with_floors_from_the_same_run() -> None:
     assert set(results) >= {"1,000 calls in flight", "one call to each of 8", "chain A -> B -> C"}
 
 
+@pytest.mark.timeout(60)
 async def test_what_one_of_many_takes_is_compared_with_one_of_few() -> None:
     results = await scale.run(1, share=0.02)
     assert [result.floor_name for result in results] == ["2", "2", "20", "200", "2", "2"]

@@ -14,7 +14,8 @@ from functools import update_wrapper
 from types import FunctionType, MethodDescriptorType, MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, overload
 
-from aiodaft._protocol.mailbox import Rules, check_max_queue
+from aiodaft._protocol.following import check_retries
+from aiodaft._protocol.mailbox import Rules, check_concurrency, check_max_queue
 from aiodaft_transport import check_name
 
 if TYPE_CHECKING:
@@ -337,12 +338,14 @@ def method(
     def decorate(function: Any) -> _MethodBase:
         on_thread = _check_function(function)
         name = function.__qualname__
-        _check_concurrency(name, concurrency, on_thread)
+        check_concurrency(concurrency, name, on_thread=on_thread)
         check_max_queue(max_queue, name)
         rules = Rules(
             function.__name__, on_thread=on_thread, ordered=ordered, concurrency=concurrency, max_queue=max_queue
         )
-        options = Options(rules, transport, _check_retries(name, function, idempotent, retries))
+        is_stream = inspect.isasyncgenfunction(function)
+        again = check_retries(retries, name, idempotent=idempotent, is_stream=is_stream)
+        options = Options(rules, transport, again)
         if on_thread:
             return DefMethod(function, options)
         return (StreamMethod if inspect.isasyncgenfunction(function) else Method)(function, options)
@@ -359,29 +362,6 @@ def _check_function(fn: Any) -> bool:
     if inspect.isgeneratorfunction(fn):
         raise TypeError(f"{fn.__qualname__} is a generator: make it an async generator (async def ... yield) to stream")
     return not (inspect.isasyncgenfunction(fn) or inspect.iscoroutinefunction(fn))
-
-
-def _check_concurrency(name: str, concurrency: Any, on_thread: bool) -> None:
-    if concurrency is None:
-        return
-    if on_thread:
-        raise TypeError(f"{name}: `concurrency` is for async def; def methods run one at a time anyway")
-    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
-        raise TypeError(f"{name}: `concurrency` is a positive integer, not {concurrency!r}")
-
-
-def _check_retries(name: str, fn: Any, idempotent: bool, retries: Any) -> int:
-    if not idempotent:
-        if retries is not None:
-            raise TypeError(f"{name}: `retries` needs `idempotent=True`: only you can know that running twice is safe")
-        return 0
-    if inspect.isasyncgenfunction(fn):
-        raise TypeError(f"{name} is a stream: it cannot be made again, because items of it have been taken")
-    if retries is None:
-        return 1
-    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 1:
-        raise TypeError(f"{name}: `retries` is a positive integer, not {retries!r}")
-    return retries
 
 
 def specs_of(cls: type) -> dict[str, MethodSpec]:

@@ -95,3 +95,22 @@ def failure_of(error: BaseException) -> Failure:
     if error.executed is None:
         return Failure.DOUBTFUL
     return Failure.TURNED_AWAY if isinstance(error, StaleHandle | ActorDied) else Failure.UNSENT
+
+
+def check_retries(retries: object, what: str, *, idempotent: bool, is_stream: bool) -> int:
+    """How often a call of a method may be made again; `retries` is the user's wish.
+
+    Raises:
+        TypeError: It is not a positive integer, or calls of the method cannot be made again.
+    """
+    if not idempotent:
+        if retries is not None:
+            raise TypeError(f"{what}: `retries` needs `idempotent=True`: only you can know that running twice is safe")
+        return 0
+    if is_stream:
+        raise TypeError(f"{what} is a stream: it cannot be made again, because items of it have been taken")
+    if retries is None:
+        return 1
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 1:
+        raise TypeError(f"{what}: `retries` is a positive integer, not {retries!r}")
+    return retries

@@ -274,6 +274,20 @@ class BoundedMailbox(Mailbox[EntryT]):
             self._queue.pop(entry, None)
 
 
+def check_concurrency(concurrency: object, what: str, *, on_thread: bool) -> None:
+    """Check a limit of calls of a method that run at the same time; None: no limit.
+
+    Raises:
+        TypeError: It is not a positive integer, or the method runs on the actor's thread.
+    """
+    if concurrency is None:
+        return
+    if on_thread:
+        raise TypeError(f"{what}: `concurrency` is for async def; def methods run one at a time anyway")
+    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
+        raise TypeError(f"{what}: `concurrency` is a positive integer, not {concurrency!r}")
+
+
 def check_max_queue(max_queue: object, what: str) -> int | None:
     """Check a limit of waiting calls; None: no limit.
 

@@ -77,35 +77,12 @@ INLINE_LIMIT: Final = 64 << 10
 # Arguments that need no encoding beyond the frame's own; longer text and bytes are encoded, and so accounted for.
 PLAIN_TEXT_LIMIT: Final = 1 << 10
 
-HELLO: Final = 0
-CALL: Final = 1
-SEND: Final = 2
-REPLY: Final = 3
-RESULT: Final = 4
-STORED: Final = 5
-ERROR: Final = 6
-CANCEL: Final = 7
-ITEM: Final = 8
-CREDIT: Final = 9
-PULL: Final = 10
-VALUE: Final = 11
-MOVED: Final = 12
-BROKEN: Final = 13
-RELEASE: Final = 14
-ADOPTED: Final = 15
-NOTE: Final = 16
-INTRODUCE: Final = 17
-BYE: Final = 18
-BORROW: Final = 19
-JOIN: Final = 20
-LEAVE: Final = 21
-RING: Final = 22
-RUN: Final = 23
-FLOW: Final = 24
-REPORT: Final = 25
-SKIP: Final = 26
-
 KINDS: Final = 27
+# The place of a kind is its number on the wire: a new one comes last.
+(
+    HELLO, CALL, SEND, REPLY, RESULT, STORED, ERROR, CANCEL, ITEM, CREDIT, PULL, VALUE, MOVED, BROKEN, RELEASE, ADOPTED,
+    NOTE, INTRODUCE, BYE, BORROW, JOIN, LEAVE, RING, RUN, FLOW, REPORT, SKIP,
+) = range(KINDS)  # fmt: skip
 
 # Stages of RING. USED, sent by both sides, is the last message of its direction that goes over the socket.
 RING_WANTED: Final = 0
@@ -201,14 +178,98 @@ def hello(local: PeerId, pid: int) -> Message:
     return HELLO, OLDEST_WIRE_VERSION, WIRE_VERSION, local, pid
 
 
-def read_hello(message: Message) -> tuple[int, int, PeerId, int]:
-    return message[1:]
-
-
 def send(
     number: CallId, actor: ActorId, name: str, mode: int, left: int | None, args: Arguments, tries: int
 ) -> Message:
     return SEND, number, actor, name, mode, left, *args, tries
+
+
+def result(number: CallId, value: Value) -> Message:
+    return RESULT, number, *value
+
+
+def stored(number: CallId, size: int) -> Message:
+    return STORED, number, size
+
+
+def error(number: CallId, encoded: bytes, executed: bool | None) -> Message:
+    return ERROR, number, encoded, executed
+
+
+def item(number: CallId, value: Value) -> Message:
+    return ITEM, number, *value
+
+
+def cancel(number: CallId) -> Message:
+    return CANCEL, number
+
+
+def credit(number: CallId, count: int) -> Message:
+    return CREDIT, number, count
+
+
+def release(number: CallId) -> Message:
+    return RELEASE, (number,)
+
+
+def adopted(number: CallId) -> Message:
+    return ADOPTED, number
+
+
+def note(transport: str, content: bytes, count: int) -> Message:
+    return NOTE, transport, content, count
+
+
+def introduce(remote: PeerId) -> Message:
+    return INTRODUCE, remote
+
+
+def bye(reason: str) -> Message:
+    return BYE, reason
+
+
+def borrow(number: CallId) -> Message:
+    return BORROW, number
+
+
+def join(owner: PeerId, number: CallId, keep: bool) -> Message:
+    return JOIN, owner, number, keep
+
+
+def leave(owner: PeerId, number: CallId, member: PeerId) -> Message:
+    return LEAVE, owner, number, member
+
+
+def ring(stage: int) -> Message:
+    return RING, stage
+
+
+def skip(graph: int, number: int) -> Message:
+    return SKIP, graph, number
+
+
+# Readers. Kinds with the same fields share one.
+
+
+def _number(message: Message) -> CallId:
+    return message[1]
+
+
+def _number_and_value(message: Message) -> tuple[CallId, Value]:
+    return message[1], message[2:]
+
+
+def _number_and_count(message: Message) -> tuple[CallId, int]:
+    return message[1:]
+
+
+read_cancel = read_adopted = read_borrow = _number
+read_result = read_item = _number_and_value
+read_stored = read_credit = _number_and_count
+
+
+def read_hello(message: Message) -> tuple[int, int, PeerId, int]:
+    return message[1:]
 
 
 def read_send(message: Message) -> tuple[CallId, ActorId, str, int, int | None, Arguments, int]:
@@ -216,128 +277,36 @@ def read_send(message: Message) -> tuple[CallId, ActorId, str, int, int | None, 
     return number, actor, name, mode, left, (payload, blobs, refs, slots), tries
 
 
-def result(number: CallId, value: Value) -> Message:
-    return RESULT, number, *value
-
-
-def read_result(message: Message) -> tuple[CallId, Value]:
-    return message[1], message[2:]
-
-
-def stored(number: CallId, size: int) -> Message:
-    return STORED, number, size
-
-
-def read_stored(message: Message) -> tuple[CallId, int]:
-    return message[1:]
-
-
-def error(number: CallId, encoded: bytes, executed: bool | None) -> Message:
-    return ERROR, number, encoded, executed
-
-
 def read_error(message: Message) -> tuple[CallId, bytes, bool | None]:
     return message[1:]
-
-
-def item(number: CallId, value: Value) -> Message:
-    return ITEM, number, *value
-
-
-def read_item(message: Message) -> tuple[CallId, Value]:
-    return message[1], message[2:]
-
-
-def cancel(number: CallId) -> Message:
-    return CANCEL, number
-
-
-def read_cancel(message: Message) -> CallId:
-    return message[1]
-
-
-def credit(number: CallId, count: int) -> Message:
-    return CREDIT, number, count
-
-
-def read_credit(message: Message) -> tuple[CallId, int]:
-    return message[1:]
-
-
-def release(number: CallId) -> Message:
-    return RELEASE, (number,)
 
 
 def read_release(message: Message) -> tuple[CallId, ...]:
     return message[1]
 
 
-def adopted(number: CallId) -> Message:
-    return ADOPTED, number
-
-
-def read_adopted(message: Message) -> CallId:
-    return message[1]
-
-
-def note(transport: str, content: bytes, count: int) -> Message:
-    return NOTE, transport, content, count
-
-
 def read_note(message: Message) -> tuple[str, bytes, int]:
     return message[1:]
-
-
-def introduce(remote: PeerId) -> Message:
-    return INTRODUCE, remote
 
 
 def read_introduce(message: Message) -> PeerId:
     return message[1]
 
 
-def bye(reason: str) -> Message:
-    return BYE, reason
-
-
 def read_bye(message: Message) -> str:
     return message[1]
-
-
-def borrow(number: CallId) -> Message:
-    return BORROW, number
-
-
-def read_borrow(message: Message) -> CallId:
-    return message[1]
-
-
-def join(owner: PeerId, number: CallId, keep: bool) -> Message:
-    return JOIN, owner, number, keep
 
 
 def read_join(message: Message) -> tuple[PeerId, CallId, bool]:
     return message[1:]
 
 
-def leave(owner: PeerId, number: CallId, member: PeerId) -> Message:
-    return LEAVE, owner, number, member
-
-
 def read_leave(message: Message) -> tuple[PeerId, CallId, PeerId]:
     return message[1:]
 
 
-def ring(stage: int) -> Message:
-    return RING, stage
-
-
 def read_ring(message: Message) -> int:
     return message[1]
-
-
-def skip(graph: int, number: int) -> Message:
-    return SKIP, graph, number
 
 
 def read_skip(message: Message) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 Kind: TypeAlias = Literal["permanent", "transient", "temporary"]
@@ -126,6 +126,26 @@ def check_alone(policy: Restart) -> Restart:
             f"strategy={policy.strategy!r} is about siblings: give it to their scope, `rt.scope(restart=...)`"
         )
     return policy
+
+
+class Supervision(NamedTuple):
+    """The policy of one actor, its kind of restart, and whether the policy is the one of its scope."""
+
+    policy: Restart
+    kind: Kind
+    shared: bool
+
+
+def supervision_of(
+    own: Restart | Kind | None, of_class: Restart | None, of_scope: Restart | None
+) -> Supervision | None:
+    """What applies to an actor: its own policy or kind, then that of its scope or class; None: it is not supervised."""
+    if of_scope is not None and not isinstance(own, Restart):
+        return Supervision(of_scope, own or of_scope.kind, shared=True)
+    policy = own if isinstance(own, Restart) else of_class
+    if isinstance(own, str):
+        policy = replace(policy or Restart(), kind=own)
+    return None if policy is None else Supervision(policy, policy.kind, shared=False)
 
 
 class Gone(NamedTuple, Generic[ChildT]):

@@ -11,7 +11,7 @@ from aiodaft._protocol.following import Location
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.resources import Demand
-from aiodaft._protocol.supervision import Kind, Restart
+from aiodaft._protocol.supervision import Kind, Restart, supervision_of
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import PinnedTarget
 from aiodaft._runtime.controller import Controller
@@ -121,14 +121,13 @@ class ScopeActors:
 
     def _supervision(self, cls: type, constraints: Constraints) -> tuple[Supervisor, Kind] | None:
         """An actor's supervisor and its kind of restart; None if it is not supervised."""
-        own = constraints.restart
-        if self._restart is not None and not isinstance(own, Restart):
-            self._supervisor = self._supervisor or self._new_supervisor(self._restart)
-            return self._supervisor, own or self._restart.kind
-        policy: Restart | None = own if isinstance(own, Restart) else getattr(cls, "__aiodaft_restart__", None)
-        if isinstance(own, str):
-            policy = replace(policy or Restart(), kind=own)
-        return None if policy is None else (self._new_supervisor(policy), policy.kind)
+        found = supervision_of(constraints.restart, getattr(cls, "__aiodaft_restart__", None), self._restart)
+        if found is None:
+            return None
+        if not found.shared:
+            return self._new_supervisor(found.policy), found.kind
+        self._supervisor = self._supervisor or self._new_supervisor(found.policy)
+        return self._supervisor, found.kind
 
     def _new_supervisor(self, policy: Restart) -> Supervisor:
         controller = self._controller

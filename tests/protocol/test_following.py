@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.following import NOWHERE, Failure, Location, Whereabouts, failure_of
+from aiodaft._protocol.following import NOWHERE, Failure, Location, Whereabouts, check_retries, failure_of
 from aiodaft._protocol.ids import ActorId, PeerId, incarnation
 from aiodaft._protocol.liveness import Health
 from aiodaft.exceptions import (
@@ -97,3 +97,16 @@ def test_what_an_error_means_for_another_attempt(error: DaftError, executed: boo
 
 def test_an_error_of_the_method_is_final() -> None:
     assert failure_of(ValueError()) is Failure.FINAL
+
+
+def test_only_calls_of_idempotent_methods_are_made_again() -> None:
+    assert check_retries(None, "Model.f", idempotent=False, is_stream=True) == 0
+    assert check_retries(None, "Model.f", idempotent=True, is_stream=False) == 1
+    assert check_retries(3, "Model.f", idempotent=True, is_stream=False) == 3
+    with pytest.raises(TypeError, match="needs `idempotent=True`"):
+        check_retries(3, "Model.f", idempotent=False, is_stream=False)
+    with pytest.raises(TypeError, match="is a stream"):
+        check_retries(None, "Model.f", idempotent=True, is_stream=True)
+    for wrong in (0, -1, True, 1.0, "1"):
+        with pytest.raises(TypeError, match="positive integer"):
+            check_retries(wrong, "Model.f", idempotent=True, is_stream=False)

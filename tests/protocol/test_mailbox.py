@@ -10,7 +10,7 @@ import pytest
 
 from aiodaft._protocol.call import FETCHING, QUEUED, WITHDRAWN, Stage
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.mailbox import BoundedMailbox, Mailbox, Rules, check_max_queue
+from aiodaft._protocol.mailbox import BoundedMailbox, Mailbox, Rules, check_concurrency, check_max_queue
 
 _numbers: Final = count(1)
 
@@ -399,3 +399,14 @@ def test_the_number_of_calls_that_may_wait_is_a_positive_integer(value: object) 
     assert check_max_queue(None, "Model.f") is None
     with pytest.raises(ValueError, match=r"Model.f: `max_queue` is a positive integer, not"):
         check_max_queue(value, "Model.f")
+
+
+def test_concurrency_is_a_positive_number_of_calls_on_the_loop() -> None:
+    for number in (None, 1, 5):
+        check_concurrency(number, "Model.f", on_thread=False)
+    check_concurrency(None, "Model.f", on_thread=True)
+    with pytest.raises(TypeError, match="is for async def"):
+        check_concurrency(1, "Model.f", on_thread=True)
+    for wrong in (0, -1, True, 1.0, "1"):
+        with pytest.raises(TypeError, match="positive integer"):
+            check_concurrency(wrong, "Model.f", on_thread=False)

@@ -31,6 +31,7 @@ from aiodaft._protocol.supervision import (
     Restart,
     Siblings,
     Strategy,
+    supervision_of,
 )
 
 _quick = settings(deadline=None, derandomize=True, database=None, max_examples=200)
@@ -299,3 +300,14 @@ def test_retries_are_checked_where_they_are_said(options: dict[str, Any], fn: Ca
 def test_an_attempt_is_that_of_a_call() -> None:
     with pytest.raises(RuntimeError, match="no call runs here"):
         aiodaft.current_attempt()
+
+
+def test_an_actors_own_policy_comes_before_that_of_its_scope_and_this_before_that_of_its_class() -> None:
+    own, of_class, of_scope = Restart(intensity=1), Restart(intensity=2), Restart("transient", intensity=3)
+    assert supervision_of(None, None, None) is None
+    assert supervision_of(own, of_class, of_scope) == (own, "permanent", False)
+    assert supervision_of(None, of_class, of_scope) == (of_scope, "transient", True)
+    assert supervision_of("temporary", of_class, of_scope) == (of_scope, "temporary", True)
+    assert supervision_of(None, of_class, None) == (of_class, "permanent", False)
+    assert supervision_of("temporary", of_class, None) == (Restart("temporary", intensity=2), "temporary", False)
+    assert supervision_of("transient", None, None) == (Restart("transient"), "transient", False)

@@ -1,15 +1,4 @@
-"""Moves connections between processes of one host from their socket to rings in shared memory.
-
-    process with the smaller id                 process with the larger id
-
-                          <---  RING_WANTED                      only if this one wants rings
-    makes rings           --->  RING_OFFERED + 3 descriptors     maps them
-    reads, writes rings   <---  RING_USED + 1 descriptor         writes its ring from here on
-                          --->  RING_USED + 1 descriptor         reads its ring from here on
-    or drops them         <---  RING_REFUSED                     has no descriptors or memory
-
-Only one side makes offers, so two offers never cross.
-"""
+"""Moves connections between processes of one host from their socket to rings in shared memory."""
 
 from __future__ import annotations
 
@@ -18,6 +7,7 @@ from contextlib import suppress
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED, Message
+from aiodaft._protocol.ring import Step, next_step
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.connections.shm_ring import offer_rings, take_rings
@@ -57,25 +47,27 @@ class RingUpgrades:
 
     def came(self, connection: Connection, message: Message) -> None:
         """Handle RING."""
-        stage = m.read_ring(message)
         first = self._process.id < connection.remote
-        if stage == RING_WANTED and first:
-            if connection.ring is None:
+        match next_step(m.read_ring(message), first=first, writes=connection.ring is not None):
+            case Step.OFFER:
                 self._offer(connection)
-        elif stage == RING_OFFERED and not first and connection.ring is None:
-            self._take(connection)
-        elif stage == RING_USED and first:
-            _drop_mark(connection)
-            ring, mark = connection.take_offer()
-            connection.write_rings(ring, m.ring(RING_USED), mark)
-            connection.read_rings(ring)
-        elif stage == RING_USED and connection.ring is not None:
-            _drop_mark(connection)
-            connection.read_rings(connection.ring)
-        elif stage == RING_REFUSED and first:
-            connection.drop_offer()
-        else:
-            raise RemoteProtocolError(f"{connection.remote} sent an unexpected RING message")
+            case Step.TAKE:
+                self._take(connection)
+            case Step.MOVE:
+                _drop_mark(connection)
+                ring, mark = connection.take_offer()
+                connection.write_rings(ring, m.ring(RING_USED), mark)
+                connection.read_rings(ring)
+            case Step.READ:
+                _drop_mark(connection)
+                assert connection.ring is not None
+                connection.read_rings(connection.ring)
+            case Step.DROP:
+                connection.drop_offer()
+            case Step.NOTHING:
+                pass
+            case None:
+                raise RemoteProtocolError(f"{connection.remote} sent an unexpected RING message")
 
     def _take(self, connection: Connection) -> None:
         memory: int | None = None

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
-from typing import Final
+import struct
+from dataclasses import astuple, dataclass
+from typing import Final, NamedTuple
 
 # Seconds between two questions, at most: they also keep the lag of the loop up to date.
 _LONGEST_PERIOD: Final = 1.0
@@ -23,6 +24,10 @@ _STALL: Final = 1.0
 _FIRST_PAUSE: Final = 5.0
 # The part of a period that counts as one.
 _AT_LEAST: Final = 0.9
+# Lag and age of an answer; its texts follow, separated by zero bytes.
+_NUMBERS: Final = struct.Struct("<dd")
+_MAX_NAME: Final = 200
+_MAX_LINE: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +61,7 @@ class Patience:
 
     def widened(self, other: Patience) -> Patience:
         """The longer of each limit."""
-        return Patience(
-            _longer(self.suspect_after, other.suspect_after),
-            _longer(self.lost_after, other.lost_after),
-            _longer(self.give_up, other.give_up),
-        )
+        return Patience(*map(_longer, astuple(self), astuple(other)))
 
     @property
     def period(self) -> float | None:
@@ -87,6 +88,56 @@ class Order(enum.Enum):
     GIVE_UP = enum.auto()
 
 
+class Answer(NamedTuple):
+    """A heartbeat.
+
+    Attributes:
+        lag: Seconds for which the loop has been blocked.
+        age: Seconds for which the oldest call has run.
+        method: The name of that call.
+        culprit: The call that blocks the loop.
+        line: The line where it does so.
+    """
+
+    lag: float = 0.0
+    age: float = 0.0
+    method: str = ""
+    culprit: str = ""
+    line: str = ""
+
+    def pack(self) -> bytes:
+        """The bytes of the answer; long texts end early."""
+        texts = f"{self.method[:_MAX_NAME]}\0{self.culprit[:_MAX_NAME]}\0{self.line[:_MAX_LINE]}"
+        return _NUMBERS.pack(self.lag, self.age) + texts.encode("utf-8", "backslashreplace")
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Answer | None:
+        """The answer; None if these bytes are none. Missing texts are empty."""
+        if len(data) < _NUMBERS.size:
+            return None
+        lag, age = _NUMBERS.unpack_from(data)
+        return cls(lag, age, *data[_NUMBERS.size :].decode("utf-8", "replace").split("\0")[:3])
+
+
+@dataclass(frozen=True, slots=True)
+class LastHeartbeat:
+    """A worker when it last answered.
+
+    Attributes:
+        suspect: Whether it has been silent for longer than it should be.
+        silent_for: Seconds since its last answer.
+        loop_lag: Seconds for which its loop had been blocked then.
+        last_method: The longest running call then; "" if there was none.
+        last_method_for: Seconds for which that call has been seen by now.
+    """
+
+    suspect: bool = False
+    silent_for: float = 0.0
+    loop_lag: float = 0.0
+    last_method: str = ""
+    last_method_for: float = 0.0
+
+
 class Liveness:
     """The heartbeats of one process. LOST is final."""
 
@@ -101,6 +152,8 @@ class Liveness:
         self._missed: int | None = None
         self._stopped = 0
         self._warnings = 0
+        self._answer = Answer()
+        self._stalls = Stalls()
 
     @property
     def patience(self) -> Patience:
@@ -131,6 +184,18 @@ class Liveness:
         self.last_heard = now
         self._missed = None
         return Order.CLEAR if suspected else None
+
+    def take(self, answer: Answer, now: float) -> bool:
+        """Note what an answer says; True if it is time to report what blocks the loop."""
+        self._answer = answer
+        wanted = answer.line and self._patience.suspect_after is not None
+        return bool(wanted) and self._stalls.is_due(answer.culprit, answer.lag, now)
+
+    def last(self, now: float) -> LastHeartbeat:
+        """The process when it last answered."""
+        answer, silent_for = self._answer, now - self.last_heard
+        running_for = silent_for + answer.age if answer.method else 0.0
+        return LastHeartbeat(self.health is not Health.ALIVE, silent_for, answer.lag, answer.method, running_for)
 
     def handle_timer(self, now: float, *, stopped: bool = False) -> Order | None:
         """A period is over; answers that came in it were passed to `heard`.

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from aiodaft._protocol.liveness import Health, Liveness, Order, Patience, Stalls
+from aiodaft._protocol.liveness import Answer, Health, LastHeartbeat, Liveness, Order, Patience, Stalls
 
 PATIENCE = Patience()
 FOREVER = float("inf")
@@ -239,3 +239,32 @@ def test_who_lives_with_a_patient_actor_is_waited_for_as_long() -> None:
 def test_a_patience_that_makes_no_sense_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match="suspect_after=.*at least 0.1 seconds"):
         Patience(suspect_after=value)  # type: ignore[arg-type]
+
+
+def test_an_answer_travels_as_bytes_and_long_texts_end_early() -> None:
+    answer = Answer(0.5, 2.0, "Model.step", "Model.load of Model-1", "model.py:7 in load")
+    assert Answer.unpack(answer.pack()) == answer
+    long = Answer.unpack(Answer(1.0, 2.0, "m" * 999, "c" * 999, "l" * 999).pack())
+    assert long == Answer(1.0, 2.0, "m" * 200, "c" * 200, "l" * 500)
+    assert Answer.unpack(answer.pack()[:15]) is None
+    # Texts that are missing are empty, and others are ignored.
+    assert Answer.unpack(answer.pack()[:16]) == Answer(0.5, 2.0)
+    assert Answer.unpack(Answer().pack() + b"\0more\0texts") == Answer()
+    assert Answer.unpack(Answer(method="\udcff").pack()) == Answer(method="\\udcff")
+
+
+def test_the_last_answer_ages() -> None:
+    process = Liveness(Patience(suspect_after=5), 0.0)
+    assert process.last(3.0) == LastHeartbeat(silent_for=3.0)
+    process.heard(10.0)
+    process.take(Answer(0.5, 2.0, "Model.step"), 10.0)
+    assert process.last(11.0) == LastHeartbeat(False, 1.0, 0.5, "Model.step", 3.0)
+    process.take(Answer(), 10.0)
+    assert process.last(11.0).last_method_for == 0
+
+
+def test_a_blocked_loop_is_reported_if_its_line_is_known_and_warnings_are_wanted() -> None:
+    blocked = Answer(2.0, line="model.py:7 in load")
+    assert Liveness(Patience(), 0.0).take(blocked, 1.0)
+    assert not Liveness(Patience(), 0.0).take(blocked._replace(line=""), 1.0)
+    assert not Liveness(Patience(suspect_after=None), 0.0).take(blocked, 1.0)

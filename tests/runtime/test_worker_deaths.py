@@ -12,11 +12,10 @@ import pytest
 from rooms import Bench
 
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.liveness import Patience
+from aiodaft._protocol.liveness import LastHeartbeat, Patience
 from aiodaft._protocol.resources import Demand, Resources
 from aiodaft._protocol.session import Session
 from aiodaft._runtime.node.environment import WorkerEnvironment
-from aiodaft._runtime.node.heartbeat import LastHeartbeat
 from aiodaft._runtime.node.launcher import Ending
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.worker_table import Conditions, Place

@@ -8,44 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
-from aiodaft._protocol.liveness import Health, Liveness, Order, Patience, Stalls
+from aiodaft._protocol.liveness import Answer, LastHeartbeat, Liveness, Order, Patience
 from aiodaft._runtime.actors.hosted_actor import Host, InboundCall
 from aiodaft._runtime.diagnostics.wait_graph import on_loop
 
 _QUESTION: Final = b"?"
-# Lag of the loop, and age of the oldest call, in seconds. Three texts follow, separated by zero bytes: the name of that
-# call; if the loop is blocked, the call that blocks it, and the line where it does so.
-_ANSWER: Final = struct.Struct("<dd")
 _MAX_ANSWER: Final = 1 << 12
-_MAX_NAME: Final = 200
-_MAX_LINE: Final = 500
-
-
-@dataclass(frozen=True, slots=True)
-class LastHeartbeat:
-    """A worker when it last answered.
-
-    Attributes:
-        suspect: Whether it has been silent for longer than it should be.
-        silent_for: Seconds since its last answer.
-        loop_lag: Seconds for which its loop had been blocked then.
-        last_method: The longest running call then; "" if there was none.
-        last_method_for: Seconds for which that call has been seen by now.
-    """
-
-    suspect: bool = False
-    silent_for: float = 0.0
-    loop_lag: float = 0.0
-    last_method: str = ""
-    last_method_for: float = 0.0
 
 
 class Heartbeat:
@@ -87,19 +61,18 @@ class Heartbeat:
             call = next((call for call in self._host.calls() if _runs(call)), None)
             key = None if call is None else (call.caller, call.number)
             if key != self._oldest:
-                self._oldest, self._name, self._since = key, "" if call is None else call.label[:_MAX_NAME], now
-        texts = f"{self._name}\0{culprit}\0{line}"
-        return _ANSWER.pack(self._lag, now - self._since) + texts.encode("utf-8", "backslashreplace")
+                self._oldest, self._name, self._since = key, "" if call is None else call.label, now
+        return Answer(self._lag, now - self._since, self._name, culprit, line).pack()
 
     def _find_culprit(self) -> tuple[str, str]:
         """The call that blocks the loop and the line where it does so, if that is user code."""
         call, line = on_loop(self._loop_thread)
         if call is None:
-            return "", line[:_MAX_LINE]
+            return "", line
         if call.hosted.id < FIRST_USER_ACTOR:
             # The agent makes an actor: imports may take long.
             return "", ""
-        return f"{call.label} of {call.hosted.name}"[:_MAX_NAME], line[:_MAX_LINE]
+        return f"{call.label} of {call.hosted.name}", line
 
     def _turned(self) -> None:
         if self._asked is not None:
@@ -120,10 +93,6 @@ class HeartbeatWatch:
         self._liveness: Liveness | None = None
         self._pid = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._lag = 0.0
-        self._method = ""
-        self._method_since = 0.0
-        self._stalls = Stalls()
         # Called with the call that blocks the loop ("" for another task or callback), its line, and the seconds.
         self.on_stall: Callable[[str, str, float], object] = lambda culprit, line, seconds: None
         # Called to report that the process is suspect, is not any more, or is to be given up.
@@ -153,16 +122,7 @@ class HeartbeatWatch:
 
     def last(self) -> LastHeartbeat:
         """The process when it last answered."""
-        if self._liveness is None:
-            return LastHeartbeat()
-        now = self._loop.time()
-        return LastHeartbeat(
-            suspect=self._liveness.health is not Health.ALIVE,
-            silent_for=now - self._liveness.last_heard,
-            loop_lag=self._lag,
-            last_method=self._method,
-            last_method_for=now - self._method_since if self._method else 0.0,
-        )
+        return LastHeartbeat() if self._liveness is None else self._liveness.last(self._loop.time())
 
     @property
     def is_stopped(self) -> bool:
@@ -201,20 +161,15 @@ class HeartbeatWatch:
     def _read_answer(self) -> None:
         assert self._liveness is not None
         try:
-            answer = self._connection.recv(_MAX_ANSWER)
+            answer = Answer.unpack(self._connection.recv(_MAX_ANSWER))
         except OSError:
             return
-        if len(answer) < _ANSWER.size:
+        if answer is None:
             # It ends, or breaks the protocol; either counts as silence.
             return
         now = self._loop.time()
-        self._lag, age = _ANSWER.unpack_from(answer)
-        # Missing texts are empty.
-        texts = answer[_ANSWER.size :].decode("utf-8", "replace").split("\0")
-        self._method, culprit, line = (*texts, "", "", "")[:3]
-        self._method_since = now - age
-        if line and self.patience.suspect_after is not None and self._stalls.is_due(culprit, self._lag, now):
-            self.on_stall(culprit, line, self._lag)
+        if self._liveness.take(answer, now):
+            self.on_stall(answer.culprit, answer.line, answer.lag)
         order = self._liveness.heard(now)
         if order is not None:
             self.on_order(order)

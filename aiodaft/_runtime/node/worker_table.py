@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.liveness import Patience
+from aiodaft._protocol.liveness import LastHeartbeat, Patience
 from aiodaft._protocol.worker import WorkerEvent, WorkerState, next_state
 from aiodaft._runtime.node.environment import WorkerEnvironment
-from aiodaft._runtime.node.heartbeat import LastHeartbeat
 from aiodaft._runtime.node.launcher import ChildProcess
 from aiodaft.exceptions import PeerLost
 

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, TypeVar
 
 from aiodaft.exceptions import CyclicGraph
 
@@ -143,20 +143,6 @@ class SubPlan(Generic[DataT]):
         return all(set(segment.needs).difference(self.inputs) for segment in self.segments)
 
 
-class RunPart(NamedTuple):
-    """What the RUN messages to one process carry.
-
-    Attributes:
-        process: The process.
-        inputs: The inputs that it needs; None for all, in their order.
-        results: Its results, as positions among the numbers of a run; None for all, in their order.
-    """
-
-    process: PeerId
-    inputs: tuple[int, ...] | None
-    results: tuple[int, ...] | None
-
-
 @dataclass(frozen=True, slots=True)
 class Dataflow(Generic[DataT]):
     """A captured dataflow.
@@ -218,23 +204,6 @@ def make_plan(flow: Dataflow[DataT]) -> dict[PeerId, SubPlan[DataT]]:
     processes = _unique(actor[0] for actor in actors)
     plans = [_sub_plan(flow, process, sequence, needed_by) for process in processes]
     return {plan.process: plan for plan in sorted(plans, key=lambda plan: plan.follows)}
-
-
-def run_parts(flow: Dataflow[DataT], plans: Iterable[SubPlan[DataT]]) -> list[RunPart]:
-    """What a run of a dataflow sends to each process."""
-    outputs = _unique(flow.outputs)
-    return [
-        RunPart(
-            plan.process,
-            _none_if_all(plan.inputs, flow.inputs),
-            _none_if_all(tuple(map(outputs.index, plan.outputs)), len(outputs)),
-        )
-        for plan in plans
-    ]
-
-
-def _none_if_all(positions: tuple[int, ...], count: int) -> tuple[int, ...] | None:
-    return None if positions == tuple(range(count)) else positions
 
 
 def _sub_plan(

@@ -117,7 +117,6 @@ class ChannelRef(RefState):
             self._channels.run(self._id, self._table.drop(self._id))
 
     def holder_left(self, peer: PeerId, how: Leaving) -> None:
-        """A process no longer holds the channel."""
         self._channels.run(self._id, self._table.holder_left(self._id, peer, how))
 
     def _look_for_sole_holder(self) -> None:
@@ -208,7 +207,6 @@ class Channels(Actor):
             self.run(channel_id, self.table.register(channel_id))
 
     def peer_lost(self, remote: PeerId, how: Leaving) -> None:
-        """The connection to a process is lost."""
         for state in list(self._refs.values()):
             if state.borrowers and remote in state.borrowers:
                 state.holder_left(remote, how)
@@ -223,7 +221,6 @@ class Channels(Actor):
             self.run(channel_id, commands)
 
     def run(self, channel_id: ChannelId, commands: list[Command]) -> None:
-        """Carry out commands."""
         left = deque(self.table.run(channel_id, commands))
         while left:
             command = left.popleft()
@@ -262,7 +259,6 @@ class Channels(Actor):
 
     @method
     async def message(self, maker: str, number: int, kind: int, ticket: int, body: Any) -> None:
-        """Handle a message of another process about a channel."""
         call = current_call.get()
         assert call is not None
         channel_id = (PeerId(maker), CallId(number))

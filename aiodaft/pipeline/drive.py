@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from aiodaft.ref import Ref
@@ -82,8 +82,8 @@ def drive(schedule: Schedule, ranks: Sequence[PipelineRank], batch: Any) -> list
             results[task] = actor.weights(stage, microbatch)
     # A task that fails makes the last task of its micro-batch fail, the backward of the first stage.
     ended = [ref for task, ref in results.items() if task.stage == 0 and task.kind is Kind.B]
-    return [actor.finish([*began, *ended, *_weights_on(rank, rank_of, results)]) for rank, actor in enumerate(ranks)]
-
-
-def _weights_on(rank: int, rank_of: Sequence[int], results: Mapping[Task, Ref[Any]]) -> list[Ref[Any]]:
-    return [ref for task, ref in results.items() if task.kind is Kind.W and rank_of[task.stage] == rank]
+    weights = [(rank_of[task.stage], ref) for task, ref in results.items() if task.kind is Kind.W]
+    return [
+        actor.finish([*began, *ended, *(ref for where, ref in weights if where == rank)])
+        for rank, actor in enumerate(ranks)
+    ]

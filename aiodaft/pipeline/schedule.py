@@ -189,17 +189,16 @@ def _cycle(schedule: Schedule, position: Sequence[int], ends: Mapping[Task, floa
     """Describe a cycle of stuck ranks: each waits for a task that comes later on another one."""
     ranks = rank_of_stages(schedule)
     heads = {rank: tasks[position[rank]] for rank, tasks in enumerate(schedule) if position[rank] < len(tasks)}
-    seen: list[int] = []
     rank = next(iter(heads))
     steps: dict[int, str] = {}
-    while rank not in seen:
-        seen.append(rank)
+    while rank not in steps:
         head = heads[rank]
         awaited = next(task for task in needs(head, stages) if task not in ends)
         other = ranks[awaited.stage]
         steps[rank] = f"rank {rank} is at {head} and waits for {awaited}, which rank {other} has after {heads[other]}"
         rank = other
-    return "tasks of the schedule wait for each other: " + "; ".join(steps[rank] for rank in seen[seen.index(rank) :])
+    cycle = list(steps.values())[list(steps).index(rank) :]
+    return "tasks of the schedule wait for each other: " + "; ".join(cycle)
 
 
 def _idle(tasks: Sequence[Task], starts: Mapping[Task, float], ends: Mapping[Task, float]) -> float:

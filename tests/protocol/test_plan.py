@@ -11,7 +11,7 @@ from dataflows import BOUNDED, THREAD, actor, flows, step
 from hypothesis import given, settings
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.plan import Dataflow, Report, Result, RunPart, Step, SubPlan, make_plan, run_parts
+from aiodaft._protocol.plan import Dataflow, Report, Result, Step, SubPlan, make_plan
 from aiodaft.exceptions import CyclicGraph
 
 
@@ -141,15 +141,12 @@ def test_another_actor_takes_the_place_of_one() -> None:
     assert set(make_plan(moved)) == {actor(2)[0], actor(3)[0]}
 
 
-def test_what_each_process_gets_of_a_run_the_process_of_the_first_step_first() -> None:
+def test_the_process_of_the_first_step_comes_first() -> None:
     a, b = actor(1), actor(2)
     # The second process is met first, and does nothing before the first has.
-    flow = Dataflow(2, (step(b, 3), step(a, 0)), (2, 3))
-    plans = make_plan(flow)
+    plans = make_plan(Dataflow(2, (step(b, 3), step(a, 0)), (2, 3)))
     assert list(plans) == [a[0], b[0]]
-    assert run_parts(flow, plans.values()) == [RunPart(a[0], (0,), (1,)), RunPart(b[0], (), (0,))]
-    whole = Dataflow(1, (step(a, 0),), (1, 1))
-    assert run_parts(whole, make_plan(whole).values()) == [RunPart(a[0], None, None)]
+    assert [plan.follows for plan in plans.values()] == [False, True]
 
 
 @pytest.mark.parametrize(

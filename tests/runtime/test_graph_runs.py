@@ -171,6 +171,37 @@ async def test_a_graph_waits_for_its_runs_when_it_is_closed(site: Site) -> None:
     assert left(site) == (0, 0, 0)
 
 
+async def test_runs_under_way_go_on_with_the_actor_that_is_replaced(site: Site) -> None:
+    fresh = site.far.host_actor(Desk())
+    async with aiodaft.compile(lambda x: site.a.wait(x)) as graph:
+        old = graph("old")
+        await turns(8)
+        replacing = asyncio.get_running_loop().create_task(graph.replace(site.a, site.owner.handle(site.far, fresh)))
+        await turns(8)
+        fresh.instance.gate.set()
+        assert await graph("new") == "new"
+        assert not replacing.done()
+        site.actors[0].gate.set()
+        await replacing
+        assert await old == "old"
+        assert left(site) == (1, 1, 0)
+    await turns()
+    assert left(site) == (0, 0, 0)
+
+
+async def test_a_close_that_is_cancelled_cancels_the_runs_and_frees_the_plans_after_them(site: Site) -> None:
+    graph = aiodaft.compile(lambda x: site.a.wait(x))
+    ref = graph("x")
+    await turns(8)
+    closing = asyncio.get_running_loop().create_task(graph.aclose())
+    await turns()
+    closing.cancel()
+    assert isinstance(await error_of(ref), CallCancelled)
+    await turns(8)
+    assert closing.cancelled()
+    assert left(site) == (0, 0, 0)
+
+
 # Failures.
 
 

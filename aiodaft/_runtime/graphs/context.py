@@ -26,16 +26,7 @@ class GraphAgent(Protocol):
 
 
 class GraphContext(NamedTuple):
-    """The parts of a process that its graphs use.
-
-    Attributes:
-        process: The process.
-        connections: Its connections.
-        objects: Its values and refs.
-        outgoing: Orders runs among the calls of this process.
-        actors: The actors of this process.
-        agent_of: Gives the agent of a process.
-    """
+    """The parts of a process that its graphs use. `outgoing` orders runs among the calls of the process."""
 
     process: Process
     connections: Connections

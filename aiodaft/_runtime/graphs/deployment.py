@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TypeAlias, cast
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.plan import ActorKey, Dataflow, SubPlan, make_plan, run_parts
+from aiodaft._protocol.plan import ActorKey, Dataflow, SubPlan, make_plan
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.connections.connection import Connection
@@ -31,7 +31,8 @@ class Deployment:
         results: For each output: the actor and the method that make it, and the connection it comes over (None if it
             is made in this process).
         routes: The routes to the processes.
-        run_routes: What a RUN to each process carries, and the route to it; processes that follow others come last.
+        run_routes: For each process the route to it, and what a RUN carries: the inputs that it needs, and the
+            positions of its outputs among all.
         followed: Its supervised actors, which may move.
     """
 
@@ -56,10 +57,11 @@ class Deployment:
             route = self.routes[self.reports[value]]
             connection = None if route is context.connections.loopback else cast("Connection", route)
             self.results[value] = (*specs[value - dataflow.inputs], connection)
-        parts = run_parts(dataflow, self.plans.values())
-        self.run_routes = [(part, self.routes[part.process]) for part in parts]
-        # Settled after the last run.
-        self._end: asyncio.Future[None] | None = None
+        position = [*self.results].index
+        self.run_routes = [
+            (self.routes[process], plan.inputs, tuple(map(position, plan.outputs)))
+            for process, plan in self.plans.items()
+        ]
         self._failed = False
         self._places = [(target, _place(target)) for target in dict.fromkeys(target for target, _ in specs)]
         self.followed = [target for target, _ in self._places if isinstance(target, FollowingTarget)]
@@ -68,30 +70,6 @@ class Deployment:
     def is_stale(self) -> bool:
         """Whether a supervised actor was restarted, so that the next run needs another deployment."""
         return bool(self.followed) and (self._failed or any(_place(target) != place for target, place in self._places))
-
-    async def find_actors(self) -> None:
-        """Wait until every actor has a process.
-
-        Raises:
-            DaftError: An actor is gone for good.
-        """
-        for target in self.followed:
-            await target.arrive()
-
-    def leave(self, remote: PeerId) -> None:
-        """A process is gone: ask the owners of its supervised actors for their new places."""
-        for target in self.followed:
-            target.not_found(remote)
-
-    def end(self) -> None:
-        """The last run is over, and no more begin."""
-        if self._end is not None and not self._end.done():
-            self._end.set_result(None)
-
-    async def wait_end(self) -> None:
-        """Wait for `end`."""
-        self._end = self._end or self._context.process.loop.create_future()
-        await asyncio.shield(self._end)
 
     async def install(self) -> None:
         """Tell the processes their plans.

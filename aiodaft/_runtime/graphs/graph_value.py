@@ -30,38 +30,27 @@ class GraphValue:
     A plain value stands for itself.
     """
 
-    __slots__ = ("_received", "_slots", "_uses", "executed", "failure", "source", "stored")
+    __slots__ = ("_received", "_slots", "executed", "failure", "source", "stored", "uses")
 
-    def __init__(self) -> None:
-        self._received: ReceivedValue | None = None
+    def __init__(self, received: ReceivedValue | None = None, stored: StoredValue | None = None) -> None:
+        self._received = received
         self._slots: list[ReceivedValue] = []
-        self._uses = 0
+        # How often the steps of this process use a value of another process.
+        self.uses = 0
         # Encoded: each step that needs the value gets an exception of its own.
         self.failure: bytes | None = None
         self.executed: bool | None = None
         # What failed, if it was not a step of the graph.
         self.source: str | None = None
         # Set in the process that made the value.
-        self.stored: StoredValue | None = None
+        self.stored = stored
 
     @classmethod
     def of_error(cls, error: BaseException, *, executed: bool | None) -> GraphValue:
-        """A failure."""
         value = cls()
         value.failure = encode_error(error)
         value.executed = executed
         return value
-
-    @classmethod
-    def of_stored(cls, stored: StoredValue) -> GraphValue:
-        """A value of this process."""
-        value = cls()
-        value.stored = stored
-        return value
-
-    def expect_uses(self, count: int) -> None:
-        """Say how often the steps of this process use a value of another process."""
-        self._uses = count
 
     def error_for(self, label: str, source: str) -> BaseException:
         """The error of the step `label`, which needs this failed result of the step `source`."""
@@ -82,7 +71,7 @@ class GraphValue:
         received, slots = self._received, self._slots
         if received is None:
             raise NeedsFetch
-        if self._uses != 1:
+        if self.uses != 1:
             # Several steps use it, maybe at the same time: each may change its own copy.
             received, slots = store.copy(received), [store.copy(slot) for slot in slots]
         values = [store.decode_now(slot, refs=slot.refs, patient=patient) for slot in slots]
@@ -90,7 +79,7 @@ class GraphValue:
 
     def used(self) -> None:
         """Drop the value after its only use."""
-        if self._uses == 1:
+        if self.uses == 1:
             self._received, self._slots = None, []
 
     async def fetch_own(self, objects: Objects) -> None:
@@ -101,20 +90,6 @@ class GraphValue:
         if self._received is None:
             self._received = await objects.transfer.take_own(self.stored)
 
-    def item(self, index: int, refs: RefTable, route: Route) -> GraphItem:
-        """The value as a message over `route` carries it.
-
-        Raises:
-            BorrowError: A lent buffer was written to.
-        """
-        if self.failure is not None:
-            return (index, self.failure, self.executed)
-        stored = self.stored
-        assert stored is not None
-        inner = tuple(refs.describe(ref) for ref in stored.refs)
-        slots = refs.describe_values(stored.encoded.slots) if stored.encoded.slots else ()
-        return (index, stored.payload, stored.blobs_for(route), inner, slots)
-
 
 Flowing: TypeAlias = GraphValue | Plain
 
@@ -123,23 +98,25 @@ def item_of(value: Flowing, index: int, refs: RefTable, route: Route, *, execute
     """A value as a message over `route` carries it. If it cannot be sent, a failure with this `executed`."""
     if type(value) is not GraphValue:
         return (index, value)
-    try:
-        return value.item(index, refs, route)
-    except (DaftError, TransportError) as error:
-        return GraphValue.of_error(error, executed=executed).item(index, refs, route)
+    stored = value.stored
+    if stored is not None:
+        try:
+            inner = tuple(refs.describe(ref) for ref in stored.refs)
+            slots = refs.describe_values(stored.encoded.slots) if stored.encoded.slots else ()
+            return (index, stored.payload, stored.blobs_for(route), inner, slots)
+        except (DaftError, TransportError) as error:
+            value = GraphValue.of_error(error, executed=executed)
+    return (index, value.failure, value.executed)
 
 
 def value_of(item: GraphItem) -> GraphValue | None:
     """The value of a FAILED_VALUE or ENCODED_VALUE; None if it has to be fetched."""
-    value = GraphValue()
     if len(item) == FAILED_VALUE:
+        value = GraphValue()
         _, value.failure, value.executed = item
         return value
     _, payload, blobs, refs, slots = item
-    if refs or slots or isinstance(blobs, tuple):
-        return None
-    value._received = ReceivedValue(payload, blobs, [], [])
-    return value
+    return None if refs or slots or isinstance(blobs, tuple) else GraphValue(ReceivedValue(payload, blobs, [], []))
 
 
 async def fetch(objects: Objects, route: Route, item: GraphItem) -> GraphValue:

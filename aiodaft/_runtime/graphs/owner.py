@@ -41,8 +41,6 @@ _ATTEMPTS: Final = 10
 
 
 class GraphOwner:
-    """A graph and its runs."""
-
     def __init__(
         self,
         context: GraphContext,
@@ -65,13 +63,12 @@ class GraphOwner:
         self._runs: GraphRuns[OwnerRun] = GraphRuns(max_in_flight)
         # The next run, made in advance while the participants work.
         self._next: OwnerRun | None = None
-        # Settled when the graph is closed and its last run is over.
-        self._drained: asyncio.Future[None] | None = None
+        # Settled when another run is over.
+        self._one_over: asyncio.Future[None] | None = None
         self._preparing = self._prepare()
 
     @property
     def dataflow(self) -> Dataflow[Arguments]:
-        """The dataflow with the current actors."""
         return self._deployment.dataflow
 
     def _find_lanes(self) -> tuple[Hashable, ...]:
@@ -86,7 +83,8 @@ class GraphOwner:
     async def _install(self) -> None:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                await self._deployment.find_actors()
+                for target in self._deployment.followed:
+                    await target.arrive()
                 if self._deployment.is_stale:
                     self._redeploy()
                 await self._deployment.install()
@@ -123,8 +121,8 @@ class GraphOwner:
             run.lanes = self._lanes
         outgoing.look_again((*before, *self._lanes))
         try:
-            if self._runs.sent_with(old):
-                await old.wait_end()
+            while self._runs.sent_with(old):
+                await self._wait_for_one()
         except asyncio.CancelledError:
             for run in self._runs.sent_with(old):
                 run.cancel("an actor of its graph was replaced")
@@ -180,7 +178,6 @@ class GraphOwner:
         return OwnerRun(self, self._context, tuple(itertools.islice(self._context.process.numbers, count)))
 
     async def _copy(self, run: OwnerRun, long: list[tuple[int, Any]], streams: Sequence[Any]) -> None:
-        """Copy the large inputs of a run."""
         try:
             for index, arg in long:
                 await run.copy_input(index, arg, streams)
@@ -194,7 +191,6 @@ class GraphOwner:
         self._pump()
 
     def _pump(self) -> None:
-        """Send the runs that may begin now."""
         self._context.outgoing.look_again((self,))
         if self._runs.closed:
             self._end()
@@ -226,23 +222,23 @@ class GraphOwner:
         run.missing = deployment.reports.copy()
         left = None if run.deadline is None else time_left(run.deadline, context.process.loop.time)
         oldest = next(iter(self._runs.all))
-        for part, route in deployment.run_routes:
-            chosen = enumerate(inputs) if part.inputs is None else [(index, inputs[index]) for index in part.inputs]
+        for route, needed, positions in deployment.run_routes:
+            # Without a comprehension, which would be one more function to enter.
+            chosen = zip(needed, map(inputs.__getitem__, needed), strict=True)
             if run.is_plain:
                 items = tuple(chosen)
             else:
                 refs = context.objects.refs
                 items = tuple([item_of(value, index, refs, route, executed=False) for index, value in chosen])
-            numbers = run.numbers if part.results is None else tuple(map(run.numbers.__getitem__, part.results))
+            numbers = tuple(map(run.numbers.__getitem__, positions))
             route.send_in_turn((m.RUN, deployment.number, run.number, oldest, left, numbers, items))
             if route.lost is not None:
-                context.when_explained(route, partial(self._lost_unsent, run, part.process))
+                context.when_explained(route, partial(self._lost_unsent, run, route.remote))
         run.drop_inputs()
 
     # Reports.
 
     def reported(self, number: int, items: tuple[m.GraphItem, ...], route: Route) -> None:
-        """Settle the results in a REPORT."""
         run = self._runs.all.get(number)
         if run is None:
             return
@@ -272,15 +268,16 @@ class GraphOwner:
         run.release()
         deployment = run.deployment
         if deployment is not None and deployment is not self._deployment and not self._runs.sent_with(deployment):
-            deployment.end()
             self._forget(deployment)
+        if self._one_over is not None:
+            self._one_over.set_result(None)
+            self._one_over = None
         if self._runs.waiting or self._runs.closed:
             self._pump()
 
     # Failures and cancellation.
 
     def withdraw(self, run: OwnerRun) -> None:
-        """Forget a run that was not sent."""
         self._runs.withdraw(run)
         self._context.outgoing.order.leave(run)
         self._over(run)
@@ -292,7 +289,8 @@ class GraphOwner:
 
     def lost(self, remote: PeerId, error: DaftError) -> None:
         """Fail the results that a lost process has not reported."""
-        self._deployment.leave(remote)
+        for target in self._deployment.followed:
+            target.not_found(remote)
         for run, values in self._runs.lose(remote):
             self._fail_lost(run, values, error)
 
@@ -316,7 +314,6 @@ class GraphOwner:
             self.withdraw(run)
 
     def cancel(self, why: str) -> None:
-        """Cancel every run."""
         for run in list(self._runs.all.values()):
             run.cancel(why)
 
@@ -337,13 +334,16 @@ class GraphOwner:
         """
         self._runs.closed = True
         self._end()
-        if self._runs.all:
-            self._drained = self._drained or self._context.process.loop.create_future()
-            try:
-                await asyncio.shield(self._drained)
-            except asyncio.CancelledError:
-                self.cancel("its graph was closed")
-                raise
+        try:
+            while self._runs.all:
+                await self._wait_for_one()
+        except asyncio.CancelledError:
+            self.cancel("its graph was closed")
+            raise
+
+    async def _wait_for_one(self) -> None:
+        self._one_over = self._one_over or self._context.process.loop.create_future()
+        await asyncio.shield(self._one_over)
 
     def drop(self) -> None:
         """Close the graph without waiting. Safe in any thread. Idempotent."""
@@ -357,8 +357,6 @@ class GraphOwner:
         """Free the plans of a closed graph, if no runs are left."""
         if self._runs.all:
             return
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
         self._preparing.cancel()
         # Breaks a reference cycle.
         self._next = None
@@ -371,8 +369,6 @@ class GraphOwner:
 
 
 class ResultState(CallState):
-    """A result of a run, at the owner of the graph."""
-
     def __init__(self, run: OwnerRun, target: Target, spec: MethodSpec, number: CallId) -> None:
         super().__init__(target, spec, number)
         self._run = run
@@ -382,16 +378,11 @@ class ResultState(CallState):
         if self._cancelling:
             return True
         self.expect_cancellation()
-        if any(state.is_wanted for state in self._run.states.values()):
+        if any(not (state.settled or state._cancelling) for state in self._run.states.values()):
             self.on_error(CallCancelled(f"{self.label} was cancelled, and its run goes on: {why}"))
         elif self._run.cancel(why):
             self._give_up_later(why)
         return True
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the result may still come and was not cancelled."""
-        return not (self.settled or self._cancelling)
 
     def _release_remote(self) -> None:
         if self.connection is None:
@@ -426,11 +417,9 @@ class OwnerRun(OwnedRun):
     # As an entry of `Order`.
 
     def may_go(self) -> bool:
-        """Whether the inputs are encoded and the graph has room."""
         return self.state is RunState.WAITING and self._graph.may_begin()
 
     def go(self) -> None:
-        """The turn of the run has come."""
         self._graph.turn_came(self)
 
     # Inputs.
@@ -472,7 +461,7 @@ class OwnerRun(OwnedRun):
         for state in used:
             state.add_use()
         self.used = [*(self.used or ()), *used]
-        return GraphValue.of_stored(stored)
+        return GraphValue(stored=stored)
 
     def drop_inputs(self) -> None:
         """The inputs were sent, or never will be."""

@@ -78,10 +78,6 @@ class Participant:
         # Refs inside results, by run: kept until the receivers have registered them.
         self.pins: dict[int, list[Any]] = {}
 
-    def unpin(self, oldest: int) -> None:
-        """Release the refs of all runs before `oldest`, which are over."""
-        self.pins = {number: refs for number, refs in self.pins.items() if number >= oldest}
-
     def run(self, number: int) -> ParticipantRun:
         """Return a run, or make it: its values can come before RUN does."""
         run = self.runs.get(number)
@@ -95,7 +91,6 @@ class Participant:
         return run
 
     def forget(self, run: ParticipantRun) -> None:
-        """Forget a run that is over."""
         if self.runs.pop(run.number, None) is None:
             return
         if self._finished is not None:
@@ -115,7 +110,6 @@ class Participant:
             finished()
 
     def close(self) -> None:
-        """Drop all runs."""
         self._finished = None
         for run in filter(None, (self._next, *self.runs.values())):
             run.drop()
@@ -192,9 +186,8 @@ class ParticipantRun(Share[Flowing]):
         self._take(item[0], await fetch(self.participant.context.objects, route, item))
 
     def _take(self, index: int, value: Flowing, *, at_once: bool = True) -> None:
-        """Take a value of another process."""
         if type(value) is GraphValue:
-            value.expect_uses(self.participant.plan.uses[index])
+            value.uses = self.participant.plan.uses[index]
         self._start(self.take(index, value), at_once=at_once)
         self._forget_if_done()
 
@@ -347,7 +340,6 @@ class SegmentCall(InboundCall):
 
     @property
     def call_at(self) -> CallAt:
-        """What the search calls the segment."""
         return self.run.needs.maker_of(self.run.number, self.segment.steps[0].index)
 
     def waits_for(self) -> list[CallAt]:
@@ -398,7 +390,7 @@ class SegmentCall(InboundCall):
                     result = await result
                 if call.stage is LATE:
                     return
-                value = result if is_plain(result) else GraphValue.of_stored(await call._store(step, result))
+                value = result if is_plain(result) else GraphValue(stored=await call._store(step, result))
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:

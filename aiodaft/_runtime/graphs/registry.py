@@ -26,8 +26,6 @@ _FIRST_SLOT: Final = bytes((PLAIN,)) + pack(pack_exts(SLOT, 0))
 
 
 class Graphs:
-    """The graphs of one process."""
-
     def __init__(self, context: GraphContext) -> None:
         self._context = context
         self.participants: dict[tuple[PeerId, int], Participant] = {}
@@ -79,7 +77,8 @@ class Graphs:
         _, graph, number, oldest, left, numbers, items = message
         participant = self.participants[route.remote, graph]
         if participant.pins:
-            participant.unpin(oldest)
+            # All runs before `oldest` are over.
+            participant.pins = {run: refs for run, refs in participant.pins.items() if run >= oldest}
         participant.run(number).begin(left, numbers, items, route)
 
     def _flow_came(self, route: Route, message: m.Message) -> None:

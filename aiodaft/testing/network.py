@@ -9,7 +9,6 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from types import TracebackType
 from typing import Any, Self, cast
 
 from aiodaft._runtime.platform.sockets import Sockets
@@ -168,9 +167,7 @@ class SimulatedSocket:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
+from unittest.mock import patch
 
 from aiodaft.testing.autojump import AutojumpLoop, Hang
 
@@ -241,13 +242,8 @@ class SimulatedLoop(AutojumpLoop):
 @contextmanager
 def quiet() -> Generator[None, None, None]:
     """Suppress warnings and errors of processes that ended long ago."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        sys.unraisablehook = hook
+    with patch.object(sys, "unraisablehook", lambda _: None), warnings.catch_warnings(action="ignore"):
+        yield
 
 
 def collect() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
@@ -64,7 +65,7 @@ class Simulation:
             Hang: A task waits, and nothing will ever wake it.
         """
         # What is collected when would differ from run to run; so would the paths in tracebacks, which travel.
-        with _errors_to(self.logged), _without_collector(), _without_tracebacks():
+        with _errors_to(self.logged), _without_collector(), patch.object(sys, "tracebacklimit", 0, create=True):
             try:
                 return self.loop.run_main(self.controller, main)
             finally:
@@ -179,37 +180,18 @@ def _without_collector() -> Generator[None, None, None]:
 
 
 @contextmanager
-def _without_tracebacks() -> Generator[None, None, None]:
-    before = getattr(sys, "tracebacklimit", None)
-    sys.tracebacklimit = 0
-    try:
-        yield
-    finally:
-        if before is None:
-            del sys.tracebacklimit
-        else:
-            sys.tracebacklimit = before
-
-
-@contextmanager
 def _errors_to(logged: list[str]) -> Generator[None, None, None]:
     """Errors that the runtime logs go to a list only."""
+
+    def note(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR:
+            error = record.exc_info[1] if record.exc_info else None
+            logged.append(f"{record.getMessage()}: {error!r}")
+        return False
+
     logger = logging.getLogger("aiodaft")
-    handler = _Logs(logged.append)
-    propagate, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
+    logger.addFilter(note)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagate
-
-
-class _Logs(logging.Handler):
-    def __init__(self, note: Callable[[str], object]) -> None:
-        super().__init__(logging.ERROR)
-        self._note = note
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        self._note(f"{record.getMessage()}: {error!r}")
+        logger.removeFilter(note)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 
 class ChildState(enum.Enum):
@@ -91,26 +91,14 @@ class Child(Protocol):
 ChildT = TypeVar("ChildT", bound=Child)
 
 
-class Stop(NamedTuple, Generic[ChildT]):
-    """Stop the last child that has a process to stop."""
-
-    child: ChildT
-
-
-class Start(NamedTuple, Generic[ChildT]):
-    """Start the first child that is down; wait until then."""
-
-    child: ChildT
-    due: float
-
-
-def next_task(children: Sequence[ChildT]) -> Stop[ChildT] | Start[ChildT] | None:
-    """What to do next with children that are restarted together: all are stopped before the first is started."""
+def next_task(children: Sequence[ChildT]) -> tuple[ChildT, float | None] | None:
+    """The next child to stop, with None, or to start, with the time, of those that are restarted together."""
+    # All stop before the first starts.
     stopping = [child for child in children if child.state in STOPPING]
     if stopping:
-        return Stop(stopping[-1])
+        return stopping[-1], None
     down = [child for child in children if child.state is ChildState.DOWN]
-    return Start(down[0], max(child.due for child in down)) if down else None
+    return (down[0], max(child.due for child in down)) if down else None
 
 
 class Fate(enum.Enum):

@@ -42,8 +42,8 @@ class Whereabouts:
     """What one process knows of the location of an actor. An end is final."""
 
     def __init__(self, place: Location, *, told: bool) -> None:
-        """`told`: the process is the owner."""
         self.place = place
+        # This process is the owner.
         self.told = told
 
     def move(self, place: Location) -> bool:

@@ -146,7 +146,7 @@ class Liveness:
         self.last_heard = now
         # Once it is LOST: the part of its patience that is used up.
         self.limit = ""
-        self._patience = patience
+        self.patience = patience
         self._due = now if patience.period is None else math.ceil(now / patience.period) * patience.period
         # Periods since a question that is not answered yet; how many of them, up to now, found the process stopped.
         self._missed: int | None = None
@@ -156,24 +156,19 @@ class Liveness:
         self._stalls = Stalls()
 
     @property
-    def patience(self) -> Patience:
-        """How long the process may be silent."""
-        return self._patience
-
-    @property
     def is_silent(self) -> bool:
         """Whether a question is unanswered, so that `handle_timer` needs to know whether the process is stopped."""
         return self._missed is not None
 
     def relax(self, patience: Patience) -> None:
         """Use another patience from now on; earlier silence does not count."""
-        self._patience = patience
+        self.patience = patience
         if self._missed is not None:
             self._ask()
 
     def get_timer(self) -> float | None:
         """When `handle_timer` has to be called; None for never."""
-        return None if self.health is Health.LOST or self._patience.period is None else self._due
+        return None if self.health is Health.LOST or self.patience.period is None else self._due
 
     def heard(self, now: float) -> Order | None:
         """It answered."""
@@ -188,7 +183,7 @@ class Liveness:
     def take(self, answer: Answer, now: float) -> bool:
         """Note what an answer says; True if it is time to report what blocks the loop."""
         self._answer = answer
-        wanted = answer.line and self._patience.suspect_after is not None
+        wanted = answer.line and self.patience.suspect_after is not None
         return bool(wanted) and self._stalls.is_due(answer.culprit, answer.lag, now)
 
     def last(self, now: float) -> LastHeartbeat:
@@ -198,13 +193,8 @@ class Liveness:
         return LastHeartbeat(self.health is not Health.ALIVE, silent_for, answer.lag, answer.method, running_for)
 
     def handle_timer(self, now: float, *, stopped: bool = False) -> Order | None:
-        """A period is over; answers that came in it were passed to `heard`.
-
-        Args:
-            now: The time.
-            stopped: Whether the process is stopped now; only of interest for a silent process.
-        """
-        period = self._patience.period
+        """A period is over; `heard` has its answers. `stopped`: the process is stopped, of interest if it is silent."""
+        period = self.patience.period
         if self.health is Health.LOST or period is None or now < self._due:
             return None
         # Aligned, so that looks at all processes cost one wakeup; never much less than a period away.
@@ -215,12 +205,12 @@ class Liveness:
         self._missed += 1
         self._stopped = self._stopped + 1 if stopped else 0
         for limit, periods in (("lost_after", self._stopped), ("give_up", self._missed)):
-            after: float | None = getattr(self._patience, limit)
+            after: float | None = getattr(self.patience, limit)
             if _is_over(after, period, periods):
                 self.health = Health.LOST
                 self.limit = f"{limit}={after:g}"
                 return Order.GIVE_UP
-        suspect_after = self._patience.suspect_after
+        suspect_after = self.patience.suspect_after
         if suspect_after is not None and _is_over(suspect_after * 2**self._warnings, period, self._missed):
             self._warnings += 1
             self.health = Health.SUSPECT

@@ -151,12 +151,7 @@ class Mailbox(Generic[EntryT]):
     def ahead_of(self, entry: EntryT, running: Callable[[], Sequence[EntryT]]) -> list[EntryT]:
         """The calls that block a waiting call: one of them has to progress before it may start.
 
-        Args:
-            entry: The call.
-            running: Gives the calls that have started and not ended.
-
-        Returns:
-            The calls; empty if the call waits for something else, or for a call that is not among `running`.
+        None if it waits for something else, or for a call that is not among those `running`: started and not ended.
         """
         rules = entry.rules
         lane = self._lanes.get(entry.caller) if rules.ordered else None

@@ -87,5 +87,4 @@ class NameTable:
         return gone
 
     def names_of(self, peer: PeerId, actor: ActorId) -> tuple[str, ...]:
-        """The names an actor has."""
         return tuple(r.name for r in self._names.values() if (r.peer, r.actor) == (peer, actor))

@@ -58,15 +58,7 @@ class Resources(Generic[HolderT]):
         self._holders: dict[HolderT, tuple[str, Demand, tuple[int, ...]]] = {}
 
     def take(self, holder: HolderT, label: str, demand: Demand) -> tuple[int, ...]:
-        """Reserve what an actor needs.
-
-        Args:
-            holder: The actor; gives it back with `give_back`.
-            label: The name of the holder in errors.
-            demand: What it needs.
-
-        Returns:
-            The numbers of its GPUs.
+        """Reserve what an actor needs, until `give_back`; returns the numbers of its GPUs.
 
         Raises:
             InsufficientResources: The node does not have it, or others hold it; nothing was reserved.
@@ -164,10 +156,7 @@ class Resources(Generic[HolderT]):
 def gpu_names(machine: Sequence[str], allowed: str | None, declared: object = None) -> list[str]:
     """The names that CUDA has for the GPUs of this process: numbers of the machine, or ids if it may use only some.
 
-    Args:
-        machine: The ids of the machine's GPUs.
-        allowed: CUDA_VISIBLE_DEVICES, if it is set.
-        declared: The number of GPUs, if the user gives it.
+    `machine` are the ids of all GPUs, `allowed` is CUDA_VISIBLE_DEVICES, `declared` their number if the user gives it.
     """
     visible = [name for entry in (allowed or "").split(",") if (name := entry.strip()) not in ("", "-1")]
     if declared is None:

@@ -31,24 +31,12 @@ class FailedAwaits(Generic[Maker]):
         self._failed: deque[_Failed[Maker]] = deque(maxlen=_REMEMBERED)
 
     def note(self, maker: Maker, made: int, raised: int) -> None:
-        """An await of a call raised something.
-
-        Args:
-            maker: The task that made the call.
-            made: When it made it.
-            raised: When the await raised.
-        """
+        """An await raised something: of a call that the task `maker` made then."""
         self._failed.append(_Failed(maker, made, raised))
 
     def excuse(self, maker: Maker, made: int, failed: int, dropped: int) -> bool:
         """Whether the error of a call is no news, because the await of a sibling had failed before.
 
-        A sibling is a call of the same task that was under way at the same time.
-
-        Args:
-            maker: The task that made the call.
-            made: When it made it.
-            failed: When the call failed.
-            dropped: When its ref was dropped.
+        A sibling is a call of the same task, its `maker`, that was under way at the same time. `dropped`: its ref.
         """
         return any(one.maker == maker and one.made < failed and made < one.raised < dropped for one in self._failed)

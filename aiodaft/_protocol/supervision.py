@@ -208,14 +208,7 @@ class Siblings(Generic[ChildT, EvidenceT]):
     def failed(
         self, child: ChildT, evidence: EvidenceT, *, normal: bool, now: float
     ) -> Gone[ChildT] | Again[ChildT] | GiveUp[ChildT, EvidenceT]:
-        """A child ended by itself, or could not be started again.
-
-        Args:
-            child: Which one; it may be up or down.
-            evidence: Its error.
-            normal: Whether it ended with exit code 0.
-            now: Seconds of a clock that never jumps.
-        """
+        """A child ended by itself, or could not be started again. `normal`: with exit code 0."""
         kind = self._children[child]
         if kind == "temporary" or (kind == "transient" and normal):
             self.remove(child)

@@ -14,8 +14,6 @@ from aiodaft._protocol.child import (
     ChildEvent,
     ChildState,
     Fate,
-    Start,
-    Stop,
     fate_of,
     next_state,
     next_task,
@@ -101,11 +99,11 @@ class Sibling:
 def test_siblings_are_stopped_in_reverse_order_before_the_first_is_started_when_all_are_due() -> None:
     first, second, third = Sibling(ChildState.LEAVING, 1), Sibling(ChildState.DOWN, 3), Sibling(ChildState.ENDING, 2)
     siblings = [Sibling(ChildState.UP, 9), first, second, third]
-    assert next_task(siblings) == Stop(third)
+    assert next_task(siblings) == (third, None)
     third.state = ChildState.OVER
-    assert next_task(siblings) == Stop(first)
+    assert next_task(siblings) == (first, None)
     first.state = ChildState.DOWN
-    assert next_task(siblings) == Start(first, 3)
+    assert next_task(siblings) == (first, 3)
     first.state = second.state = ChildState.UP
     assert next_task(siblings) is None
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from aiodaft._protocol.child import SETTLED, ChildEvent, ChildState, Start, Stop, next_state, next_task
+from aiodaft._protocol.child import SETTLED, ChildEvent, ChildState, next_state, next_task
 from aiodaft._protocol.following import Location
 from aiodaft._protocol.ids import ActorId, epoch_of, incarnation
 from aiodaft._protocol.supervision import Again, GiveUp, Gone, Kind, Restart, Siblings
@@ -218,18 +218,16 @@ class Supervisor:
                 changed.clear()
                 children = list(self._children) if key is None else [key]
                 match next_task(children):
-                    case Stop(child):
-                        await self._stop(child)
-                    case Start(child, due):
-                        wait = due - self._process.env.monotonic()
-                        if wait <= 0:
-                            await self._start(child)
-                            continue
-                        with suppress(TimeoutError):
-                            async with asyncio.timeout(wait):
-                                await changed.wait()
                     case None:
                         return
+                    case child, None:
+                        await self._stop(child)
+                    case child, due if due <= self._process.env.monotonic():
+                        await self._start(child)
+                    case _, due:
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(due - self._process.env.monotonic()):
+                                await changed.wait()
         finally:
             del self._working[key]
 

@@ -14,7 +14,7 @@ A graph at its owner:              A run at the owner:                      A ru
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum, auto
 from typing import Any, Final, Generic, TypeVar
 
@@ -141,15 +141,13 @@ class OwnedRun:
         """Whether the participants have reported everything, or are lost."""
         return self.state in _SENT and not self.missing
 
-    def report(self, items: Iterable[GraphItem]) -> list[GraphItem]:
-        """Take a REPORT. Returns what was missing; a value with refs stays missing until these are registered."""
-        missing, new = self.missing, list[GraphItem]()
-        for item in items:
-            if item[0] in missing:
-                new.append(item)
-                if len(item) != ENCODED_VALUE or not item[3]:
-                    del missing[item[0]]
-        return new
+    def report(self, item: GraphItem) -> bool:
+        """Take a value of a REPORT; False if it was not missing. One with refs stays missing until it is settled."""
+        if item[0] not in self.missing:
+            return False
+        if len(item) != ENCODED_VALUE or not item[3]:
+            del self.missing[item[0]]
+        return True
 
     def lose(self, process: PeerId) -> list[int]:
         """A process is gone. Returns the values that it has not reported."""

@@ -136,8 +136,8 @@ def test_each_missing_report_counts_once_and_the_last_one_ends_the_run() -> None
     a, b = actor(1)[0], actor(2)[0]
     run.missing = {3: a, 4: a, 5: b}
     plain, note = (3, "x"), (4,)
-    assert run.report((plain, note, (9, "of another deployment"))) == [plain, note]
-    assert run.report((plain,)) == []
+    assert [run.report(item) for item in (plain, note, (9, "of another deployment"))] == [True, True, False]
+    assert not run.report(plain)
     assert not run.is_reported
     assert run.lose(b) == [5]
     assert run.is_reported
@@ -161,7 +161,7 @@ def test_a_result_with_refs_stays_missing_until_they_are_registered() -> None:
     run = OwnedRun()
     run.missing = {3: actor(1)[0], 4: actor(1)[0]}
     with_refs, without = (3, b"", None, ("a ref",), ()), (4, b"", None, (), ())
-    assert run.report((with_refs, without)) == [with_refs, without]
+    assert [run.report(item) for item in (with_refs, without)] == [True, True]
     assert list(run.missing) == [3]
 
 

@@ -56,6 +56,7 @@ class GraphOwner:
         """
         self.inputs = dataflow.inputs
         self.specs = specs
+        self.store = context.objects.store
         self._context = context
         self._own = own
         self._lanes = self._find_lanes()
@@ -175,7 +176,7 @@ class GraphOwner:
 
     def _make_run(self) -> OwnerRun:
         count = len(self._deployment.results)
-        return OwnerRun(self, self._context, tuple(itertools.islice(self._context.process.numbers, count)))
+        return OwnerRun(self, tuple(itertools.islice(self._context.process.numbers, count)))
 
     async def _copy(self, run: OwnerRun, long: list[tuple[int, Any]], streams: Sequence[Any]) -> None:
         try:
@@ -242,12 +243,14 @@ class GraphOwner:
         run = self._runs.all.get(number)
         if run is None:
             return
-        for item in run.report(items):
-            if len(item) == m.ENCODED_VALUE and item[3]:
-                self._context.process.tasks.create_task(self._adopt(run, item, route), name="adopt refs")
-            elif len(item) == m.PLAIN_VALUE and item[0] in run.states:
+        for item in items:
+            if not run.report(item):
+                continue
+            if len(item) == m.PLAIN_VALUE and item[0] in run.states:
                 # The usual case.
                 run.states[item[0]].on_plain(item[1])
+            elif len(item) == m.ENCODED_VALUE and item[3]:
+                self._context.process.tasks.create_task(self._adopt(run, item, route), name="adopt refs")
             else:
                 run.settle(item, [])
         if not run.missing:
@@ -404,11 +407,10 @@ class OwnerRun(OwnedRun):
     # All inputs travel in frames as they are.
     is_plain = False
 
-    def __init__(self, graph: GraphOwner, context: GraphContext, numbers: tuple[CallId, ...]) -> None:
+    def __init__(self, graph: GraphOwner, numbers: tuple[CallId, ...]) -> None:
         # Not by `super`: the fewer functions a run enters, the better.
         self.missing = {}
         self._graph = graph
-        self._store = context.objects.store
         # The numbers of the results, in the order of the deployment; and their states, by value.
         self.numbers = numbers
         self.states: dict[int, ResultState] = {}
@@ -436,13 +438,13 @@ class OwnerRun(OwnedRun):
                 self.inputs.append(arg)
                 continue
             try:
-                stored = self._store.keep(arg, _names(index, arg), resolve=True)
+                stored = self._graph.store.keep(arg, _names(index, arg), resolve=True)
             except TooLong:
                 self.inputs.append(GraphValue())
                 long.append((index, arg))
                 continue
             self.inputs.append(self._use(stored))
-            if not (self._store.pack_now(stored) and stored.ready):
+            if not (self._graph.store.pack_now(stored) and stored.ready):
                 long.append((index, arg))
         return long
 
@@ -451,9 +453,9 @@ class OwnerRun(OwnedRun):
         value = self.inputs[index]
         stored = value.stored if type(value) is GraphValue else None
         if stored is None:
-            stored = await self._store.keep_anywhere(arg, _names(index, arg), resolve=True, streams=streams)
+            stored = await self._graph.store.keep_anywhere(arg, _names(index, arg), resolve=True, streams=streams)
             self.inputs[index] = self._use(stored)
-        await self._store.make_ready(stored)
+        await self._graph.store.make_ready(stored)
 
     def _use(self, stored: StoredValue) -> GraphValue:
         """An encoded input. Holds the refs inside it while the run is under way."""

@@ -236,15 +236,18 @@ class ParticipantRun(Share[Flowing]):
             item = item_of(value, index, refs, route, executed=True)
             route.send((m.FLOW, self.owner, participant.number, self.number, (item,)))
         if result.reported and participant.route.lost is None:
-            stays = stored is not None and not (stored.ready and stored.is_inline)
-            report = result.report(failed=stored is None and type(value) is GraphValue, stays=stays)
-            if report is Report.STORED:
-                assert stored is not None
-                assert result.output is not None
-                participant.context.objects.store.entries[participant.owner, self.numbers[result.output]] = stored
-                stored = None
-            full = report is Report.VALUE
-            item = item_of(value, index, refs, participant.route, executed=True) if full else (index,)
+            report = Report.VALUE
+            if stored is not None or result.output is None:
+                # Not the usual case, a plain output.
+                stays = stored is not None and not (stored.ready and stored.is_inline)
+                report = result.report(failed=stored is None and type(value) is GraphValue, stays=stays)
+            if report is Report.VALUE:
+                item = item_of(value, index, refs, participant.route, executed=True)
+            else:
+                item = (index,)
+                if report is Report.STORED and stored is not None and result.output is not None:
+                    participant.context.objects.store.entries[participant.owner, self.numbers[result.output]] = stored
+                    stored = None
             participant.route.send((m.REPORT, participant.number, self.number, (item,)))
         if stored is not None:
             # After the release, grants keep the block until the other processes have read it.

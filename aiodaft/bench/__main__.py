@@ -11,9 +11,9 @@ from typing import Final
 from aiodaft.program import run
 
 from . import calls, compare, graphs, payloads, processes, scale, transports, values
-from .results import Result, as_json, table
+from .results import Bench, Result, as_json, table
 
-_SUITES: Final[dict[str, Callable[[int], Awaitable[list[Result]]]]] = {
+_SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
     # First, because workers load what the controller has loaded, and payloads are tensors.
     "processes": processes.run,
     "calls": calls.run,
@@ -26,11 +26,11 @@ _SUITES: Final[dict[str, Callable[[int], Awaitable[list[Result]]]]] = {
 
 
 async def _measure(suites: list[str], turns: int) -> list[Result]:
-    results: list[Result] = []
+    bench = Bench(turns)
     for suite in suites:
         print(f"measuring {suite} ...", file=sys.stderr)
-        results += await _SUITES[suite](turns)
-    return results
+        await _SUITES[suite](bench)
+    return bench.results
 
 
 def _compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

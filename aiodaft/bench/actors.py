@@ -19,7 +19,6 @@ class Echo(Actor):
 
     @method
     async def on_loop(self, value: Any = None) -> Any:
-        """An `async def` method."""
         return value
 
     @method
@@ -28,16 +27,14 @@ class Echo(Actor):
 
     @method
     def on_thread(self, value: Any = None) -> Any:
-        """A `def` method."""
         return value
 
     @method
     async def pid(self) -> int:
-        """Its process."""
         return os.getpid()
 
 
-class Holder(Actor):
+class Holder(Echo):
     """Makes and takes large values."""
 
     def __init__(self) -> None:
@@ -51,12 +48,10 @@ class Holder(Actor):
 
     @method
     def give(self, size: int) -> Any:
-        """The prepared value."""
         return self._values[size]
 
     @method
     async def take(self, value: Any) -> int:
-        """Receive a value."""
         return len(value)
 
     @method
@@ -71,39 +66,26 @@ class Holder(Actor):
         return self._watch.stop()
 
 
-class Worker(Actor):
+class Worker(Holder):
     """What graphs are made of."""
 
     @method
     async def step(self, value: int) -> int:
-        """Next to nothing."""
         return value + 1
 
     @method
     async def loop(self, value: int, count: int) -> int:
-        """The same, so often."""
+        """`step`, so often."""
         for _ in range(count):
             value += 1
         return value
 
     @method
     async def gather(self, values: list[int]) -> int:
-        """One of many."""
         return sum(values)
 
     @method
-    async def same(self, value: Any) -> Any:
-        """A large value, passed on."""
-        return value
-
-    @method
-    async def size(self, value: Any) -> int:
-        """A large value, received."""
-        return len(value)
-
-    @method
     async def items(self, count: int) -> AsyncIterator[int]:
-        """A stream."""
         for number in range(count):
             yield number
 
@@ -114,11 +96,10 @@ class Worker(Actor):
 
 
 class WithTorch(Actor):
-    """Needs torch."""
+    """Uses torch."""
 
     @method
     async def threads(self) -> int:
-        """Use it."""
         import torch  # noqa: PLC0415 - workers find it preloaded
 
         return torch.get_num_threads()

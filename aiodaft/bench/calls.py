@@ -3,83 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Final
+from functools import partial
 
+from aiodaft.group import Group
 from aiodaft.runtime import Runtime
 
 from .actors import Echo
 from .floors import Echo as BareEcho
 from .floors import apart, open_echo
-from .results import Result, compare_times, in_turns, rate, seconds_of_one
-
-_IN_FLIGHT: Final = 1000
+from .results import Bench, rate, seconds_of_one
 
 
-async def run(turns: int) -> list[Result]:
+async def run(bench: Bench) -> None:
     """Measure calls."""
-    results: list[Result] = []
-    async with Runtime() as rt, open_echo() as bare:
-        actor = await rt.spawn(Echo)
-        with apart(await actor.pid(), bare.pid):
-            results.append(await _round_trip("async def method, round trip", actor.on_loop, bare, turns, "<= 2.0"))
-            results.append(await _round_trip("def method, round trip", actor.on_thread, bare, turns, "<= 4.0"))
-            results.append(await _pipelined(actor, bare, turns))
-    results += [await _fan_out(width, turns) for width in (1, 2, 4, 8)]
-    return [*results, await _chain(turns)]
-
-
-async def _round_trip(
-    name: str, method: Callable[[], Awaitable[object]], bare: BareEcho, turns: int, budget: str
-) -> Result:
-    repeats = 200
-
-    async def ours() -> float:
-        return await seconds_of_one(method, repeats)
-
-    await ours()
-    return await compare_times(name, ours, lambda: bare.round_trip(repeats), "bare echo", turns, budget)
-
-
-async def _pipelined(actor: Echo, bare: BareEcho, turns: int) -> Result:
-    count = 20_000
-
-    async def ours() -> float:
-        return await rate(lambda: actor.on_loop(1), count, _IN_FLIGHT)
-
-    await ours()
-    mine, floor, ratio = await in_turns(ours, lambda: bare.pipelined(count, _IN_FLIGHT), turns)
-    # The bare echo answers without an order, a window, a task or a deadline. Quiet machines measured 0.31 to 0.46.
-    return Result("1,000 calls in flight", mine, "1/s", floor, "bare echo", ratio, ">= 0.3")
-
-
-async def _fan_out(width: int, turns: int) -> Result:
-    repeats = 50
     async with Runtime() as rt, AsyncExitStack() as stack:
-        group = await rt.group(width, Echo)
-        bare = [await stack.enter_async_context(open_echo()) for _ in range(width)]
-
-        async def ours() -> float:
-            return await seconds_of_one(lambda: group.all(Echo.on_loop), repeats)
-
-        async def floor() -> float:
-            return await seconds_of_one(lambda: asyncio.gather(*(echo.call() for echo in bare)), repeats)
-
-        await ours()
-        return await compare_times(f"one call to each of {width}", ours, floor, "bare echoes", turns)
-
-
-async def _chain(turns: int) -> Result:
-    repeats = 50
-    async with Runtime() as rt, open_echo() as bare:
+        bare = [await stack.enter_async_context(open_echo()) for _ in range(8)]
         a, b, c = [await rt.spawn(Echo) for _ in range(3)]
+        with apart(await a.pid(), bare[0].pid):
+            for kind, method, budget in (("async def", a.on_loop, "<= 2.0"), ("def", a.on_thread, "<= 4.0")):
+                ours, floor = partial(seconds_of_one, method, 200), partial(bare[0].round_trip, 200)
+                await bench.compare(f"{kind} method, round trip", ours, floor, "bare echo", budget)
+            # The bare echo answers without an order, a window, a task or a deadline. Quiet machines: 0.31 to 0.46.
+            ours, floor = partial(rate, partial(a.on_loop, 1), 20_000, 1000), partial(bare[0].pipelined, 20_000, 1000)
+            await bench.compare("1,000 calls in flight", ours, floor, "bare echo", ">= 0.3", unit="1/s")
+        for width in (1, 2, 4, 8):
+            await _fan_out(bench, await rt.group(width, Echo), bare[:width])
 
-        async def ours() -> float:
-            return await seconds_of_one(lambda: c.on_loop(b.on_loop(a.on_loop(1))), repeats)
+        async def three() -> float:
+            return 3 * await bare[0].round_trip(50)
 
-        async def floor() -> float:
-            return 3 * await bare.round_trip(repeats)
+        chain = partial(seconds_of_one, lambda: c.on_loop(b.on_loop(a.on_loop(1))), 50)
+        await bench.compare("chain A -> B -> C", chain, three, "three bare echoes")
 
-        await ours()
-        return await compare_times("chain A -> B -> C", ours, floor, "three bare echoes", turns)
+
+async def _fan_out(bench: Bench, group: Group[Echo], bare: list[BareEcho]) -> None:
+    ours = partial(seconds_of_one, partial(group.all, Echo.on_loop), 50)
+    floor = partial(seconds_of_one, lambda: asyncio.gather(*(echo.call() for echo in bare)), 50)
+    await bench.compare(f"one call to each of {len(bare)}", ours, floor, "bare echoes")

@@ -26,13 +26,19 @@ try:
 except ImportError:
     from asyncio import new_event_loop
 with asyncio.Runner(loop_factory=new_event_loop) as runner:
-    runner.run(serve(*map(int, sys.argv[1:])))
+    runner.run(serve(*sys.argv[1:]))
 """
 
 
-def serving(module: str, *fds: int) -> list[str]:
-    """The command of a process that runs the `serve` of a module, on the loop that actors have."""
-    return [sys.executable, "-c", _SERVE.format(module=module), *map(str, fds)]
+@asynccontextmanager
+async def serving(module: str, *fds: int, args: tuple[str, ...] = ()) -> AsyncGenerator[int, None]:
+    """A process that runs the `serve` of a module, on the loop that actors have; its id. Waits for its end."""
+    command = [sys.executable, "-c", _SERVE.format(module=module), *map(str, fds), *args]
+    process = await asyncio.create_subprocess_exec(*command, pass_fds=fds)
+    try:
+        yield process.pid
+    finally:
+        await process.wait()
 
 
 class _Connection(asyncio.Protocol):
@@ -57,15 +63,18 @@ class _Connection(asyncio.Protocol):
             self.lost.set_result(None)
 
     def send(self, message: Any) -> None:
-        """Send a message."""
         self.transport.write(self._pack(message))
 
 
-async def serve(fd: int) -> None:
-    """Send back what comes, until the other side ends."""
-    connection = socket.socket(fileno=fd)
+async def _connect(connection: socket.socket) -> _Connection:
     _, protocol = await asyncio.get_running_loop().create_connection(_Connection, sock=connection)
-    await protocol.lost
+    return protocol
+
+
+async def serve(fd: str) -> None:
+    """Send back what comes, until the other side ends."""
+    connection = await _connect(socket.socket(fileno=int(fd)))
+    await connection.lost
 
 
 class Echo:
@@ -106,15 +115,13 @@ class Echo:
 async def open_echo() -> AsyncGenerator[Echo, None]:
     """A bare echo process."""
     mine, theirs = socket.socketpair()
-    with theirs:
-        fd = theirs.fileno()
-        process = await asyncio.create_subprocess_exec(*serving("floors", fd), pass_fds=[fd])
-    transport, connection = await asyncio.get_running_loop().create_connection(_Connection, sock=mine)
-    try:
-        yield Echo(connection, process.pid)
-    finally:
-        transport.close()
-        await process.wait()
+    async with serving("floors", theirs.fileno()) as pid:
+        theirs.close()
+        connection = await _connect(mine)
+        try:
+            yield Echo(connection, pid)
+        finally:
+            connection.transport.close()
 
 
 @contextmanager

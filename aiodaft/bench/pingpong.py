@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from typing import Final
 
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.connections.shm_ring import RingPair, offer_rings, take_rings
@@ -15,59 +13,54 @@ from aiodaft._runtime.connections.shm_ring import RingPair, offer_rings, take_ri
 from .floors import serving
 from .results import seconds_of_one
 
-_MESSAGE: Final = b"ping"
 
+class _Side:
+    """One end of a pair of rings."""
 
-class _Server:
-    """Sends back what comes; what ends with a full stop is the last."""
-
-    def __init__(self, ring: RingPair, waiter: RingPoller) -> None:
+    def __init__(self, ring: RingPair, on_data: Callable[[bytes], object]) -> None:
         self._ring = ring
-        self._waiter = waiter
-        self.over = asyncio.Event()
+        self._poller = RingPoller(asyncio.get_running_loop())
+        self.on_data = on_data
+        self._poller.add(ring, self)
 
     def ring_readable(self) -> None:
-        data = self._ring.reader.read(4096)
+        self.on_data(self._ring.reader.read(4096))
+
+    def ring_writable(self) -> None:
+        """It never is full."""
+
+    def send(self, data: bytes) -> None:
+        self._poller.look()
+        self._ring.writer.write(data)
+
+    def close(self) -> None:
+        self._poller.remove(self._ring)
+        self._ring.close()
+
+
+async def serve(*fds: str) -> None:
+    """Send back what comes; what ends with a full stop is the last."""
+    memory, ours, theirs = map(int, fds)
+    over = asyncio.Event()
+
+    def answer(data: bytes) -> None:
         if data.endswith(b"."):
-            self.over.set()
-        self._waiter.look()
-        self._ring.writer.write(data)
+            over.set()
+        side.send(data)
 
-    def ring_writable(self) -> None:
-        """It never is full."""
-
-
-async def serve(memory: int, ours: int, theirs: int) -> None:
-    """Be the other side."""
-    ring, waiter = take_rings(memory, ours, theirs), RingPoller(asyncio.get_running_loop())
+    side = _Side(take_rings(memory, ours, theirs), answer)
     os.close(memory)
-    server = _Server(ring, waiter)
-    waiter.add(ring, server)
-    await server.over.wait()
+    await over.wait()
 
 
-class PingPong:
-    """This side."""
+class PingPong(_Side):
+    """The side that begins."""
 
-    def __init__(self, ring: RingPair) -> None:
-        self._ring = ring
-        self._loop = asyncio.get_running_loop()
-        self.waiter = RingPoller(self._loop)
-        self._answer: asyncio.Future[bytes] = self._loop.create_future()
-        self.waiter.add(ring, self)
-
-    def ring_readable(self) -> None:
-        """An answer came."""
-        self._answer.set_result(self._ring.reader.read(4096))
-
-    def ring_writable(self) -> None:
-        """It never is full."""
-
-    async def call(self, data: bytes = _MESSAGE) -> None:
+    async def call(self, data: bytes = b"ping") -> None:
         """One round trip."""
-        answer = self._answer = self._loop.create_future()
-        self.waiter.look()
-        self._ring.writer.write(data)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.on_data = answer.set_result
+        self.send(data)
         await answer
 
     async def round_trip(self, count: int) -> float:
@@ -79,13 +72,11 @@ class PingPong:
 async def open_pingpong() -> AsyncGenerator[PingPong, None]:
     """Another process at the end of a pair of rings."""
     ring, fds = offer_rings()
-    process = subprocess.Popen(serving("pingpong", *fds), pass_fds=fds)  # noqa: ASYNC220 - a bench
-    os.close(fds[0])
-    side = PingPong(ring)
-    try:
-        yield side
-    finally:
-        await side.call(b".")
-        side.waiter.remove(ring)
-        ring.close()
-        process.wait()
+    async with serving("pingpong", *fds):
+        os.close(fds[0])
+        side = PingPong(ring, bytes)
+        try:
+            yield side
+        finally:
+            await side.call(b".")
+            side.close()

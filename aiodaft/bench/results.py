@@ -49,11 +49,8 @@ class Result:
 async def in_turns(ours: Sample, floor: Sample, turns: int) -> tuple[float, float, float]:
     """Measure two things in turns, so that noise hits both: their medians, and the median of the ratios."""
     pairs = [(await ours(), await floor()) for _ in range(turns)]
-    return (
-        median(mine for mine, _ in pairs),
-        median(theirs for _, theirs in pairs),
-        median(mine / theirs for mine, theirs in pairs),
-    )
+    mine, theirs = zip(*pairs, strict=True)
+    return median(mine), median(theirs), median(our / their for our, their in pairs)
 
 
 async def timed(work: Awaitable[object]) -> float:
@@ -75,29 +72,49 @@ async def seconds_of_one(call: Callable[[], Awaitable[object]], repeats: int) ->
 
 async def rate(call: Callable[[], Awaitable[object]], count: int, in_flight: int) -> float:
     """Calls per second, with so many under way."""
-
-    async def caller() -> None:
-        for _ in range(count // in_flight):
-            await call()
-
-    return count / await timed(asyncio.gather(*(caller() for _ in range(in_flight))))
+    callers = (seconds_of_one(call, count // in_flight) for _ in range(in_flight))
+    return count / await timed(asyncio.gather(*callers))
 
 
-async def compare_times(
-    name: str, ours: Sample, floor: Sample, floor_name: str, turns: int, budget: str = "", *, unit: str = "us"
-) -> Result:
-    """The time that something takes, and that of its floor."""
-    mine, theirs, ratio = await in_turns(ours, floor, turns)
-    scale = 1e6 if unit == "us" else 1.0
-    return Result(name, mine * scale, unit, theirs * scale, floor_name, ratio, budget)
+class Bench:
+    """Measures so many turns of everything, and has the results."""
 
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
+        self.results: list[Result] = []
 
-async def compare_speeds(
-    name: str, size: int, ours: Sample, floor: Sample, floor_name: str, turns: int, budget: str = ""
-) -> Result:
-    """The speed at which so many bytes move, and that of their floor."""
-    mine, theirs, ratio = await in_turns(ours, floor, turns)
-    return Result(name, size / mine / 1e9, "GB/s", size / theirs / 1e9, floor_name, 1 / ratio, budget)
+    def add(self, name: str, value: float, unit: str, budget: str = "") -> None:
+        """Add a result without a floor."""
+        self.results.append(Result(name, value, unit, budget=budget))
+
+    async def median_of(self, sample: Sample) -> float:
+        """The median over the turns."""
+        return median([await sample() for _ in range(self.turns)])
+
+    async def compare(
+        self,
+        name: str,
+        ours: Sample,
+        floor: Sample,
+        floor_name: str,
+        budget: str = "",
+        *,
+        unit: str = "us",
+        size: int = 0,
+        warm: int = 1,
+        turns: int = 0,
+    ) -> None:
+        """Add the time that something takes, or the speed at which `size` bytes move, and that of its floor."""
+        for _ in range(warm):
+            # The first ones connect, and fill the pools.
+            await ours()
+            await floor()
+        mine, theirs, ratio = await in_turns(ours, floor, turns or self.turns)
+        if size:
+            mine, theirs, ratio, unit = size / mine / 1e9, size / theirs / 1e9, 1 / ratio, "GB/s"
+        elif unit == "us":
+            mine, theirs = mine * 1e6, theirs * 1e6
+        self.results.append(Result(name, mine, unit, theirs, floor_name, ratio, budget))
 
 
 def table(results: Iterable[Result]) -> str:
@@ -106,7 +123,7 @@ def table(results: Iterable[Result]) -> str:
     for result in results:
         floor = "" if result.floor is None else f"{result.floor:,.4g}"
         ratio = "" if result.ratio is None else f"{result.ratio:.2f}x"
-        verdict = {None: "", True: "", False: "  MISSED"}[result.within]
+        verdict = "  MISSED" if result.within is False else ""
         name = f"{result.name} ({result.unit})"
         lines.append(f"{name:44}{result.value:>12,.4g}{floor:>12}{ratio:>9}  {result.budget}{verdict}")
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from typing import Final
 from aiodaft.runtime import Runtime
 
 from .actors import Echo, Worker
-from .results import Result, compare_times, in_turns, timed
+from .results import Bench, Result, in_turns, timed
 
 _FLAT: Final = "<= 1.5"
 _HOSTS: Final = 4
@@ -20,42 +20,32 @@ _ITEMS: Final = 10
 Work = Callable[[int], Awaitable[None]]
 
 
-async def run(turns: int, share: float = 1.0) -> list[Result]:
+async def run(bench: Bench, share: float = 1.0) -> None:
     """Measure scale; `share` makes all counts smaller."""
-    turns = max(1, turns // 3)
+    turns = max(1, bench.turns // 3)
 
-    async def flat(name: str, work: Work, few: int, many: int, turns: int = turns) -> Result:
-        return await _flat(name, work, _part(few, share), _part(many, share), turns)
+    async def flat(name: str, work: Work, few: int, many: int, turns: int = turns) -> None:
+        few, many = _part(few, share), _part(many, share)
+        await work(few)
 
-    results = [
-        await flat("actors that share 4 processes", _guests, 100, 1_000),
-        await flat("processes", _processes, 20, 200, turns=1),
-    ]
+        async def each(count: int) -> float:
+            return await timed(work(count)) / count * 1e6
+
+        mine, theirs, ratio = await in_turns(partial(each, many), partial(each, few), turns)
+        bench.results.append(Result(f"{many:,} {name}, each", mine, "us", theirs, f"{few:,}", ratio, _FLAT))
+
+    await flat("actors that share 4 processes", _guests, 100, 1_000)
+    await flat("processes", _processes, 20, 200, turns=1)
     async with Runtime() as rt:
         one, other = await rt.spawn(Echo), await rt.spawn(Worker)
-        return [
-            *results,
-            await flat("calls in flight", partial(_calls, one), 1_000, 100_000),
-            await _memory(one, _part(10_000, share), _part(100_000, share), turns),
-            await flat("refs in one argument", partial(_refs, one, other), 100, 10_000),
-            await flat("streams of 10 items", partial(_streams, other), 10, 1_000),
-        ]
+        await flat("calls in flight", partial(_calls, one), 1_000, 100_000)
+        bench.results.append(await _memory(one, _part(10_000, share), _part(100_000, share), turns))
+        await flat("refs in one argument", partial(_refs, one, other), 100, 10_000)
+        await flat("streams of 10 items", partial(_streams, other), 10, 1_000)
 
 
 def _part(count: int, share: float) -> int:
     return max(2, int(count * share))
-
-
-async def _flat(name: str, work: Work, few: int, many: int, turns: int) -> Result:
-    """The time for one when there are many, against that when there are few."""
-
-    async def each(count: int) -> float:
-        return await timed(work(count)) / count
-
-    await work(few)
-    return await compare_times(
-        f"{many:,} {name}, each", partial(each, many), partial(each, few), f"{few:,}", turns, _FLAT
-    )
 
 
 async def _guests(count: int) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from aiodaft.runtime import Runtime
 
 from .actors import Echo, payload
-from .results import Result, compare_times, seconds_of_one
+from .results import Bench, seconds_of_one
 
 _REPEATS: Final = 200
 
@@ -24,7 +24,7 @@ class Settings:
     steps: int = 3
 
 
-async def run(turns: int) -> list[Result]:
+async def run(bench: Bench) -> None:
     """Measure calls with small values."""
     tensor, tensors = payload(1 << 10), [payload(16) for _ in range(20)]
     settings = Settings()
@@ -41,10 +41,7 @@ async def run(turns: int) -> list[Result]:
             ("1 KiB, there and back", "<= 2.0", lambda: actor.on_loop(tensor)),
             ("twenty small tensors", "<= 4.5", lambda: actor.drop(tensors)),
         ]
-        return [await _against_int(actor, name, call, turns, budget) for name, budget, call in lines]
-
-
-async def _against_int(actor: Any, name: str, call: Callable[[], Awaitable[object]], turns: int, budget: str) -> Result:
-    ours, floor = (partial(seconds_of_one, each, _REPEATS) for each in (call, lambda: actor.drop(1)))
-    await ours()
-    return await compare_times(f"call with {name}", ours, floor, "call with an int", turns, budget)
+        floor = partial(seconds_of_one, lambda: actor.drop(1), _REPEATS)
+        for name, budget, call in lines:
+            ours = partial(seconds_of_one, call, _REPEATS)
+            await bench.compare(f"call with {name}", ours, floor, "call with an int", budget)

@@ -14,17 +14,19 @@ import pytest
 from aiodaft.bench import scale
 from aiodaft.bench.compare import comparison
 from aiodaft.bench.floors import Copy, open_echo, run_python
-from aiodaft.bench.results import Result, as_json, in_turns, table
+from aiodaft.bench.results import Bench, Result, as_json, in_turns, table
 from aiodaft.bench.stalls import Watch
 
 
+def run_bench(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, "-m", "aiodaft.bench", *arguments], capture_output=True, check=False)
+
+
 @pytest.mark.timeout(60)
-async def test_the_command_prints_json_with_floors_from_the_same_run() -> None:
-    command = [sys.executable, "-m", "aiodaft.bench", "calls", "--turns", "1", "--json"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    output, _ = await process.communicate()
-    assert process.returncode == 0
-    results = {result["name"]: result for result in json.loads(output)["results"]}
+def test_the_command_prints_json_with_floors_from_the_same_run() -> None:
+    ended = run_bench("calls", "--turns", "1", "--json")
+    assert ended.returncode == 0
+    results = {result["name"]: result for result in json.loads(ended.stdout)["results"]}
     round_trip = results["async def method, round trip"]
     assert round_trip["value"] > 0
     assert round_trip["floor"] > 0
@@ -34,18 +36,16 @@ async def test_the_command_prints_json_with_floors_from_the_same_run() -> None:
 
 @pytest.mark.timeout(60)
 async def test_what_one_of_many_takes_is_compared_with_one_of_few() -> None:
-    results = await scale.run(1, share=0.02)
-    assert [result.floor_name for result in results] == ["2", "2", "20", "200", "2", "2"]
-    assert all(result.budget == "<= 1.5" and result.value > 0 for result in results)
+    bench = Bench(1)
+    await scale.run(bench, share=0.02)
+    assert [result.floor_name for result in bench.results] == ["2", "2", "20", "200", "2", "2"]
+    assert all(result.budget == "<= 1.5" and result.value > 0 for result in bench.results)
 
 
-async def test_an_unknown_suite_is_refused() -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "aiodaft.bench", "dance", stderr=subprocess.PIPE
-    )
-    _, errors = await process.communicate()
-    assert process.returncode == 2
-    assert b"calls" in errors
+def test_an_unknown_suite_is_refused() -> None:
+    ended = run_bench("dance")
+    assert ended.returncode == 2
+    assert b"calls" in ended.stderr
 
 
 def test_a_budget_is_about_the_ratio_or_else_the_value() -> None:

@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Final
 
+from aiodaft.bench.far_end import FarEnd, open_far_end
 from aiodaft.bench.results import Result, in_turns, table
-from aiodaft.bench.transports import Connection, open_far
 
 _SIZE: Final = 64 << 20
 _REPEATS: Final = 5
@@ -87,17 +87,17 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-async def _ours(link: Connection) -> float:
+async def _ours(link: FarEnd) -> float:
     grants = await link.ask("grant", _SIZE, _REPEATS)
     start = time.perf_counter()
     for grant in grants:
-        await link.transport.fetch(tuple(grant), link)
+        await link.fetch(grant)
     return (time.perf_counter() - start) / _REPEATS
 
 
 async def main() -> None:
     """Measure both in turns."""
-    async with open_far("ucx") as link:
+    async with open_far_end("ucx") as link:
         await link.ask("prepare", _SIZE)
         await _ours(link)
         mine, theirs, ratio = await in_turns(lambda: _ours(link), lambda: seconds(_SIZE, _REPEATS), 5)

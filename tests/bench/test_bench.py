@@ -99,27 +99,19 @@ async def test_a_stall_of_the_loop_is_seen() -> None:
 
 
 @pytest.mark.timeout(60)
-async def test_what_is_not_installed_is_left_out_of_a_comparison() -> None:
-    process = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-m", "aiodaft.bench", "--compare", "monarch", "--turns", "1", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    output, messages = await process.communicate()
-    assert process.returncode == 0, messages
-    assert b"monarch is not installed" in messages
-    samples = json.loads(output)
+def test_what_is_not_installed_is_left_out_of_a_comparison() -> None:
+    ended = run_bench("--compare", "monarch", "--turns", "1", "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert b"monarch is not installed" in ended.stderr
+    samples = json.loads(ended.stdout)
     assert len(samples) == 11
     assert all(set(of_line) == {"aiodaft"} and of_line["aiodaft"][0] > 0 for of_line in samples.values())
 
 
-async def test_only_known_frameworks_are_compared() -> None:
-    process = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-m", "aiodaft.bench", "--compare", "ray,rye"], stderr=subprocess.PIPE
-    )
-    _, errors = await process.communicate()
-    assert process.returncode == 2
-    assert b"'rye' cannot be compared" in errors
+def test_only_known_frameworks_are_compared() -> None:
+    ended = run_bench("--compare", "ray,rye")
+    assert ended.returncode == 2
+    assert b"'rye' cannot be compared" in ended.stderr
 
 
 def test_a_comparison_says_how_many_times_worse_each_framework_is() -> None:

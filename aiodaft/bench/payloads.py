@@ -38,7 +38,7 @@ async def run(bench: Bench) -> None:
                     ours, copy = partial(seconds_of_one, move, 1), Copy(size).seconds
                     name = f"{size // _MIB} MiB, {name}"
                     budget = ">= 0.7" if name == "64 MiB, actor to actor" else ""
-                    await bench.compare(name, ours, copy, "one memcpy", budget, size=size, warm=3)
+                    await bench.compare(name, ours, copy, "one memcpy", budget, size=size)
             await rt.stop(a)
             await rt.stop(b)
         here, there = await _stalls(await rt.spawn(Holder), max(3, bench.turns // 2))

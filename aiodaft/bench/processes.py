@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from aiodaft.actor import Actor
 from aiodaft.runtime import Runtime
 
 from .actors import Echo, WithTorch
@@ -31,16 +30,18 @@ _TURNS: Final = 3
 
 async def run(bench: Bench) -> None:
     """Measure processes."""
+    await run_python("import aiodaft")
     # What the import adds to that of asyncio, which every program here needs. Milliseconds depend on the machine.
     ours, floor = partial(run_python, "import aiodaft"), partial(run_python, "import asyncio")
     await bench.compare("start Python, import aiodaft", ours, floor, "import asyncio", "<= 2.5", unit="s")
     hello = median([await run_python(_HELLO) for _ in range(_TURNS)])
     bench.add("cold hello: import, start, call, stop", hello, "s", "<= 0.5")
+    slow = Bench(_TURNS)
     for count in (1, 8):
-        await _spawn(bench, count, Echo, "", "pass")
+        await _spawn(slow, count)
         if importlib.util.find_spec("torch"):
-            budget = "<= 2.5" if count == 8 else ""
-            await _spawn(bench, count, WithTorch, " with torch", "import torch", budget, preload=("torch",))
+            await _spawn(slow, count, torch=True)
+    bench.results += slow.results
     # Of a shared page, each process that shares it has its part.
     async with Runtime() as rt:
         actors = [await rt.spawn(Echo) for _ in range(4)]
@@ -49,25 +50,18 @@ async def run(bench: Bench) -> None:
     bench.add("idle actor, proportional memory", median(weights), "MiB", "<= 30")
 
 
-async def _spawn(
-    bench: Bench,
-    count: int,
-    cls: type[Actor],
-    what: str,
-    floor_code: str,
-    budget: str = "",
-    preload: tuple[str, ...] = (),
-) -> None:
+async def _spawn(bench: Bench, count: int, *, torch: bool = False) -> None:
     async def start() -> None:
-        async with Runtime(preload=preload) as rt:
-            await rt.group(count, cls)
+        async with Runtime(preload=("torch",) if torch else ()) as rt:
+            await rt.group(count, WithTorch if torch else Echo)
 
     def interpreters() -> Awaitable[object]:
-        return asyncio.gather(*(run_python(floor_code) for _ in range(count)))
+        return asyncio.gather(*(run_python("import torch" if torch else "pass") for _ in range(count)))
 
     ours, floor = partial(seconds_of_one, start, 1), partial(seconds_of_one, interpreters, 1)
-    name = f"runtime and {count} actors{what}"
-    await bench.compare(name, ours, floor, "fork+exec of as many", budget, unit="s", warm=0, turns=_TURNS)
+    name = f"runtime and {count} actors" + " with torch" * torch
+    budget = "<= 2.5" if torch and count == 8 else ""
+    await bench.compare(name, ours, floor, "fork+exec of as many", budget, unit="s")
 
 
 def _pss(pid: int) -> float:

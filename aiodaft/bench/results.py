@@ -98,18 +98,15 @@ class Bench:
         floor: Sample,
         floor_name: str,
         budget: str = "",
-        *,
         unit: str = "us",
         size: int = 0,
-        warm: int = 1,
-        turns: int = 0,
     ) -> None:
         """Add the time that something takes, or the speed at which `size` bytes move, and that of its floor."""
-        for _ in range(warm):
-            # The first ones connect, and fill the pools.
+        # The first ones connect, and fill the pools.
+        for _ in range(3 if size else 0 if unit == "s" else 1):
             await ours()
             await floor()
-        mine, theirs, ratio = await in_turns(ours, floor, turns or self.turns)
+        mine, theirs, ratio = await in_turns(ours, floor, self.turns)
         if size:
             mine, theirs, ratio, unit = size / mine / 1e9, size / theirs / 1e9, 1 / ratio, "GB/s"
         elif unit == "us":

@@ -88,9 +88,9 @@ async def _measure(bench: Bench, far: FarEnd, name: str, size: int) -> None:
         floor = _bare_gets(far, tuple(grant), repeats)
     budget = budget if size == 64 * _MIB else ""
     if size < _MIB:
-        await bench.compare(f"{name}, {size // _KIB} KiB", ours, floor, floor_name, warm=3)
+        await bench.compare(f"{name}, {size // _KIB} KiB", ours, floor, floor_name)
     else:
-        await bench.compare(f"{name}, {size // _MIB} MiB", ours, floor, floor_name, budget, size=size, warm=3)
+        await bench.compare(f"{name}, {size // _MIB} MiB", ours, floor, floor_name, budget, size=size)
 
 
 async def _bare_sockets(far: FarEnd, size: int, repeats: int) -> float:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from actors import Echo, Sleeper
+from conformance import ForkedChild
 from forking import FORK, Forker, in_a_child, wait_for_a_signal
 from leaks import is_alive
 
 import aiodaft
-from aiodaft_transport.conformance import ForkedChild
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

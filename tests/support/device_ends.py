@@ -15,13 +15,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from conformance import LoopbackControl
 from ends import LocalHost
 from far_end import SocketLink, digest, pattern
 
 from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft.testing.devices import Gate, HostDriver
 from aiodaft_transport import Block, Grant, TransportError, Unreachable
-from aiodaft_transport.conformance import LoopbackControl
 from aiodaft_transport.cuda.device import DeviceBlock, Landing, Span
 from aiodaft_transport.cuda.transport import CudaTransport
 from aiodaft_transport.memory.address import ALIGNMENT, address_of, check_target

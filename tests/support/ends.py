@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from conformance import LoopbackControl
+
 from aiodaft_transport import Key, Transport, open_transport
-from aiodaft_transport.conformance import LoopbackControl
 from aiodaft_transport.tcp import TcpTransport
 from aiodaft_transport.ucx.find_library import load
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from conformance import CHECKS
 from ends import open_pair
 from transports import TRANSPORTS
-
-from aiodaft_transport.conformance import CHECKS
 
 
 # What later Pythons say of any fork beside threads.

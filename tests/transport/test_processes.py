@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from conformance import POISON, SIZES
 from far_end import FarEnd, FarError, digest, numbers_in, open_far_end, pattern
 from leaks import is_alive
 from transport_probes import descriptors_of_segments, mappings, memfds, segments_mapped
 from transports import TRANSPORTS
 
 from aiodaft_transport import Grant, TransportError
-from aiodaft_transport.conformance import POISON, SIZES
 
 pytestmark = pytest.mark.parametrize("name", TRANSPORTS)
 

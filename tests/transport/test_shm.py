@@ -179,8 +179,8 @@ def test_no_write_of_a_consumer_ever_shows_in_a_later_value(data: st.DataObject)
             block.view[:] = content(nbytes, seed)
             for name in data.draw(st.lists(st.sampled_from(["one", "two"]), max_size=3), label="readers"):
                 view = office.fetch(office.grant(block, name), name)
-                assert view == content(nbytes, seed)
                 expected = bytearray(view)
+                assert expected == content(nbytes, seed)
                 for _ in range(data.draw(st.integers(0, 3), label="writes")):
                     start = data.draw(st.integers(0, nbytes - 1))
                     stop = data.draw(st.integers(start, min(nbytes, start + 3 * PAGESIZE)))

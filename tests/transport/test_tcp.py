@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from conformance import LoopbackControl, fetched, granted
 from ends import KEY, LocalEnd, LocalHost, LocalPair, open_pair
 from far_end import digest, open_far_end, pattern
 from hypothesis import given, settings
@@ -18,7 +19,6 @@ from leaks import open_files
 from tcp_ends import WORD, address_of_grant, admit, admitted, dialled, impostor, receive, reset, send
 
 from aiodaft_transport import GrantError, PeerGone, TransportError
-from aiodaft_transport.conformance import LoopbackControl, fetched, granted
 from aiodaft_transport.handshake import CHALLENGE_SIZE, HELLO_SIZE, MAGIC, ServerHandshake
 from aiodaft_transport.tcp import TcpTransport
 

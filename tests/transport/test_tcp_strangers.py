@@ -9,6 +9,7 @@ import socket
 from contextlib import AsyncExitStack
 
 import pytest
+from conformance import LoopbackControl, fetched, granted
 from ends import KEY, LocalHost, open_pair
 from far_end import OTHER_KEY, open_far_end
 from leaks import open_files, resident
@@ -16,7 +17,6 @@ from tcp_ends import WORD, address_of_grant, admit, admitted, dialled, impostor,
 from transport_probes import no_more_files
 
 from aiodaft_transport import HandshakeError, PeerGone, TransportError
-from aiodaft_transport.conformance import LoopbackControl, fetched, granted
 from aiodaft_transport.handshake import CHALLENGE_SIZE, HELLO_SIZE, MAGIC, ServerHandshake
 from aiodaft_transport.tcp import TcpTransport
 

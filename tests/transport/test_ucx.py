@@ -10,13 +10,13 @@ import signal
 from contextlib import AbstractAsyncContextManager
 
 import pytest
+from conformance import CHECKS, LoopbackControl, fetched, fill, granted
 from ends import KEY, LocalHost, LocalPair, open_pair
 from far_end import digest, numbers_in, open_far_end, pattern
 from leaks import in_shared_memory, left_in_shared_memory
 from transports import needs_ucx
 
 from aiodaft_transport import PeerGone, TransportError, open_transport
-from aiodaft_transport.conformance import CHECKS, LoopbackControl, fetched, fill, granted
 from aiodaft_transport.memory.address import address_of
 from aiodaft_transport.ucx.transport import UcxSettings, UcxTransport
 
@@ -166,7 +166,7 @@ async def _cancelled_after(pair: LocalPair, ticks: int) -> bool:
     for one in poisoned:
         ctypes.memset(one.address, POISON[0], nbytes)
     await drained(consumer)
-    assert all(one.view == POISON * nbytes for one in poisoned)
+    assert all(bytes(one.view) == POISON * nbytes for one in poisoned)
     for one in poisoned:
         one.release()
     block.release()

@@ -8,13 +8,13 @@ import socket
 from contextlib import AbstractAsyncContextManager, suppress
 
 import pytest
+from conformance import fetched, granted
 from ends import LocalPair, open_pair
 from far_end import digest
 from leaks import open_files
 from transports import needs_ucx
 
 from aiodaft_transport import PeerGone
-from aiodaft_transport.conformance import fetched, granted
 from aiodaft_transport.ucx.transport import UcxSettings, UcxTransport
 
 pytestmark = needs_ucx

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from actors import Lingering
+from conformance import fetched, granted
 from ends import open_pair
 from transports import needs_ucx
 
 import aiodaft
 from aiodaft_transport import TransportError
-from aiodaft_transport.conformance import fetched, granted
 from aiodaft_transport.ucx.shm_folder import SHARED_MEMORY, folder, sweep
 from aiodaft_transport.ucx.transport import UcxSettings, UcxTransport
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from conformance import LoopbackControl, fetched, granted
 from ends import KEY, LocalHost, open_pair
 from far_end import open_far_end
 from hypothesis import given, settings
@@ -18,7 +19,6 @@ from leaks import in_shared_memory, is_alive, left_in_shared_memory, open_files
 from transports import needs_ucx
 
 from aiodaft_transport import GrantError, TransportError, Unreachable, check_name, open_transport
-from aiodaft_transport.conformance import LoopbackControl, fetched, granted
 from aiodaft_transport.ucx import ucp
 from aiodaft_transport.ucx.find_library import LIBRARY_VARIABLE, load
 from aiodaft_transport.ucx.transport import INTERFACE_VARIABLE, options_for

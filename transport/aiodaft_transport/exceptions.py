@@ -1,12 +1,4 @@
-"""Errors of the data plane.
-
-TransportError
-├── Unreachable       this transport cannot connect these two processes; says why
-├── PeerGone          the other side ended, or its link was cut, before the bytes were here
-├── DeviceError       an accelerator, or its driver, reports that something failed
-├── GrantError        a grant that names memory this process does not know (stale or forged)
-└── HandshakeError    the other side could not prove that it holds the cluster key
-"""
+"""Errors of the data plane."""
 
 from __future__ import annotations
 

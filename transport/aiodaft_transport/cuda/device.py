@@ -215,13 +215,14 @@ class DevicePool(BlockPool[DeviceSegment]):
         driver: Driver,
         device: int,
         next_number: Callable[[], int],
-        on_made: Callable[[DeviceSegment], object],
+        made: dict[int, DeviceSegment],
         on_segment_closed: Callable[[int], object],
     ) -> None:
         super().__init__(next_number=next_number, on_segment_closed=on_segment_closed)
         self._driver = driver
         self._device = device
-        self._on_made = on_made
+        # Gets each segment by its number.
+        self._made = made
 
     def allocate(self, nbytes: int) -> DeviceBlock:
         """Return a block of `nbytes` bytes, 64-byte aligned."""
@@ -247,7 +248,7 @@ class DevicePool(BlockPool[DeviceSegment]):
 
     def _segment(self, number: int, export: Export, capacity: int) -> DeviceSegment:
         segment = DeviceSegment(number, export, capacity, self._device, self._driver.identities[self._device])
-        self._on_made(segment)
+        self._made[number] = segment
         return segment
 
     def reuse_if_idle(self, block: PooledBlock[DeviceSegment]) -> None:

@@ -84,7 +84,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
 
     def pool(self, device: int) -> DevicePool:
         """The exported memory of a device. Safe in any thread."""
-        made = DevicePool(self.driver, device, self._next_segment, self._segment_made, self._segment_closed)
+        made = DevicePool(self.driver, device, self._next_segment, self._segments, self._segment_closed)
         # Atomic: two threads may ask at the same time.
         return self._pools.setdefault(device, made)
 
@@ -308,9 +308,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
             await self._in_thread(lambda: segment.shut(self.driver))
         self._foreign.discard(segment)
         closed()
-
-    def _segment_made(self, segment: DeviceSegment) -> None:
-        self._segments[segment.id] = segment
 
     def _tell_gone(self, number: int) -> None:
         segment = self._segments.get(number)

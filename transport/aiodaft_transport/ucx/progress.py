@@ -64,7 +64,7 @@ class Driver:
             return
         number = next(self._numbers)
         if not self.worker.disconnect(endpoint.handle, number):
-            self._waiting[number] = _ignore
+            self._waiting[number] = lambda status: None
         self.turn()
 
     def get(
@@ -152,7 +152,3 @@ class Driver:
                 # A worker can be armed only if it has no work left, also none of closed endpoints.
                 return True
         return False
-
-
-def _ignore(status: int) -> None:
-    return

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_ssize_t, c_uint, c_uint32, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any, Final
 
@@ -145,7 +145,6 @@ class Library:
                 function = getattr(library, name)
                 function.restype, function.argtypes = result, arguments
                 setattr(self, name, function)
-        self.path = path
         major, minor, release = c_uint(), c_uint(), c_uint()
         long.ucp_get_version(byref(major), byref(minor), byref(release))
         self.version = (major.value, minor.value, release.value)
@@ -156,6 +155,12 @@ class Library:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def make(self, what: str, function: Callable[..., int], *arguments: Any) -> int:
+        """The handle that a function puts where its last argument points."""
+        made = c_void_p()
+        self.check(function(*arguments, byref(made)), what)
+        return made.value or 0
 
     def check(self, status: int, what: str) -> None:
         """Raise UcxError if a status is an error."""
@@ -180,7 +185,7 @@ class Worker:
         # Reentrant: a garbage collection meanwhile may unregister memory.
         self._memories_lock = threading.RLock()
         self._context = _init(library, options)
-        self._worker = c_void_p()
+        self._worker = 0
         try:
             self._create()
         except BaseException:
@@ -196,7 +201,7 @@ class Worker:
     def _create(self) -> None:
         library = self.library
         params = _WorkerParams(field_mask=1, thread_mode=_THREAD_MODE_SINGLE)
-        library.check(library.ucp_worker_create(self._context, byref(params), byref(self._worker)), "no worker")
+        self._worker = library.make("no worker", library.ucp_worker_create, self._context, byref(params))
         address, size, fd = c_void_p(), c_size_t(), c_int()
         library.check(library.ucp_worker_get_address(self._worker, byref(address), byref(size)), "no address")
         self.address = ctypes.string_at(address, size.value)
@@ -233,7 +238,7 @@ class Worker:
 
     def connect(self, address: bytes, number: int) -> int:
         """Make an endpoint to a worker; if it breaks, `failed` gets `number`."""
-        endpoint, copy = c_void_p(), ctypes.create_string_buffer(address, len(address))
+        copy = ctypes.create_string_buffer(address, len(address))
         params = _EndpointParams(
             field_mask=0b111,
             address=ctypes.addressof(copy),
@@ -241,8 +246,7 @@ class Worker:
             err_callback=self._on_failed,
             err_arg=number,
         )
-        self.library.check(self.library.ucp_ep_create(self._worker, byref(params), byref(endpoint)), "no endpoint")
-        return endpoint.value or 0
+        return self.library.make("no endpoint", self.library.ucp_ep_create, self._worker, byref(params))
 
     def disconnect(self, endpoint: int, number: int) -> bool:
         """Close an endpoint by force: its operations fail. True if it is closed, else `completed` gets `number`."""
@@ -267,11 +271,9 @@ class Worker:
 
     def register(self, address: int, nbytes: int) -> int:
         """Prepare memory for transfers."""
-        memory = c_void_p()
         params = _MapParams(field_mask=0b11, address=address, length=nbytes)
-        status = self.library.ucp_mem_map(self._context, byref(params), byref(memory))
-        self.library.check(status, f"{nbytes} bytes cannot be registered")
-        handle = memory.value or 0
+        what = f"{nbytes} bytes cannot be registered"
+        handle = self.library.make(what, self.library.ucp_mem_map, self._context, byref(params))
         with self._memories_lock:
             self._memories.add(handle)
         return handle
@@ -295,9 +297,7 @@ class Worker:
 
     def unpack(self, endpoint: int, packed: bytes) -> int:
         """Unpack the key of a peer's memory, for one endpoint."""
-        rkey = c_void_p()
-        self.library.check(self.library.ucp_ep_rkey_unpack(endpoint, packed, byref(rkey)), "an unusable key")
-        return rkey.value or 0
+        return self.library.make("an unusable key", self.library.ucp_ep_rkey_unpack, endpoint, packed)
 
     def forget(self, rkey: int) -> None:
         """Free a key that no operation uses any more."""
@@ -308,27 +308,24 @@ class Worker:
         """Free everything. Afterwards no operation accesses memory. Idempotent."""
         if self._worker:
             self.library.ucp_worker_destroy(self._worker)
-            self._worker = c_void_p()
+            self._worker = 0
         for memory in list(self._memories):
             self.unregister(memory)
         if self._context:
             self.library.ucp_cleanup(self._context)
-            self._context = c_void_p()
+            self._context = 0
 
 
-def _init(library: Library, options: Mapping[str, str]) -> c_void_p:
-    config, context = c_void_p(), c_void_p()
-    library.check(library.ucp_config_read(None, None, byref(config)), "no configuration")
+def _init(library: Library, options: Mapping[str, str]) -> int:
+    config = library.make("no configuration", library.ucp_config_read, None, None)
     try:
         for name, value in options.items():
             status = library.ucp_config_modify(config, name.encode(), value.encode())
             library.check(status, f"{name}={value} is refused")
         params = _Params(field_mask=1 | 1 << 5, features=_FEATURE_RMA | _FEATURE_WAKEUP, mt_workers_shared=1)
-        status = library.ucp_init_version(*OLDEST, byref(params), config, byref(context))
-        library.check(status, "UCX cannot be used here")
+        return library.make("UCX cannot be used here", library.ucp_init_version, *OLDEST, byref(params), config)
     finally:
         library.ucp_config_release(config)
-    return context
 
 
 # Signals. The module `signal` would lose handlers of C code, such as faulthandler's.

@@ -121,7 +121,8 @@ async def check_every_size_arrives_unchanged_and_aligned(pair: Pair) -> None:
     for nbytes in SIZES:
         block, grant, content = await granted(pair, nbytes)
         view = await fetched(pair, grant)
-        assert view == content
+        # Views are compared byte by byte, ten times slower.
+        assert bytes(view) == content
         assert view.format == "B"
         assert not view.readonly
         assert address_of(view) % 64 == 0

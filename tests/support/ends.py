@@ -12,7 +12,6 @@ from conformance import LoopbackControl
 
 from aiodaft_transport import Key, Transport, open_transport
 from aiodaft_transport.tcp import TcpTransport
-from aiodaft_transport.ucx.find_library import load
 
 KEY = Key(bytes(range(32)))
 
@@ -82,4 +81,4 @@ def _open(name: str, host: LocalHost, local: str, options: dict[str, Any]) -> Tr
     from aiodaft_transport.ucx.transport import UcxTransport
 
     assert name == "ucx"
-    return UcxTransport(host, load(), **options)
+    return UcxTransport(host, **options)

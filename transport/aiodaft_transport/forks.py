@@ -13,10 +13,9 @@ from functools import cache
 class ForkCount:
     """Counts forks. Children that run no Python code before exec (`subprocess`) do not count."""
 
-    __slots__ = ("value",)
+    value = 0
 
     def __init__(self) -> None:
-        self.value = 0
         # Twice: another thread can map or unmap memory between the first hook and the fork itself.
         os.register_at_fork(before=self._add, after_in_parent=self._add)
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from aiodaft_transport.abc import Host, Transport
 from aiodaft_transport.exceptions import Unreachable
 from aiodaft_transport.handshake import Key
 from aiodaft_transport.shm import ShmTransport
 from aiodaft_transport.tcp import TcpTransport
-
-if TYPE_CHECKING:
-    from aiodaft_transport.ucx.ucp import Library
 
 # In the order of preference.
 NAMES: Final = ("shm", "ucx", "tcp")
@@ -33,7 +30,9 @@ def check_name(name: str) -> str:
     if name == "shm" and not hasattr(os, "memfd_create"):
         raise Unreachable("transport 'shm' needs memfd_create, which this system does not have; use 'tcp'")
     if name == "ucx":
-        _ucx_library()
+        from aiodaft_transport.ucx.find_library import load  # noqa: PLC0415 - loaded only if chosen
+
+        load()
     return name
 
 
@@ -56,11 +55,5 @@ def open_transport(name: str, host: Host, key: Key, *, local: str) -> Transport:
     if name == "ucx":
         from aiodaft_transport.ucx.transport import UcxTransport  # noqa: PLC0415 - loaded only if chosen
 
-        return UcxTransport(host, _ucx_library())
+        return UcxTransport(host)
     return TcpTransport(host, key, name=local)
-
-
-def _ucx_library() -> Library:
-    from aiodaft_transport.ucx.find_library import load  # noqa: PLC0415 - loaded only if chosen
-
-    return load()

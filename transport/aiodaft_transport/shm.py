@@ -17,7 +17,8 @@ import asyncio
 import ctypes
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from mmap import MADV_DONTNEED, MAP_PRIVATE, PAGESIZE, PROT_READ, PROT_WRITE, mmap
 from typing import ClassVar, Final, cast
 
@@ -126,10 +127,7 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
             mapping.busy.discard(offset)
             self._send(remote, RETURN if self._forks.value == forks else _RETIRE, number)
 
-        def dropped(call_soon: Callable[[Callable[[], object]], None] = self._host.call_soon) -> None:
-            call_soon(give_back)
-
-        return exposed_view(mapping.region, offset, nbytes, dropped)
+        return exposed_view(mapping.region, offset, nbytes, partial(self._host.call_soon, give_back))
 
     async def fetch_into(self, grant: Grant, control: Control, target: memoryview) -> None:
         with self._declining(grant, control, ValueError):

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aiodaft._runtime.serialization.encoded import Encoded, Source
+from aiodaft._runtime.serialization.encoded import Encoded
 from aiodaft._runtime.serialization.tensors import loaded_torch
 from aiodaft_transport import Grant, Unreachable
 from aiodaft_transport.cuda.device import DeviceBlock, DeviceHost, Driver, Landing, Span
@@ -80,17 +80,20 @@ class Devices:
             DeviceError: There is no memory left, or a device failed.
             Unreachable: The memory cannot be lent.
         """
-        lent = [source for source in encoded.sources if source.device is not None and source.lent]
+        lent: list[DeviceBlock] = []
         taken: list[DeviceBlock] = []
         try:
-            for source in lent:
-                source.block = self._lend(source)
+            for source in encoded.sources:
+                if source.device is not None and source.lent:
+                    stream, keep = self.kind.current_stream(source.device), source.keep
+                    block = self.transport.lend(source.device, source.address, source.nbytes, stream, keep)
+                    source.block = block
+                    lent.append(block)
             for device, nbytes in encoded.device_nbytes.items():
                 taken.append(self._capture(encoded, device, nbytes))
         except BaseException:
-            for block in (*taken, *(source.block for source in lent)):
-                if block is not None:
-                    block.release()
+            for block in (*taken, *lent):
+                block.release()
             raise
         return taken
 
@@ -100,11 +103,6 @@ class Devices:
             # The tensor library finds out whether one device reaches another.
             return None
         return Landing(target, device, target.data_ptr(), target.nbytes, self.kind.current_stream(device))
-
-    def _lend(self, source: Source) -> DeviceBlock:
-        assert source.device is not None
-        stream = self.kind.current_stream(source.device)
-        return self.transport.lend(source.device, source.address, source.nbytes, stream, source.keep)
 
     def _capture(self, encoded: Encoded, device: int, nbytes: int) -> DeviceBlock:
         spans: list[Span] = []

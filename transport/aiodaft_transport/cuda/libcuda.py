@@ -85,8 +85,7 @@ class CudaDriver:
         self._check(self._library.cuDeviceGetCount(byref(count)), "GPUs cannot be counted", Unreachable)
         if not count.value:
             raise Unreachable("this process sees no GPU (CUDA_VISIBLE_DEVICES limits the GPUs that it sees)")
-        self._devices = [self._ordinal(index) for index in range(count.value)]
-        self._identities = [self._identity(device) for device in self._devices]
+        self._devices, self._identities = zip(*map(self._device, range(count.value)), strict=True)
 
     @property
     def identities(self) -> Sequence[bytes]:
@@ -201,16 +200,12 @@ class CudaDriver:
                 self._contexts[device] = context
             return context
 
-    def _ordinal(self, index: int) -> int:
-        device = c_int()
+    def _device(self, index: int) -> tuple[int, bytes]:
+        device, identity = c_int(), _Identity()
         self._check(self._library.cuDeviceGet(byref(device), index), f"GPU {index} cannot be used", Unreachable)
-        return device.value
-
-    def _identity(self, device: int) -> bytes:
-        identity = _Identity()
         status = self._library.cuDeviceGetUuid_v2(byref(identity), device)
-        self._check(status, f"GPU {device} has no identity", Unreachable)
-        return bytes(identity)
+        self._check(status, f"GPU {index} has no identity", Unreachable)
+        return device.value, bytes(identity)
 
     def _check(self, status: int, what: str, kind: type[DeviceError | Unreachable] = DeviceError) -> None:
         if status == _OK:

@@ -261,7 +261,9 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         error: Exception | None = None
         try:
             event = await self._in_thread(lambda: pull.begin(self.driver, land))
-            await self._happens(event)
+            happened: asyncio.Future[TransportError | None] = asyncio.get_running_loop().create_future()
+            self._watch.add(event, lambda failure: None if happened.done() else happened.set_result(failure))
+            error = await happened
         except Exception as caught:  # noqa: BLE001 - the waiter gets it
             error = caught
         except BaseException:
@@ -276,20 +278,6 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         self._send(pull.remote, RETURN, pull.grant)
         if isinstance(pull.segment, RemoteSegment):
             self._shut_if_unused(pull.segment)
-
-    async def _happens(self, event: Event) -> None:
-        happened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def settle(error: TransportError | None) -> None:
-            if happened.done():
-                return
-            if error is None:
-                happened.set_result(None)
-            else:
-                happened.set_exception(error)
-
-        self._watch.add(event, settle)
-        await happened
 
     # Closing and freeing segments.
 

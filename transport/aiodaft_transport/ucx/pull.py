@@ -114,17 +114,14 @@ class Pull(BasePull[None]):
         """Begin the next pieces, or check the stamp after the last one."""
         try:
             while not self._stopped and self._in_flight < PIECES_IN_FLIGHT and self._begun < self.landing.nbytes:
-                self._begin_piece()
+                start, left = self._begun, self.landing.nbytes - self._begun
+                self._begun += min(PIECE, left)
+                address = self.landing.address + start
+                self._get(self._segment, address, min(PIECE, left), self._source + start, self._memory)
             if not self._stopped and not self._in_flight:
                 self._check_stamp()
         except UcxError as error:
             self.fail(error)
-
-    def _begin_piece(self) -> None:
-        start = self._begun
-        size = min(PIECE, self.landing.nbytes - start)
-        self._begun += size
-        self._get(self._segment, self.landing.address + start, size, self._source + start, self._memory)
 
     def _check_stamp(self) -> None:
         """All bytes are here: check that they were still granted when they were read."""

@@ -24,11 +24,12 @@ from aiodaft_transport.memory.address import check_target, exposed_view
 from aiodaft_transport.memory.host_pool import DEFAULT_KEEP, ArenaBlock, Segment
 from aiodaft_transport.memory.registered import Block, Region, Regions
 from aiodaft_transport.peers import GONE, NOTE, RETURN, SEGMENT, SegmentTransport
+from aiodaft_transport.ucx.find_library import load
 from aiodaft_transport.ucx.progress import Driver
 from aiodaft_transport.ucx.pull import Pull, Remote, RemoteSegment
 from aiodaft_transport.ucx.registered_memory import WORD, Pool, Stamp
 from aiodaft_transport.ucx.shm_folder import folder
-from aiodaft_transport.ucx.ucp import Library, UcxError
+from aiodaft_transport.ucx.ucp import UcxError
 
 if TYPE_CHECKING:
     from aiodaft_transport.abc import Control, Grant, Host
@@ -103,14 +104,13 @@ class UcxTransport(SegmentTransport[Block, Remote]):
     def __init__(
         self,
         host: Host,
-        library: Library,
         *,
         interface: str | None = None,
         keep: int = DEFAULT_KEEP,
         settings: UcxSettings | None = None,
     ) -> None:
         super().__init__(host)
-        self._library = library
+        self._library = load()
         self._settings = settings or UcxSettings()
         self._options = options_for(interface or os.environ.get(INTERFACE_VARIABLE) or None, self._settings.local)
         # The pools that blocks come from, and that values arrive in.

@@ -187,31 +187,19 @@ class Worker:
         self._context = _init(library, options)
         self._worker = 0
         try:
-            self._create()
+            params = _WorkerParams(field_mask=1, thread_mode=_THREAD_MODE_SINGLE)
+            self._worker = library.make("no worker", library.ucp_worker_create, self._context, byref(params))
+            address, size, fd = c_void_p(), c_size_t(), c_int()
+            library.check(library.ucp_worker_get_address(self._worker, byref(address), byref(size)), "no address")
+            self.address = ctypes.string_at(address, size.value)
+            library.ucp_worker_release_address(self._worker, address)
+            library.check(library.ucp_worker_get_efd(self._worker, byref(fd)), "no event descriptor")
+            self.event_fd = fd.value
         except BaseException:
             self.destroy()
             raise
-        self._make_callbacks()
-        self._get = _RequestParam(
-            op_attr_mask=_CALLBACK | _USER_DATA | _MEMORY_TYPE | _MEMH,
-            callback=self._on_completed,
-            memory_type=_MEMORY_TYPE_HOST,
-        )
-
-    def _create(self) -> None:
-        library = self.library
-        params = _WorkerParams(field_mask=1, thread_mode=_THREAD_MODE_SINGLE)
-        self._worker = library.make("no worker", library.ucp_worker_create, self._context, byref(params))
-        address, size, fd = c_void_p(), c_size_t(), c_int()
-        library.check(library.ucp_worker_get_address(self._worker, byref(address), byref(size)), "no address")
-        self.address = ctypes.string_at(address, size.value)
-        library.ucp_worker_release_address(self._worker, address)
-        library.check(library.ucp_worker_get_efd(self._worker, byref(fd)), "no event descriptor")
-        self.event_fd = fd.value
-
-    def _make_callbacks(self) -> None:
         # The callbacks do not refer to this object, so that it is freed without the garbage collector.
-        completed, failed, free = self.completed, self.failed, self.library.ucp_request_free
+        completed, failed, free = self.completed, self.failed, library.ucp_request_free
 
         def on_completed(request: int, status: int, number: int) -> None:
             free(request)
@@ -222,6 +210,11 @@ class Worker:
 
         self._on_completed = _OnCompleted(on_completed)
         self._on_failed = _OnFailed(on_failed)
+        self._get = _RequestParam(
+            op_attr_mask=_CALLBACK | _USER_DATA | _MEMORY_TYPE | _MEMH,
+            callback=self._on_completed,
+            memory_type=_MEMORY_TYPE_HOST,
+        )
 
     def progress(self) -> int:
         """Do some of the pending work; 0 if there was none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgpack as _untyped_msgpack  # pyright: ignore[reportMissingTypeStubs]
 
@@ -35,7 +35,7 @@ msgpack: Any = _untyped_msgpack
 
 Ext: Any = msgpack.ExtType
 # Makes an `Ext` of (code, content) in C; its constructor checks these in Python.
-ext: Final[Callable[[tuple[int, bytes]], Any]] = partial(tuple.__new__, Ext)
+ext: Final[Callable[[tuple[int, bytes]], Any]] = partial(cast(Any, tuple).__new__, Ext)
 ExtHook = Callable[[int, bytes], Any]
 
 

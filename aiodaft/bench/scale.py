@@ -6,7 +6,7 @@ import asyncio
 import tracemalloc
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from aiodaft.runtime import Runtime
 
@@ -68,7 +68,8 @@ async def _calls(actor: Echo, count: int) -> None:
 
 async def _refs(one: Echo, other: Worker, count: int) -> None:
     """Values of one actor that another one takes."""
-    await other.gather([one.on_loop(number) for number in range(count)])
+    refs: list[Any] = [one.on_loop(number) for number in range(count)]
+    await other.gather(refs)
 
 
 async def _streams(actor: Worker, count: int) -> None:

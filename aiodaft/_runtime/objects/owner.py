@@ -21,6 +21,7 @@ class ObjectsOwner(Protocol):
 
     def borrow(self, owner: PeerId, number: CallId) -> Awaitable[object]:
         """Register this process with the owner of a ref."""
+        ...
 
     def give_back(self, owner: PeerId, number: CallId) -> None:
         """Tell the owner of a ref that this process holds the ref no longer."""
@@ -30,6 +31,7 @@ class ObjectsOwner(Protocol):
 
     def unread_remote(self, producer: PeerId, owner: PeerId, number: CallId) -> Awaitable[object]:
         """Wait until no process reads a value that its producer stores."""
+        ...
 
     def running_call(self, owner: PeerId, number: CallId) -> InboundProducer | None:
         """A call of `owner` that is queued or runs here."""

@@ -50,26 +50,25 @@ class Event(Enum):
 FETCHING, QUEUED, STARTED, CANCELLED, LATE, WITHDRAWN, ABANDONED, OVER = Stage
 FETCHED, START, WITHDRAW, CANCEL, EXPIRE, ANSWER = Event
 
-# Other events come too late, and change nothing: there is one answer, and the first cancellation counts.
+# By event. Other events come too late, and change nothing: there is one answer, and the first cancellation counts.
 NEXT: Final = {
-    (FETCHING, FETCHED): QUEUED,
-    (QUEUED, START): STARTED,
-    # Its arguments or its turn may never come.
-    (FETCHING, WITHDRAW): WITHDRAWN,
-    (QUEUED, WITHDRAW): WITHDRAWN,
-    # Its task or thread does not run it.
-    (STARTED, WITHDRAW): WITHDRAWN,
-    (STARTED, CANCEL): CANCELLED,
+    FETCHED: {FETCHING: QUEUED},
+    START: {QUEUED: STARTED},
+    # Its arguments or its turn may never come; or its task or thread does not run it.
+    WITHDRAW: {FETCHING: WITHDRAWN, QUEUED: WITHDRAWN, STARTED: WITHDRAWN},
+    CANCEL: {STARTED: CANCELLED},
     # The deadline starts the grace time anew, also if the call was cancelled before.
-    (CANCELLED, EXPIRE): LATE,
-    # A stopped actor refuses the calls that wait.
-    (FETCHING, ANSWER): OVER,
-    (QUEUED, ANSWER): OVER,
-    (WITHDRAWN, ANSWER): OVER,
-    (STARTED, ANSWER): OVER,
-    # The call ends; or its grace time is over; or it runs on a thread, which cannot be interrupted.
-    (CANCELLED, ANSWER): ABANDONED,
-    (LATE, ANSWER): ABANDONED,
+    EXPIRE: {CANCELLED: LATE},
+    ANSWER: {
+        # A stopped actor refuses the calls that wait.
+        FETCHING: OVER,
+        QUEUED: OVER,
+        WITHDRAWN: OVER,
+        STARTED: OVER,
+        # The call ends; or its grace time is over; or it runs on a thread, which cannot be interrupted.
+        CANCELLED: ABANDONED,
+        LATE: ABANDONED,
+    },
 }
 
 # The call is to run to its end.
@@ -96,7 +95,7 @@ class Life:
 
     def handle(self, event: Event) -> bool:
         """Move on; False if the event comes too late."""
-        after = NEXT.get((self.stage, event))
+        after = NEXT[event].get(self.stage)
         if after is None:
             return False
         self.stage = after

@@ -278,7 +278,7 @@ class HostedActor:
             self._starting = False
 
     def _start(self, call: InboundCall, *, at_once: bool) -> None:
-        call.stage = NEXT[call.stage, START]
+        call.stage = NEXT[START][call.stage]
         self.running[call] = None
         if call.rules.on_thread:
             self._host.ring_poller.threads += 1

@@ -290,7 +290,7 @@ class ParticipantRun(Share[Flowing]):
         assert isinstance(call, SegmentCall)
         if call.rules.on_thread:
             call.flush()
-        after = NEXT.get((call.stage, ANSWER))
+        after = NEXT[ANSWER].get(call.stage)
         if after is not None:
             call.stage = after
             self.unfinished -= 1

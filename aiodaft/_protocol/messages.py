@@ -5,6 +5,7 @@ Kind       From -> to            Fields
 ========== ===================== ================================================================================
 HELLO      each side, once       oldest and newest wire version that it speaks, its id, its pid
 CALL       caller -> callee      call id, actor, method, plain positional arguments
+APPLY      caller -> callee      call id, actor, method, plain positional arguments, *awaited refs* among them
 SEND       caller -> callee      call id, actor, method, mode (WANT_*), microseconds left, *value* (the arguments),
                                  descriptors of awaited refs, number of earlier attempts
 REPLY      callee -> caller      call id, plain value
@@ -15,7 +16,10 @@ CANCEL     caller -> callee      call id
 ITEM       callee -> caller      call id of a stream, *value*
 CREDIT     caller -> callee      call id of a stream, number of further items that the callee may send
 ADOPTED    caller -> callee      call id: the refs inside its result or item are registered
+FORWARD    owner -> producer     call id, consumer: it is to be answered as if it had sent PULL
+ASK        owner -> consumer     number of a ref: a FORWARD may be lost, so ask for the value
 PULL       consumer -> producer  owner, number
+GIVEN      producer -> consumer  owner, number, plain value
 VALUE      producer -> consumer  owner, number, *value*
 MOVED      producer -> consumer  owner, number, process that has the value
 BROKEN     producer -> consumer  owner, number, encoded exception
@@ -39,6 +43,8 @@ transport) and `refs` (descriptors of the refs that travel inside it).
 
 A *descriptor* is (owner, number, producer, label): the owner of the ref, its number there, the process that makes the
 value and the method that does; or (payload, blobs, refs): the value itself, when it is small and known.
+
+An *awaited ref* of APPLY is an index of the positional arguments, which has None there, and a descriptor.
 
 An *input* is a tuple that begins with the index of a value in its graph; its length says what follows (PLAIN_VALUE and
 the constants beside it).
@@ -66,7 +72,9 @@ Message: TypeAlias = tuple[Any, ...]
 Descriptors: TypeAlias = tuple[Any, ...]
 # Payload, blobs, descriptors.
 Value: TypeAlias = tuple[bytes, Any, Descriptors]
-# The same, and the descriptors of awaited refs.
+# Index, owner, number, producer, label.
+Awaited: TypeAlias = tuple[int, PeerId, CallId, PeerId, str]
+# The same as a value, and the descriptors of awaited refs.
 Arguments: TypeAlias = tuple[bytes, Any, Descriptors, Descriptors]
 
 WIRE_VERSION: Final = 1
@@ -77,11 +85,11 @@ INLINE_LIMIT: Final = 64 << 10
 # Arguments that need no encoding beyond the frame's own; longer text and bytes are encoded, and so accounted for.
 PLAIN_TEXT_LIMIT: Final = 1 << 10
 
-KINDS: Final = 27
+KINDS: Final = 31
 # The place of a kind is its number on the wire: a new one comes last.
 (
     HELLO, CALL, SEND, REPLY, RESULT, STORED, ERROR, CANCEL, ITEM, CREDIT, PULL, VALUE, MOVED, BROKEN, RELEASE, ADOPTED,
-    NOTE, INTRODUCE, BYE, BORROW, JOIN, LEAVE, RING, RUN, FLOW, REPORT, SKIP,
+    NOTE, INTRODUCE, BYE, BORROW, JOIN, LEAVE, RING, RUN, FLOW, REPORT, SKIP, APPLY, FORWARD, ASK, GIVEN,
 ) = range(KINDS)  # fmt: skip
 
 # Stages of RING. USED, sent by both sides, is the last message of its direction that goes over the socket.
@@ -145,6 +153,10 @@ _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     FLOW: (_STR, _INT, _INT, _TUPLE),
     REPORT: (_INT, _INT, _TUPLE),
     SKIP: (_INT, _INT),
+    APPLY: (_INT, _INT, _STR, _TUPLE, _TUPLE),
+    FORWARD: (_INT, _STR),
+    ASK: (_INT,),
+    GIVEN: (_STR, _INT, _PLAIN),
 }
 
 _SHAPES: Final = {kind: frozenset((int, *types) for types in product(*fields)) for kind, fields in _LAYOUT.items()}
@@ -248,6 +260,22 @@ def skip(graph: int, number: int) -> Message:
     return SKIP, graph, number
 
 
+def apply(number: CallId, actor: ActorId, name: str, args: tuple[Any, ...], awaited: tuple[Awaited, ...]) -> Message:
+    return APPLY, number, actor, name, args, awaited
+
+
+def forward(number: CallId, consumer: PeerId) -> Message:
+    return FORWARD, number, consumer
+
+
+def ask(number: CallId) -> Message:
+    return ASK, number
+
+
+def given(owner: PeerId, number: CallId, value: Any) -> Message:
+    return GIVEN, owner, number, value
+
+
 # Readers. Kinds with the same fields share one.
 
 
@@ -263,7 +291,7 @@ def _number_and_count(message: Message) -> tuple[CallId, int]:
     return message[1:]
 
 
-read_cancel = read_adopted = read_borrow = _number
+read_cancel = read_adopted = read_borrow = read_ask = _number
 read_result = read_item = _number_and_value
 read_stored = read_credit = _number_and_count
 
@@ -275,6 +303,18 @@ def read_hello(message: Message) -> tuple[int, int, PeerId, int]:
 def read_send(message: Message) -> tuple[CallId, ActorId, str, int, int | None, Arguments, int]:
     _, number, actor, name, mode, left, payload, blobs, refs, slots, tries = message
     return number, actor, name, mode, left, (payload, blobs, refs, slots), tries
+
+
+def read_apply(message: Message) -> tuple[CallId, ActorId, str, tuple[Any, ...], tuple[Awaited, ...]]:
+    return message[1:]
+
+
+def read_forward(message: Message) -> tuple[CallId, PeerId]:
+    return message[1:]
+
+
+def read_given(message: Message) -> tuple[PeerId, CallId, Any]:
+    return message[1:]
 
 
 def read_error(message: Message) -> tuple[CallId, bytes, bool | None]:

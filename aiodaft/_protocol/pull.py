@@ -146,6 +146,10 @@ class Questions(Generic[WaiterT]):
         """A process is asked for a value."""
         self.open.setdefault((remote, key), deque()).append(waiter)
 
+    def asked(self, remote: PeerId, key: Key) -> bool:
+        """Whether a process owes an answer."""
+        return (remote, key) in self.open
+
     def answered(self, remote: PeerId, key: Key) -> WaiterT:
         """An answer came. Returns who waits for it.
 

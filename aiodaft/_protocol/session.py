@@ -85,6 +85,11 @@ class Session(Generic[CallT]):
         """The number of waiting calls, without the runtime's own."""
         return len(self._waiting) - self._others
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the next call is sent at once."""
+        return not self._waiting and len(self.calls) < self._window and self._bytes <= self._window_bytes
+
     def is_waiting(self, call_id: CallId) -> bool:
         """Whether a call is waiting."""
         return call_id in self._waiting or call_id in self._own_waiting

@@ -160,7 +160,9 @@ class Peer:
         """What handles each kind of message, by its number."""
         table: dict[int, Handler] = {
             m.CALL: self.inbound.call_came,
+            m.APPLY: self.inbound.apply_came,
             m.SEND: self.inbound.send_came,
+            m.FORWARD: self.inbound.forward_came,
             m.CANCEL: self.inbound.cancel_came,
             m.CREDIT: self.inbound.credit_came,
             m.ADOPTED: self.inbound.adopted_came,
@@ -170,6 +172,8 @@ class Peer:
             m.ERROR: self.replies.error_came,
             m.ITEM: self.replies.item_came,
             m.PULL: self.transfer.asked,
+            m.ASK: self.transfer.ask_came,
+            m.GIVEN: self.transfer.given_came,
             m.VALUE: self.transfer.answered,
             m.MOVED: self.transfer.answered,
             m.BROKEN: self.transfer.answered,

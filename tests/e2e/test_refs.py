@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import sys
 import tracemalloc
+from collections.abc import Awaitable, Callable
 from contextvars import Context, ContextVar
 from typing import Any, NamedTuple
 
@@ -195,6 +196,60 @@ async def test_a_chain_is_submitted_before_anything_runs(rt: aiodaft.Runtime) ->
     assert not last.done()
     await log.open_gate()
     assert await last == "value"
+
+
+async def messages_of(rt: aiodaft.Runtime, work: Callable[[], Awaitable[object]]) -> tuple[int, int]:
+    """The messages that the controller sends and receives for some work; other messages may come in between."""
+    counts: list[tuple[int, int]] = []
+    for _ in range(10):
+        before = rt.traffic()
+        await work()
+        after = rt.traffic()
+        sent, received = after.messages_sent - before.messages_sent, after.messages_received - before.messages_received
+        counts.append((sent, received))
+    return min(counts)
+
+
+@pytest.mark.parametrize("name", ["echo", "echo_on_thread"])
+async def test_refs_among_plain_arguments_cost_one_message_each_at_most(rt: aiodaft.Runtime, name: str) -> None:
+    a, b, c = [getattr(await rt.spawn(Echo), name) for _ in range(3)]
+    # Each actor has to know the next one.
+    await c(b(a(0)))
+
+    async def chain() -> None:
+        first = a(1)
+        second = b(first)
+        assert await asyncio.gather(first, second, c(second)) == [1, 1, 1]
+
+    # Three calls, and to two of the actors: send your result to the next one.
+    assert await messages_of(rt, chain) == (5, 3)
+
+    async def in_one_process() -> None:
+        first = a(2)
+        second = a(first)
+        assert await asyncio.gather(first, second, a(second)) == [2, 2, 2]
+
+    assert await messages_of(rt, in_one_process) == (3, 3)
+    three = a(3)
+    await three
+
+    async def known() -> None:
+        assert await b(three) == 3
+
+    assert await messages_of(rt, known) == (1, 1)
+
+    async def fan_out() -> None:
+        four = a(4)
+        assert await asyncio.gather(four, b(four), c(four), b(four)) == [4, 4, 4, 4]
+
+    assert await messages_of(rt, fan_out) == (7, 4)
+
+
+async def test_a_result_that_is_more_than_plain_is_sent_on_as_well(rt: aiodaft.Runtime) -> None:
+    a, b = [await rt.spawn(Echo) for _ in range(2)]
+    for value in ([1, 2], {"x": (1, 2)}, bytes(5000), "x" * 200_000):
+        assert await b.echo(a.echo(value)) == value
+        assert await a.echo(a.echo(value)) == value
 
 
 async def test_gathered_refs_stand_for_a_list(rt: aiodaft.Runtime) -> None:

@@ -47,11 +47,16 @@ _EXAMPLES: dict[int, Message] = {
     m.FLOW: (m.FLOW, "peer-a", 8, 1, ((2, b"error", False),)),
     m.REPORT: (m.REPORT, 8, 1, ((3,), (4, "x"))),
     m.SKIP: (m.SKIP, 8, 1),
+    m.APPLY: (m.APPLY, 2, 16, "add", (1, None), ((1, "peer-a", 7, "peer-b", "Model.make"),)),
+    m.FORWARD: (m.FORWARD, 7, "peer-b"),
+    m.ASK: (m.ASK, 7),
+    m.GIVEN: (m.GIVEN, "peer-a", 7, 3),
 }
 
 # Fields that may be of several types: (kind, position, what else may stand there).
 _ALTERNATIVES: list[tuple[int, int, Any]] = [
-    *((m.REPLY, 2, value) for value in (None, False, -1, (1 << 64) - 1, 0.5, "", b"")),
+    *((kind, place, value) for kind, place in ((m.REPLY, 2), (m.GIVEN, 3))
+      for value in (None, False, -1, (1 << 64) - 1, 0.5, "", b"")),
     (m.SEND, 5, 2500),
     *((kind, place, blobs) for kind, place in ((m.SEND, 7), (m.RESULT, 3), (m.ITEM, 3), (m.VALUE, 4))
       for blobs in (None, b"", ())),
@@ -85,7 +90,22 @@ def test_a_message_of_each_kind_comes_through_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["send", "result", "stored", "error", "item", "credit", "note", "join", "leave", "skip"]
+    "name",
+    [
+        "send",
+        "apply",
+        "forward",
+        "given",
+        "result",
+        "stored",
+        "error",
+        "item",
+        "credit",
+        "note",
+        "join",
+        "leave",
+        "skip",
+    ],
 )
 def test_what_a_reader_returns_is_what_the_builder_takes(name: str) -> None:
     message = _EXAMPLES[getattr(m, name.upper())]

@@ -60,6 +60,12 @@ _CONTROLLER_1: Final[list[tuple[str, Message]]] = [
     ),
     ("971707cd012dcd012cc09090", (23, 7, 301, 300, None, (), ())),
     ("931a07cd012d", (26, 7, 301)),
+    (
+        "961b0510a36164649201c0919501aa636f6e74726f6c6c657202a8776f726b65722d32aa4d6f64656c2e6d616b65",
+        (27, 5, 16, "add", (1, None), ((1, "controller", 2, "worker-2", "Model.make"),)),
+    ),
+    ("931c02a8776f726b65722d32", (28, 2, "worker-2")),
+    ("921d02", (29, 2)),
     ("9212b67468652072756e74696d652077617320636c6f736564", (18, "the runtime was closed")),
 ]
 _WORKER_1: Final[list[tuple[str, Message]]] = [
@@ -82,6 +88,7 @@ _WORKER_1: Final[list[tuple[str, Message]]] = [
     ("960baa636f6e74726f6c6c657208c402000791c4056772616e7490", (11, "controller", 8, b"\x00\x07", (b"grant",), ())),
     ("940caa636f6e74726f6c6c657208a8776f726b65722d32", (12, "controller", 8, "worker-2")),
     ("940daa636f6e74726f6c6c657208c40195", (13, "controller", 8, b"\x95")),
+    ("941eaa636f6e74726f6c6c657208cb4004000000000000", (30, "controller", 8, 2.5)),
     ("921307", (19, 7)),
     ("9414aa636f6e74726f6c6c657208c3", (20, "controller", 8, True)),
     ("9415aa636f6e74726f6c6c657208a8776f726b65722d32", (21, "controller", 8, "worker-2")),

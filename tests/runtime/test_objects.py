@@ -13,11 +13,14 @@ from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.objects.objects import Objects
+from aiodaft._runtime.objects.received import Plain
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.wakeup import Wakeups
 from aiodaft._runtime.process import Process, ProcessOptions
+from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.exceptions import OwnerDied, PeerLost, RemoteProtocolError
 from aiodaft.ref import Ref
@@ -59,6 +62,8 @@ class Node:
         self.transfer, self.refs = self.objects.transfer, self.objects.refs
         self.handlers: dict[int, Callable[[Any, m.Message], object]] = {
             m.PULL: self.transfer.asked,
+            m.GIVEN: self.transfer.given_came,
+            m.ASK: self.transfer.ask_came,
             **dict.fromkeys((m.VALUE, m.MOVED, m.BROKEN), self.transfer.answered),
             m.BORROW: self.refs.borrow_came,
         }
@@ -198,6 +203,42 @@ async def test_the_owner_is_asked_when_the_producer_ends_and_its_own_end_ends_th
     consumer.lose(A)
     with pytest.raises(OwnerDied, match=r"the owner of a ref, a, is gone"):
         await pull
+
+
+@pytest.mark.parametrize("value", ["plain", ["encoded"]])
+async def test_a_forwarded_value_comes_before_or_after_its_call(nodes: tuple[Node, Node, Node], value: Any) -> None:
+    owner, consumer, producer = nodes
+    consumer.to(A)
+    place = Plain(value) if value == "plain" else producer.store.keep(value, Names("result"))
+    if isinstance(place, StoredValue):
+        producer.store.pack_here(place)
+    came: list[Any] = []
+    producer.transfer.forward((A, CallId(7)), B, place)
+    await turn()
+    assert came == []
+    consumer.transfer.expect(C, (A, CallId(7)), came.append)
+    consumer.transfer.expect(C, (A, CallId(7)), came.append)
+    producer.transfer.forward((A, CallId(7)), B, place)
+    await turn()
+    values = [one.value if isinstance(one, Plain) else decode(one.payload) for one in came]
+    assert (values, consumer.transfer.handover.is_empty) == ([value, value], True)
+    assert owner.get(B) is None
+
+
+async def test_a_call_whose_producer_or_the_connection_to_it_is_lost_asks_the_owner(
+    nodes: tuple[Node, Node, Node],
+) -> None:
+    owner, consumer, _ = nodes
+    came: list[Any] = []
+    consumer.transfer.expect(C, (A, CallId(7)), came.append)
+    consumer.transfer.expect(C, (A, CallId(8)), came.append)
+    owner.to(B).send(m.ask(CallId(7)))
+    await turn()
+    assert came == [A]
+    consumer.lose(C)
+    assert came == [A, A]
+    consumer.transfer.expect(C, (A, CallId(9)), came.append)
+    assert came == [A, A, A]
 
 
 async def test_an_answer_that_was_not_asked_for_is_an_error(nodes: tuple[Node, Node, Node]) -> None:

@@ -209,6 +209,7 @@ def tables(peer: Peer) -> dict[str, Any]:
         "own refs": list(peer.objects.borrowing._own),
         "borrowed refs": list(peer.objects.borrowing._borrowed),
         "pulls": list(peer.transfer.questions.open),
+        "answers": [] if peer.transfer.handover.is_empty else [peer.transfer.handover],
         "fetching": list(peer.transfer.relays.table.fetching),
         "blocks": sum(transport.arena.live_blocks() for transport in transports),
         "channels": [*peer.channels.table.keepers, *peer.channels.table.ends],

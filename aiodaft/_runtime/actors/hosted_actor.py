@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, NoReturn, Protocol
 
 from aiodaft._protocol.call import CANCEL, CANCELLED, EXPIRE, GONE, LATE, NEXT, START, WAITING, WANTED, WITHDRAW, Life
+from aiodaft._protocol.deadlock import CallAt
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
 from aiodaft._protocol.mailbox import BoundedMailbox, Mailbox
 from aiodaft._runtime.connections.ring_poller import RingPoller
@@ -79,8 +80,10 @@ class InboundCall(Life):
     task: asyncio.Task[Any] | None = None
     # The context of its arrival, if it had to wait: another call's end starts it, in another context.
     context: Context | None = None
-    # Fetches its arguments.
-    fetching: asyncio.Task[None] | None = None
+    # Fetch its arguments.
+    fetching: tuple[asyncio.Task[None], ...] = ()
+    # The calls that make its arguments, by position.
+    awaited: dict[int, CallAt] = {}  # noqa: RUF012 - replaced, never changed
     # When it began, on the clock of `Env`.
     since = 0.0
     # The number of items that the consumer of a stream still takes.
@@ -127,6 +130,10 @@ class InboundCall(Life):
     def label(self) -> str:
         """What was called, such as "Model.execute"."""
         return self.spec.label
+
+    def waits_for(self) -> list[CallAt]:
+        """The calls of which one has to end before it has its arguments."""
+        return [*self.awaited.values()][:1]
 
     def add_puller(self, found: Callable[[Place], object]) -> None:
         """Register a callback for another process that pulls the result."""
@@ -442,10 +449,9 @@ class HostedActor:
             self.abandoned.add(call)
             return True
         call.handle(WITHDRAW)
-        if call.fetching is not None:
-            call.fetching.cancel()
-            # Breaks a reference cycle.
-            call.fetching = None
+        fetching, call.fetching = call.fetching, ()
+        for task in fetching:
+            task.cancel()
         if call.task is not None:
             # If it is cancelled before its first line, it runs no line.
             call.task.cancel()

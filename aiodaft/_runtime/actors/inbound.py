@@ -1,26 +1,25 @@
-"""Calls that arrive in this process: find the actor, fetch the arguments."""
+"""Calls that arrive in this process: find the actor, admit and deliver."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from aiodaft._protocol import messages as m
-from aiodaft._protocol.call import ANSWER, FETCHED, FETCHING, WITHDRAW
+from aiodaft._protocol.call import ANSWER, FETCHING
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._protocol.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
 from aiodaft._protocol.stream import CREDIT_WINDOW
+from aiodaft._runtime.actors.arguments import Arguments
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.actors.responders import LocalResponder, RemoteResponder
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.transfer import Delivery, Transfer
 from aiodaft._runtime.platform.context import deadline_of
-from aiodaft._runtime.serialization.containers import contains_ref, resolved
+from aiodaft._runtime.serialization.containers import contains_ref
 from aiodaft._runtime.serialization.decoder import is_heavy
-from aiodaft._runtime.serialization.errors import add_note, encode_error, passed_on
+from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft.exceptions import ActorDied, RemoteProtocolError, StaleHandle
 
 
@@ -32,6 +31,7 @@ class Inbound:
         self._actors = host.actors
         self._process = host.process
         self._store = host.store
+        self._arguments = Arguments(host, transfer)
         self._transfer = transfer
         self._refs = refs
         self.local = LocalResponder()
@@ -53,6 +53,23 @@ class Inbound:
         if call is not None:
             call.hosted.deliver(call)
 
+    def apply_came(self, connection: Connection, message: Message) -> None:
+        """APPLY came."""
+        number, actor, name, args, awaited = m.read_apply(message)
+        call = self._accept(connection, number, actor, name, WANT_REPLY, args)
+        if call is None:
+            self._arguments.refuse(awaited)
+        else:
+            self._arguments.expect(call, awaited, self._responders[connection.remote].recall)
+            call.hosted.deliver(call)
+
+    def forward_came(self, connection: Connection, message: Message) -> None:
+        """FORWARD came; the call may be over by now."""
+        number, consumer = m.read_forward(message)
+        responder = self._responders.get(connection.remote)
+        place = None if responder is None else responder.recall(number)
+        self._transfer.forward((connection.remote, number), consumer, place)
+
     def send_came(self, connection: Connection, message: Message) -> None:
         """SEND came."""
         number, actor, name, mode, left, (payload, blobs, refs, slots), attempt = m.read_send(message)
@@ -72,9 +89,7 @@ class Inbound:
             call.hosted.deliver(call)
             # Arguments are fetched from now on, while the actor works on earlier calls.
             args = Delivery(self._store, connection, payload, blobs, refs)
-            call.fetching = self._process.tasks.create_task(
-                self._fetch(call, args, slots), name=f"fetch the arguments of {call.label}"
-            )
+            self._arguments.fetch(call, args, slots)
         else:
             call.received = ReceivedValue(payload, blobs, [], [])
             call.hosted.deliver(call)
@@ -116,9 +131,7 @@ class Inbound:
         if _contains_ref((call.args, call.kwargs)):
             call.stage = FETCHING
             hosted.deliver(call)
-            call.fetching = self._process.tasks.create_task(
-                self._resolve_local(call), name=f"resolve the arguments of {call.label}"
-            )
+            self._arguments.resolve(call)
         else:
             hosted.deliver(call)
 
@@ -150,71 +163,6 @@ class Inbound:
             error = ActorDied(f"{name or 'the actor'} was stopped", executed=False)
             error.actor = name
         connection.send(m.error(number, encode_error(error), False))
-
-    async def _fetch(self, call: InboundCall, args: Delivery, slots: tuple[Any, ...]) -> None:
-        """Fetch the buffers and the awaited refs of a call, all at once."""
-        values = [
-            self._process.tasks.start(self._slot(args.connection, call, slot), name="pull an argument")
-            for slot in slots
-        ]
-        try:
-            call.received = await self._transfer.receive(args)
-            call.slots = [await value for value in values]
-            if not call.rules.on_thread:
-                await self._decode_heavy(call)
-        except BaseException as error:
-            for value in values:
-                value.cancel()
-            await asyncio.gather(*values, return_exceptions=True)
-            if not isinstance(error, Exception):
-                # The call was cancelled.
-                raise
-            self._not_ready(call, error)
-        else:
-            self._fetched(call)
-
-    async def _decode_heavy(self, call: InboundCall) -> None:
-        """What takes long to decode is decoded by the helper thread; light arguments are when the call starts."""
-        received, slots = call.received, call.slots
-        assert received is not None
-        if any(is_heavy(part.payload) for part in (received, *slots)):
-            values = [await self._store.decode(slot, refs=slot.refs) for slot in slots]
-            args, call.kwargs = await self._store.decode(received, values, received.refs)
-            call.args = tuple(args)
-            call.received, call.slots = None, ()
-
-    async def _slot(self, connection: Route, call: InboundCall, slot: tuple[Any, ...]) -> ReceivedValue:
-        if isinstance(slot[0], bytes):
-            payload, inline, refs = slot
-            return await self._transfer.receive(Delivery(self._store, connection, payload, inline, refs))
-        owner, number, producer, label = slot
-        try:
-            return await self._transfer.pull(owner, number, producer)
-        except Exception as error:
-            consumer = f"{call.label} of {call.hosted.name}"
-            add_note(error, f"needed by {consumer}, which did not run: its argument is the result of {label}")
-            raise
-
-    async def _resolve_local(self, call: InboundCall) -> None:
-        try:
-            call.args, call.kwargs = await resolved((call.args, call.kwargs))
-        except Exception as error:  # noqa: BLE001 - the call fails with it
-            add_note(error, f"needed by {call.label} of {call.hosted.name}, which did not run")
-            self._not_ready(call, error)
-        else:
-            self._fetched(call)
-
-    def _fetched(self, call: InboundCall) -> None:
-        call.fetching = None
-        if call.handle(FETCHED):
-            call.hosted.look_again()
-
-    def _not_ready(self, call: InboundCall, error: BaseException) -> None:
-        """Fail a call, because its arguments could not be fetched."""
-        call.fetching = None
-        if call.handle(WITHDRAW):
-            call.responder.fail(call, passed_on(error, executed=False), executed=False)
-            call.hosted.look_again()
 
 
 def _contains_ref(arguments: Any) -> bool:

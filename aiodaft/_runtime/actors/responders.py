@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.call import ANSWER
 from aiodaft._protocol.ids import CallId
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.objects.received import ReceivedValue
+from aiodaft._runtime.objects.received import Plain, ReceivedValue
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.streams import StreamState
-from aiodaft._runtime.serialization.encoder import Names
 from aiodaft._runtime.serialization.errors import encode_error, passed_on
 from aiodaft.ref import Borrowed
+
+# Results that are remembered after their answer, in two generations; and bytes of one of them at most.
+_REMEMBERED: Final = 256
+_SMALL: Final = 4 << 10
+_NONE: Final = object()
 
 
 class RemoteResponder:
@@ -33,23 +37,31 @@ class RemoteResponder:
         self.calls: dict[CallId, InboundCall] = {}
         # Refs inside results that the caller has not registered yet, by call: they must not be freed meanwhile.
         self.pins: dict[CallId, deque[list[Any]]] = {}
+        # Small results of the last calls: the caller may have passed on their refs before it had the answer.
+        self._last: dict[CallId, Any] = {}
+        self._before: dict[CallId, Any] = {}
 
     def answer(self, call: InboundCall, result: Any) -> None:
         if call.handle(ANSWER):
             self.calls.pop(call.number, None)
             self._connection.send((m.REPLY, call.number, result))
+            # `_remember`, inlined: every call runs this.
+            self._last[call.number] = result
+            if len(self._last) > _REMEMBERED:
+                self._before, self._last = self._last, {}
         if call.pulled:
-            stored = self._store.keep(result, Names(call.label))
-            self._store.pack_here(stored)
-            call.tell_pullers(stored)
+            call.tell_pullers(Plain(result))
 
     def answer_stored(self, call: InboundCall, stored: StoredValue | bytes) -> None:
         self.calls.pop(call.number, None)
         if isinstance(stored, bytes):
+            received = ReceivedValue(stored, None, [], [])
             if call.handle(ANSWER):
                 self._connection.send(m.result(call.number, (stored, None, ())))
+                if len(stored) <= _SMALL:
+                    self._remember(call, received)
             if call.pulled:
-                call.tell_pullers(StoredValue.again(ReceivedValue(stored, None, [], [])))
+                call.tell_pullers(StoredValue.again(received))
             return
         if not call.handle(ANSWER) or self._connection.lost is not None:
             # The caller has its answer, or is gone: processes that pull the result hear from it, or of its end.
@@ -59,6 +71,8 @@ class RemoteResponder:
         if stored.ready and stored.is_inline:
             refs = self._pinned(call, stored)
             self._connection.send(m.result(call.number, (stored.payload, stored.inline, refs)))
+            if stored.is_free and stored.encoded.size <= _SMALL:
+                self._remember(call, stored)
         else:
             self._store.entries[call.caller, call.number] = stored
             self._connection.send(m.stored(call.number, stored.encoded.size))
@@ -69,6 +83,22 @@ class RemoteResponder:
             self.calls.pop(call.number, None)
             self._connection.send(m.error(call.number, encode_error(error), executed))
         call.tell_pullers(error)
+
+    def _remember(self, call: InboundCall, result: Any) -> None:
+        self._last[call.number] = result
+        if len(self._last) > _REMEMBERED:
+            self._before, self._last = self._last, {}
+
+    def recall(self, number: CallId) -> StoredValue | Plain | None:
+        """The result of a call that was just answered, if it is small."""
+        found = self._last.get(number, _NONE)
+        if found is _NONE:
+            found = self._before.get(number, _NONE)
+        if found is _NONE:
+            return None
+        if isinstance(found, ReceivedValue):
+            return StoredValue.again(found)
+        return found if isinstance(found, StoredValue) else Plain(found)
 
     async def item(self, call: InboundCall, value: Any) -> None:
         stored = await call.hosted.capture(value, call.label, "item", call.spec.transport)

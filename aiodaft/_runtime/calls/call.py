@@ -77,6 +77,8 @@ class CallState(RefState):
     # The connection that the call went over; none if the actor is in this process.
     connection: Connection | None = None
     handles = 1
+    # The processes to which its producer was told to send the result.
+    forwarded: Sequence[PeerId] = ()
     _cancelling = False
     # Ends the wait for a call that was cancelled.
     _timer: asyncio.TimerHandle | None = None
@@ -99,6 +101,25 @@ class CallState(RefState):
     @property
     def producer(self) -> PeerId:
         return self.process.id if self.connection is None else self.connection.remote
+
+    @property
+    def at_work(self) -> PeerId | None:
+        """The process that makes the value, if what is sent there from now on comes after the call."""
+        connection = self.connection
+        if self.status is not PENDING or connection is None or connection.lost is not None or not connection.connected:
+            return None
+        return None if connection.session.is_waiting(self.number) else connection.remote
+
+    def forward_to(self, consumer: PeerId) -> None:
+        """Tell the process at work to send the result to another one."""
+        if self.connection is not None:
+            self.connection.send(m.forward(self.number, consumer))
+        self.forwarded = (*self.forwarded, consumer)
+
+    def doubt_forwards(self) -> None:
+        """The connection to the producer is lost: the other processes that wait for the result have to ask for it."""
+        for consumer in self.forwarded:
+            self.target.caller.connections.to(consumer).send(m.ask(self.number))
 
     @property
     def sink(self) -> UnhandledErrors | None:

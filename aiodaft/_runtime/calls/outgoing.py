@@ -15,6 +15,7 @@ from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import Caller, CallState, Request, TellState
+from aiodaft._runtime.calls.with_refs import submit_with_refs
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
@@ -92,7 +93,7 @@ class Outgoing:
                 else:
                     connection.submit(request.number, state, message, 0, request.had_turn)
             else:
-                self._submit_encoded(connection, request)
+                self._submit_encoded(connection, request, plain)
         except Overloaded as error:
             raise Overloaded(f"{request.spec.label} of {target.label} is refused: {error}") from None
 
@@ -152,7 +153,9 @@ class Outgoing:
 
     # The slower ways.
 
-    def _submit_encoded(self, connection: Connection, request: Request) -> None:
+    def _submit_encoded(self, connection: Connection, request: Request, plain: bool) -> None:
+        if plain and submit_with_refs(self._refs, connection, request):
+            return
         number, state, stored, store = request.number, request.state, request.stored, self._store
         submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
         admitted = request.had_turn

@@ -93,6 +93,8 @@ class Replies:
         for number, state in calls:
             if number not in unsent:
                 connection.session.settle(number)
+            if isinstance(state, CallState):
+                state.doubt_forwards()
             executed = False if number in unsent or not connection.connected else None
             state.on_lost(copy_error(error).with_executed(executed))
 

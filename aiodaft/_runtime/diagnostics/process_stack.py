@@ -9,6 +9,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+from aiodaft._protocol.call import FETCHING
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.diagnostics.await_chains import Frames, frames_of, is_ours, stack_of, users_line, wait_of_task
@@ -35,7 +36,7 @@ def stack_here(waits: WaitGraph) -> ProcessStack:
 
 
 def _call(waits: WaitGraph, call: InboundCall) -> CallStack:
-    state = "running" if call.begun else "needs arguments" if call.fetching is not None else "queued"
+    state = "running" if call.begun else "needs arguments" if call.stage is FETCHING else "queued"
     seconds = waits.process.env.monotonic() - call.since if call.begun else None
     frames = frames_on_thread(call) if call.task is None or call.rules.on_thread else frames_of(call.task.get_coro())
     waits_for = tuple(waits.name_of(at) for at in waits.wait_of(call).calls)

@@ -143,15 +143,14 @@ class WaitGraph:
 
 
 def _place_of(call: InboundCall) -> Place | None:
-    on_thread, fetching = call.rules.on_thread, call.fetching is not None
+    on_thread, fetching = call.rules.on_thread, bool(call.fetching)
     return place_of(call.stage, begun=call.begun, on_thread=on_thread, fetching=fetching)
 
 
 def _wait_of_task(call: InboundCall) -> Wait:
-    task = call.task or call.fetching
+    task = call.task or next(iter(call.fetching), None)
     return _NOT_KNOWN if task is None else wait_of_task(task)
 
 
 def _wait_for_inputs(call: InboundCall) -> Wait:
-    # Only a segment waits without a task for what it needs.
-    return Wait(calls=call.waits_for()) if isinstance(call, SegmentCall) else _NOT_KNOWN
+    return Wait(calls=call.waits_for())

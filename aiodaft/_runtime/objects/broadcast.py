@@ -68,6 +68,10 @@ class Relays:
             connection.send(m.join(*key, source is None and fanout.keeps(connection.remote)))
         return source
 
+    def root_of(self, stored: StoredValue) -> PeerId | None:
+        """The process to ask for a value that may be passed on: this one; None for a value that is not passed on."""
+        return self._process.id if stored.can_be_relayed(SMALLEST) else None
+
     def _free(self, key: Key) -> None:
         for member in self.table.fanouts.pop(key).members:
             self.leave(member, key, member)

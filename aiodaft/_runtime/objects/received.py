@@ -1,4 +1,4 @@
-"""Values that were received and are not decoded yet."""
+"""Values as messages bring them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ class ReceivedValue:  # noqa: B903 - on the path of every call: a dataclass cost
         self.refs = refs
         # Returns the object that a buffer came from, if the value was made in this process.
         self.origin: Callable[[int], Any] = _no_origin
+
+
+class Plain:  # noqa: B903 - as above
+    """A value that is a field of a message as it is."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 def _no_origin(index: int) -> Any:

@@ -144,7 +144,10 @@ class RefTable:
 
     def describe(self, ref: Ref[Any]) -> tuple[Any, ...]:
         """The descriptor of a ref; see `messages`."""
-        state = state_of(ref)
+        return self.describe_state(state_of(ref))
+
+    def describe_state(self, state: RefState) -> tuple[PeerId, CallId, PeerId, str]:
+        """The same for a state."""
         self._borrowing.share(state.number, state)
         return (state.owner, state.number, state.producer, state.origin)
 

@@ -141,6 +141,11 @@ class StoredValue:
         return not any(source.is_apart for source in encoded.sources)
 
     @property
+    def is_free(self) -> bool:
+        """Whether keeping it keeps nothing else: no memory of the user, no block, no ref."""
+        return self.is_inline and self._lender is None and not (self.lent or self.refs)
+
+    @property
     def ready(self) -> bool:
         """Whether it can be granted without waiting."""
         return self.packed and all(block.settled for block in self._device_blocks)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias
 
 from aiodaft._protocol import messages as m
+from aiodaft._protocol.handover import Handover
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.pull import Pull, Questions
 from aiodaft._protocol.value import Key, Where
@@ -21,13 +22,14 @@ from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.broadcast import Fetching, Relays
 from aiodaft._runtime.objects.into_tensor import IntoTensor
 from aiodaft._runtime.objects.owner import InboundProducer
-from aiodaft._runtime.objects.received import ReceivedValue
+from aiodaft._runtime.objects.received import Plain, ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.process import Process
+from aiodaft._runtime.serialization.encoder import plain_payload
 from aiodaft._runtime.serialization.errors import add_note, copy_error, decode_error, encode_error
 from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost
 from aiodaft_transport import DEVICE_NAME, DeviceError, Grant, TransportError, Unreachable, size_of
@@ -36,7 +38,7 @@ from aiodaft_transport import DEVICE_NAME, DeviceError, Grant, TransportError, U
 Blob: TypeAlias = tuple[str, Grant]
 # The process to ask for a value, or why there is none.
 Elsewhere: TypeAlias = PeerId | BaseException
-Place: TypeAlias = StoredValue | Elsewhere
+Place: TypeAlias = StoredValue | Plain | Elsewhere
 
 _THROUGH_HOST: Final = (
     "the value is in the memory of a GPU: return x.cpu(), or send it through host memory "
@@ -72,6 +74,11 @@ class Delivery:
             self._store.call_soon(partial(Delivery.decline, self))
 
 
+# What a message says of a value.
+Came: TypeAlias = Delivery | Plain | Elsewhere
+Taker: TypeAlias = Callable[[Came], object]
+
+
 class Transfer:
     """Moves values into and out of one process."""
 
@@ -89,7 +96,9 @@ class Transfer:
         self._refs = refs
         self._running_call = running_call
         self.relays = Relays(process, connections, store, self._locate_elsewhere)
-        self.questions: Questions[asyncio.Future[Delivery | Elsewhere]] = Questions()
+        self.questions: Questions[asyncio.Future[Came]] = Questions()
+        # Answers to FORWARD.
+        self.handover: Handover[Came, Taker] = Handover()
 
     # The consumer.
 
@@ -110,6 +119,8 @@ class Transfer:
                 place = await self._locate_here(key)
                 if isinstance(place, StoredValue):
                     return await self.take_own(place, into)
+                if isinstance(place, Plain):
+                    return _received(place)
                 route.handle(place, None)
                 continue
             with self.relays.fetching(key) as fetching:
@@ -133,6 +144,8 @@ class Transfer:
         self, fetching: Fetching, connection: Connection, key: Key, into: IntoTensor | None
     ) -> ReceivedValue | Elsewhere:
         answer = await self._question(connection, key)
+        if isinstance(answer, Plain):
+            return _received(answer)
         if not isinstance(answer, Delivery):
             return answer
         self.relays.answered(fetching, key)
@@ -142,10 +155,10 @@ class Transfer:
             await self.relays.keep(fetching, key, received, via)
         return received
 
-    async def _question(self, connection: Connection, key: Key) -> Delivery | Elsewhere:
+    async def _question(self, connection: Connection, key: Key) -> Came:
         if connection.lost is not None:
             raise copy_error(await self._connections.explanation(connection))
-        answer: asyncio.Future[Delivery | Elsewhere] = self._process.loop.create_future()
+        answer: asyncio.Future[Came] = self._process.loop.create_future()
         self.questions.ask(connection.remote, key, answer)
         connection.send((m.PULL, *key))
         return await answer
@@ -153,18 +166,52 @@ class Transfer:
     def answered(self, connection: Connection, message: m.Message) -> None:
         """VALUE, MOVED or BROKEN came."""
         kind, owner, number, *value = message
-        answer = self.questions.answered(connection.remote, (owner, number))
-        came: Delivery | Elsewhere
+        came: Came
         if kind == m.VALUE:
             # If the pull was cancelled, the delivery returns the grants.
             came = Delivery(self._store, connection, *value)
         else:
             came = value[0] if kind == m.MOVED else decode_error(value[0])
-        if not answer.done():
-            answer.set_result(came)
+        self._came(connection, (owner, number), came)
+
+    def given_came(self, connection: Connection, message: m.Message) -> None:
+        """GIVEN came."""
+        owner, number, value = m.read_given(message)
+        self._came(connection, (owner, number), Plain(value))
+
+    def _came(self, connection: Connection, key: Key, came: Came) -> None:
+        owner = self._connections.get(key[0])
+        if owner is None or owner is connection or self.questions.asked(connection.remote, key):
+            answer = self.questions.answered(connection.remote, key)
+            if not answer.done():
+                answer.set_result(came)
+        elif owner.lost is None:
+            take = self.handover.came(connection.remote, key, came)
+            if take is not None:
+                take(came)
+
+    def expect(self, producer: PeerId, key: Key, take: Taker) -> None:
+        """Take the answer to a FORWARD, for a call that came from the owner of the ref; or a process to ask."""
+        # Its loss shows that no answer comes.
+        connection = self._connections.to(producer)
+        came = self.handover.expect(producer, key, take)
+        if came is not None:
+            take(came)
+        elif connection.lost is not None:
+            self._ask_owners(producer)
+
+    def ask_came(self, connection: Connection, message: m.Message) -> None:
+        """ASK came."""
+        for take in self.handover.ask((connection.remote, m.read_ask(message))):
+            take(connection.remote)
+
+    def _ask_owners(self, lost: PeerId) -> None:
+        for (owner, _), take in self.handover.lost(lost):
+            take(owner)
 
     def connection_lost(self, connection: Connection, error: DaftError) -> None:
         """Fail the pulls over a lost connection."""
+        self._ask_owners(connection.remote)
         for answer in self.questions.lost(connection.remote):
             if not answer.done():
                 answer.set_exception(copy_error(error))
@@ -282,28 +329,39 @@ class Transfer:
         key = (owner, number)
         self.locate(key, lambda place: self._tell(connection, key, place))
 
-    def _tell(self, connection: Connection, key: Key, place: Place) -> None:
+    def forward(self, key: Key, consumer: PeerId, place: Place | None) -> None:
+        """Answer a process that expects a value; it may be in a known place."""
+        connection = self._connections.to(consumer)
+        if place is not None:
+            self._tell(connection, key, place)
+        else:
+            self.locate(key, lambda found: self._tell(connection, key, found, asked=False))
+
+    def _tell(self, connection: Connection, key: Key, place: Place, *, asked: bool = True) -> None:
         if connection.lost is not None:
             return
-        if isinstance(place, BaseException):
+        if isinstance(place, Plain):
+            connection.send(m.given(*key, place.value))
+        elif isinstance(place, BaseException):
             connection.send((m.BROKEN, *key, encode_error(place)))
         elif not isinstance(place, StoredValue):
             connection.send((m.MOVED, *key, place))
         elif place.ready:
-            self._give(connection, key, place)
+            self._give(connection, key, place, asked=asked)
         else:
-            self._process.tasks.create_task(self._pack_and_give(connection, key, place), name="pack")
+            self._process.tasks.create_task(self._pack_and_give(connection, key, place, asked=asked), name="pack")
 
-    async def _pack_and_give(self, connection: Connection, key: Key, stored: StoredValue) -> None:
+    async def _pack_and_give(self, connection: Connection, key: Key, stored: StoredValue, *, asked: bool) -> None:
         try:
             await self._store.make_ready(stored)
         except Exception as error:  # noqa: BLE001 - the process that asked gets it
             self._tell(connection, key, error)
         else:
-            self._give(connection, key, stored)
+            self._give(connection, key, stored, asked=asked)
 
-    def _give(self, connection: Connection, key: Key, stored: StoredValue) -> None:
-        source = self.relays.source_for(connection, key, stored)
+    def _give(self, connection: Connection, key: Key, stored: StoredValue, *, asked: bool) -> None:
+        # A process takes part in a broadcast only if it asks.
+        source = self.relays.source_for(connection, key, stored) if asked else self.relays.root_of(stored)
         if source is not None:
             connection.send((m.MOVED, *key, source))
             return
@@ -314,6 +372,10 @@ class Transfer:
             return
         refs = tuple(self._refs.describe(ref) for ref in stored.refs)
         connection.send((m.VALUE, *key, stored.payload, blobs, refs))
+
+
+def _received(plain: Plain) -> ReceivedValue:
+    return ReceivedValue(plain_payload(plain.value), None, [], [])
 
 
 def _freed(owner: PeerId, number: CallId) -> OwnerDied:

@@ -304,6 +304,11 @@ def is_plain(value: Any) -> bool:
     return kind in FLAT
 
 
+def plain_payload(value: Any) -> bytes:
+    """The payload of a plain value."""
+    return bytes((PLAIN,)) + pack(value)
+
+
 def all_plain(values: tuple[Any, ...]) -> bool:
     """Whether arguments are fields of a message as they are."""
     for value in values:  # noqa: SIM110 - on the path of every call: all() with a generator costs twice as much

@@ -1,0 +1,197 @@
+"""Brings the arguments of calls that do not come inside the message, while the actor works on earlier calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from aiodaft._protocol.call import FETCHED, FETCHING, WITHDRAW
+from aiodaft._protocol.deadlock import CallAt
+from aiodaft._protocol.ids import CallId
+from aiodaft._protocol.messages import Awaited
+from aiodaft._runtime.actors.hosted_actor import Host, InboundCall
+from aiodaft._runtime.connections.route import Route
+from aiodaft._runtime.objects.received import Plain, ReceivedValue
+from aiodaft._runtime.objects.stored import StoredValue
+from aiodaft._runtime.objects.transfer import Delivery, Place, Transfer
+from aiodaft._runtime.serialization.containers import resolved
+from aiodaft._runtime.serialization.decoder import is_heavy
+from aiodaft._runtime.serialization.errors import add_note, passed_on
+
+
+class _Missing(NamedTuple):
+    """An argument that is a ref."""
+
+    call: InboundCall
+    args: list[Any]
+    position: int
+    made: CallAt
+    label: str
+
+
+class Arguments:
+    """Brings arguments. Then the call may start, or it fails."""
+
+    def __init__(self, host: Host, transfer: Transfer) -> None:
+        self._process = host.process
+        self._store = host.store
+        self._transfer = transfer
+
+    # Refs among plain arguments.
+
+    def expect(self, call: InboundCall, awaited: tuple[Awaited, ...], recall: Callable[[CallId], Place | None]) -> None:
+        """Put the values of refs in their places when they come; the call is delivered after this.
+
+        `recall` finds the results of calls that this process has just answered.
+        """
+        args = list(call.args)
+        missing = [
+            _Missing(call, args, index, CallAt(producer, owner, number), label)
+            for index, owner, number, producer, label in awaited
+        ]
+        call.awaited = {one.position: one.made for one in missing}
+        for one in missing:
+            take, (producer, owner, number) = partial(self._came, one), one.made
+            if producer != self._process.id:
+                self._transfer.expect(producer, (owner, number), take)
+            elif (place := recall(number)) is not None:
+                take(place)
+            else:
+                self._transfer.locate((owner, number), take)
+        if call.awaited:
+            call.stage = FETCHING
+
+    def refuse(self, awaited: tuple[Awaited, ...]) -> None:
+        """Drop the values of refs whose call is refused."""
+        for _, owner, number, producer, _ in awaited:
+            if producer != self._process.id:
+                self._transfer.expect(producer, (owner, number), _drop)
+
+    def _came(self, missing: _Missing, place: Place | Delivery) -> None:
+        if type(place) is Plain:
+            self._put(missing, place.value)
+        else:
+            call = missing.call
+            task = self._process.tasks.create_task(
+                self._bring(missing, place), name=f"bring an argument of {call.label}"
+            )
+            call.fetching = (*call.fetching, task)
+
+    async def _bring(self, missing: _Missing, place: Place | Delivery) -> None:
+        try:
+            received = await self._receive(missing.made, place)
+            value = await self._store.decode(received, refs=received.refs)
+        except Exception as error:  # noqa: BLE001 - the call fails with it
+            _note_need(error, missing.call, missing.label)
+            self._fail(missing.call, error)
+        else:
+            self._put(missing, value)
+
+    async def _receive(self, made: CallAt, place: Place | Delivery) -> ReceivedValue:
+        if isinstance(place, BaseException):
+            raise place
+        if isinstance(place, Delivery):
+            return await self._transfer.receive(place)
+        if isinstance(place, StoredValue):
+            return await self._transfer.take_own(place)
+        assert not isinstance(place, Plain)
+        return await self._transfer.pull(made.owner, made.number, place)
+
+    def _put(self, missing: _Missing, value: Any) -> None:
+        call, missing.args[missing.position] = missing.call, value
+        del call.awaited[missing.position]
+        if not call.awaited:
+            call.args = tuple(missing.args)
+            self._ready(call)
+
+    # Encoded arguments, and those of calls in this process.
+
+    def fetch(self, call: InboundCall, args: Delivery, slots: tuple[Any, ...]) -> None:
+        """Fetch the buffers and the awaited refs of a delivered call."""
+        task = self._process.tasks.create_task(
+            self._fetch(call, args, slots), name=f"fetch the arguments of {call.label}"
+        )
+        call.fetching = (task,)
+
+    def resolve(self, call: InboundCall) -> None:
+        """Replace the refs among the arguments of a delivered call of this process."""
+        task = self._process.tasks.create_task(self._resolve(call), name=f"resolve the arguments of {call.label}")
+        call.fetching = (task,)
+
+    async def _fetch(self, call: InboundCall, args: Delivery, slots: tuple[Any, ...]) -> None:
+        """Fetch the buffers and the awaited refs of a call, all at once."""
+        values = [
+            self._process.tasks.start(self._slot(args.connection, call, slot), name="pull an argument")
+            for slot in slots
+        ]
+        try:
+            call.received = await self._transfer.receive(args)
+            call.slots = [await value for value in values]
+            if not call.rules.on_thread:
+                await self._decode_heavy(call)
+        except BaseException as error:
+            for value in values:
+                value.cancel()
+            await asyncio.gather(*values, return_exceptions=True)
+            if not isinstance(error, Exception):
+                # The call was cancelled.
+                raise
+            self._fail(call, error)
+        else:
+            self._ready(call)
+
+    async def _decode_heavy(self, call: InboundCall) -> None:
+        """What takes long to decode is decoded by the helper thread; light arguments are when the call starts."""
+        received, slots = call.received, call.slots
+        assert received is not None
+        if any(is_heavy(part.payload) for part in (received, *slots)):
+            values = [await self._store.decode(slot, refs=slot.refs) for slot in slots]
+            args, call.kwargs = await self._store.decode(received, values, received.refs)
+            call.args = tuple(args)
+            call.received, call.slots = None, ()
+
+    async def _slot(self, connection: Route, call: InboundCall, slot: tuple[Any, ...]) -> ReceivedValue:
+        if isinstance(slot[0], bytes):
+            payload, inline, refs = slot
+            return await self._transfer.receive(Delivery(self._store, connection, payload, inline, refs))
+        owner, number, producer, label = slot
+        try:
+            return await self._transfer.pull(owner, number, producer)
+        except Exception as error:
+            _note_need(error, call, label)
+            raise
+
+    async def _resolve(self, call: InboundCall) -> None:
+        try:
+            call.args, call.kwargs = await resolved((call.args, call.kwargs))
+        except Exception as error:  # noqa: BLE001 - the call fails with it
+            add_note(error, f"needed by {call.label} of {call.hosted.name}, which did not run")
+            self._fail(call, error)
+        else:
+            self._ready(call)
+
+    @staticmethod
+    def _ready(call: InboundCall) -> None:
+        call.fetching = ()
+        if call.handle(FETCHED):
+            # Refs that came in a message: the methods begin now.
+            call.hosted.look_again(at_once=True)
+
+    @staticmethod
+    def _fail(call: InboundCall, error: BaseException) -> None:
+        """Fail a call, because its arguments could not be fetched."""
+        call.fetching = ()
+        if call.handle(WITHDRAW):
+            call.responder.fail(call, passed_on(error, executed=False), executed=False)
+            call.hosted.look_again()
+
+
+def _note_need(error: BaseException, call: InboundCall, label: str) -> None:
+    consumer = f"{call.label} of {call.hosted.name}"
+    add_note(error, f"needed by {consumer}, which did not run: its argument is the result of {label}")
+
+
+def _drop(_: object) -> None:
+    """The answer is not needed."""

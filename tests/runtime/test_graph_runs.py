@@ -312,6 +312,15 @@ async def test_the_runtime_closes_while_runs_wait(site: Site) -> None:
     await graph.aclose()
 
 
+async def test_the_runtime_closes_before_a_graph_is_ready(site: Site) -> None:
+    graph = aiodaft.compile(lambda x: site.a.wait(x))
+    refs = [graph("x"), graph(LARGE), graph("y"), graph("z")]
+    site.owner.graphs.abandon(aiodaft.RuntimeClosed("the test is over"))
+    assert [(await error_of(ref)).executed for ref in refs] == [False] * 4
+    await graph.aclose()
+    assert left(site) == (0, 0, 0)
+
+
 async def test_each_step_that_needs_a_failed_value_gets_an_exception_of_its_own() -> None:
     failed = GraphValue.of_error(ValueError("no"), executed=True)
     item = (7, failed.failure, failed.executed)

@@ -312,7 +312,9 @@ class GraphOwner:
         """Fail the waiting runs, because the runtime is closed."""
         self._preparing.cancel()
         self._runs.on(GraphEvent.FAILED, error)
-        for run in list(self._runs.waiting):
+        # Each end lets the next runs fail in their turn.
+        while self._runs.waiting:
+            run = self._runs.waiting[0]
             run.fail(error)
             self.withdraw(run)
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import pytest
+from log_ear import listening
 from rooms import ELSEWHERE, THERE, Bench, turns
 
 from aiodaft import Actor, method
@@ -22,7 +23,7 @@ from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.serialization.errors import encode_error
-from aiodaft.actor import Handle
+from aiodaft.actor import Handle, target_of
 from aiodaft.exceptions import (
     ActorDied,
     CallCancelled,
@@ -174,9 +175,35 @@ async def test_a_call_that_is_cancelled_while_its_argument_is_copied_lets_the_ne
     large.cancel()
     error = await error_of(large)
     assert (type(error), error.executed) == (CallCancelled, False)
-    await office.encode()
-    assert office.words_to(THERE) == ["second"]
+    with listening() as ear:
+        await office.encode()
+    assert (office.words_to(THERE), ear.lines) == (["second"], [])
     assert not second.done()
+
+
+class Run:
+    """A run of a graph that an actor is in, and that may not go yet."""
+
+    lanes: tuple[Target, ...] = ()
+
+    def may_go(self) -> bool:
+        return False
+
+    def go(self) -> None:
+        raise NotImplementedError
+
+
+async def test_a_call_that_is_cancelled_while_it_waits_behind_a_run_is_not_sent(office: Office) -> None:
+    desk, run = office.handle(), Run()
+    run.lanes = (target_of(desk),)
+    office.outgoing.order.enter(run)
+    cancelled, stays = desk.note("cancelled"), desk.note("stays")
+    cancelled.cancel()
+    assert (await error_of(cancelled)).executed is False
+    office.outgoing.order.leave(run)
+    office.outgoing.look_again(run.lanes)
+    assert office.words_to(THERE) == ["stays"]
+    assert not stays.done()
 
 
 async def test_an_answer_that_comes_after_the_grace_time_of_a_cancellation_changes_nothing() -> None:

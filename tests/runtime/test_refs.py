@@ -12,7 +12,9 @@ import pytest
 from actors import Echo
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
+from aiodaft._protocol.value import FAILED, FREED
 from aiodaft._runtime.calls.call import CallState, PendingCall, Target, TellState
+from aiodaft._runtime.objects.ref_state import ABSENT
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft.methods import specs_of
 
@@ -77,3 +79,16 @@ async def test_the_error_of_an_argument_is_reported_by_itself_if_its_call_went_w
     error = ValueError("of the argument")
     argument.on_error(error)
     assert peer.unheld == [error]
+
+
+async def test_a_plain_answer_that_comes_after_the_error_changes_nothing() -> None:
+    state, error = call(Recorder()), ValueError("it was given up")
+    state.on_error(error)
+    state.on_plain("late")
+    assert (state.status, state.error, state.value) == (FAILED, error, ABSENT)
+    freed = call(Recorder())
+    freed.on_plain("a value")
+    freed.advance(FREED)
+    freed.value = ABSENT
+    freed.on_plain("again")
+    assert (freed.status, freed.value) == (FREED, ABSENT)

@@ -7,6 +7,7 @@ When there is no holder left and the value exists, it is freed in every process.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Final, TypeAlias
 
@@ -68,6 +69,8 @@ class Value:
     uses = 0
     borrowers: dict[PeerId, int] | None = None
     error: BaseException | None = None
+    # Callbacks that count as awaiters.
+    interested = 0
     # Code was told of the error.
     seen = False
     # This process made the call, and so owns the ref.
@@ -96,6 +99,10 @@ class Value:
     def in_use(self) -> bool:
         """Whether a call under way or another process has the value."""
         return bool(self.uses or self.borrowers)
+
+    def goes_on(self, *, waiters: bool) -> bool:
+        """Whether the call goes on when a task stops waiting for it. `waiters`: other tasks wait."""
+        return waiters or self.in_use or bool(self.interested) or not self.own
 
     def where(self, *, producer_lost: bool) -> Where:
         """The place of a settled value."""
@@ -146,3 +153,11 @@ class Value:
         if self.seen or self.uses:
             return Verdict.WAIT
         return Verdict.HOLD if self.handles else Verdict.REPORT
+
+
+def first_error(values: Sequence[Value]) -> tuple[BaseException | None, bool]:
+    """The error of a list of settled values, and whether code was told of it: such an error is not reported again."""
+    for value in values:
+        if value.error is not None:
+            return value.error, value.seen
+    return None, False

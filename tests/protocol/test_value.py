@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict, Where
+from aiodaft._protocol.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict, Where, first_error
 
 A, B = PeerId("a"), PeerId("b")
 
@@ -183,3 +183,25 @@ def test_any_borrowing_is_counted_by_borrower(steps: list[tuple[str, PeerId]]) -
             model[peer] = max(0, model[peer] - 1)
         assert value.held is (model.total() > 0)
         assert (value.borrowers or {}) == +model
+
+
+def test_a_call_goes_on_while_anything_but_its_refs_needs_it() -> None:
+    value = Value()
+    value.handles = 1
+    assert not value.goes_on(waiters=False)
+    assert value.goes_on(waiters=True)
+    value.interested = 1
+    assert value.goes_on(waiters=False)
+    value.interested, value.uses = 0, 1
+    assert value.goes_on(waiters=False)
+    # The owner decides.
+    borrowed = Value()
+    borrowed.own = False
+    assert borrowed.goes_on(waiters=False)
+
+
+def test_a_list_fails_with_its_first_error() -> None:
+    assert first_error([settled(), settled()]) == (None, False)
+    one, other = failed_value(seen=True), failed_value()
+    assert first_error([settled(), one, other]) == (one.error, True)
+    assert first_error([other, one]) == (other.error, False)

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Final, Protocol, Self, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict
+from aiodaft._protocol.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict, first_error
 from aiodaft._runtime.objects.into_tensor import IntoTensor
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_host import RefHost
@@ -39,14 +39,9 @@ ABSENT: Final = object()
 class UnhandledErrors(Protocol):
     """The part of a scope that the refs of its actors use."""
 
-    def fail(self, error: BaseException, what: str) -> None:
-        """Report an error that no code saw; `what` names what failed."""
-
-    def hold(self, state: RefState) -> None:
-        """Raise the error of a ref when the scope ends, unless code looks at it before."""
-
-    def settle(self, state: RefState) -> None:
-        """Code looked at the error of a held ref."""
+    def fail(self, error: BaseException, what: str) -> None: ...
+    def hold(self, state: RefState) -> None: ...
+    def settle(self, state: RefState) -> None: ...
 
 
 class RefState(Value):
@@ -78,8 +73,6 @@ class RefState(Value):
     inputs: list[RefState] | None = None
     _label: str
     _watchers: list[Callable[[Any], object]] | None = None
-    # Watchers that count as awaiters.
-    _interested = 0
     _waiters: list[Wakeup] | None = None
     _idle_watchers: list[asyncio.Future[None]] | None = None
     _traceback: TracebackType | None = None
@@ -95,7 +88,6 @@ class RefState(Value):
 
     @property
     def owner(self) -> PeerId:
-        """The process that owns the ref."""
         return self.process.id
 
     @property
@@ -130,7 +122,7 @@ class RefState(Value):
         if not self.process.is_here:
             self.process.call_soon(partial(self.watch, callback, interested=interested))
             return
-        self._interested += interested
+        self.interested += interested
         if self.settled:
             self.process.loop.call_soon(callback, self)
         elif self._watchers is None:
@@ -149,7 +141,7 @@ class RefState(Value):
         before = len(self._watchers or ())
         self._watchers = [watcher for watcher in self._watchers or () if watcher != callback]
         removed = before - len(self._watchers)
-        self._interested -= removed
+        self.interested -= removed
         return removed
 
     def cancel(self, why: str) -> bool:
@@ -174,7 +166,6 @@ class RefState(Value):
         self._settle(FAILED)
 
     def on_ready(self) -> None:
-        """Settle with a value in this process."""
         self._settle(HERE)
 
     def _settle(self, status: Status) -> None:
@@ -217,7 +208,6 @@ class RefState(Value):
             self.free_if_unheld()
 
     def add_use(self) -> None:
-        """Count a call under way that has the value as an argument."""
         self.uses += 1
 
     def drop_use(self, *, failed: bool) -> None:
@@ -321,7 +311,6 @@ class RefState(Value):
             self.objects.failed_awaits.note(self.maker, self.number, self.process.next_number())
 
     def result(self, ref: Ref[Any]) -> Any:
-        """Wait for the value in a thread that runs no loop."""
         return self.objects.owner.block_on(ref)
 
     def wait_settled(self) -> Generator[Any, None, None]:
@@ -380,12 +369,10 @@ class RefState(Value):
         """Remove a waiter. If it was the last one of a call under way, cancel the call and return True."""
         if self._waiters and wakeup in self._waiters:
             self._waiters.remove(wakeup)
-        if self._waiters or self.in_use or self._interested or not self.own:
+        if self.goes_on(waiters=bool(self._waiters)):
             return False
         # Code that stops waiting does not get the error, also if the call failed before.
         self.mark_seen()
-        if self.settled:
-            return False
         self.cancel("the task that awaited it was cancelled")
         return not self.settled
 
@@ -473,18 +460,17 @@ class GatheredState(RefState):
         self._missing -= 1
         if self._missing:
             return
-        failed = next((part._state for part in self._parts if part._state.error is not None), None)
-        # An error that code was told of once is not reported again.
-        known = failed is not None and failed.seen
-        for part in self._parts:
-            if part._state.error is not None:
-                part._state.mark_seen()
-        if failed is None or failed.error is None:
+        states = [state_of(part) for part in self._parts]
+        error, seen = first_error(states)
+        for state in states:
+            if state.error is not None:
+                state.mark_seen()
+        if error is None:
             self._settle(HERE)
             return
-        if known:
+        if seen:
             self.mark_seen()
-        self.on_error(failed.error)
+        self.on_error(error)
 
     async def bring(self, into: IntoTensor | None = None) -> list[Any]:
         return [await part for part in self._parts]

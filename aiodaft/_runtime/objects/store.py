@@ -57,7 +57,6 @@ class Store:
 
     @property
     def transport(self) -> Transport:
-        """The default transport of this process."""
         return self.transport_named(self._preferred)
 
     def transport_named(self, name: str) -> Transport:
@@ -209,7 +208,6 @@ class Store:
         *,
         patient: bool = False,
     ) -> Any:
-        """Decode a value in this thread."""
         if received.payload[0] == SMALL:
             return decode(received.payload)
         blobs = received.blobs if received.inline is None else [memoryview(bytearray(received.inline))]
@@ -270,7 +268,6 @@ class Store:
             stored.release()
 
     def stored_bytes(self) -> int:
-        """Bytes of the stored values."""
         return sum(stored.encoded.size for stored in self.entries.values())
 
     def relayed_bytes(self) -> int:
@@ -322,7 +319,6 @@ class Store:
             transport.unregister(address)
 
     def close(self) -> None:
-        """Free everything."""
         for key in list(self.entries):
             self.drop(key)
         for transport in self._opened():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +13,7 @@ from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.serialization.encoded import Encoded, Source
 from aiodaft.exceptions import ResourceExhausted
-from aiodaft.ref import Borrowed, Ref
+from aiodaft.ref import Borrowed
 from aiodaft_transport import Block, Grant, Pullable, Transport
 
 if TYPE_CHECKING:
@@ -29,24 +29,20 @@ class StoredValue:
     before it handed the value on.
     """
 
-    __slots__ = (
-        "_captured",
-        "_devices",
-        "_lender",
-        "_on_loop",
-        "_released",
-        "_transport",
-        "_versions",
-        "block",
-        "encoded",
-        "inline",
-        "lent",
-        "on_release",
-        "origins",
-        "packed",
-        "root",
-        "via",
-    )
+    # Defaults live in the class: most values are small, and set only what they need.
+    inline: bytes | None = None
+    block: Block | None = None
+    # The part in host memory is where peers can reach it.
+    packed = False
+    # For a copy that is relayed: the process that made the value.
+    root: PeerId | None = None
+    on_release: Callable[[], object] | None = None
+    # Copies on accelerators, in the order of the blobs; not the lent memory.
+    _captured: Sequence[DeviceBlock] = ()
+    _transport: Transport | None = None
+    # Runs a callback on the loop. Safe in any thread, also during a garbage collection.
+    _on_loop: Callable[[Callable[[], object]], object] | None = None
+    _released = False
 
     def __init__(
         self,
@@ -60,11 +56,11 @@ class StoredValue:
             for source in encoded.sources:
                 source.lent |= source.device is None
         self._devices = devices
-        # The copies on accelerators, in the order of the blobs; not the lent memory.
-        self._captured: list[DeviceBlock] = [] if devices is None else devices.take(encoded)
+        if devices is not None:
+            self._captured = devices.take(encoded)
         self.encoded = encoded
-        self.inline: bytes | None = None
-        self.block: Block | None = None
+        self.payload = encoded.payload
+        self.refs = encoded.refs
         self.origins = [source.origin for source in encoded.sources]
         self.lent = encoded.lent
         # The versions of the buffers when the value was stored.
@@ -72,18 +68,10 @@ class StoredValue:
         self._lender = lender
         # Name of the transport that the user chose.
         self.via = via
-        # For a copy that is relayed: the process that made the value.
-        self.root: PeerId | None = None
-        self.on_release: Callable[[], object] | None = None
-        self._transport: Transport | None = None
-        # Runs a callback on the loop. Safe in any thread, also during a garbage collection.
         self._on_loop = on_loop
-        # The part in host memory is where peers can reach it.
-        self.packed = False
-        self._released = False
 
     def __del__(self) -> None:
-        if getattr(self, "_released", True) or self._on_loop is None:
+        if self._released or self._on_loop is None:
             return
         if self.block is not None or self._devices is not None or self._lender is not None:
             self._on_loop(partial(StoredValue.release, self))
@@ -105,16 +93,6 @@ class StoredValue:
         # The buffers come from no objects of this process.
         stored.origins = []
         return stored
-
-    @property
-    def payload(self) -> bytes:
-        """The skeleton."""
-        return self.encoded.payload
-
-    @property
-    def refs(self) -> list[Ref[Any]]:
-        """The refs in the value."""
-        return self.encoded.refs
 
     @property
     def _device_blocks(self) -> list[DeviceBlock]:

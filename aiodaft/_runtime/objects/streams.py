@@ -41,16 +41,12 @@ class StreamState:
 
     # Answers to the call.
 
-    def on_plain(self, value: Any) -> None:
+    def on_plain(self, value: Any = None) -> None:
         """The producer returned."""
         self._end(None)
 
     # Never sent: streams give items.
-    on_result = on_plain
-
-    def on_stored(self) -> None:
-        """Never sent: streams give items."""
-        self._end(None)
+    on_result = on_stored = on_plain
 
     def on_item(self, item: Item) -> None:
         if self.consumption.add(item):

@@ -15,6 +15,7 @@ from transport_probes import no_more_files
 from transports import needs_ucx
 
 import aiodaft
+from aiodaft._protocol.rings import Way
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -112,11 +113,11 @@ async def test_a_graph_does_without_rings_where_an_actor_has_no_descriptors(rt: 
         with pytest.raises(aiodaft.ResourceExhausted, match=rf"cannot be received: {NO_DESCRIPTORS}"):
             await graph(torch.ones(LARGE))
     connection = rt._controller.peer.connections.to(rt._target(actor).remote)
-    assert connection.ring is None
+    assert connection.upgrade.way is Way.SOCKET
     assert await actor.release() == "released"
     async with aiodaft.compile(actor.total) as graph:
         assert await graph(torch.ones(LARGE)) == LARGE
-    assert connection.ring is not None
+    assert connection.upgrade.way is not Way.SOCKET
 
 
 async def test_every_run_of_a_graph_fails_whose_actors_cannot_be_connected_with_each_other(rt: aiodaft.Runtime) -> None:

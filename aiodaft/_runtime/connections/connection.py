@@ -33,6 +33,7 @@ from typing import Any, Final, TypeAlias
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import Message
+from aiodaft._protocol.rings import Upgrade
 from aiodaft._protocol.session import STALL, Session
 from aiodaft._runtime.connections.fd_passing import SPACE, Descriptors
 from aiodaft._runtime.connections.ring_poller import RingPoller
@@ -98,8 +99,9 @@ class Connection:
         self._descriptors = Descriptors(self._sockets)
         self._ring_poller = ring_poller
         self._send_queue = SendQueue(loop, self.traffic, ring_poller.look, self._broken, self._sockets)
+        self.upgrade = Upgrade(makes=process.id < remote)
         # Rings that this process has offered to the peer, and the descriptor that is sent with RING_USED.
-        self._offered: tuple[RingPair, int] | None = None
+        self.offer: tuple[RingPair, int] | None = None
         # The rings, once the peer sends its messages through them.
         self._ring: RingPair | None = None
         # The number of messages that are packed and not written.
@@ -160,7 +162,6 @@ class Connection:
                 self._ring_poller.before_looking(self._uncork)
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a note of a transport with descriptors."""
         self.send_fds(m.note(transport, note, len(fds)), fds)
 
     def send_fds(self, message: Message, fds: Sequence[int]) -> None:
@@ -183,10 +184,6 @@ class Connection:
         self._pack(message)
         self._take_packed(tuple(fds))
         self._send_queue.flush()
-
-    def socket_pair(self) -> tuple[socket.socket, socket.socket]:
-        """Two connected sockets. Their descriptors can be sent."""
-        return self._sockets.pair()
 
     def take_fds(self, count: int) -> list[int]:
         """The descriptors that came with the message that is being handled.
@@ -223,7 +220,6 @@ class Connection:
     def submit_own(
         self, call_id: CallId, call: Any, message: Message | None, _cost: int = 0, _admitted: bool = True
     ) -> None:
-        """Send a call of the runtime itself; see `Session.submit_own`."""
         self.session.submit_own(call_id, call, message)
         self._sent_one()
 
@@ -293,37 +289,18 @@ class Connection:
 
     # Rings.
 
-    @property
-    def ring(self) -> RingPair | None:
-        """The rings, once messages are sent through them."""
-        return self._send_queue.ring
-
-    def offer_rings(self, ring: RingPair, mark: int) -> None:
-        """Keep rings that this process has offered to the peer, and the descriptor that is sent with RING_USED."""
-        self._offered = ring, mark
-
-    @property
-    def offers_rings(self) -> bool:
-        """Whether the peer has neither taken nor refused the rings."""
-        return self._offered is not None
-
-    def take_offer(self) -> tuple[RingPair, int]:
-        """Hand the offered rings and the descriptor to the caller.
-
-        Raises:
-            RemoteProtocolError: No rings were offered.
-        """
-        if self._offered is None:
-            raise RemoteProtocolError(f"{self.remote} sent an unexpected RING message")
-        offered, self._offered = self._offered, None
-        return offered
-
     def drop_offer(self) -> None:
         """Close the offered rings. Idempotent."""
-        if self._offered is not None:
-            ring, mark = self.take_offer()
+        if self.offer is not None:
+            (ring, mark), self.offer = self.offer, None
             ring.close()
             self._sockets.close(mark)
+
+    def use_offer(self, message: Message) -> None:
+        """The peer has taken the offered rings; see `write_rings`."""
+        if self.offer is not None:
+            (ring, mark), self.offer = self.offer, None
+            self.write_rings(ring, message, mark)
 
     def write_rings(self, ring: RingPair, message: Message, mark: int) -> None:
         """Send RING_USED with its descriptor, and all later messages through a ring. Takes over the descriptor."""
@@ -337,14 +314,14 @@ class Connection:
         self._take_packed()
         self._send_queue.ring = ring
 
-    def read_rings(self, ring: RingPair) -> None:
-        """From now on, read messages of the peer from a ring."""
-        if self.lost is None:
+    def read_rings(self) -> None:
+        """From now on, the messages of the peer come through the ring."""
+        ring = self._send_queue.ring
+        if ring is not None:
             self._ring = ring
             self._ring_poller.add(ring, self)
 
     def ring_readable(self) -> None:
-        """Handle some of the data in the ring."""
         if self._ring is not None:
             self._receive(self._ring.reader.read(_READ_SIZE))
 
@@ -362,6 +339,13 @@ class Connection:
         ring, self._ring = self._send_queue.ring or self._ring, None
         self._send_queue.close()
         return ring
+
+    def introduce(self, other: Connection) -> None:
+        """Connect the peers of two connections with each other."""
+        ends = self._sockets.pair()
+        for connection, remote, end in ((self, other.remote, ends[0]), (other, self.remote, ends[1])):
+            with end:
+                connection.send_fds(m.introduce(remote), (end.fileno(),))
 
     # Receiving.
 
@@ -466,11 +450,3 @@ class Connection:
                         break
                     self._receive(memoryview(buffer)[:count])
         return self._socket is not None
-
-
-def introduce(first: Connection, second: Connection) -> None:
-    """Connect the peers of two connections with each other."""
-    ends = first.socket_pair()
-    for connection, other, end in ((first, second, ends[0]), (second, first, ends[1])):
-        with end:
-            connection.send_fds(m.introduce(other.remote), (end.fileno(),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Protocol, cast
 
@@ -30,36 +30,30 @@ class ConnectionsOwner(Protocol):
 
     def introduce(self, remote: PeerId) -> Awaitable[object]:
         """Ask the node agent to connect this process with another."""
-        ...
 
     def ask(self, remote: PeerId) -> Awaitable[object]:
         """Call a process; fails if it has ended."""
-        ...
 
     def connection_lost(self, connection: Connection) -> None:
         """A connection is lost; the reason is not known yet."""
-        ...
 
     def connection_explained(self, connection: Connection, error: DaftError) -> None:
         """Fail what waits for a lost connection, with the reason."""
-        ...
 
     def revoke(self, connection: Connection, blobs: Any) -> None:
         """Take back the grants of a call that is not sent."""
-        ...
 
     def take_note(self, transport: str, route: Route, note: bytes, fds: list[int]) -> None:
         """Hand a note to its transport."""
-        ...
 
 
-class Connections:
-    """The connections of one process, by the process at the other end; and the loopback to itself."""
+class Connections(dict[PeerId, Connection]):
+    """The connections of one process by the process at the other end, some of them lost, and the loopback to itself."""
 
     def __init__(self, process: Process, owner: ConnectionsOwner) -> None:
+        super().__init__()
         self._process = process
         self._owner = owner
-        self._table: dict[PeerId, Connection] = {}
         # For each kind of message the function that handles it; Peer fills it in.
         self.handlers: list[Handler] = []
         self.ring_poller = RingPoller(process.loop)
@@ -71,31 +65,11 @@ class Connections:
         self._lost: deque[Connection] = deque()
         self._past_traffic = Traffic()
 
-    def __getitem__(self, remote: PeerId) -> Connection:
-        return self._table[remote]
-
-    def __contains__(self, remote: object) -> bool:
-        return remote in self._table
-
-    def get(self, remote: PeerId) -> Connection | None:
-        """The connection to a process if there is one; it may be lost."""
-        return self._table.get(remote)
-
-    def values(self) -> Iterable[Connection]:
-        """All connections; some may be lost."""
-        return self._table.values()
-
-    def __iter__(self) -> Iterator[PeerId]:
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
     def to(self, remote: PeerId) -> Connection:
         """The connection to a process; it may be lost. A new one is asked of the node agent."""
-        connection = self._table.get(remote)
+        connection = self.get(remote)
         if connection is None:
-            connection = self._table[remote] = self.make(remote)
+            connection = self[remote] = self.make(remote)
             self._process.tasks.create_task(self._ask_introduction(connection), name=f"be introduced to {remote}")
         return connection
 
@@ -105,7 +79,7 @@ class Connections:
 
     def attach(self, remote: PeerId, sock: socket.socket) -> Connection:
         """Use a connected socket for the connection to a process."""
-        connection = self._table.setdefault(remote, self.make(remote))
+        connection = self.setdefault(remote, self.make(remote))
         if connection.lost is not None:
             sock.close()
         else:
@@ -128,7 +102,7 @@ class Connections:
 
     def traffic(self) -> Traffic:
         """What this process sent and received over all connections."""
-        return total([self._past_traffic, *(connection.traffic for connection in self._table.values())])
+        return total([self._past_traffic, *(connection.traffic for connection in self.values())])
 
     def _connection_lost(self, connection: Connection, reason: Exception) -> None:
         """Fail everything that went over a connection, with the best explanation."""
@@ -136,7 +110,7 @@ class Connections:
         while len(self._lost) > self._process.env.remembered:
             forgotten = self._lost.popleft()
             self._past_traffic = total([self._past_traffic, forgotten.traffic])
-            del self._table[forgotten.remote]
+            del self[forgotten.remote]
         self._owner.connection_lost(connection)
         if self._process.closed is None:
             explaining = self._explain_loss(connection, reason)
@@ -145,7 +119,6 @@ class Connections:
             self._owner.connection_explained(connection, RuntimeClosed(self._process.closed))
 
     def _dropped(self, connection: Connection, message: Message) -> None:
-        """A call will not be sent."""
         if message[0] == m.SEND:
             *_, (_, blobs, _, _), _ = m.read_send(message)
             self._owner.revoke(connection, blobs)
@@ -185,7 +158,7 @@ class Connections:
         except OSError as error:
             # Only messages to that process fail.
             refused = exhausted(error, f"there is no connection to {remote}")
-            self._table.setdefault(remote, self.make(remote)).close(refused)
+            self.setdefault(remote, self.make(remote)).close(refused)
             return
         sock = self._process.env.sockets.of_fd(fd)
         if connection.remote != self._process.options.home:
@@ -215,18 +188,14 @@ class Connections:
 
     def close(self, reason: str) -> None:
         """End every connection."""
-        for connection in list(self._table.values()):
+        for connection in list(self.values()):
             connection.send(m.bye(reason))
             connection.close(RuntimeClosed(reason))
-
-    def clear(self) -> None:
-        """Forget every connection."""
-        self._table.clear()
 
     def abandon(self) -> None:
         """Close this process's ends of its connections where the loop does not run."""
         self.ring_poller.abandon()
-        for connection in self._table.values():
+        for connection in self.values():
             connection.abandon()
 
 

@@ -60,6 +60,5 @@ class Descriptors:
         return fds
 
     def close(self) -> None:
-        """Close them all."""
         while self._came:
             self._sockets.close_all(self._came.popleft() or ())

@@ -53,11 +53,9 @@ class RingUser(Protocol):
 
     def ring_readable(self) -> None:
         """The ring has data."""
-        ...
 
     def ring_writable(self) -> None:
         """The ring may have room again."""
-        ...
 
 
 class RingPoller:
@@ -93,7 +91,6 @@ class RingPoller:
         self.look()
 
     def remove(self, ring: RingPair) -> None:
-        """Stop reading a ring."""
         others = tuple(entry for entry in self._rings if entry[0] is not ring)
         if len(others) < len(self._rings):
             self._rings = others

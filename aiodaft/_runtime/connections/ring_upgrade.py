@@ -1,4 +1,4 @@
-"""Moves connections between processes of one host from their socket to rings in shared memory."""
+"""Moves connections between processes of one host to rings in shared memory, in the steps of `_protocol.rings`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED, Message
-from aiodaft._protocol.ring import Step, next_step
+from aiodaft._protocol.rings import Step
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.connections.shm_ring import offer_rings, take_rings
@@ -20,72 +20,57 @@ class RingUpgrades:
     """Moves the connections of one process to rings."""
 
     def __init__(self, process: Process) -> None:
-        self._process = process
+        self._shares_memory = process.options.transport == "shm"
 
     def want(self, route: Route) -> None:
         """Use rings, if the route leads to another process that shares memory. Idempotent."""
-        if not isinstance(route, Connection):
-            return
-        if self._process.options.transport != "shm" or route.lost is not None or route.ring is not None:
-            return
-        if self._process.id > route.remote:
-            route.send(m.ring(RING_WANTED))
-        else:
-            self._offer(route)
-
-    def _offer(self, connection: Connection) -> None:
-        if connection.offers_rings:
-            return
-        # Without descriptors or memory, the connection keeps its socket.
-        with suppress(OSError):
-            ring, fds = offer_rings()
-            connection.offer_rings(ring, fds[0])
-            try:
-                connection.send_fds(m.ring(RING_OFFERED), fds)
-            except OSError:
-                connection.drop_offer()
+        if self._shares_memory and isinstance(route, Connection) and route.lost is None:
+            _take_step(route, route.upgrade.want())
 
     def came(self, connection: Connection, message: Message) -> None:
         """Handle RING."""
-        first = self._process.id < connection.remote
-        match next_step(m.read_ring(message), first=first, writes=connection.ring is not None):
-            case Step.OFFER:
-                self._offer(connection)
-            case Step.TAKE:
-                self._take(connection)
-            case Step.MOVE:
-                _drop_mark(connection)
-                ring, mark = connection.take_offer()
-                connection.write_rings(ring, m.ring(RING_USED), mark)
-                connection.read_rings(ring)
-            case Step.READ:
-                _drop_mark(connection)
-                assert connection.ring is not None
-                connection.read_rings(connection.ring)
-            case Step.DROP:
-                connection.drop_offer()
-            case Step.NOTHING:
-                pass
-            case None:
-                raise RemoteProtocolError(f"{connection.remote} sent an unexpected RING message")
-
-    def _take(self, connection: Connection) -> None:
-        memory: int | None = None
-        try:
-            memory, ours, theirs = connection.take_fds(3)
-            ring = take_rings(memory, ours, theirs)
-        except (OSError, ValueError) as error:
-            if memory is not None:
-                os.close(memory)
-            if isinstance(error, ValueError):
-                raise RemoteProtocolError(f"the rings of {connection.remote} cannot be used: {error}") from error
-            # Without descriptors or memory, the connection keeps its socket.
-            connection.send(m.ring(RING_REFUSED))
-        else:
-            connection.write_rings(ring, m.ring(RING_USED), memory)
+        _take_step(connection, connection.upgrade.handle(m.read_ring(message)))
 
 
-def _drop_mark(connection: Connection) -> None:
-    # A read ends at a descriptor, so the byte that goes with the next one is never taken for a message.
-    with suppress(OSError):
-        Sockets().close_all(connection.take_fds(1))
+def _take_step(connection: Connection, step: Step) -> None:
+    if step is Step.ASK:
+        connection.send(m.ring(RING_WANTED))
+    elif step is Step.OFFER:
+        _offer(connection)
+    elif step is Step.TAKE:
+        _take(connection)
+    elif step is Step.DROP:
+        connection.drop_offer()
+    elif step is not Step.NOTHING:
+        # A read ends at a descriptor, so the byte that goes with the next one is never taken for a message.
+        with suppress(OSError):
+            Sockets().close_all(connection.take_fds(1))
+        if step is Step.USE:
+            connection.use_offer(m.ring(RING_USED))
+        connection.read_rings()
+
+
+def _offer(connection: Connection) -> None:
+    try:
+        ring, fds = offer_rings()
+        connection.offer = ring, fds[0]
+        connection.send_fds(m.ring(RING_OFFERED), fds)
+    except OSError:
+        connection.drop_offer()
+        connection.upgrade.failed()
+
+
+def _take(connection: Connection) -> None:
+    memory: int | None = None
+    try:
+        memory, ours, theirs = connection.take_fds(3)
+        ring = take_rings(memory, ours, theirs)
+    except (OSError, ValueError) as error:
+        if memory is not None:
+            os.close(memory)
+        if isinstance(error, ValueError):
+            raise RemoteProtocolError(f"the rings of {connection.remote} cannot be used: {error}") from error
+        connection.upgrade.failed()
+        connection.send(m.ring(RING_REFUSED))
+    else:
+        connection.write_rings(ring, m.ring(RING_USED), memory)

@@ -19,25 +19,20 @@ class Route(Control, Protocol):
     @property
     def remote(self) -> PeerId:
         """Id of the process."""
-        ...
 
     @property
     def traffic(self) -> Traffic:
         """What was sent and received over it."""
-        ...
 
     @property
     def lost(self) -> Exception | None:
         """Why it ended, once it has."""
-        ...
 
     def send(self, message: Message) -> None:
         """Send a message; dropped once the route is lost."""
-        ...
 
     def send_in_turn(self, message: Message) -> None:
         """Send a message behind the calls that were submitted before."""
-        ...
 
 
 class Loopback:

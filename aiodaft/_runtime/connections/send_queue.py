@@ -115,7 +115,6 @@ class SendQueue:
             self.flush()
 
     def drop(self) -> None:
-        """Drop the queue."""
         for _, fds, _ in self._waiting:
             self._sockets.close_all(fds)
         self._waiting.clear()

@@ -114,7 +114,6 @@ class RingReader(_Direction):
 
     @property
     def filled(self) -> bool:
-        """Whether there is data to read."""
         return self.words[HEAD] != self.tail
 
     def read(self, most: int) -> bytes:

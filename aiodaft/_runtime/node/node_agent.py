@@ -18,7 +18,6 @@ from aiodaft._protocol.liveness import Order, Patience
 from aiodaft._protocol.resources import Demand, Resources
 from aiodaft._protocol.worker import WorkerEvent, WorkerState
 from aiodaft._runtime.actors.hosted_actor import current_call
-from aiodaft._runtime.connections.connection import introduce
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.diagnostics.native_dump import take_dump
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
@@ -244,7 +243,7 @@ class NodeAgent(NodeContact):
         if pair not in self._introduced:
             self._introduced.add(pair)
             try:
-                introduce(self._connections.to(first), self._connections.to(second))
+                self._connections.to(first).introduce(self._connections.to(second))
             except OSError as error:
                 self._introduced.discard(pair)
                 raise exhausted(error, f"{first} and {second} cannot be connected") from error

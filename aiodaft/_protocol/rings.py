@@ -1,0 +1,95 @@
+"""The move of a connection between two processes of one host from its socket to rings in shared memory. Pure.
+
+    process with the smaller id                 process with the larger id
+
+                          <---  RING_WANTED                      only if this one wants rings
+    makes rings           --->  RING_OFFERED + 3 descriptors     maps them
+    reads, writes rings   <---  RING_USED + 1 descriptor         writes its ring from here on
+                          --->  RING_USED + 1 descriptor         reads its ring from here on
+    or drops them         <---  RING_REFUSED                     has no descriptors or memory
+
+Only one side makes offers, so two offers never cross.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+from aiodaft.exceptions import RemoteProtocolError
+
+from .messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED
+
+
+class Way(Enum):
+    """How one side of the connection sends and receives."""
+
+    SOCKET = "messages go over the socket"
+    OFFERED = "this side has made rings, and the peer has not answered"
+    WRITING = "this side writes to its ring; the peer still sends over the socket"
+    RINGS = "both sides use their rings"
+
+
+class Step(Enum):
+    """What one side does."""
+
+    NOTHING = "nothing"
+    ASK = "send RING_WANTED"
+    OFFER = "make rings, and send RING_OFFERED"
+    TAKE = "open the offered rings, send RING_USED, and write to them"
+    USE = "send RING_USED, and write to the rings that were offered and read them"
+    READ = "read the rings"
+    DROP = "close the rings that were offered"
+
+
+# This process wants rings: no message.
+_WANT: Final = -1
+
+_MAKER: Final = {
+    (Way.SOCKET, _WANT): (Step.OFFER, Way.OFFERED),
+    (Way.SOCKET, RING_WANTED): (Step.OFFER, Way.OFFERED),
+    # The offer is on its way.
+    (Way.OFFERED, RING_WANTED): (Step.NOTHING, Way.OFFERED),
+    (Way.RINGS, RING_WANTED): (Step.NOTHING, Way.RINGS),
+    (Way.OFFERED, RING_USED): (Step.USE, Way.RINGS),
+    (Way.OFFERED, RING_REFUSED): (Step.DROP, Way.SOCKET),
+}
+
+_TAKER: Final = {
+    (Way.SOCKET, _WANT): (Step.ASK, Way.SOCKET),
+    (Way.SOCKET, RING_OFFERED): (Step.TAKE, Way.WRITING),
+    (Way.WRITING, RING_USED): (Step.READ, Way.RINGS),
+}
+
+
+class Upgrade:
+    """The move of one connection, as one side sees it.
+
+    Attributes:
+        way: How this side sends and receives.
+    """
+
+    def __init__(self, *, makes: bool) -> None:
+        self._table = _MAKER if makes else _TAKER
+        self.way = Way.SOCKET
+
+    def want(self) -> Step:
+        """This process wants rings; nothing if they come already."""
+        step, self.way = self._table.get((self.way, _WANT), (Step.NOTHING, self.way))
+        return step
+
+    def handle(self, stage: int) -> Step:
+        """RING came.
+
+        Raises:
+            RemoteProtocolError: The peer has no reason to send it.
+        """
+        found = self._table.get((self.way, stage))
+        if found is None or stage == _WANT:
+            raise RemoteProtocolError("an unexpected RING message came")
+        step, self.way = found
+        return step
+
+    def failed(self) -> None:
+        """Without descriptors or memory, the connection keeps its socket."""
+        self.way = Way.SOCKET

@@ -195,7 +195,8 @@ class Run:
 
 async def test_a_call_that_is_cancelled_while_it_waits_behind_a_run_is_not_sent(office: Office) -> None:
     desk, run = office.handle(), Run()
-    run.lanes = (target_of(desk),)
+    target: Any = target_of(desk)
+    run.lanes = (target,)
     office.outgoing.order.enter(run)
     cancelled, stays = desk.note("cancelled"), desk.note("stays")
     cancelled.cancel()

@@ -142,7 +142,7 @@ async def test_no_wake_up_is_lost_between_two_pollers(pair: tuple[RingPair, Ring
     ends = [Collector(ring) for ring in pair]
     pollers = [RingPoller(loop), RingPoller(loop)]
     for poller, end in zip(pollers, ends, strict=True):
-        poller._may_poll = looking and poller._may_poll
+        poller.pace.may_poll &= looking
         poller.add(end.ring, end)
     try:
         for number in range(1000):
@@ -174,7 +174,7 @@ async def test_no_ring_is_polled_while_a_thread_of_the_process_works(pair: tuple
     poller = RingPoller(asyncio.get_running_loop())
     end = Collector(pair[1])
     poller.add(pair[1], end)
-    poller.threads = 1
+    poller.pace.threads = 1
     poller.look()
     await asyncio.sleep(0)
     await asyncio.sleep(0)

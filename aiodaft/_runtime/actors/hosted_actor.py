@@ -288,7 +288,7 @@ class HostedActor:
         call.stage = NEXT[START][call.stage]
         self.running[call] = None
         if call.rules.on_thread:
-            self._host.ring_poller.threads += 1
+            self._host.ring_poller.pace.threads += 1
             self.thread.submit(lambda: self._run_on_thread(call))
             if len(self.running) > 1:
                 self._host.suspect(self)
@@ -498,7 +498,7 @@ class HostedActor:
             self.done += 1
             self.abandoned.discard(call)
             if call.rules.on_thread:
-                self._host.ring_poller.threads -= 1
+                self._host.ring_poller.pace.threads -= 1
             # Breaks a reference cycle: the context refers to the call.
             call.task = call.context = None
             # A cancelled timer of the method may keep the context, and so the call: free the arguments now.

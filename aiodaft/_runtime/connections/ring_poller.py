@@ -13,9 +13,7 @@ State     `_polling`   Writers ring the doorbell   In each turn of the loop
 asleep    False        yes                         nothing
 polling   True         no                          `_turn`: look, read, or yield the processor
 
-Polling finds an answer within microseconds; a wake-up takes tens of microseconds. Polling pays only while answers come
-soon on average, there is a second processor, and no actor's thread of this process runs, because polling takes the GIL.
-A process without traffic uses no processor time.
+`_protocol.pace` decides whether polling pays. A process without traffic uses no processor time.
 """
 
 from __future__ import annotations
@@ -28,22 +26,12 @@ from collections.abc import Callable
 from contextvars import copy_context
 from typing import Final, Protocol
 
+from aiodaft._protocol.pace import Idle, Pace
 from aiodaft._runtime.connections.shm_ring import HEAD, ORDERED, RingPair, barrier
 from aiodaft._runtime.platform.wakeup import Wakeups
 
-# Seconds of polling after the last message, and the longest average gap between messages at which polling pays: the
-# time of a step with a megabyte.
-_POLL: Final = 300e-6
 # Looks at rings in one turn of the loop; together they take less than ten microseconds.
 _LOOKS: Final = 64
-# Seconds of polling before this process yields the processor between looks.
-_ALONE: Final = 10e-6
-# If a `sched_yield` takes more seconds than this, another process ran.
-_SWITCH: Final = 3e-6
-# Longer gaps count as this many seconds.
-_LONG: Final = 1e-3
-# Weight of a new gap in the average.
-_WEIGHT: Final = 1 / 8
 
 _now = time.perf_counter
 
@@ -71,17 +59,10 @@ class RingPoller:
         self._rings: tuple[tuple[RingPair, RingUser], ...] = ()
         # The context of the code that added the last ring: turns run in it, not in the context of a task that sends.
         self._context = copy_context()
-        # Jobs that run on actors' threads.
-        self.threads = 0
         # Number of turns of the loop with polling.
         self.turns = 0
-        self._may_poll = ORDERED and len(os.sched_getaffinity(0)) > 1
+        self.pace = Pace(may_poll=ORDERED and len(os.sched_getaffinity(0)) > 1)
         self._polling = False
-        # When the last message was sent or received, and the average gap to the next one received.
-        self._since = 0.0
-        self._gap = 0.0
-        # Another process wants the processor.
-        self._crowded = False
 
     def add(self, ring: RingPair, user: RingUser) -> None:
         """Begin to read a ring."""
@@ -102,7 +83,7 @@ class RingPoller:
 
     def look(self) -> None:
         """Begin to poll: a message was sent, and its answer may come soon."""
-        self._since = _now()
+        self.pace.since = _now()
         if self._rings and not self._polling:
             self._polling = True
             self._wake()
@@ -118,7 +99,7 @@ class RingPoller:
         try:
             user.ring_writable()
             if self._read():
-                self._came()
+                self.pace.came(_now())
         finally:
             # The doorbell does not ring again for data that was not read.
             self.look()
@@ -135,12 +116,16 @@ class RingPoller:
                 self._write()
             found = self._find()
             if found:
-                self._came()
-            elif not self._pays() and self._asleep():
-                self._polling = False
-                return
+                self.pace.came(_now())
             else:
-                self._yield_processor()
+                now = _now()
+                idle = self.pace.idle(now)
+                if idle is Idle.YIELD:
+                    os.sched_yield()
+                    self.pace.yielded(_now() - now)
+                elif idle is Idle.SLEEP and self._asleep():
+                    self._polling = False
+                    return
         except BaseException:
             # SystemExit or KeyboardInterrupt; the program may catch it outside of the loop, and go on.
             self._loop.call_soon(self._turn, context=self._context)
@@ -152,34 +137,17 @@ class RingPoller:
                 # The messages of the woken tasks.
                 self._write()
 
-    def _yield_processor(self) -> None:
-        now = _now()
-        if self._crowded or now - self._since > _ALONE:
-            os.sched_yield()
-            # The process that ran meanwhile may be about to answer.
-            self._crowded = _now() - now > _SWITCH
-
     def _find(self) -> bool:
         # Look several times in a turn, because a turn of the loop takes longer than a look.
-        alone = self._may_poll and not (self.threads or self._crowded)
-        looks = _LOOKS // (len(self._rings) or 1) if alone else 0
-        rings = self._rings
-        for _ in range(looks + 1):
+        rings, pace = self._rings, self.pace
+        alone = pace.may_poll and not (pace.threads or pace.crowded)
+        for _ in range(_LOOKS // (len(rings) or 1) + 1 if alone else 1):
             for ring, _ in rings:
                 reader = ring.reader
                 # `reader.filled`, inlined.
                 if reader.words[HEAD] != reader.tail:
                     return self._read()
         return False
-
-    def _pays(self) -> bool:
-        return self._may_poll and not self.threads and self._gap < _POLL and _now() - self._since < _POLL
-
-    def _came(self) -> None:
-        now = _now()
-        gap = now - self._since
-        self._since = now
-        self._gap += ((gap if gap < _LONG else _LONG) - self._gap) * _WEIGHT
 
     def _read(self) -> bool:
         found = False

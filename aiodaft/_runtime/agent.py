@@ -148,6 +148,17 @@ class Agent(Actor):
             state.cancel(f"{_caller()} asked for it")
 
     @method
+    async def ended(self, number: int) -> bool:
+        """Wait for the call behind a ref. Returns whether there is a value."""
+        state = self._objects.refs.find(CallId(number))
+        if state is None:
+            return False
+        over = asyncio.Event()
+        state.watch(lambda _: over.set())
+        await over.wait()
+        return state.error is None
+
+    @method
     async def unread(self, owner: str, number: int) -> None:
         """Wait until no process reads a value that this one stores."""
         stored = self._objects.store.entries.get((PeerId(owner), CallId(number)))

@@ -184,7 +184,7 @@ class Peer:
             m.NOTE: self.connections.note_came,
             m.INTRODUCE: self.connections.introduction_came,
             m.BYE: self.connections.bye_came,
-            m.RING: self.connections.ring_upgrades.came,
+            m.RING: self.connections.ring_came,
             **self.graphs.handlers,
         }
         return [table.get(kind, _unexpected) for kind in range(m.KINDS)]
@@ -218,6 +218,10 @@ class Peer:
     def cancel_remote(self, owner: PeerId, number: CallId) -> None:
         """Ask the owner of a ref to cancel the call that makes its value."""
         self.agent_of(owner).cancel.tell(number)
+
+    def ended_remote(self, owner: PeerId, number: CallId) -> Awaitable[bool]:
+        """Wait for the call that makes the value of a ref. Returns whether there is a value."""
+        return self.agent_of(owner).ended(number)
 
     def unread_remote(self, producer: PeerId, owner: PeerId, number: CallId) -> Awaitable[object]:
         """Wait until no process reads a value that its producer stores."""

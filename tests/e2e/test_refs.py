@@ -164,6 +164,13 @@ async def test_a_ref_inside_another_object_travels_as_a_ref(rt: aiodaft.Runtime)
     assert await relay.read_held() == "held"
 
 
+async def test_a_ref_of_another_process_is_waited_for_as_one_of_its_own(rt: aiodaft.Runtime) -> None:
+    echo, relay = await rt.spawn(Echo), await rt.spawn(Relay)
+    for value in ("held", bytes(1 << 20)):
+        await relay.hold(Box(echo.echo(value)))
+        assert await relay.wait_held() == "None"
+
+
 async def test_a_ref_in_a_result_can_be_awaited_by_the_caller(rt: aiodaft.Runtime) -> None:
     echo, relay = await rt.spawn(Echo), await rt.spawn(Relay)
     box = await relay.ref_of_other(echo, {"far": "away"})

@@ -15,6 +15,7 @@ from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.received import Plain
 from aiodaft._runtime.objects.ref_state import state_of
+from aiodaft._runtime.objects.ref_table import PutState
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.env import Env
@@ -97,6 +98,15 @@ class Node:
     def cancel_remote(self, owner: PeerId, number: CallId) -> None:
         raise NotImplementedError
 
+    async def ended_remote(self, owner: PeerId, number: CallId) -> bool:
+        state = self._nodes[owner].refs.find(number)
+        if state is None:
+            return False
+        over = asyncio.Event()
+        state.watch(lambda _: over.set())
+        await over.wait()
+        return state.error is None
+
     def unread_remote(self, producer: PeerId, owner: PeerId, number: CallId) -> Awaitable[object]:
         raise NotImplementedError
 
@@ -148,6 +158,42 @@ async def test_a_borrowed_value_is_pulled_once_and_given_back(nodes: tuple[Node,
     del borrowed
     await turn()
     assert state_of(ref).borrowers == {}
+
+
+async def test_a_borrower_waits_for_the_call_without_the_value(nodes: tuple[Node, Node, Node]) -> None:
+    owner, borrower, _ = nodes
+    borrowed = await lend(put(owner, [1, 2]), owner, borrower)
+    over: list[Ref[Any]] = []
+    borrowed.add_done_callback(over.append)
+    await borrowed.ready()
+    await turn()
+    assert over == [borrowed]
+    assert borrower.to(A).sent == [m.BORROW]
+    assert await borrowed == [1, 2]
+
+
+async def test_a_borrower_is_told_of_the_error_of_the_call_it_waits_for(nodes: tuple[Node, Node, Node]) -> None:
+    owner, borrower, _ = nodes
+    state = PutState(owner.objects, None, "Maker.make")
+    borrowed = await lend(Ref(state), owner, borrower)
+    waits = asyncio.ensure_future(borrowed.ready())  # noqa: TID251 - the test waits for it
+    await turn()
+    assert not waits.done()
+    state.on_error(ValueError("it failed"))
+    await waits
+    assert isinstance(borrowed.exception(), ValueError)
+
+
+async def test_a_borrower_that_passes_the_ref_on_waits_until_the_call_is_over(nodes: tuple[Node, Node, Node]) -> None:
+    owner, borrower, _ = nodes
+    borrowed = await lend(put(owner, "x"), owner, borrower)
+    assert await borrowed == "x"
+    state_of(borrowed).add_use()
+    waits = asyncio.ensure_future(borrowed.released())  # noqa: TID251 - the test waits for it
+    await turn()
+    assert not waits.done()
+    state_of(borrowed).drop_use(failed=False)
+    await waits
 
 
 async def test_a_ref_lives_while_another_process_holds_it(nodes: tuple[Node, Node, Node]) -> None:

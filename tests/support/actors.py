@@ -237,6 +237,15 @@ class Relay(Actor):
         return await self.held[-1]
 
     @method
+    async def wait_held(self) -> str:
+        """Waits for a held ref with asyncio's tool and with its own; says how its call ended."""
+        ref = self.held[-1]
+        await asyncio.wait([ref])
+        await ref.ready()
+        await ref.released()
+        return repr(ref.exception())
+
+    @method
     async def drop_held(self) -> None:
         self.held.clear()
 

@@ -18,7 +18,6 @@ from aiodaft._runtime.calls.call import Caller, Request
 from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.channels import Channels
 from aiodaft._runtime.connections.ring_poller import RingPoller
-from aiodaft._runtime.connections.ring_upgrade import RingUpgrades
 from aiodaft._runtime.connections.route import Loopback
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.graphs.captured_call import Opaque
@@ -70,7 +69,6 @@ class Neighbour(Bench):
         all_of_them[name] = self
         self._links: dict[PeerId, Link] = {}
         self.ring_poller = RingPoller(self.process.loop)
-        self.ring_upgrades = RingUpgrades(self.process)
         handlers: list[Any] = []
         this: Any = self
         self.loopback = Loopback(self.process, handlers, this)
@@ -94,6 +92,9 @@ class Neighbour(Bench):
         self.told: list[tuple[PeerId, Kind]] = []
         self.errors: list[BaseException] = []
         self.objects.on_unheld = lambda error, what: self.errors.append(error)
+
+    def want_rings(self, route: Any) -> None:
+        """There are no rings here."""
 
     def host_actor(self, instance: Any) -> HostedActor:
         number = ActorId(FIRST_USER_ACTOR + len(self.host.actors))

@@ -57,10 +57,6 @@ class Connection:
     """The connection to one process.
 
     Args:
-        process: The process that owns the connection.
-        session: The session with the process. The caller chooses the object that it keeps with each call.
-        remote: Id of the process at the other end.
-        ring_poller: Reads the rings of this process.
         handlers: The function that handles each kind of message.
         on_lost: Called once, when the connection ends, with the reason.
         on_dropped: Called with the message of a call that is not sent.

@@ -15,7 +15,7 @@ from aiodaft._protocol.messages import Message
 from aiodaft._protocol.session import Session
 from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.connections.ring_poller import RingPoller
-from aiodaft._runtime.connections.ring_upgrade import RingUpgrades
+from aiodaft._runtime.connections.ring_upgrade import take_step
 from aiodaft._runtime.connections.route import Loopback, Route
 from aiodaft._runtime.connections.traffic import Traffic, total
 from aiodaft._runtime.platform.exhaustion import exhausted
@@ -26,25 +26,14 @@ from aiodaft_transport import TransportError
 
 
 class ConnectionsOwner(Protocol):
-    """What the connections need of their process."""
+    """What the connections need of their process. `Peer` implements and explains it."""
 
-    def introduce(self, remote: PeerId) -> Awaitable[object]:
-        """Ask the node agent to connect this process with another."""
-
-    def ask(self, remote: PeerId) -> Awaitable[object]:
-        """Call a process; fails if it has ended."""
-
-    def connection_lost(self, connection: Connection) -> None:
-        """A connection is lost; the reason is not known yet."""
-
-    def connection_explained(self, connection: Connection, error: DaftError) -> None:
-        """Fail what waits for a lost connection, with the reason."""
-
-    def revoke(self, connection: Connection, blobs: Any) -> None:
-        """Take back the grants of a call that is not sent."""
-
-    def take_note(self, transport: str, route: Route, note: bytes, fds: list[int]) -> None:
-        """Hand a note to its transport."""
+    def introduce(self, remote: PeerId) -> Awaitable[object]: ...
+    def ask(self, remote: PeerId) -> Awaitable[object]: ...
+    def connection_lost(self, connection: Connection) -> None: ...
+    def connection_explained(self, connection: Connection, error: DaftError) -> None: ...
+    def revoke(self, connection: Connection, blobs: Any) -> None: ...
+    def take_note(self, transport: str, route: Route, note: bytes, fds: list[int]) -> None: ...
 
 
 class Connections(dict[PeerId, Connection]):
@@ -58,7 +47,6 @@ class Connections(dict[PeerId, Connection]):
         self.handlers: list[Handler] = []
         self.ring_poller = RingPoller(process.loop)
         self.loopback = Loopback(process, self.handlers, owner.take_note)
-        self.ring_upgrades = RingUpgrades(process)
         self.explain: Callable[[Connection, Exception], Awaitable[DaftError]] = _explain_plainly
         # Processes that the node agent reports as silent.
         self.suspects: set[PeerId] = set()
@@ -178,6 +166,15 @@ class Connections(dict[PeerId, Connection]):
             self._owner.take_note(name, connection, note, fds)
         except TransportError as error:
             raise RemoteProtocolError(f"{connection.remote} sent a wrong note: {error}") from error
+
+    def want_rings(self, route: Route) -> None:
+        """Use rings, if the route leads to another process that shares memory. Idempotent."""
+        if self._process.options.transport == "shm" and isinstance(route, Connection) and route.lost is None:
+            take_step(route, route.upgrade.want())
+
+    @staticmethod
+    def ring_came(connection: Connection, message: Message) -> None:
+        take_step(connection, connection.upgrade.handle(m.read_ring(message)))
 
     def bye_came(self, connection: Connection, message: Message) -> None:
         """Handle BYE: the process ends its connection."""

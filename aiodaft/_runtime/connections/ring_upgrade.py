@@ -6,33 +6,15 @@ import os
 from contextlib import suppress
 
 from aiodaft._protocol import messages as m
-from aiodaft._protocol.messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED, Message
+from aiodaft._protocol.messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED
 from aiodaft._protocol.rings import Step
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.connections.shm_ring import offer_rings, take_rings
 from aiodaft._runtime.platform.sockets import Sockets
-from aiodaft._runtime.process import Process
 from aiodaft.exceptions import RemoteProtocolError
 
 
-class RingUpgrades:
-    """Moves the connections of one process to rings."""
-
-    def __init__(self, process: Process) -> None:
-        self._shares_memory = process.options.transport == "shm"
-
-    def want(self, route: Route) -> None:
-        """Use rings, if the route leads to another process that shares memory. Idempotent."""
-        if self._shares_memory and isinstance(route, Connection) and route.lost is None:
-            _take_step(route, route.upgrade.want())
-
-    def came(self, connection: Connection, message: Message) -> None:
-        """Handle RING."""
-        _take_step(connection, connection.upgrade.handle(m.read_ring(message)))
-
-
-def _take_step(connection: Connection, step: Step) -> None:
+def take_step(connection: Connection, step: Step) -> None:
     if step is Step.ASK:
         connection.send(m.ring(RING_WANTED))
     elif step is Step.OFFER:

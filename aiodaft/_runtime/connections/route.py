@@ -17,22 +17,13 @@ class Route(Control, Protocol):
     """A route to a process, over a connection or to this very process."""
 
     @property
-    def remote(self) -> PeerId:
-        """Id of the process."""
-
+    def remote(self) -> PeerId: ...
     @property
-    def traffic(self) -> Traffic:
-        """What was sent and received over it."""
-
+    def traffic(self) -> Traffic: ...
     @property
-    def lost(self) -> Exception | None:
-        """Why it ended, once it has."""
-
-    def send(self, message: Message) -> None:
-        """Send a message; dropped once the route is lost."""
-
-    def send_in_turn(self, message: Message) -> None:
-        """Send a message behind the calls that were submitted before."""
+    def lost(self) -> Exception | None: ...
+    def send(self, message: Message) -> None: ...
+    def send_in_turn(self, message: Message) -> None: ...
 
 
 class Loopback:

@@ -89,7 +89,7 @@ class Deployment:
             raise failed
 
     async def _install(self, plan: SubPlan[Arguments]) -> None:
-        self._context.connections.ring_upgrades.want(self.routes[plan.process])
+        self._context.connections.want_rings(self.routes[plan.process])
         await self._context.agent_of(plan.process).install(self.number, Opaque(plan))
 
     def uninstall(self) -> None:

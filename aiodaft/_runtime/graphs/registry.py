@@ -56,7 +56,7 @@ class Graphs:
         """
         participant = Participant(self._context, owner, number, plan)
         for route in participant.routes.values():
-            self._context.connections.ring_upgrades.want(route)
+            self._context.connections.want_rings(route)
         for step in (step for segment in participant.segments for step in segment.steps):
             for ref in step.data.outside:
                 step.outside.append(await self._constant(ref))

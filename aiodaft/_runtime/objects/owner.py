@@ -1,4 +1,4 @@
-"""What the objects of a process need of its higher parts: agents, calls, threads. Peer implements it."""
+"""What the objects of a process need of its higher parts: agents, calls, threads. `Peer` implements and explains it."""
 
 from __future__ import annotations
 
@@ -19,28 +19,12 @@ class InboundProducer(Protocol):
 class ObjectsOwner(Protocol):
     """What the objects need of the process that they belong to."""
 
-    def borrow(self, owner: PeerId, number: CallId) -> Awaitable[object]:
-        """Register this process with the owner of a ref."""
-        ...
-
-    def give_back(self, owner: PeerId, number: CallId) -> None:
-        """Tell the owner of a ref that this process holds the ref no longer."""
-
-    def cancel_remote(self, owner: PeerId, number: CallId) -> None:
-        """Ask the owner of a ref to cancel the call that makes its value."""
-
-    def unread_remote(self, producer: PeerId, owner: PeerId, number: CallId) -> Awaitable[object]:
-        """Wait until no process reads a value that its producer stores."""
-        ...
-
-    def running_call(self, owner: PeerId, number: CallId) -> InboundProducer | None:
-        """A call of `owner` that is queued or runs here."""
-
-    def cancel_local(self, number: CallId) -> None:
-        """Cancel a call that this process made to itself."""
-
-    def credit_local(self, number: CallId, count: int) -> None:
-        """Let a stream method that this process called in itself yield `count` items more."""
-
-    def block_on(self, ref: Ref[Any]) -> Any:
-        """Wait for a ref in another thread than the loop's."""
+    def borrow(self, owner: PeerId, number: CallId) -> Awaitable[object]: ...
+    def give_back(self, owner: PeerId, number: CallId) -> None: ...
+    def cancel_remote(self, owner: PeerId, number: CallId) -> None: ...
+    def ended_remote(self, owner: PeerId, number: CallId) -> Awaitable[bool]: ...
+    def unread_remote(self, producer: PeerId, owner: PeerId, number: CallId) -> Awaitable[object]: ...
+    def running_call(self, owner: PeerId, number: CallId) -> InboundProducer | None: ...
+    def cancel_local(self, number: CallId) -> None: ...
+    def credit_local(self, number: CallId, count: int) -> None: ...
+    def block_on(self, ref: Ref[Any]) -> Any: ...

@@ -74,7 +74,8 @@ class RefState(Value):
     _label: str
     _watchers: list[Callable[[Any], object]] | None = None
     _waiters: list[Wakeup] | None = None
-    _idle_watchers: list[asyncio.Future[None]] | None = None
+    # Set when neither a call nor another process has the value.
+    _idle: asyncio.Event | None = None
     _traceback: TracebackType | None = None
     _fetching = False
 
@@ -228,10 +229,9 @@ class RefState(Value):
 
     def free_if_unheld(self) -> None:
         """Free the value if it is there and has no holders."""
-        if self._idle_watchers and not self.in_use:
-            watchers, self._idle_watchers = self._idle_watchers, None
-            for watcher in watchers:
-                _wake(watcher)
+        if self._idle is not None and not self.in_use:
+            self._idle.set()
+            self._idle = None
         if self.free:
             self._release_value()
 
@@ -330,15 +330,14 @@ class RefState(Value):
         self.check_loop()
         yield from self.wait_settled()
         while self.in_use:
-            future: asyncio.Future[None] = self.process.loop.create_future()
-            self._idle_watchers = [*(self._idle_watchers or ()), future]
-            yield from future.__await__()
+            self._idle = self._idle or asyncio.Event()
+            yield from self._idle.wait().__await__()
         if self.status is THERE:
             yield from self.objects.owner.unread_remote(self.producer, self.owner, self.number).__await__()
         elif self.stored is not None:
-            unread: asyncio.Future[None] = self.process.loop.create_future()
-            self.stored.when_unread(lambda: _wake(unread))
-            yield from unread.__await__()
+            unread = asyncio.Event()
+            self.stored.when_unread(unread.set)
+            yield from unread.wait().__await__()
 
     def _add_waiter(self) -> Wakeup:
         """Make a wakeup for when the value is here or has failed."""

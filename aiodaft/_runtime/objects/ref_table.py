@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.borrowing import Borrowing
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.value import HERE, Key
+from aiodaft._protocol.value import HERE, THERE, Key
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.ref_host import RefHost
@@ -40,6 +41,7 @@ class BorrowedState(RefState):
     """A ref that another process owns."""
 
     own = False
+    _asking = False
 
     def __init__(self, objects: RefHost, key: Key, producer: PeerId, label: str) -> None:
         self.objects = objects
@@ -56,7 +58,25 @@ class BorrowedState(RefState):
     def owner(self) -> PeerId:
         return self._owner
 
+    def watch(self, callback: Callable[[Any], object], *, interested: bool = False) -> None:
+        super().watch(callback, interested=interested)
+        if self.process.is_here and not (self.settled or self._asking):
+            self._asking = True
+            self.process.tasks.create_task(self._learn(), name=f"wait for {self.label}")
+
+    async def _learn(self) -> None:
+        """Settle when the owner says that the call is over. The value stays where it is; an error is pulled."""
+        there = False
+        with suppress(DaftError):
+            there = await self.objects.owner.ended_remote(self._owner, self.number)
+        if there:
+            self._settle(THERE)
+        elif not (self.settled or self._fetching):
+            self._fetching = True
+            await self._fetch()
+
     def free_if_unheld(self) -> None:
+        super().free_if_unheld()
         if self.held:
             return
         registered = self.objects.borrowing.give_back(self._owner, self.number, self)

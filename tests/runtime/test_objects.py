@@ -254,7 +254,6 @@ async def test_the_owner_is_asked_when_the_producer_ends_and_its_own_end_ends_th
 @pytest.mark.parametrize("value", ["plain", ["encoded"]])
 async def test_a_forwarded_value_comes_before_or_after_its_call(nodes: tuple[Node, Node, Node], value: Any) -> None:
     owner, consumer, producer = nodes
-    consumer.to(A)
     place = Plain(value) if value == "plain" else producer.store.keep(value, Names("result"))
     if isinstance(place, StoredValue):
         producer.store.pack_here(place)

@@ -7,8 +7,10 @@ import decimal
 import enum
 import fractions
 import functools
+import importlib
 import pathlib
 import sys
+import threading
 import types
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from datetime import UTC, datetime
@@ -180,6 +182,43 @@ def test_objects_that_are_there_twice_stay_one_object_in_a_dataclass() -> None:
     cyclic.right.append(cyclic)
     got = round_trip(cyclic)
     assert got.right[0] is got
+
+
+def test_an_array_stays_read_only() -> None:
+    array = np.arange(3)
+    array.flags.writeable = False
+    assert not round_trip(array).flags.writeable
+
+
+@pytest.mark.parametrize("length", [3, 30_000])
+def test_a_tensor_with_freed_memory_cannot_travel(length: int) -> None:
+    freed = torch.ones(length)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(aiodaft.SerializationError, match="memory of this tensor was freed"):
+        round_trip([freed])
+
+
+def test_a_class_whose_module_another_thread_imports_is_waited_for(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_module.py").write_text(
+        "import sys, threading, dataclasses\n"
+        "if gate := sys.modules.get('gate'): gate.begun.set(); gate.go.wait()\n"
+        "@dataclasses.dataclass\nclass Late:\n    x: int\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    payload = encode(importlib.import_module("slow_module").Late(1), names=Names("value")).payload
+    del sys.modules["slow_module"]
+    gate: Any = types.ModuleType("gate")
+    gate.begun, gate.go = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "gate", gate)
+    thread = threading.Thread(target=importlib.import_module, args=("slow_module",))
+    thread.start()
+    gate.begun.wait()
+    gate.go.set()
+    assert decode(payload).x == 1
+    thread.join()
+    monkeypatch.delitem(sys.modules, "slow_module")
 
 
 def test_small_tensors_and_arrays() -> None:

@@ -180,12 +180,12 @@ class Transfer:
         self._came(connection, (owner, number), Plain(value))
 
     def _came(self, connection: Connection, key: Key, came: Came) -> None:
-        owner = self._connections.get(key[0])
-        if owner is None or owner is connection or self.questions.asked(connection.remote, key):
+        if key[0] in (self._process.id, connection.remote) or self.questions.asked(connection.remote, key):
             answer = self.questions.answered(connection.remote, key)
             if not answer.done():
                 answer.set_result(came)
-        elif owner.lost is None:
+        # The answer to a FORWARD may come before the first message of the owner.
+        elif self._connections.to(key[0]).lost is None:
             take = self.handover.came(connection.remote, key, came)
             if take is not None:
                 take(came)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable
 from copyreg import dispatch_table
 from dataclasses import is_dataclass
 from enum import Enum
-from importlib import import_module
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -153,7 +152,9 @@ def _named(cls: type, content: Any) -> list[Any]:
 
 
 def _find(module: str, name: str) -> Any:
-    return attrgetter(name)(sys.modules.get(module) or import_module(module))
+    # As in pickle: it waits if another thread is importing the module.
+    __import__(module)
+    return attrgetter(name)(sys.modules[module])
 
 
 def _make_record(module: str, name: str, state: dict[str, Any]) -> Any:
@@ -200,7 +201,8 @@ def _tensor_fits(survey: _Survey, tensor: Any) -> bool:
         and not tensor.is_nested
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg())
-        and tensor.nbytes > 0
+        # Not empty, and its memory was not freed.
+        and tensor.data_ptr()
         and survey.buffer(tensor.nbytes)
         # Views of one storage stay views of one storage.
         and survey.is_new(tensor.untyped_storage().data_ptr())
@@ -221,7 +223,8 @@ def _make_tensor(dtype: str, shape: list[int], data: bytes) -> Any:
 def _array_fits(survey: _Survey, array: Any) -> bool:
     dtype = array.dtype
     return (
-        array.flags.c_contiguous
+        # Writable, in C order.
+        array.flags.carray
         # No structure, no other byte order.
         and dtype.isbuiltin == 1
         and not dtype.hasobject

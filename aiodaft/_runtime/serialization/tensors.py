@@ -84,6 +84,8 @@ class TensorTable:
             if tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
                 kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "meta"
                 raise TypeError(f"a {kind} tensor cannot travel; convert it to a plain tensor first")
+            if tensor.numel() and not tensor.data_ptr():
+                raise TypeError("the memory of this tensor was freed")
             plain = tensor.detach().resolve_conj().resolve_neg()
             index = self._indices[id(tensor)] = len(self._tensors)
             self._originals.append(tensor)

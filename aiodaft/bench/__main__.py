@@ -10,13 +10,14 @@ from typing import Final
 
 from aiodaft.program import run
 
-from . import calls, compare, graphs, payloads, processes, scale, transports, values
+from . import calls, compare, graphs, payloads, processes, refs, scale, transports, values
 from .results import Bench, Result, as_json, table
 
 _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
     # First, because workers load what the controller has loaded, and payloads are tensors.
     "processes": processes.run,
     "calls": calls.run,
+    "refs": refs.run,
     "values": values.run,
     "graph": graphs.run,
     "payloads": payloads.run,

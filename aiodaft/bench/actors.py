@@ -30,6 +30,11 @@ class Echo(Actor):
         return value
 
     @method
+    async def make(self, size: int) -> Any:
+        """A value of so many bytes; a number for none."""
+        return payload(size) if size else 1
+
+    @method
     async def pid(self) -> int:
         return os.getpid()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aiodaft.bench import scale
+from aiodaft.bench import refs, scale
 from aiodaft.bench.compare import comparison
 from aiodaft.bench.floors import Copy, open_echo, run_python
 from aiodaft.bench.results import Bench, Result, as_json, in_turns, table
@@ -32,6 +32,15 @@ def test_the_command_prints_json_with_floors_from_the_same_run() -> None:
     assert round_trip["floor"] > 0
     assert round_trip["budget"] == "<= 2.0"
     assert set(results) >= {"1,000 calls in flight", "one call to each of 8", "chain A -> B -> C"}
+
+
+@pytest.mark.timeout(60)
+async def test_calls_through_refs_are_compared_with_the_same_work_without() -> None:
+    bench = Bench(1)
+    await refs.run(bench)
+    floors = ["await each", "await each", "one", "8 plain calls", "an int by ref", "plain call"]
+    assert [result.floor_name for result in bench.results] == floors
+    assert all(result.budget and result.value > 0 for result in bench.results)
 
 
 @pytest.mark.timeout(60)

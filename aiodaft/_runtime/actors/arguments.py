@@ -11,7 +11,7 @@ from aiodaft._protocol.call import FETCHED, FETCHING, WITHDRAW
 from aiodaft._protocol.deadlock import CallAt
 from aiodaft._protocol.ids import CallId
 from aiodaft._protocol.messages import Awaited
-from aiodaft._runtime.actors.hosted_actor import Host, InboundCall
+from aiodaft._runtime.actors.hosted_actor import Host, InboundCall, run_through
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.received import Plain, ReceivedValue
 from aiodaft._runtime.objects.stored import StoredValue
@@ -70,10 +70,12 @@ class Arguments:
                 self._transfer.expect(producer, (owner, number), _drop)
 
     def _came(self, missing: _Missing, place: Place | Delivery) -> None:
+        call = missing.call
         if type(place) is Plain:
             self._put(missing, place.value)
+        elif call.stage is FETCHING and isinstance(place, Delivery) and place.is_whole:
+            run_through(self._bring(missing, place))
         else:
-            call = missing.call
             task = self._process.tasks.create_task(
                 self._bring(missing, place), name=f"bring an argument of {call.label}"
             )

@@ -42,6 +42,9 @@ class RemoteResponder:
         self._before: dict[CallId, Any] = {}
 
     def answer(self, call: InboundCall, result: Any) -> None:
+        if call.pulled:
+            # First, because calls wait for it there.
+            call.tell_pullers(Plain(result))
         if call.handle(ANSWER):
             self.calls.pop(call.number, None)
             self._connection.send((m.REPLY, call.number, result))
@@ -49,19 +52,17 @@ class RemoteResponder:
             self._last[call.number] = result
             if len(self._last) > _REMEMBERED:
                 self._before, self._last = self._last, {}
-        if call.pulled:
-            call.tell_pullers(Plain(result))
 
     def answer_stored(self, call: InboundCall, stored: StoredValue | bytes) -> None:
         self.calls.pop(call.number, None)
         if isinstance(stored, bytes):
             received = ReceivedValue(stored, None, [], [])
+            if call.pulled:
+                call.tell_pullers(StoredValue.again(received))
             if call.handle(ANSWER):
                 self._connection.send(m.result(call.number, (stored, None, ())))
                 if len(stored) <= _SMALL:
                     self._remember(call, received)
-            if call.pulled:
-                call.tell_pullers(StoredValue.again(received))
             return
         if not call.handle(ANSWER) or self._connection.lost is not None:
             # The caller has its answer, or is gone: processes that pull the result hear from it, or of its end.

@@ -126,6 +126,11 @@ class Connection:
             self._pack(message)
             self._sent_one()
 
+    def send_now(self, message: Message) -> None:
+        """Send a message without waiting for the end of this turn."""
+        self.send(message)
+        self._write()
+
     def send_in_turn(self, message: Message) -> None:
         """Send a message behind the calls that wait for room in the window."""
         if self.lost is None:

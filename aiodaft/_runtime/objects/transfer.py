@@ -29,6 +29,7 @@ from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.process import Process
+from aiodaft._runtime.serialization.decoder import is_heavy
 from aiodaft._runtime.serialization.encoder import plain_payload
 from aiodaft._runtime.serialization.errors import add_note, copy_error, decode_error, encode_error
 from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost
@@ -63,6 +64,11 @@ class Delivery:
         self.inline: bytes | None = None if isinstance(blobs, tuple) else blobs
         # What no transport has begun to fetch: it is responsible for the blob from then on.
         self.granted: deque[Blob] = deque(blobs if isinstance(blobs, tuple) else ())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing has to be fetched, registered or decoded elsewhere: to receive and decode it never waits."""
+        return not (self.granted or self.refs or is_heavy(self.payload))
 
     def decline(self) -> None:
         """Give back what was not fetched. Idempotent."""

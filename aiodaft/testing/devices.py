@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.process import current_process
+from aiodaft._runtime.serialization.small import host_accelerators
 from aiodaft_transport.cuda.device import IDENTITY_SIZE, Event, Export, Landing, Span
 from aiodaft_transport.exceptions import DeviceError, Unreachable
 
@@ -51,7 +52,9 @@ def use_host_devices(*devices: int) -> HostDriver:
     driver = HostDriver(*devices)
     if not devices:
         driver.identities = []
-    current_process().part(Store).use_accelerators(HostAccelerators(driver))
+    accelerators = HostAccelerators(driver)
+    current_process().part(Store).use_accelerators(accelerators)
+    host_accelerators.add(accelerators)
     return driver
 
 

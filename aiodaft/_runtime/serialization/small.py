@@ -14,7 +14,7 @@ from dataclasses import is_dataclass
 from enum import Enum
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from aiodaft._protocol.codec import big_int, ext, packer, unpacker
 from aiodaft._protocol.messages import INLINE_LIMIT
@@ -36,6 +36,8 @@ _MOST: Final = 64
 _DTYPES: Final = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 # Those, by the dtype; once torch is loaded.
 _dtype_names: Final[dict[Any, str]] = {}
+# Accelerators whose tensors torch takes for tensors of the host: fakes.
+host_accelerators: Final[WeakSet[Any]] = WeakSet()
 
 
 class _Survey:
@@ -206,6 +208,7 @@ def _tensor_fits(survey: _Survey, tensor: Any) -> bool:
         and survey.buffer(tensor.nbytes)
         # Views of one storage stay views of one storage.
         and survey.is_new(tensor.untyped_storage().data_ptr())
+        and all(kind.device_of(tensor) is None for kind in host_accelerators)
     )
 
 

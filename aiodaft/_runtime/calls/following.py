@@ -26,6 +26,7 @@ from aiodaft._protocol.value import Status
 from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import Caller, CallState, PendingCall, Request, Target, home_of
 from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import UnhandledErrors
 from aiodaft._runtime.serialization.errors import copy_error, unsent
 from aiodaft.actor import Handle
@@ -247,6 +248,10 @@ class FollowingCall(CallState):
 
     def on_plain(self, value: Any) -> None:
         super().on_plain(value)
+        self._let_go()
+
+    def on_result(self, received: ReceivedValue) -> None:
+        super().on_result(received)
         self._let_go()
 
     def _let_go(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.controller import Controller
 from aiodaft._runtime.diagnostics.process_stack import is_answered
-from aiodaft._runtime.node.worker_table import WorkerProcess
+from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError
 from aiodaft.ref import Ref
@@ -66,7 +66,7 @@ class ActorInfo:
 
 async def look_at(controller: Controller, target: Target, cls: type) -> ActorInfo:
     """Ask an actor's process how it is doing; if that does not answer within a second, its node."""
-    node, node_name = controller.node, controller.options.node_name
+    node, node_name = controller.node, controller.options.process.node
     names = await controller.coordinator.names_of(*target.identity)
     child = controller.directory.find(target)
     before: WorkerProcess | None = await node.process_of(target.remote)

@@ -24,6 +24,7 @@ from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.gpu_claims import GpuClaims
 from aiodaft._runtime.platform.tasks import shield_from_anyio
+from aiodaft._runtime.process import ProcessOptions
 from aiodaft._runtime.serialization.errors import give_frames, take_frames
 from aiodaft.actor import Actor, Handle, class_of
 from aiodaft.exceptions import OutcomeUnknown
@@ -113,13 +114,10 @@ class Runtime(Scope):
             custom=resources,
             claims=claims,
         )
+        peer, chosen = env.new_peer_id("controller"), check_name(asked or default_name())
         options = ControllerOptions(
-            node_name=env.hostname(),
-            transport=check_name(asked or default_name()),
-            direct=not asked,
+            process=ProcessOptions(peer, env.hostname(), peer, chosen, not asked, cancel_grace, max_pending),
             stop_grace=stop_grace,
-            cancel_grace=cancel_grace,
-            max_pending=max_pending,
             isolation=prefix_of(isolation),
             patience=patience or Patience(),
             preload=preload,

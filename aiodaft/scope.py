@@ -210,7 +210,7 @@ class Scope(Spawner):
         """Make an actor; awaiting `spawn` does this."""
         what = f"{cls.__name__} cannot be spawned"
         self.check_open(what)
-        node = self._controller.options.node_name
+        node = self._controller.options.process.node
         if constraints.node not in (None, node):
             raise ValueError(f"{what}: there is no node {constraints.node!r}; this runtime has {node!r}")
         beside = None if constraints.beside is None else self._target(constraints.beside)

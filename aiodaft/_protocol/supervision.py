@@ -206,11 +206,14 @@ class Siblings(Generic[ChildT, EvidenceT]):
         return tuple(child for child in self._children if child in self._down)
 
     def failed(
-        self, child: ChildT, evidence: EvidenceT, *, normal: bool, now: float
+        self, child: ChildT, evidence: EvidenceT, *, normal: bool, now: float, homeless: bool = False
     ) -> Gone[ChildT] | Again[ChildT] | GiveUp[ChildT, EvidenceT]:
-        """A child ended by itself, or could not be started again. `normal`: with exit code 0."""
+        """A child ended by itself, or could not be started again.
+
+        `normal`: with exit code 0. `homeless`: no process can make it again.
+        """
         kind = self._children[child]
-        if kind == "temporary" or (kind == "transient" and normal):
+        if homeless or kind == "temporary" or (kind == "transient" and normal):
             self.remove(child)
             return Gone(child)
         self._down.add(child)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from aiodaft._protocol.deadlock import CallAt, Waiting
-from aiodaft._protocol.ids import ActorId, CallId, PeerId, incarnation
+from aiodaft._protocol.ids import AGENT, ActorId, CallId, PeerId, incarnation
 from aiodaft._protocol.mailbox import BoundedMailbox
-from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, current_call
+from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall, current_call
+from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
 from aiodaft._runtime.diagnostics.process_stack import stack_here
 from aiodaft._runtime.graphs.captured_call import Opaque
@@ -42,9 +43,7 @@ class Agent(Actor):
 
         The number of the attempt is the epoch of the incarnation.
         """
-        call = current_call.get()
-        assert call is not None
-        epoch = call.attempt
+        epoch = serving().attempt
         specs = specs_of(cls) if issubclass(cls, Actor) else {}
         find_spec = specs.get if issubclass(cls, Actor) else PlainMethods(cls).find
         hosted = HostedActor(self._host, incarnation(ActorId(actor), epoch), label, find_spec)
@@ -74,7 +73,6 @@ class Agent(Actor):
 
     @method
     async def report(self, actor: int) -> dict[str, Any]:
-        """How an actor is doing."""
         hosted = self._host.actors.get(ActorId(actor))
         if hosted is None:
             raise ActorDied("the actor was stopped", executed=False)
@@ -103,7 +101,6 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def waits_of(self, calls: list[CallAt]) -> list[Waiting | None]:
-        """What each of these calls of this process waits for."""
         return [self._deadlocks.waits.look(call) for call in calls]
 
     @method(ordered=False)
@@ -113,7 +110,6 @@ class Agent(Actor):
 
     @method(ordered=False)
     async def stack(self) -> ProcessStack:
-        """The stacks of this process."""
         return stack_here(self._deadlocks.waits)
 
     # Graphs.
@@ -121,31 +117,29 @@ class Agent(Actor):
     @method
     async def install(self, number: int, plan: Opaque) -> None:
         """Take part in a graph of the calling process; see `Graphs.install`."""
-        await self._graphs.install(_caller(), number, plan.content)
+        await self._graphs.install(serving().caller, number, plan.content)
 
     @method
     async def uninstall(self, number: int) -> None:
-        """Leave a graph of the calling process."""
-        self._graphs.uninstall(_caller(), number)
+        self._graphs.uninstall(serving().caller, number)
 
     # Refs that this process owns, and values that it stores.
 
     @method
     async def borrow(self, number: int) -> None:
         """Add the calling process to the holders of a ref."""
-        self._objects.refs.lend(CallId(number), _caller())
+        self._objects.refs.lend(CallId(number), serving().caller)
 
     @method
     async def give_back(self, number: int) -> None:
         """Remove the calling process from the holders of a ref."""
-        self._objects.refs.take_back(CallId(number), _caller())
+        self._objects.refs.take_back(CallId(number), serving().caller)
 
     @method
     async def cancel(self, number: int) -> None:
-        """Cancel the call behind a ref."""
         state = self._objects.refs.find(CallId(number))
         if state is not None:
-            state.cancel(f"{_caller()} asked for it")
+            state.cancel(f"{serving().caller} asked for it")
 
     @method
     async def ended(self, number: int) -> bool:
@@ -168,6 +162,11 @@ class Agent(Actor):
             await unread.wait()
 
 
+def agent_of(caller: Caller, remote: PeerId) -> Agent:
+    """The agent of a process."""
+    return cast("Agent", caller.handle(remote, AGENT, f"agent of {remote}", Agent))
+
+
 async def _tell_restarted(hosted: HostedActor, cls: type, epoch: int) -> None:
     """Run the `on_restart` of a new incarnation."""
     hook: Any = getattr(cls, "on_restart", None)
@@ -179,7 +178,8 @@ async def _tell_restarted(hosted: HostedActor, cls: type, epoch: int) -> None:
         await hosted.thread.run(lambda: hook(hosted.instance, epoch))
 
 
-def _caller() -> PeerId:
+def serving() -> InboundCall:
+    """The call that the running task serves."""
     call = current_call.get()
     assert call is not None
-    return call.caller
+    return call

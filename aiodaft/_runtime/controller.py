@@ -21,15 +21,15 @@ from aiodaft._protocol.following import Location
 from aiodaft._protocol.ids import COORDINATOR, NODE, SUPERVISOR, ActorId, PeerId
 from aiodaft._protocol.liveness import Patience
 from aiodaft._protocol.resources import Resources
-from aiodaft._runtime.agent import Agent
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.diagnostics.attach import answer
-from aiodaft._runtime.node.all_stacks import stack_of_all
+from aiodaft._runtime.diagnostics.process_stack import is_answered, stack_here
 from aiodaft._runtime.node.coordinator import Coordinator
 from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.node_agent import NodeAgent
+from aiodaft._runtime.node.worker import WorkerProcess
 from aiodaft._runtime.objects.ref_state import UnhandledErrors
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
@@ -37,7 +37,7 @@ from aiodaft._runtime.platform.gpu_claims import GpuClaims
 from aiodaft._runtime.process import Process, ProcessOptions, closed, opened
 from aiodaft._runtime.supervision.directory import Directory
 from aiodaft.exceptions import DaftError, OutcomeUnknown, ProtocolError, RuntimeClosed
-from aiodaft.stack import RuntimeStack
+from aiodaft.stack import ProcessStack, RuntimeStack
 from aiodaft_transport import Key
 
 T = TypeVar("T")
@@ -58,12 +58,8 @@ class Stage(Enum):
 class ControllerOptions(NamedTuple):
     """What `Runtime(...)` was given, with the defaults filled in."""
 
-    node_name: str
-    transport: str
-    direct: bool
+    process: ProcessOptions
     stop_grace: float
-    cancel_grace: float
-    max_pending: int
     isolation: tuple[str, ...]
     patience: Patience
     preload: tuple[str, ...] | None
@@ -76,13 +72,9 @@ class ControllerOptions(NamedTuple):
 class Root(Protocol):
     """What a controller tells the runtime's outermost scope."""
 
-    def fail(self, error: BaseException, what: str) -> None:
-        """Report an error that no code will see."""
-        ...
+    def fail(self, error: BaseException, what: str) -> None: ...
 
-    def actor_died(self, remote: PeerId, actor: ActorId, error: OutcomeUnknown) -> None:
-        """Report the death of an actor while no call to it was under way."""
-        ...
+    def actor_died(self, remote: PeerId, actor: ActorId, error: OutcomeUnknown) -> None: ...
 
 
 class Controller:
@@ -113,22 +105,13 @@ class Controller:
         if self._stage is not Stage.NEW:
             raise RuntimeClosed("a runtime is opened once; make a new one")
         options = self.options
-        peer_id = options.env.new_peer_id("controller")
-        process_options = ProcessOptions(
-            id=peer_id,
-            node=options.node_name,
-            home=peer_id,
-            transport=options.transport,
-            direct=options.direct,
-            grace=options.cancel_grace,
-            max_pending=options.max_pending,
-        )
-        peer = self.peer = Peer(process_options, Key(options.env.token(32)), options.env)
+        peer_id = options.process.id
+        peer = self.peer = Peer(options.process, Key(options.env.token(32)), options.env)
         process = self.process = peer.process
         self._loop = process.loop
         self.objects = peer.objects
         self.connections = peer.connections
-        self.sender = peer.sender
+        self.agent_of = peer.agent_of
         launcher: Callable[..., WorkerLauncher] = options.env.launcher or WorkerLauncher
         self.launcher = launcher(
             process.loop,
@@ -141,7 +124,7 @@ class Controller:
         agent = self._make_agent(root)
         self.node = cast("NodeAgent", peer.caller.handle(peer_id, NODE, "node agent", NodeAgent))
         self.coordinator = cast("Coordinator", peer.caller.handle(peer_id, COORDINATOR, "coordinator", Coordinator))
-        self.directory = Directory(self)
+        self.directory = Directory(peer.caller, self.node)
         self.directory.on_over = lambda number: self.coordinator.release.tell(peer_id, number)
         peer.add_actor(NODE, "node agent", agent)
         peer.add_actor(COORDINATOR, "coordinator", Coordinator())
@@ -168,7 +151,7 @@ class Controller:
         agent.on_ended = self._process_ended
 
         async def explain(connection: Connection, reason: Exception) -> DaftError:
-            ending = await agent.explain(connection.remote, peer.graphs.in_flight(connection))
+            ending = await agent.exit_report(connection.remote, peer.graphs.in_flight(connection))
             # A process that breaks the protocol is cut off and ends; callers need to know the former.
             return reason if isinstance(reason, ProtocolError) else ending
 
@@ -272,10 +255,6 @@ class Controller:
             raise RuntimeClosed(self._why_closed)
         return self.process.tasks.start(coro, name=name)
 
-    def agent_of(self, remote: PeerId) -> Agent:
-        """The agent of a process."""
-        return self.peer.agent_of(remote)
-
     def target(self, remote: PeerId, actor: ActorId, label: str, sink: UnhandledErrors | None = None) -> Target:
         """An actor, as this process calls it; `sink` gets the errors that no code sees."""
         return Target(self.peer.caller, remote, actor, label, sink)
@@ -290,8 +269,23 @@ class Controller:
         return f"{cls.__name__}-{self._labels[cls.__name__]}"
 
     async def stack(self, patience: float) -> RuntimeStack:
-        """The stacks of every process, each of which gets `patience` seconds to answer."""
-        return await stack_of_all(self.peer.deadlocks.waits, self.node, self.agent_of, patience)
+        """The stacks of every process, each of which gets `patience` seconds to answer; then the kernel is asked."""
+        waits, now = self.peer.deadlocks.waits, self.process.env.monotonic
+
+        async def ask(process: WorkerProcess) -> ProcessStack | None:
+            asked_at = now()
+            asked = self.agent_of(process.id).stack()
+            if not await is_answered(asked, patience):
+                dump = await self.node.dump(process.id)
+                return ProcessStack(process.id, process.pid, process.actors, now() - asked_at, dump=dump)
+            try:
+                return await asked
+            except DaftError:
+                # The process has ended.
+                return None
+
+        others = await asyncio.gather(*map(ask, await self.node.processes()))
+        return RuntimeStack((stack_here(waits), *filter(None, others)))
 
     def _show_stacks(self, fork_server: int) -> None:
         async def text() -> str:

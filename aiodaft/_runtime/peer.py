@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, cast
 
 from aiodaft._protocol import messages as m
@@ -11,7 +12,7 @@ from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, SUPERVISOR, ActorId, Ca
 from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.actors.inbound import Inbound
-from aiodaft._runtime.agent import Agent
+from aiodaft._runtime.agent import Agent, agent_of
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.calls.outgoing import Outgoing
@@ -29,11 +30,7 @@ from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft.actor import Actor
-from aiodaft.exceptions import (
-    DaftError,
-    RemoteProtocolError,
-    RuntimeClosed,
-)
+from aiodaft.exceptions import DaftError, RemoteProtocolError, RuntimeClosed
 from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 from aiodaft_transport import Key, Transport, open_transport
@@ -44,7 +41,6 @@ class NodeContact(Actor):
 
     @method
     async def introduce(self, other: str) -> None:
-        """Connect the calling process with another one of this node."""
         raise NotImplementedError
 
     @method
@@ -54,7 +50,6 @@ class NodeContact(Actor):
 
     @method
     async def unheld(self, encoded: bytes, what: str) -> None:
-        """Report an error in a worker that no code there saw, and what has failed."""
         raise NotImplementedError
 
 
@@ -82,6 +77,7 @@ class Peer:
         self.inbound = Inbound(self.host, self.transfer, self.refs)
         self.caller = Caller(process, self.connections, self.objects, self.actors)
         self.sender = Outgoing(self.caller, self.inbound)
+        self.agent_of = partial(agent_of, self.caller)
         home = process.options.home
         self.node = cast("NodeContact", self.caller.handle(home, NODE, "node agent", NodeContact))
         self.followers = Followers(self.caller, self._locate)
@@ -108,15 +104,10 @@ class Peer:
     # Actors.
 
     def add_actor(self, actor: ActorId, name: str, instance: Any) -> HostedActor:
-        """Host an actor that exists already."""
         hosted = HostedActor(self.host, actor, name, specs_of(type(instance)).get)
         hosted.instance = instance
         self.actors[actor] = hosted
         return hosted
-
-    def agent_of(self, remote: PeerId) -> Agent:
-        """The agent of a process."""
-        return cast("Agent", self.caller.handle(remote, AGENT, f"agent of {remote}", Agent))
 
     def _locate(self, owner: PeerId, number: ActorId, wait: bool) -> Ref[Location]:
         locator = cast("Locator", self.caller.handle(owner, SUPERVISOR, "supervisor", Locator))
@@ -125,19 +116,15 @@ class Peer:
     # What connections need.
 
     def introduce(self, remote: PeerId) -> Awaitable[object]:
-        """Ask the node agent to connect this process with another."""
         return self.node.introduce(remote)
 
     def ask(self, remote: PeerId) -> Awaitable[object]:
-        """Ask a process for an answer."""
         return self.agent_of(remote).answer()
 
     def revoke(self, connection: Connection, blobs: Any) -> None:
-        """Take back the grants of a call that is not sent."""
         self.store.revoke(connection, blobs)
 
     def take_note(self, transport: str, route: Route, note: bytes, fds: list[int]) -> None:
-        """Hand a note to its transport."""
         self.store.transport_named(transport).note_received(route, note, fds)
 
     def connection_lost(self, connection: Connection) -> None:
@@ -151,13 +138,11 @@ class Peer:
         self.transfer.relays.connection_lost(remote)
 
     def connection_explained(self, connection: Connection, error: DaftError) -> None:
-        """Fail what waits for a lost connection."""
         self.replies.connection_lost(connection, error)
         self.transfer.connection_lost(connection, error)
         self.graphs.connection_lost(connection.remote, error)
 
     def _handlers(self) -> list[Handler]:
-        """What handles each kind of message, by its number."""
         table: dict[int, Handler] = {
             m.CALL: self.inbound.call_came,
             m.APPLY: self.inbound.apply_came,
@@ -192,15 +177,12 @@ class Peer:
     # What the parts need of each other.
 
     def running_call(self, owner: PeerId, number: CallId) -> InboundCall | None:
-        """A call of `owner` that is queued or runs here."""
         return self.inbound.find(owner, number)
 
     def cancel_local(self, number: CallId) -> None:
-        """Cancel a call that this process made to itself."""
         self.inbound.local.cancel(number)
 
     def credit_local(self, number: CallId, count: int) -> None:
-        """Let a stream method that this process called in itself yield more items."""
         call = self.inbound.local.calls.get(number)
         if call is not None:
             call.add_credit(count)
@@ -208,15 +190,12 @@ class Peer:
     # What the objects need.
 
     def borrow(self, owner: PeerId, number: CallId) -> Awaitable[object]:
-        """Register this process with the owner of a ref."""
         return self.agent_of(owner).borrow(number)
 
     def give_back(self, owner: PeerId, number: CallId) -> None:
-        """Tell the owner of a ref that this process holds the ref no longer."""
         self.agent_of(owner).give_back.tell(number)
 
     def cancel_remote(self, owner: PeerId, number: CallId) -> None:
-        """Ask the owner of a ref to cancel the call that makes its value."""
         self.agent_of(owner).cancel.tell(number)
 
     def ended_remote(self, owner: PeerId, number: CallId) -> Awaitable[bool]:
@@ -224,11 +203,9 @@ class Peer:
         return self.agent_of(owner).ended(number)
 
     def unread_remote(self, producer: PeerId, owner: PeerId, number: CallId) -> Awaitable[object]:
-        """Wait until no process reads a value that its producer stores."""
         return self.agent_of(producer).unread(owner, number)
 
     def block_on(self, ref: Ref[Any]) -> Any:
-        """Wait for a ref in another thread than the loop's."""
         return block_on(self.process, ref)
 
     def _open_transport(self, name: str) -> Transport:

@@ -16,7 +16,7 @@ from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import PinnedTarget
 from aiodaft._runtime.controller import Controller
 from aiodaft._runtime.node.environment import WorkerEnvironment
-from aiodaft._runtime.node.worker_table import Conditions, Place
+from aiodaft._runtime.node.worker import Conditions, Place
 from aiodaft._runtime.objects.ref_state import UnhandledErrors
 from aiodaft._runtime.platform.tasks import shield_from_anyio
 from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, ChildSpec, stop_actor, stop_in_turn
@@ -62,9 +62,7 @@ class Constraints(NamedTuple):
 class OwningScope(UnhandledErrors, Protocol):
     """What actors need of their scope."""
 
-    def check_open(self, what: str) -> None:
-        """Raise RuntimeClosed unless the scope is open."""
-        ...
+    def check_open(self, what: str) -> None: ...
 
 
 class ScopeActors:
@@ -144,16 +142,14 @@ class ScopeActors:
             if placing.done() and placing.exception() is None:
                 # The place was found while the cancellation was on its way: only this code can free it.
                 place = await placing
-                with shield_from_anyio():
-                    await self._undo(self._controller.target(place.peer, place.actor, spec.label, self._scope))
+                await self._undo(self._controller.target(place.peer, place.actor, spec.label, self._scope))
             raise
 
     async def _host(self, target: Target, spec: ChildSpec, *, again: bool = False) -> None:
-        """Make the actor in its process."""
         what = f"{spec.cls.__name__} cannot be spawned"
         try:
             self._scope.check_open(what)
-            making = spec.make(self._controller, target.remote, target.actor, again=again)
+            making = spec.make(self._controller.peer.caller, target.remote, target.actor, again=again)
             self._making[making] = target
             try:
                 await making
@@ -161,8 +157,7 @@ class ScopeActors:
                 del self._making[making]
             self._scope.check_open(what)
         except BaseException as error:
-            with shield_from_anyio():
-                await self._undo(target)
+            await self._undo(target)
             if isinstance(error, CallCancelled):
                 self._scope.check_open(what)
             if isinstance(error, SerializationError) and isinstance(error.__cause__, ImportError):
@@ -173,7 +168,8 @@ class ScopeActors:
 
     async def _undo(self, target: Target) -> None:
         undoing = self._controller.start_task(self._vacate(target), f"take back {target.label}")
-        await asyncio.wait([undoing])
+        with shield_from_anyio():
+            await asyncio.wait([undoing])
 
     # Ending.
 
@@ -210,10 +206,11 @@ class ScopeActors:
         controller = self._controller
         children = [child for target in targets if (child := controller.directory.retire(target)) is not None]
         await asyncio.gather(*(child.settled() for child in children))
+        caller = controller.peer.caller
         if graceful:
-            answers = await stop_in_turn(controller, targets, WHY_STOPPED, controller.options.stop_grace)
+            answers = await stop_in_turn(caller, targets, WHY_STOPPED, controller.options.stop_grace)
         else:
-            answers = await asyncio.gather(*(stop_actor(controller, target, WHY_STOPPED, 0) for target in targets))
+            answers = await asyncio.gather(*(stop_actor(caller, target, WHY_STOPPED, 0) for target in targets))
         await asyncio.gather(*map(self._vacate, targets, answers))
 
     async def _vacate(self, target: Target, answers: bool = True) -> None:

@@ -11,10 +11,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.postmortem import Ending
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.heartbeat import Heartbeat, HeartbeatWatch
-from aiodaft._runtime.node.launcher import ChildProcess, Ending
-from aiodaft._runtime.node.worker_main import Worker
+from aiodaft._runtime.node.worker import Worker
+from aiodaft._runtime.node.worker_main import WorkerMain
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft.exceptions import SpawnFailed
@@ -25,7 +27,7 @@ from aiodaft.testing.simulated_loop import SimulatedLoop, SimulatedProcess
 FIRST_PID: Final = 10_000_000
 
 
-class SimulatedWorker(Worker):
+class SimulatedMain(WorkerMain):
     """A worker that ends without ending the test."""
 
     process: SimulatedProcess
@@ -93,16 +95,15 @@ class SimulatedHeartbeat(Heartbeat):
         line.answer = lambda: self._answer(self._process.env.monotonic())
 
 
-class SimulatedChild(ChildProcess):
+class SimulatedWorker(Worker):
     """One worker, as the node sees it."""
 
-    def __init__(self, number: int, process: SimulatedProcess, loop: SimulatedLoop) -> None:
+    def __init__(self, worker_id: PeerId, label: str, process: SimulatedProcess, loop: SimulatedLoop) -> None:
         output: Any = SimulatedOutput()
         line: Any = HeartbeatLine(loop, process)
-        super().__init__(number, output, HeartbeatWatch(line, loop, lambda pid: process.paused), loop)
+        super().__init__(worker_id, label, output, HeartbeatWatch(line, loop, lambda pid: process.paused))
         self.line = line
         self.process = process
-        self.pid = FIRST_PID + number
 
 
 class SimulatedLauncher:
@@ -115,78 +116,76 @@ class SimulatedLauncher:
         self._env = env
         self._loop = loop
         self._home = loop.current
-        self._children: dict[int, SimulatedChild] = {}
         self._last_number = 0
-        # All started workers, also ended ones.
-        self.workers: list[SimulatedWorker] = []
-        self.on_ended: Callable[[Any, Ending], object] = lambda child, ending: None
+        self.workers: dict[PeerId, SimulatedWorker] = {}
+        # What runs in all started workers, also in ended ones.
+        self.mains: list[SimulatedMain] = []
+        self.on_ended: Callable[[Any, Ending], object] = lambda worker, ending: None
         self.on_stack_request: Callable[[int], object] = lambda pid: None
 
     async def spawn(
-        self, settings: bytes, worker_environment: WorkerEnvironment, environment: dict[str, str], name: str
-    ) -> tuple[SimulatedChild, socket.socket]:
+        self, settings: WorkerSettings, inherited: WorkerEnvironment, environment: dict[str, str], label: str
+    ) -> tuple[SimulatedWorker, socket.socket]:
         """Start a worker; see `WorkerLauncher.spawn`."""
         await asyncio.sleep(self._loop.rng.random() * 0.001)
         self._last_number += 1
         process = self._loop.new_process(f"worker{self._last_number}")
-        child = self._children[self._last_number] = SimulatedChild(self._last_number, process, self._loop)
+        worker = self.workers[settings.options.id] = SimulatedWorker(settings.options.id, label, process, self._loop)
+        worker.pid = FIRST_PID + self._last_number
         ours, theirs = self._network.connect(self._home, process)
-        self._loop.later(self._loop.rng.random() * 0.01, self._begin, child, settings, theirs)
-        return child, ours
+        self._loop.later(self._loop.rng.random() * 0.01, self._begin, worker, settings.packed(), theirs)
+        return worker, ours
 
-    def _begin(self, child: SimulatedChild, settings: bytes, connection: socket.socket) -> None:
-        if not child.process.alive:
+    def _begin(self, worker: SimulatedWorker, settings: bytes, connection: socket.socket) -> None:
+        if not worker.process.alive:
             return
-        worker = SimulatedWorker(WorkerSettings.unpacked(settings), connection, child.line, self._env())
-        worker.process, worker.launcher = child.process, self
-        self.workers.append(worker)
+        main = SimulatedMain(WorkerSettings.unpacked(settings), connection, worker.line, self._env())
+        main.process, main.launcher = worker.process, self
+        self.mains.append(main)
 
         async def live() -> None:
-            status = await worker.run()
-            self.ended(child.process, status, None)
+            status = await main.run()
+            self.ended(worker.process, status, None)
 
-        self._loop.start(child.process, live())
-        self._loop.within(self._home, _settle, child.started, child.pid)
+        self._loop.start(worker.process, live())
+        self._loop.within(self._home, _settle, worker.started, None)
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._children
-
-    def kill(self, child: SimulatedChild, number: int = signal.SIGKILL) -> None:
+    def kill(self, worker: SimulatedWorker, number: int = signal.SIGKILL) -> None:
         """Send a signal, which takes a while."""
-        self._loop.later(self._loop.rng.random() * 0.005, self.ended, child.process, None, "SIGKILL")
+        self._loop.later(self._loop.rng.random() * 0.005, self.ended, worker.process, None, "SIGKILL")
 
-    async def end(self, child: SimulatedChild) -> None:
-        self.kill(child)
-        await asyncio.shield(child.ended)
+    async def end(self, worker: SimulatedWorker) -> None:
+        self.kill(worker)
+        await asyncio.shield(worker.ended)
 
-    async def wait_end(self, child: SimulatedChild, seconds: float) -> bool:
+    async def wait_end(self, worker: SimulatedWorker, seconds: float) -> bool:
         """Wait until a worker has ended, but no longer than that; False if it has not."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await asyncio.shield(child.ended)
-        return child.ended.done()
+                await asyncio.shield(worker.ended)
+        return worker.ended.done()
 
     def ended(self, process: SimulatedProcess, code: int | None, signal_name: str | None) -> None:
         """A process ends now; the node hears of it later."""
         if process.alive:
             self._loop.kill(process)
-            child = next(child for child in self._children.values() if child.process is process)
-            report = partial(self._report, child, Ending(child.pid, code, signal_name))
+            worker = next(worker for worker in self.workers.values() if worker.process is process)
+            report = partial(self._report, worker, Ending(code, signal_name))
             self._loop.later(self._loop.rng.random() * 0.02, self._loop.within, self._home, report)
 
-    def _report(self, child: SimulatedChild, ending: Ending) -> None:
-        if self._children.pop(child.number, None) is None:
+    def _report(self, worker: SimulatedWorker, ending: Ending) -> None:
+        if self.workers.pop(worker.id, None) is None:
             return
-        child.fail(SpawnFailed("the worker did not start"))
-        _settle(child.ended, ending)
-        self.on_ended(child, ending)
+        worker.fail(SpawnFailed("the worker did not start"))
+        _settle(worker.ended, ending)
+        self.on_ended(worker, ending)
 
     async def aclose(self) -> None:
         """Kill every worker and wait until they have ended."""
-        children = list(self._children.values())
-        for child in children:
-            self.kill(child)
-        await asyncio.gather(*(asyncio.shield(child.ended) for child in children))
+        workers = list(self.workers.values())
+        for worker in workers:
+            self.kill(worker)
+        await asyncio.gather(*(asyncio.shield(worker.ended) for worker in workers))
 
     def abandon(self) -> None:
         """There is nothing to end."""

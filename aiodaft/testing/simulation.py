@@ -86,7 +86,7 @@ class Simulation:
     @property
     def peers(self) -> list[tuple[Peer, SimulatedProcess]]:
         """What runs in each process, also in ended ones."""
-        workers = [worker for launcher in self._launchers for worker in launcher.workers]
+        workers = [main for launcher in self._launchers for main in launcher.mains]
         found: list[tuple[Peer | None, SimulatedProcess]] = []
         found += [(one._controller.peer, self.controller) for one in self._runtimes if one._controller.name]
         found += [(worker.peer, worker.process) for worker in workers]
@@ -110,7 +110,7 @@ class Simulation:
     def kill(self, process: SimulatedProcess) -> None:
         """Kill a worker, as SIGKILL does."""
         for launcher in self._launchers:
-            if any(worker.process is process for worker in launcher.workers):
+            if any(main.process is process for main in launcher.mains):
                 launcher.ended(process, None, "SIGKILL")
 
     def pause(self, process: SimulatedProcess, seconds: float) -> None:

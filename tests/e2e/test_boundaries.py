@@ -277,7 +277,7 @@ async def test_spawns_under_way_fail_with_the_fork_server(rt: aiodaft.Runtime) -
     spawning = [asyncio.get_running_loop().create_task(rt.on(gpus=1).spawn(Probe)._begin()) for _ in range(4)]
     # The orders are out, and nothing has come back.
     os.kill(rt._controller.launcher.pid, signal.SIGSTOP)
-    while len(rt._controller.launcher._children) < 4:
+    while len(rt._controller.launcher.workers) < 4:
         await asyncio.sleep(0)
     os.kill(rt._controller.launcher.pid, signal.SIGKILL)
     async with asyncio.timeout(10):

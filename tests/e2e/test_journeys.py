@@ -206,7 +206,7 @@ async def test_journey_6_an_error_that_no_code_will_see_ends_a_scope_at_once() -
     assert isinstance(error, MemoryError)
     assert str(error) == "out of memory on cuda:0"
     notes = "\n".join(error.__notes__)
-    for part in ("Fragile.boom", "Fragile-1", f"pid {pid}", rt._controller.options.node_name):
+    for part in ("Fragile.boom", "Fragile-1", f"pid {pid}", rt._controller.options.process.node):
         assert part in notes
     assert not is_alive(pid)
 

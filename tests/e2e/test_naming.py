@@ -144,7 +144,7 @@ async def test_info_says_how_an_actor_is_doing(rt: aiodaft.Runtime) -> None:
     sleeper = await rt.on(gpus=2).spawn(Sleeper)
     info = await rt.info(sleeper)
     assert (info.name, info.class_name, info.names, info.gpus, info.node, info.alive) == (
-        "Sleeper-1", "Sleeper", (), (0, 1), rt._controller.options.node_name, True,
+        "Sleeper-1", "Sleeper", (), (0, 1), rt._controller.options.process.node, True,
     )  # fmt: skip
     assert is_alive(info.pid)
     assert (info.running, info.queued, info.done, info.stored_bytes) == ((), 0, 0, 0)

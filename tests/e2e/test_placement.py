@@ -242,7 +242,7 @@ async def test_neighbours_pass_the_object_itself(rt: aiodaft.Runtime, padding: i
 
 
 async def test_a_node_is_named_or_refused(rt: aiodaft.Runtime) -> None:
-    name = rt._controller.options.node_name
+    name = rt._controller.options.process.node
     assert await (await rt.on(node=name).spawn(Echo)).echo(1) == 1
     with pytest.raises(ValueError, match=f"there is no node 'mars'; this runtime has '{name}'"):
         await rt.on(node="mars").spawn(Echo)

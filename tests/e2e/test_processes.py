@@ -22,7 +22,7 @@ from transport_probes import no_more_files
 
 import aiodaft
 from aiodaft import Restart
-from aiodaft._runtime.node.postmortem import condition
+from aiodaft._runtime.node.postmortem import condition_of
 from aiodaft._runtime.platform import linux as processes
 from aiodaft._runtime.platform.env import Env, Timeouts
 
@@ -286,7 +286,7 @@ async def test_a_block_that_fails_ends_within_the_two_grace_times_though_an_acto
         async with asyncio.timeout(None) as limit, aiodaft.Runtime(preload=(), stop_grace=3, cancel_grace=1) as rt:
             stuck = await rt.spawn(Stuck)
             pid, ref = (await rt.info(stuck)).pid, stuck.stop_itself()
-            while "(SIGSTOP)" not in condition(pid):
+            while "(SIGSTOP)" not in condition_of(pid):
                 await asyncio.sleep(0)
             limit.reschedule(asyncio.get_running_loop().time() + 4)
             raise ZeroDivisionError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Generator
 from pathlib import Path
@@ -312,6 +313,24 @@ async def test_actors_that_share_a_process_come_back_together(module_rt: aiodaft
         await kill(host)
         assert await host.pid() == await guest.pid()
         await (await scope.on(with_=host).spawn(Mortal)).get()
+
+
+async def test_a_guest_whose_host_is_gone_for_good_ends_alone(module_rt: aiodaft.Runtime) -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        async with module_rt.scope(restart=policy(strategy="one_for_all")) as scope:
+            host = await scope.spawn(Mortal)
+            guest = await scope.on(with_=host).spawn(Mortal, "guest")
+            sibling = await scope.spawn(Mortal)
+            await scope.stop(host)
+            assert await guest.get() == "guest"
+            await kill(sibling)
+            await asyncio.Event().wait()
+    # No restart is counted for it, so the limit of the policy is not reached.
+    (error,) = raised.value.exceptions
+    assert isinstance(error, aiodaft.ActorDied)
+    assert re.fullmatch(
+        r"Mortal-\d+ cannot be made again: Mortal-\d+, in the process of which it lived, is gone", str(error)
+    )
 
 
 async def test_services_and_members_of_groups_are_restarted(module_rt: aiodaft.Runtime) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import subprocess
@@ -10,17 +11,23 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from aiodaft._protocol.codec import unpack
+from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.node import forkserver_watch as server_watch
-from aiodaft._runtime.node.environment import WorkerEnvironment
+from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.launcher import WorkerLauncher
+from aiodaft._runtime.node.orders import Spawned, packed, unpacked
+from aiodaft._runtime.node.worker import Worker
 from aiodaft._runtime.node.worker_logs import LogPump
 from aiodaft._runtime.platform.env import Timeouts
+from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import SpawnFailed
+
+_numbers = itertools.count(1)
 
 
 @asynccontextmanager
@@ -28,29 +35,45 @@ async def launcher_and_server(
     timeouts: Timeouts | None = None,
 ) -> AsyncGenerator[tuple[WorkerLauncher, socket.socket], None]:
     """A launcher, and what would be its fork server's end of the socket."""
-    loop = asyncio.get_running_loop()
-    launcher: Any = WorkerLauncher(loop, fork=True, preload=(), timeouts=timeouts or Timeouts())
-    launcher._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    launcher._socket.setblocking(False)
+    servers: list[socket.socket] = []
+
+    def start(command: list[str], *, pass_fds: tuple[int], **_: object) -> Any:
+        servers.append(socket.socket(fileno=os.dup(*pass_fds)))
+        return SimpleNamespace(pid=0, kill=lambda: None, poll=lambda: 0)
+
+    launcher = WorkerLauncher(asyncio.get_running_loop(), fork=True, preload=(), timeouts=timeouts or Timeouts())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", start)
+        await spawn(launcher)
+    (server,) = servers
     server.setblocking(False)
-    launcher._starting = loop.create_future()
-    launcher._starting.set_result(None)
     with server:
+        assert [order.directory for order in received(server)] == [os.getcwd()]
         try:
             yield launcher, server
         finally:
             await launcher.aclose()
 
 
-def received(server: socket.socket) -> list[list[Any]]:
+async def spawn(launcher: WorkerLauncher) -> Worker:
+    """Order a worker."""
+    number = next(_numbers)
+    options = ProcessOptions(PeerId(f"worker-{number}"), "node", PeerId("here"), "none", False, 1, 1)
+    settings = WorkerSettings(options, bytes(32), False, 0, [])
+    worker, connection = await launcher.spawn(settings, WorkerEnvironment.here(), {}, "actor")
+    connection.close()
+    return worker
+
+
+def received(server: socket.socket) -> list[Any]:
     """The orders that have come."""
-    orders: list[list[Any]] = []
+    orders: list[Any] = []
     with suppress(BlockingIOError):
         while True:
-            data, fds, _, _ = socket.recv_fds(server, 1 << 20, 3)
+            data, fds, _, _ = socket.recv_fds(server, 1 << 20, 4)
             for fd in fds:
                 os.close(fd)
-            orders.append(unpack(data, lambda code, content: None))
+            orders.append(unpacked(data))
     return orders
 
 
@@ -58,35 +81,37 @@ async def test_a_path_that_is_too_long_to_be_told_is_named(monkeypatch: pytest.M
     async with launcher_and_server() as (launcher, server):
         monkeypatch.syspath_prepend("/" + "x" * (4 << 20))
         with pytest.raises(SpawnFailed, match=r"4,\d+,\d+ bytes \(sys.path, the environment\) are too many"):
-            await launcher.spawn(b"", WorkerEnvironment.here(), {}, "actor")
+            await spawn(launcher)
         assert received(server) == []
 
 
 async def test_no_answer_is_expected_to_an_order_that_could_not_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = asyncio.Event()
     monkeypatch.setattr(server_watch, "signs_of_life", lambda pid, others: looked.set())
-    async with launcher_and_server(Timeouts(fork_server_look=0)) as (launcher, _):
-        monkeypatch.setattr(launcher._watch, "_pid", lambda: 0)
+    async with launcher_and_server(Timeouts(fork_server_look=0)) as (launcher, server):
+        (worker,) = launcher.workers.values()
+        server.send(packed(Spawned(worker.id, 1)))
+        await worker.started
+        looked.clear()
         with monkeypatch.context() as patch:
             patch.syspath_prepend("/" + "x" * (4 << 20))
             with pytest.raises(SpawnFailed, match="are too many"):
-                await launcher.spawn(b"", WorkerEnvironment.here(), {}, "actor")
+                await spawn(launcher)
         for _ in range(3):
             await asyncio.sleep(0)
         assert not looked.is_set()
-        _, connection = await launcher.spawn(b"", WorkerEnvironment.here(), {}, "actor")
-        connection.close()
+        await spawn(launcher)
         await looked.wait()
 
 
 async def test_only_what_has_changed_in_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIODAFT_TEST_MARK", "")
+    monkeypatch.setenv("AIODAFT_TEST_GONE", "1")
     async with launcher_and_server() as (launcher, server):
-        launcher._environment = {**os.environ, "AIODAFT_TEST_GONE": "1"}
+        monkeypatch.delenv("AIODAFT_TEST_GONE")
         monkeypatch.setenv("AIODAFT_TEST_MARK", "changed")
-        _, connection = await launcher.spawn(b"", WorkerEnvironment.here(), {}, "actor")
-        connection.close()
-        assert received(server)[0][4] == {"AIODAFT_TEST_GONE": None, "AIODAFT_TEST_MARK": "changed"}
+        await spawn(launcher)
+        assert received(server)[0].changes == {"AIODAFT_TEST_GONE": None, "AIODAFT_TEST_MARK": "changed"}
 
 
 def test_the_last_lines_are_known_before_the_thread_that_passes_them_on_has_seen_them() -> None:
@@ -120,8 +145,7 @@ async def test_a_fork_server_that_imports_what_takes_long_is_not_waited_for(
     (tmp_path / "endless.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()")
     timeouts = Timeouts(fork_server_end=3600)
     launcher = WorkerLauncher(asyncio.get_running_loop(), fork=True, preload=("endless",), timeouts=timeouts)
-    child, connection = await launcher.spawn(b"", WorkerEnvironment.here(), {}, "actor")
-    connection.close()
+    worker = await spawn(launcher)
     writing = await asyncio.to_thread(os.open, tmp_path / "fifo", os.O_WRONLY)
     # Now it imports.
     if how == "close":
@@ -129,4 +153,4 @@ async def test_a_fork_server_that_imports_what_takes_long_is_not_waited_for(
     else:
         launcher.abandon()
     os.close(writing)
-    assert not child.started.done() or child.started.cancelled()
+    assert not worker.started.done() or worker.started.cancelled()

@@ -17,8 +17,9 @@ from aiodaft._protocol.supervision import Backoff, Restart
 from aiodaft._runtime.calls.call import Caller, PendingCall, Request, Target
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.connections.connections import Connections
-from aiodaft._runtime.node.worker_table import Place
+from aiodaft._runtime.node.worker import Place
 from aiodaft._runtime.objects.objects import Objects
+from aiodaft._runtime.peer import Locator
 from aiodaft._runtime.supervision.child_spec import ChildSpec
 from aiodaft._runtime.supervision.directory import Directory
 from aiodaft._runtime.supervision.supervisor import Child
@@ -60,8 +61,7 @@ class House(Bench):
         self.failed: list[BaseException] = []
         self.sender = self
         self.node: Any = self._handle(Node)
-        owner: Any = self
-        self.directory = Directory(owner)
+        self.directory = Directory(cast(Caller, self.caller), self.node)
         self.supervisor = self.directory.new_supervisor(policy, 0, lambda error, what: self.failed.append(error))
         self.followers = Followers(cast(Caller, self.caller), self._locate)
 
@@ -71,22 +71,19 @@ class House(Bench):
     def target(self, remote: PeerId, actor: ActorId, label: str) -> Target:
         return Target(self.caller, remote, actor, label, None)
 
-    def agent_of(self, remote: PeerId) -> Any:
-        raise NotImplementedError
-
-    def _locate(self, *_: object) -> Ref[Location]:
-        raise NotImplementedError
+    def _locate(self, owner: PeerId, number: ActorId, wait: bool) -> Ref[Location]:
+        located: Ref[Location] = self._handle(Locator).locate(number, wait)
+        return located
 
     def submit(self, request: Request) -> None:
         self.calls.append((request.spec.name, request.args, request.state))
 
-    def child(self, name: str = "Echo-1", actor: ActorId = ACTOR) -> Child:
+    def child(self, name: str = "Echo-1", actor: ActorId = ACTOR, beside: Target | None = None) -> Child:
         """A supervised actor that is up."""
         followed = self.followers.get(self.process.id, Location(THERE, actor), name)
         spec = ChildSpec(Echo, name, (), {}, None)
-        child = self.directory.begin(Child(followed, spec, self.supervisor, None))
-        owner: Any = self
-        spec.make(owner, THERE, actor, again=True)
+        child = self.directory.begin(Child(followed, spec, self.supervisor, beside))
+        spec.make(self.caller, THERE, actor, again=True)
         self.calls.pop()
         self.supervisor.join(child, self.supervisor.policy.kind)
         followed.move(child.place)
@@ -196,3 +193,31 @@ async def test_an_actor_that_is_stopped_while_it_is_down_is_not_made_again(house
     await house.answer("vacate", None)
     assert (house.failed, house.calls) == ([], [])
     await house.process.tasks.aclose()
+
+
+async def test_a_guest_without_its_host_ends_and_its_siblings_are_made_again(house: House) -> None:
+    guest = house.child("Guest-1", beside=Target(house.caller, THERE, ActorId(ACTOR + 1), "Host-1", None))
+    other = house.child("Other-1", ActorId(ACTOR + 2))
+    house.directory.process_ended(THERE, died(), wanted=False)
+    await house.answer("place_again", died())
+    (error,) = house.failed
+    assert guest.target.ended is error
+    assert str(error) == "Guest-1 cannot be made again: Host-1, in the process of which it lived, is gone"
+    again = incarnation(other.number, 1)
+    assert (await house.answer("place_again", Place(ELSEWHERE, again, ())))[0] == "Other-1"
+    await house.answer("vacate", None)
+    await house.answer("host", None)
+    assert (other.restarts, len(house.failed), house.calls) == (1, 1, [])
+
+
+async def test_a_guest_waits_for_a_place_beside_a_host_that_comes_back(house: House) -> None:
+    """Its host is supervised: that it was not there at this moment is one more failure."""
+    host = house.child("Host-1", ActorId(ACTOR + 1))
+    house.child("Guest-1", beside=host.target)
+    house.directory.process_ended(THERE, died(), wanted=False)
+    again = incarnation(host.number, 1)
+    await house.answer("place_again", Place(ELSEWHERE, again, ()))
+    await house.answer("locate", Location(ELSEWHERE, again))
+    await house.answer("host", None)
+    assert (await house.answer("place_again", died()))[2] == ELSEWHERE
+    assert [type(error) for error in house.failed] == [RestartLimitReached]

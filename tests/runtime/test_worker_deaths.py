@@ -13,72 +13,61 @@ from rooms import Bench
 
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.liveness import LastHeartbeat, Patience
+from aiodaft._protocol.postmortem import Ending
 from aiodaft._protocol.resources import Demand, Resources
 from aiodaft._protocol.session import Session
-from aiodaft._runtime.node.environment import WorkerEnvironment
-from aiodaft._runtime.node.launcher import Ending
+from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.node_agent import NodeAgent
-from aiodaft._runtime.node.worker_table import Conditions, Place
+from aiodaft._runtime.node.worker import Conditions, Place, Worker
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft.exceptions import ActorDied, InsufficientResources, PeerLost, SpawnFailed
 
 CONDITIONS = Conditions(None, WorkerEnvironment({}, "/", [], []))
 
 
-class Child:
-    """A worker process, as the node sees it."""
-
-    def __init__(self, number: int) -> None:
-        loop = asyncio.get_running_loop()
-        self.number = number
-        self.pid = 10_000_000 + number
-        self.output = SimpleNamespace(name="", last_lines=("a last line",))
-        self.heartbeat = SimpleNamespace(begin=lambda *_: None, last=LastHeartbeat)
-        self.started: asyncio.Future[int] = loop.create_future()
-        self.ended: asyncio.Future[Ending] = loop.create_future()
-
-
 class Launcher:
     """Starts workers that live until the test ends them."""
 
     def __init__(self) -> None:
-        self.children: list[Child] = []
+        self.workers: dict[PeerId, Worker] = {}
+        # All that were started.
+        self.made: list[Worker] = []
         self.killed: list[int] = []
         self.starts = True
         self.on_ended: Any = None
         # When the node waits for the end of a process, it gives up at once.
         self.patient = True
 
-    def __contains__(self, number: int) -> bool:
-        return not self.children[number].ended.done()
-
-    async def spawn(self, *_: object) -> tuple[Child, None]:
-        child = Child(len(self.children))
-        self.children.append(child)
+    async def spawn(self, settings: WorkerSettings, _: object, __: object, label: str) -> tuple[Worker, None]:
+        output: Any = SimpleNamespace(last_lines=("a last line",))
+        heartbeat: Any = SimpleNamespace(begin=lambda *_: None, last=LastHeartbeat, close=lambda: None)
+        worker = self.workers[settings.options.id] = Worker(settings.options.id, label, output, heartbeat)
+        self.made.append(worker)
+        worker.pid = 10_000_000 + len(self.made)
         if self.starts:
-            child.started.set_result(child.pid)
+            worker.started.set_result(None)
         else:
-            child.started.set_exception(SpawnFailed("it did not start"))
-        return child, None
+            worker.fail(SpawnFailed("it did not start"))
+        return worker, None
 
-    def kill(self, child: Child) -> None:
-        self.killed.append(child.number)
-        self.die(child)
+    def kill(self, worker: Worker) -> None:
+        self.killed.append(self.made.index(worker))
+        self.die(worker)
 
-    async def end(self, child: Child) -> None:
-        self.kill(child)
+    async def end(self, worker: Worker) -> None:
+        self.kill(worker)
 
-    async def wait_end(self, child: Child, seconds: float) -> bool:
+    async def wait_end(self, worker: Worker, seconds: float) -> bool:
         if self.patient:
-            await child.ended
-        return child.ended.done()
+            await worker.ended
+        return worker.ended.done()
 
-    def die(self, child: Child, *, exit_code: int | None = None, signal: str | None = "SIGKILL") -> None:
+    def die(self, worker: Worker, *, exit_code: int | None = None, signal: str | None = "SIGKILL") -> None:
         """A process ends."""
-        if not child.ended.done():
-            ending = Ending(child.pid, exit_code, signal)
-            child.ended.set_result(ending)
-            self.on_ended(child, ending)
+        if self.workers.pop(worker.id, None) is not None:
+            ending = Ending(exit_code, signal)
+            worker.ended.set_result(ending)
+            self.on_ended(worker, ending)
 
 
 class Links:
@@ -139,7 +128,7 @@ async def machine() -> AsyncIterator[Machine]:
 async def test_a_death_that_failed_no_call_is_reported_for_each_actor(machine: Machine) -> None:
     first = await machine.place()
     second = await machine.place(beside=first.peer)
-    machine.launcher.die(machine.launcher.children[0])
+    machine.launcher.die(machine.launcher.made[0])
     assert (machine.unheld, machine.ended, machine.free) == ([], [(first.peer, False)], 2)
     await machine.blame_time_over()
     assert machine.unheld == [first.actor, second.actor]
@@ -151,15 +140,15 @@ async def test_a_death_that_failed_no_call_is_reported_for_each_actor(machine: M
 @pytest.mark.parametrize("asked_first", [False, True])
 async def test_a_death_that_failed_a_call_belongs_to_its_caller(machine: Machine, asked_first: bool) -> None:
     place = await machine.place()
-    (child,) = machine.launcher.children
+    (worker,) = machine.launcher.made
     if asked_first:
         asking = machine.agent.exit_report(place.peer, 1)
         report = asyncio.ensure_future(asking)  # noqa: TID251 - the test waits for it
         await asyncio.sleep(0)
-        machine.launcher.die(child, exit_code=3, signal=None)
+        machine.launcher.die(worker, exit_code=3, signal=None)
         error = await report
     else:
-        machine.launcher.die(child, exit_code=3, signal=None)
+        machine.launcher.die(worker, exit_code=3, signal=None)
         error = await machine.agent.exit_report(place.peer, 1)
     assert isinstance(error, ActorDied)
     assert error.exit_code == 3
@@ -169,7 +158,7 @@ async def test_a_death_that_failed_a_call_belongs_to_its_caller(machine: Machine
 
 async def test_a_caller_without_calls_under_way_takes_no_error(machine: Machine) -> None:
     place = await machine.place()
-    machine.launcher.die(machine.launcher.children[0])
+    machine.launcher.die(machine.launcher.made[0])
     await machine.agent.exit_report(place.peer, 0)
     await machine.blame_time_over()
     assert machine.unheld == [place.actor]
@@ -180,7 +169,7 @@ async def test_a_broken_connection_between_workers_does_not_excuse_a_later_death
     machine.launcher.patient = False
     error = await machine.agent.exit_report(place.peer, 1)
     assert (type(error), machine.launcher.killed) == (PeerLost, [])
-    machine.launcher.die(machine.launcher.children[0])
+    machine.launcher.die(machine.launcher.made[0])
     await machine.blame_time_over()
     assert machine.unheld == [place.actor]
 
@@ -218,7 +207,7 @@ async def test_the_process_of_two_actors_ends_with_the_last_of_them(machine: Mac
 async def test_a_restartable_actor_holds_its_resources_without_a_process(machine: Machine) -> None:
     place = await machine.place(restartable=True)
     other = await machine.place()
-    machine.launcher.die(machine.launcher.children[0])
+    machine.launcher.die(machine.launcher.made[0])
     assert machine.free == 0
     with pytest.raises(InsufficientResources):
         await machine.place()
@@ -243,7 +232,7 @@ async def test_a_worker_that_does_not_start_holds_nothing_and_is_no_accident(mac
 
 async def test_an_actor_does_not_move_in_with_one_that_is_gone(machine: Machine) -> None:
     place = await machine.place()
-    machine.launcher.die(machine.launcher.children[0])
+    machine.launcher.die(machine.launcher.made[0])
     with pytest.raises(ActorDied, match="Desk-2 was to live with an actor that is gone"):
         await machine.place(beside=place.peer)
     assert machine.free == 2

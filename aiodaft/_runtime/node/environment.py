@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from aiodaft._protocol.codec import pack, unpack
 from aiodaft._runtime.platform.linux import importable_path
+from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import SpawnFailed
 
 
@@ -51,27 +51,19 @@ def change_environment(base: dict[str, str], changes: dict[str, str | None]) -> 
     os.environ.update((name, value) for name, value in wanted.items() if os.environ.get(name) != value)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
+class WorkerSettings(NamedTuple):
     """The settings of a worker; they travel as plain data."""
 
-    id: str
-    node: str
-    home: str
-    transport: str
-    direct: bool
-    grace: float
-    max_pending: int
+    options: ProcessOptions
     key: bytes
     uvloop: bool
     log_level: int
     argv: list[str]
 
     def packed(self) -> bytes:
-        """As bytes."""
-        return pack(list(astuple(self)))
+        return pack([list(self.options), *self[1:]])
 
     @classmethod
     def unpacked(cls, data: bytes) -> WorkerSettings:
-        """From bytes."""
-        return cls(*unpack(data))
+        options, *others = unpack(data)
+        return cls(ProcessOptions(*options), *others)

@@ -20,12 +20,23 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
-from aiodaft._protocol.codec import pack, unpack
+from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.diagnostics.attach import STACK_SIGNAL
 from aiodaft._runtime.node.environment import change_environment
-from aiodaft._runtime.node.orders import EXITED, FAILED, IMPORTING, KILL, SPAWN, SPAWNED, STACK_REQUESTED
+from aiodaft._runtime.node.orders import (
+    Exited,
+    Failed,
+    Importing,
+    Kill,
+    Message,
+    Spawn,
+    Spawned,
+    StackRequested,
+    packed,
+    unpacked,
+)
 from aiodaft._runtime.platform.linux import (
     adopt_orphans,
     children,
@@ -56,8 +67,8 @@ class ForkServer:
         self._pid = os.getpid()
         self._parent = parent
         self._thread = thread
-        self._numbers: dict[int, int] = {}
-        self._pids: dict[int, int] = {}
+        # The workers that run, by their pids.
+        self._workers: dict[int, PeerId] = {}
         self._fork = fork
         self._environment = dict(os.environ)
         self._selector = selectors.DefaultSelector()
@@ -120,7 +131,7 @@ class ForkServer:
             with suppress(BlockingIOError):
                 numbers = self._wakeup.recv(4096)
             if STACK_SIGNAL in numbers:
-                self._send([STACK_REQUESTED, 0, int(os.readlink("/proc/self"))])
+                self._send(StackRequested(int(os.readlink("/proc/self"))))
             self._report_ended()
         return self._node not in ready or self._take_order()
 
@@ -131,44 +142,41 @@ class ForkServer:
             return False
         if not data:
             return False
-        order = unpack(data)
-        if order[0] == SPAWN:
-            self._spawn(order, fds)
-        elif order[0] == KILL:
-            pid = self._pids.get(order[1])
-            if pid is not None:
-                kill(pid, order[2])
+        match unpacked(data):
+            case Spawn() as order:
+                self._spawn(order, fds)
+            case Kill(worker, number):
+                for pid in [pid for pid, other in self._workers.items() if other == worker]:
+                    kill(pid, number)
+        for fd in fds:
+            os.close(fd)
         return True
 
-    def _spawn(self, order: list[Any], fds: list[int]) -> None:
-        _, number, directory, path, changes, modules, environment, settings = order
+    def _spawn(self, order: Spawn, fds: list[int]) -> None:
         try:
-            os.chdir(directory)
+            os.chdir(order.directory)
         except OSError as error:
             why = f"the working directory that the controller had when it spawned the actor cannot be entered: {error}"
-            self._send([FAILED, number, why])
-            _close(fds)
+            self._send(Failed(order.worker, why))
             return
-        sys.path[:] = path
-        change_environment(self._environment, changes)
+        sys.path[:] = order.path
+        change_environment(self._environment, order.changes)
         try:
             if self._fork:
-                self._import_all(modules)
-                pid = self._fork_worker(environment, settings, fds)
+                self._import_all(order.modules)
+                pid = self._fork_worker(order.environment, order.settings, fds)
             else:
-                pid = _exec_worker(environment, settings, fds)
+                pid = _exec_worker(order.environment, order.settings, fds)
         except Exception:  # noqa: BLE001 - the node handles every failure
-            self._send([FAILED, number, traceback.format_exc()])
+            self._send(Failed(order.worker, traceback.format_exc()))
         else:
-            self._numbers[pid], self._pids[number] = number, pid
-            self._send([SPAWNED, number, visible_pid(pid)])
-        finally:
-            _close(fds)
+            self._workers[pid] = order.worker
+            self._send(Spawned(order.worker, visible_pid(pid)))
 
     def _import_all(self, modules: list[str]) -> None:
         for name in modules:
             if name not in sys.modules:
-                self._send([IMPORTING, 0, name])
+                self._send(Importing(name))
                 # An actor that needs the module raises a better error.
                 with suppress(Exception):
                     importlib.import_module(name)
@@ -198,26 +206,25 @@ class ForkServer:
     def _report_ended(self) -> None:
         ended = reap()
         for pid, status in ended:
-            number = self._numbers.pop(pid, None)
-            if number is not None:
-                del self._pids[number]
-                self._send([EXITED, number, pid, *describe_status(status)])
+            worker = self._workers.pop(pid, None)
+            if worker is not None:
+                self._send(Exited(worker, *describe_status(status)))
         if ended:
             sweep()
             # The children of an ended worker are ours now, and theirs will be: none may outlive the actor. Daemons of
             # live workers stay, by their sessions.
             for orphan in children():
-                if orphan not in self._numbers and session_of(orphan) not in self._numbers:
+                if orphan not in self._workers and session_of(orphan) not in self._workers:
                     kill(orphan, signal.SIGKILL)
 
-    def _send(self, message: list[Any]) -> None:
+    def _send(self, message: Message) -> None:
         # The end of the node is noticed where orders are read.
         with suppress(OSError):
-            self._node.send(pack(message))
+            self._node.send(packed(message))
 
     def _sweep(self) -> None:
         """End every descendant: by SIGTERM for workers, then by SIGKILL."""
-        for pid in self._numbers:
+        for pid in self._workers:
             kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + _LAST_GRACE
         while children() and (left := deadline - time.monotonic()) > 0:
@@ -226,7 +233,7 @@ class ForkServer:
                     with suppress(BlockingIOError):
                         self._wakeup.recv(4096)
             reap()
-            if not set(children()) & set(self._numbers):
+            if not set(children()) & set(self._workers):
                 break
         while remaining := children():
             for pid in remaining:
@@ -234,11 +241,6 @@ class ForkServer:
             with suppress(ChildProcessError):
                 os.waitpid(-1, 0)
         sweep()
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _exec_worker(environment: dict[str, str], settings: bytes, fds: list[int]) -> int:

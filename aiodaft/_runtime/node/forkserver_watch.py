@@ -12,15 +12,7 @@ from aiodaft._runtime.platform.tasks import logger
 
 
 class ForkServerWatch:
-    """Watches one fork server from an order until its answer.
-
-    Args:
-        loop: The loop.
-        pid: Gives the pid of the fork server.
-        workers: Gives the pids of workers: their activity is not the fork server's.
-        on_lost: Called with the reason when the fork server is given up.
-        timeouts: Have the seconds between two looks.
-    """
+    """Watches one fork server from an order until its answer."""
 
     def __init__(
         self,
@@ -31,8 +23,10 @@ class ForkServerWatch:
         timeouts: Timeouts,
     ) -> None:
         self._loop = loop
+        # The pid of the fork server, and those of workers: their activity is not the fork server's.
         self._pid = pid
         self._workers = workers
+        # Called with the reason when the fork server is given up.
         self._on_lost = on_lost
         self._timeouts = timeouts
         self._standstill = Standstill()

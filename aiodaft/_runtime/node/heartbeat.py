@@ -89,8 +89,9 @@ class HeartbeatWatch:
         connection.setblocking(False)
         self._connection = connection
         self._loop = loop
-        self._is_stopped = is_stopped
-        self._liveness: Liveness | None = None
+        self.is_stopped = is_stopped
+        # Until `begin`, silence is no matter.
+        self.liveness = Liveness(Patience(None, None), loop.time())
         self._pid = 0
         self._timer: asyncio.TimerHandle | None = None
         # Called with the call that blocks the loop ("" for another task or callback), its line, and the seconds.
@@ -99,35 +100,17 @@ class HeartbeatWatch:
         self.on_order: Callable[[Order], object] = lambda order: None
 
     def begin(self, patience: Patience, pid: int) -> None:
-        """Watch the process, which runs now."""
         self._pid = pid
-        self._liveness = Liveness(patience, self._loop.time())
+        self.liveness = Liveness(patience, self._loop.time())
         self._look()
 
     def widen(self, patience: Patience) -> None:
         """Wait at least as long as another patience says."""
-        if self._liveness is not None:
-            self._liveness.relax(self._liveness.patience.widened(patience))
-            self._schedule()
-
-    @property
-    def patience(self) -> Patience:
-        """How long the process may be silent."""
-        return Patience(None, None) if self._liveness is None else self._liveness.patience
-
-    @property
-    def limit(self) -> str:
-        """The limit that a process which was given up has exceeded, such as "lost_after=30"."""
-        return "" if self._liveness is None else self._liveness.limit
+        self.liveness.relax(self.liveness.patience.widened(patience))
+        self._schedule()
 
     def last(self) -> LastHeartbeat:
-        """The process when it last answered."""
-        return LastHeartbeat() if self._liveness is None else self._liveness.last(self._loop.time())
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the process is stopped (SIGSTOP)."""
-        return self._is_stopped(self._pid)
+        return self.liveness.last(self._loop.time())
 
     def close(self) -> None:
         """Stop watching. Idempotent; needs no running loop."""
@@ -137,11 +120,10 @@ class HeartbeatWatch:
         self._connection.close()
 
     def _look(self) -> None:
-        assert self._liveness is not None
         # Answers are read only here: so they cost no wakeup, and one that came while this loop was busy counts.
         self._read_answer()
-        stopped = self._liveness.is_silent and self.is_stopped
-        order = self._liveness.handle_timer(self._loop.time(), stopped=stopped)
+        stopped = self.liveness.is_silent and self.is_stopped(self._pid)
+        order = self.liveness.handle_timer(self._loop.time(), stopped=stopped)
         if order is Order.ASK:
             # The connection reports the end of the process.
             with suppress(OSError):
@@ -151,15 +133,13 @@ class HeartbeatWatch:
         self._schedule()
 
     def _schedule(self) -> None:
-        assert self._liveness is not None
         if self._timer is not None:
             self._timer.cancel()
-        due = self._liveness.get_timer()
+        due = self.liveness.get_timer()
         if due is not None and self._connection.fileno() >= 0:
             self._timer = self._loop.call_at(due, self._look)
 
     def _read_answer(self) -> None:
-        assert self._liveness is not None
         try:
             answer = Answer.unpack(self._connection.recv(_MAX_ANSWER))
         except OSError:
@@ -168,9 +148,9 @@ class HeartbeatWatch:
             # It ends, or breaks the protocol; either counts as silence.
             return
         now = self._loop.time()
-        if self._liveness.take(answer, now):
+        if self.liveness.take(answer, now):
             self.on_stall(answer.culprit, answer.line, answer.lag)
-        order = self._liveness.heard(now)
+        order = self.liveness.heard(now)
         if order is not None:
             self.on_order(order)
 

@@ -12,14 +12,26 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any, Final, NamedTuple
+from typing import Final
 
-from aiodaft._protocol.codec import pack, unpack
-from aiodaft._runtime.node import orders as order
-from aiodaft._runtime.node.environment import WorkerEnvironment
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.postmortem import Ending
+from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.forkserver_watch import ForkServerWatch
 from aiodaft._runtime.node.heartbeat import HeartbeatWatch
-from aiodaft._runtime.node.worker_logs import LogPump, WorkerOutput
+from aiodaft._runtime.node.orders import (
+    Exited,
+    Failed,
+    Importing,
+    Kill,
+    Spawn,
+    Spawned,
+    StackRequested,
+    packed,
+    unpacked,
+)
+from aiodaft._runtime.node.worker import Worker
+from aiodaft._runtime.node.worker_logs import LogPump
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.platform.exhaustion import refusal
 from aiodaft._runtime.platform.linux import (
@@ -31,7 +43,7 @@ from aiodaft._runtime.platform.linux import (
     process_tree,
     status_of,
 )
-from aiodaft._runtime.platform.tasks import TaskOwner, logger
+from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import SpawnFailed
 
 # Modules that the fork server imports for all workers if this process has them: slow to import, safe to fork.
@@ -39,37 +51,6 @@ _PRELOADED: Final = ("numpy", "torch")
 
 # Seconds that the fork server usually needs to report an end.
 _REPORT_TIME: Final = 0.1
-
-
-class Ending(NamedTuple):
-    """How a worker ended; exit code and signal are None if unknown."""
-
-    pid: int
-    exit_code: int | None
-    signal: str | None
-
-
-class ChildProcess:
-    """One worker process."""
-
-    def __init__(
-        self, number: int, output: WorkerOutput, heartbeat: HeartbeatWatch, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self.number = number
-        self.output = output
-        self.heartbeat = heartbeat
-        # 0 until it has started.
-        self.pid = 0
-        self.started: asyncio.Future[int] = loop.create_future()
-        self.ended: asyncio.Future[Ending] = loop.create_future()
-
-    def fail(self, error: SpawnFailed) -> None:
-        """Fail `started`: the worker did not start."""
-        self.heartbeat.close()
-        if not self.started.done():
-            self.started.set_exception(error)
-            # asyncio logs errors that no task retrieves.
-            self.started.exception()
 
 
 class WorkerLauncher:
@@ -93,10 +74,7 @@ class WorkerLauncher:
         self._logs = LogPump()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._tasks = TaskOwner("aiodaft launcher")
-        self._starting: asyncio.Task[None] | None = None
-        self._children: dict[int, ChildProcess] = {}
-        self._last_number = 0
+        # Why there is no fork server any more.
         self._lost: str | None = None
         self._watch = ForkServerWatch(loop, self._server_pid, self._worker_pids, self._give_up, timeouts)
         # Whether the fork server has carried out an order, so that its first imports are done.
@@ -105,7 +83,9 @@ class WorkerLauncher:
         # The environment of the fork server.
         self._environment: dict[str, str] = {}
         self._writable = asyncio.Event()
-        self.on_ended: Callable[[ChildProcess, Ending], object] = lambda child, ending: None
+        # The workers that were ordered and have not ended, as far as is known.
+        self.workers: dict[PeerId, Worker] = {}
+        self.on_ended: Callable[[Worker, Ending], object] = lambda worker, ending: None
         # Called when `aiodaft stack` asks for the stacks, with the pid of the fork server outside its PID namespace.
         self.on_stack_request: Callable[[int], object] = lambda pid: None
 
@@ -115,49 +95,44 @@ class WorkerLauncher:
         return None if self._process is None else self._process.pid
 
     async def spawn(
-        self, settings: bytes, worker_environment: WorkerEnvironment, environment: dict[str, str], name: str
-    ) -> tuple[ChildProcess, socket.socket]:
+        self, settings: WorkerSettings, inherited: WorkerEnvironment, environment: dict[str, str], label: str
+    ) -> tuple[Worker, socket.socket]:
         """Start a worker.
 
         Args:
-            settings: Its settings, packed.
-            worker_environment: The environment that it inherits from the controller.
+            settings: Its settings.
+            inherited: The environment that it inherits from the controller.
             environment: Variables for this worker alone.
-            name: Its name in the log.
+            label: The actor it is started for.
 
         Returns:
-            The worker, and this process's end of the socket to it. Its `started` gives the pid.
+            The worker, and this process's end of the socket to it. Once its `started` is done, it has a pid.
 
         Raises:
             SpawnFailed: The fork server cannot be started, does not answer, or is gone, or there are no descriptors
                 for the worker. `started` raises it, too.
         """
-        await self._ensure_started()
+        if self._process is None and self._lost is None:
+            self._start()
         self._check_server()
-        if self._lost is not None or self._socket is None:
-            raise SpawnFailed(f"the fork server is gone: {self._lost}")
-        self._last_number += 1
         with ExitStack() as opened:
-            child, ours, theirs = self._open_child(name, opened)
-            self._children[child.number] = child
-            self._watch.expect()
-            changes = worker_environment.changes(self._environment)
-            common = [worker_environment.directory, worker_environment.path, changes]
-            message = pack([order.SPAWN, child.number, *common, self._modules(), environment, settings])
+            worker, ours, theirs = self._open_worker(settings.options.id, label, opened)
+            changes, path = inherited.changes(self._environment), inherited.path
+            order = Spawn(
+                worker.id, inherited.directory, path, changes, self._modules(), environment, settings.packed()
+            )
             try:
-                await self._send(message, theirs)
-            except BaseException as error:
-                self._children.pop(child.number, None)
+                await self._send(packed(order), theirs)
+            except BaseException:
                 if not self._is_awaited():
                     self._watch.close()
-                child.heartbeat.close()
+                worker.heartbeat.close()
                 ours.close()
-                if isinstance(error, OSError):
-                    raise SpawnFailed(f"the fork server is gone: {error}") from error
                 raise
-        return child, ours
+        self.workers[worker.id] = worker
+        return worker, ours
 
-    def _open_child(self, name: str, opened: ExitStack) -> tuple[ChildProcess, socket.socket, list[int]]:
+    def _open_worker(self, worker_id: PeerId, label: str, opened: ExitStack) -> tuple[Worker, socket.socket, list[int]]:
         """A worker, this end of the socket to it, and the worker's descriptors, which `opened` closes."""
         try:
             output, *ends = self._logs.open()
@@ -172,33 +147,27 @@ class WorkerLauncher:
                 raise
             opened.enter_context(answering)
         except OSError as error:
-            raise SpawnFailed(refusal(error, f"{name} cannot be started")) from error
-        output.name = name
-        child = ChildProcess(self._last_number, output, HeartbeatWatch(watched, self._loop, is_stopped), self._loop)
-        return child, ours, [theirs.fileno(), *ends, answering.fileno()]
+            raise SpawnFailed(refusal(error, f"{label} cannot be started")) from error
+        worker = Worker(worker_id, label, output, HeartbeatWatch(watched, self._loop, is_stopped))
+        return worker, ours, [theirs.fileno(), *ends, answering.fileno()]
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._children
-
-    def kill(self, child: ChildProcess, number: int = signal.SIGKILL) -> None:
+    def kill(self, worker: Worker, number: int = signal.SIGKILL) -> None:
         """Send a signal to a worker that has not ended."""
-        if self._socket is not None and not child.ended.done():
+        if self._socket is not None and not worker.ended.done():
             # The fork server kills it: only the parent knows that the pid still belongs to the worker.
             with suppress(OSError):
-                self._socket.send(pack([order.KILL, child.number, int(number)]))
+                self._socket.send(packed(Kill(worker.id, int(number))))
 
-    async def end(self, child: ChildProcess) -> None:
+    async def end(self, worker: Worker) -> None:
         """Kill a worker and wait until it has ended, even if the fork server is stopped or imports a module."""
-        self.kill(child)
+        self.kill(worker)
         # If the fork server has carried out no order, no worker has started.
-        if not await self.wait_end(child, self._timeouts.kill if self._heard else 0.0):
-            if child.pid:
-                # The fork server has not reaped it, so the pid still belongs to it.
-                with suppress(ProcessLookupError):
-                    os.kill(child.pid, signal.SIGKILL)
-            self._forget(child, Ending(child.pid, None, "SIGKILL"))
+        if not await self.wait_end(worker, self._timeouts.kill if self._heard else 0.0):
+            # The fork server has not reaped it, so the pid still belongs to it.
+            kill(worker.pid, signal.SIGKILL)
+            self._forget(worker, Ending(None, "SIGKILL"))
 
-    async def wait_end(self, child: ChildProcess, seconds: float) -> bool:
+    async def wait_end(self, worker: Worker, seconds: float) -> bool:
         """Wait for the end of a worker; False if it has not ended after `seconds`.
 
         A stopped or busy fork server does not report the end: then this asks the kernel.
@@ -206,47 +175,54 @@ class WorkerLauncher:
         for patience in (min(_REPORT_TIME, seconds), max(0.0, seconds - _REPORT_TIME)):
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience):
-                    await asyncio.shield(child.ended)
+                    await asyncio.shield(worker.ended)
                 return True
-            status = status_of(child.pid) if child.pid else None
+            status = status_of(worker.pid) if worker.pid else None
             if status not in {None, UNKNOWN}:
                 break
         if status is None:
             return False
-        self._forget(child, Ending(child.pid, *status))
+        self._forget(worker, Ending(*status))
         return True
 
-    def _forget(self, child: ChildProcess, ending: Ending) -> None:
+    def _forget(self, worker: Worker, ending: Ending) -> None:
         """Note the end of a worker, and ignore later reports of it."""
-        self._children.pop(child.number, None)
-        child.heartbeat.close()
-        if not child.ended.done():
-            child.ended.set_result(ending)
-        self.on_ended(child, ending)
+        if self.workers.pop(worker.id, None) is not None:
+            worker.heartbeat.close()
+            worker.ended.set_result(ending)
+            self.on_ended(worker, ending)
+
+    # The end.
 
     async def aclose(self) -> None:
         """End the fork server and the remaining workers, and wait until they are gone."""
-        if self._socket is not None:
-            self._drop_socket()
-        await self._tasks.aclose()
-        process, self._process = self._process, None
-        if process is not None:
-            # It ends when its socket is closed, after its last worker.
-            self._hasten(process)
-            await self._wait_end(process)
-        for child in self._children.values():
-            child.heartbeat.close()
-            child.ended.cancel()
-            child.started.cancel()
+        self._drop_socket("it was closed")
+        if self._process is not None:
+            self._hasten(self._process)
+            await self._wait_end(self._process)
+            self._process = None
+        self._logs.close()
+        for worker in self.workers.values():
+            worker.ended.cancel()
+            worker.started.cancel()
+
+    def abandon(self) -> None:
+        """Like `aclose`, without a running loop. Blocks."""
+        self._leave()
+        if self._process is not None:
+            self._hasten(self._process)
+            _end(self._process, self._timeouts.fork_server_end)
+            self._process = None
         self._logs.close()
 
     def _hasten(self, process: subprocess.Popen[bytes]) -> None:
         """Make a fork server end that is stopped, or busy with a long import.
 
-        A fork server that has not reported any start is killed. A worker that it has just started ends with it.
+        It ends when its socket is closed, after its last worker. One that has not reported any start is killed: a
+        worker that it has just started ends with it.
         """
         if self._heard:
-            kill(self._server_pid(process), signal.SIGCONT)
+            kill(self._server_pid(), signal.SIGCONT)
         else:
             process.kill()
 
@@ -273,37 +249,34 @@ class WorkerLauncher:
             os.close(fd)
         process.wait()
 
-    def leave(self) -> None:
-        """Close this process's ends of all sockets; needs no running loop."""
-        self._watch.close()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        for child in self._children.values():
-            child.heartbeat.close()
-
     def stay_behind(self) -> None:
         """In a forked child: leave the fork server to the parent."""
-        self.leave()
+        self._leave()
         if self._process is not None:
             # Only the parent can wait for it.
             self._process.returncode = 0
 
-    def abandon(self) -> None:
-        """Like `aclose`, without a running loop."""
-        self.leave()
-        if self._process is not None:
-            self._hasten(self._process)
-            _end(self._process, self._timeouts.fork_server_end)
-            self._process = None
-        self._logs.close()
+    def _leave(self) -> None:
+        """Close this process's ends of all sockets; needs no running loop. Idempotent."""
+        self._watch.close()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        for worker in self.workers.values():
+            worker.heartbeat.close()
 
-    async def _ensure_started(self) -> None:
-        if self._starting is None or _has_failed(self._starting):
-            self._starting = self._tasks.start(self._start(), name="start the fork server")
-        await asyncio.shield(self._starting)
+    def _drop_socket(self, why: str) -> None:
+        self._lost = why
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
+        self._leave()
+        self._writable.set()
 
-    async def _start(self) -> None:
+    # Orders and reports.
+
+    def _start(self) -> None:
+        """Start the fork server, in the loop's thread (1 or 2 ms): it ends with the thread that starts it."""
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
@@ -314,8 +287,7 @@ class WorkerLauncher:
             command = fresh_python("aiodaft._runtime.node.forkserver", theirs.fileno(), *parent, int(self._fork))
             self._environment = dict(os.environ)
             try:
-                # In the loop's thread (1 or 2 ms): the fork server ends with the thread that starts it.
-                self._process = subprocess.Popen(  # noqa: ASYNC220 - see above
+                self._process = subprocess.Popen(
                     [*self._prefix, *command],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
@@ -327,10 +299,10 @@ class WorkerLauncher:
                 raise SpawnFailed(refusal(error, "the fork server cannot be started")) from error
         ours.setblocking(False)
         self._socket = ours
+        # The descriptor, not the socket: uvloop would keep that open in forked children.
         self._loop.add_reader(ours.fileno(), self._readable)
 
     def _modules(self) -> list[str]:
-        """The modules that the fork server imports for all workers."""
         if self._preload is not None:
             return list(self._preload)
         return [name for name in _PRELOADED if name in sys.modules]
@@ -338,42 +310,32 @@ class WorkerLauncher:
     async def _send(self, message: bytes, fds: list[int]) -> None:
         # One at a time, because the loop has one writer per descriptor.
         async with self._sending:
+            self._watch.expect()
             while True:
-                if self._socket is None:
-                    raise BrokenPipeError(self._lost or "it was closed")
                 self._check_server()
+                assert self._socket is not None
                 try:
                     socket.send_fds(self._socket, [message], fds)
                 except BlockingIOError:
-                    await self._room()
+                    await self._room(self._socket.fileno())
                 except OSError as error:
+                    why = f"the fork server is gone: {error}"
                     if error.errno == errno.EMSGSIZE:
                         what = f"{len(message):,} bytes (sys.path, the environment) are too many"
-                        raise SpawnFailed(f"the order for a worker is too long for the fork server: {what}") from error
-                    raise
+                        why = f"the order for a worker is too long for the fork server: {what}"
+                    raise SpawnFailed(why) from error
                 else:
                     return
 
-    async def _room(self) -> None:
+    async def _room(self, fd: int) -> None:
         """Wait until the fork server has read an order, is given up, or is gone."""
-        assert self._socket is not None
         self._writable.clear()
-        fd = self._socket.fileno()
         self._loop.add_writer(fd, self._writable.set)
         try:
             await self._writable.wait()
         finally:
             if self._socket is not None:
                 self._loop.remove_writer(fd)
-
-    def _drop_socket(self) -> None:
-        assert self._socket is not None
-        self._watch.close()
-        self._loop.remove_reader(self._socket.fileno())
-        self._loop.remove_writer(self._socket.fileno())
-        self._socket.close()
-        self._socket = None
-        self._writable.set()
 
     def _readable(self) -> None:
         assert self._socket is not None
@@ -387,66 +349,61 @@ class WorkerLauncher:
         if not data:
             self._server_lost("its connection ended")
             return
-        kind, number, *rest = unpack(data)
-        self._watch.importing = rest[0] if kind == order.IMPORTING else ""
-        self._heard = self._heard or kind != order.IMPORTING
-        if kind == order.STACK_REQUESTED:
-            self.on_stack_request(rest[0])
-        child = self._children.get(number)
-        if child is not None:
-            self._reported(child, kind, rest)
+        message = unpacked(data)
+        self._watch.importing = message.module if isinstance(message, Importing) else ""
+        self._heard = self._heard or not isinstance(message, Importing)
+        if isinstance(message, StackRequested):
+            self.on_stack_request(message.pid)
+        elif isinstance(message, Spawned | Failed | Exited) and (worker := self.workers.get(message.worker)):
+            self._reported(worker, message)
         self._watch.heard(more=self._is_awaited())
 
-    def _reported(self, child: ChildProcess, kind: int, rest: list[Any]) -> None:
-        if kind == order.SPAWNED:
-            child.pid = rest[0]
-            if not child.started.done():
-                child.started.set_result(child.pid)
-        elif kind == order.FAILED:
-            del self._children[child.number]
-            child.fail(SpawnFailed(f"the worker did not start:\n{rest[0]}"))
-        elif kind == order.EXITED:
-            self._forget(child, Ending(*rest))
+    def _reported(self, worker: Worker, report: Spawned | Failed | Exited) -> None:
+        match report:
+            case Spawned(_, pid):
+                worker.pid = pid
+                if not worker.started.done():
+                    worker.started.set_result(None)
+            case Failed(_, why):
+                del self.workers[worker.id]
+                worker.fail(SpawnFailed(f"the worker did not start:\n{why}"))
+            case Exited(_, exit_code, by):
+                self._forget(worker, Ending(exit_code, by))
 
     # Whether the fork server makes progress.
 
-    def _server_pid(self, process: subprocess.Popen[bytes] | None = None) -> int:
-        process = process or self._process
-        assert process is not None
+    def _server_pid(self) -> int:
+        assert self._process is not None
         # An isolated fork server is the child of the command that isolates it.
-        return process_tree(process.pid)[:2][-1] if self._prefix else process.pid
+        return process_tree(self._process.pid)[:2][-1] if self._prefix else self._process.pid
 
     def _worker_pids(self) -> set[int]:
-        return {child.pid for child in self._children.values() if child.pid}
+        return {worker.pid for worker in self.workers.values() if worker.pid}
 
     def _is_awaited(self) -> bool:
-        """Whether the fork server has not yet reported the start of a worker."""
-        return any(not child.started.done() for child in self._children.values())
+        """Whether the fork server has still to read an order, or to report the start of a worker."""
+        return self._sending.locked() or any(not worker.started.done() for worker in self.workers.values())
 
     def _check_server(self) -> None:
+        if self._lost is not None:
+            raise SpawnFailed(f"the fork server is gone: {self._lost}")
         if self._watch.problem is not None:
             raise SpawnFailed(self._watch.problem)
 
     def _give_up(self, problem: str) -> None:
         """Fail the spawns that wait for a stuck fork server. Workers that it starts later end by themselves."""
         logger.error("%s", problem)
-        for child in self._children.values():
-            if not child.started.done():
-                child.fail(SpawnFailed(problem))
+        for worker in self.workers.values():
+            if not worker.started.done():
+                worker.fail(SpawnFailed(problem))
         self._writable.set()
 
     def _server_lost(self, why: str) -> None:
-        self._lost = why
-        if self._socket is not None:
-            self._drop_socket()
+        self._drop_socket(why)
         # The workers die with it.
-        for child in list(self._children.values()):
-            child.fail(SpawnFailed(f"the fork server is gone: {why}"))
-            self._forget(child, Ending(0, None, "SIGKILL"))
-
-
-def _has_failed(task: asyncio.Task[None]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is not None
+        for worker in list(self.workers.values()):
+            worker.fail(SpawnFailed(f"the fork server is gone: {why}"))
+            self._forget(worker, Ending(None, "SIGKILL"))
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float) -> None:

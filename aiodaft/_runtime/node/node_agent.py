@@ -15,15 +15,16 @@ from typing import Final
 from aiodaft._protocol import messages as m
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, number_of
 from aiodaft._protocol.liveness import Order, Patience
+from aiodaft._protocol.postmortem import Ending, OomKills
 from aiodaft._protocol.resources import Demand, Resources
 from aiodaft._protocol.worker import WorkerEvent, WorkerState
-from aiodaft._runtime.actors.hosted_actor import current_call
+from aiodaft._runtime.agent import serving
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.diagnostics.native_dump import take_dump
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
-from aiodaft._runtime.node.launcher import ChildProcess, Ending, WorkerLauncher
-from aiodaft._runtime.node.postmortem import OomKills, activity, died, given_up, silence
-from aiodaft._runtime.node.worker_table import Conditions, Place, Worker, WorkerProcess
+from aiodaft._runtime.node.launcher import WorkerLauncher
+from aiodaft._runtime.node.postmortem import activity, died, given_up, silence, was_oom_kill, watch_oom_kills
+from aiodaft._runtime.node.worker import Conditions, Place, Worker, WorkerProcess
 from aiodaft._runtime.peer import NodeContact
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.platform.tasks import logger
@@ -62,10 +63,9 @@ class NodeAgent(NodeContact):
         self._uvloop = uvloop
         self._patience = patience
         self._oom_kills = OomKills()
-        self._workers: dict[PeerId, Worker] = {}
-        # Workers in the state DIED.
-        self._accidents: dict[PeerId, Worker] = {}
-        self._endings: dict[PeerId, OutcomeUnknown] = {}
+        # The workers that live, and those that ended, for a while.
+        self._workers = launcher.workers
+        self._ended: dict[PeerId, Worker] = {}
         self._introduced: set[frozenset[PeerId]] = set()
         self._actor_numbers = itertools.count(FIRST_USER_ACTOR)
         # Called for each actor of a process that ended by accident, if no call failed because of that.
@@ -74,7 +74,7 @@ class NodeAgent(NodeContact):
         self.on_unheld: Callable[[BaseException, str], object] = lambda error, what: None
         # Called for each process that ended, with the error of its callers and whether the runtime wanted its end.
         self.on_ended: Callable[[PeerId, OutcomeUnknown, bool], object] = lambda peer, error, wanted: None
-        launcher.on_ended = self._child_ended
+        launcher.on_ended = self._worker_ended
 
     @method
     async def place(
@@ -125,56 +125,40 @@ class NodeAgent(NodeContact):
         if beside is None:
             assert conditions.worker_environment is not None
             worker = await self._start_worker(label, number_of(actor), conditions.worker_environment)
-            worker.child.heartbeat.begin(conditions.patience or self._patience, worker.pid)
+            worker.heartbeat.begin(conditions.patience or self._patience, worker.pid)
         else:
             shared = self._workers.get(PeerId(beside))
             if shared is None or shared.state is WorkerState.STOPPING:
                 raise ActorDied(f"{label} was to live with an actor that is gone", executed=False)
             worker = shared
             if conditions.patience is not None:
-                worker.child.heartbeat.widen(conditions.patience)
+                worker.heartbeat.widen(conditions.patience)
         worker.add(actor, label)
         return Place(worker.id, actor, worker.gpus)
 
     async def _start_worker(self, label: str, number: ActorId, worker_environment: WorkerEnvironment) -> Worker:
         cpus, gpus = self._resources.share_of(number)
-        options = self._process.options
-        worker_id = self._process.env.new_peer_id("worker")
-        settings = WorkerSettings(
-            id=worker_id,
-            node=options.node,
-            home=self._process.id,
-            transport=options.transport,
-            direct=options.direct,
-            grace=options.grace,
-            max_pending=options.max_pending,
-            key=self._process.key.secret(),
-            uvloop=self._uvloop,
-            log_level=logging.getLogger().level,
-            argv=worker_environment.argv,
-        )
+        process, log_level = self._process, logging.getLogger().level
+        options = process.options._replace(id=process.env.new_peer_id("worker"))
+        settings = WorkerSettings(options, process.key.secret(), self._uvloop, log_level, worker_environment.argv)
         environment = self._environment(cpus, gpus, worker_environment)
-        child, sock = await self._launcher.spawn(settings.packed(), worker_environment, environment, label)
-        worker = self._workers[worker_id] = Worker(worker_id, child, label, gpus=gpus)
-        self._connections.attach(worker_id, sock)
+        worker, sock = await self._launcher.spawn(settings, worker_environment, environment, label)
+        worker.gpus = gpus
+        self._connections.attach(worker.id, sock)
         try:
-            worker.pid = await asyncio.shield(child.started)
+            await asyncio.shield(worker.started)
             worker.handle(WorkerEvent.STARTED)
-            worker.oom_counter = self._oom_kills.watch(worker.pid)
-            child.heartbeat.on_order = partial(self._heartbeat_changed, worker)
-            child.heartbeat.on_stall = partial(_report_stall, worker)
+            worker.oom_counter = watch_oom_kills(self._oom_kills, worker.pid)
+            worker.heartbeat.on_order = partial(self._heartbeat_changed, worker)
+            worker.heartbeat.on_stall = partial(_report_stall, worker)
         except BaseException:
             worker.stop("its spawn was cancelled")
-            # `_child_ended` removes it, unless its process was never made.
-            if child.number in self._launcher:
-                await self._launcher.end(child)
-            else:
-                self._workers.pop(worker_id, None)
+            if worker.id in self._workers:
+                await self._launcher.end(worker)
             raise
         return worker
 
     def _environment(self, cpus: float, gpus: tuple[int, ...], inherited: WorkerEnvironment) -> dict[str, str]:
-        """The variables that limit libraries in a worker to its share of the machine."""
         environment: dict[str, str] = {}
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpu_names[gpu] for gpu in gpus)
@@ -206,12 +190,12 @@ class NodeAgent(NodeContact):
             self._free(number, keep_gpus=True)
             return
         if worker.state is WorkerState.STOPPING:
-            await asyncio.shield(worker.child.ended)
+            await asyncio.shield(worker.ended)
             return
         worker.stop(reason)
         self._connections.to(worker.id).send(m.bye(reason))
-        if not answers or not await self._launcher.wait_end(worker.child, self._process.grace):
-            await self._launcher.end(worker.child)
+        if not answers or not await self._launcher.wait_end(worker, self._process.grace):
+            await self._launcher.end(worker)
 
     def _free(self, number: ActorId, *, keep_gpus: bool = False) -> None:
         if number not in self._restartable:
@@ -219,11 +203,10 @@ class NodeAgent(NodeContact):
 
     @method
     async def kill(self, peer: str, reason: str) -> None:
-        """End a process at once, with all its actors."""
         worker = self._workers.get(PeerId(peer))
         if worker is not None:
             worker.stop(reason)
-            await self._launcher.end(worker.child)
+            await self._launcher.end(worker)
 
     @method
     async def introduce(self, other: str) -> None:
@@ -233,11 +216,9 @@ class NodeAgent(NodeContact):
             ActorDied: The other process is gone.
             ResourceExhausted: There is no descriptor for the connection.
         """
-        call = current_call.get()
-        assert call is not None
-        first, second = call.caller, PeerId(other)
+        first, second = serving().caller, PeerId(other)
         if second not in self._workers:
-            raise self._endings.get(second) or ActorDied(f"there is no process {other}", executed=False)
+            raise self._why_ended(second, executed=False)
         pair = frozenset((first, second))
         # Both processes may ask at the same time: they get one connection.
         if pair not in self._introduced:
@@ -256,15 +237,29 @@ class NodeAgent(NodeContact):
             peer: The process.
             in_flight: The number of calls that the asking process had under way there. They fail with this error.
         """
-        return await self.explain(PeerId(peer), in_flight)
+        worker = self._workers.get(PeerId(peer)) or self._ended.get(PeerId(peer))
+        if worker is not None:
+            if in_flight:
+                worker.handle(WorkerEvent.CALLS_LOST)
+            if not await self._launcher.wait_end(worker, self._process.env.timeouts.exit_report):
+                if self._connections.to(worker.id).lost is None:
+                    # Only the connection between two workers broke.
+                    worker.handle(WorkerEvent.ALIVE)
+                    return PeerLost(f"the connection to {worker} ended")
+                # The process lives, but this process has lost the connection to it.
+                await self._launcher.end(worker)
+        return self._why_ended(PeerId(peer))
+
+    def _why_ended(self, peer: PeerId, executed: bool | None = None) -> OutcomeUnknown:
+        worker = self._ended.get(peer)
+        error = None if worker is None else worker.error
+        return error or ActorDied(f"there is no process {peer}", executed=executed)
 
     @method
     async def unheld(self, encoded: bytes, what: str) -> None:
         """Report an error that no code in a worker saw; `what` says what failed."""
-        call = current_call.get()
-        assert call is not None
-        worker = self._workers.get(call.caller)
-        self.on_unheld(decode_error(encoded), f"{what} (in {call.caller if worker is None else worker})")
+        caller = serving().caller
+        self.on_unheld(decode_error(encoded), f"{what} (in {self._workers.get(caller, caller)})")
 
     @method
     async def resources(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
@@ -275,12 +270,11 @@ class NodeAgent(NodeContact):
     async def process_of(self, peer: str) -> WorkerProcess | None:
         """What the node knows of a worker without asking it; None if it is gone."""
         worker = self._workers.get(PeerId(peer))
-        return None if worker is None or worker.given_up is not None else worker.process()
+        return None if worker is None or worker.given_up is not None else worker.snapshot()
 
     @method
     async def processes(self) -> tuple[WorkerProcess, ...]:
-        """The worker processes, oldest first."""
-        return tuple(worker.process() for worker in self._workers.values())
+        return tuple(worker.snapshot() for worker in self._workers.values())
 
     @method
     async def dump(self, peer: str) -> str:
@@ -288,47 +282,27 @@ class NodeAgent(NodeContact):
         worker = self._workers.get(PeerId(peer))
         if worker is None:
             return ""
-        return await take_dump(worker.pid, partial(self._launcher.kill, worker.child))
+        return await take_dump(worker.pid, partial(self._launcher.kill, worker))
 
-    async def explain(self, peer: PeerId, in_flight: int) -> DaftError:
-        """See `exit_report`."""
-        worker = self._workers.get(peer) or self._accidents.get(peer)
-        if worker is not None:
-            if in_flight:
-                worker.handle(WorkerEvent.CALLS_LOST)
-            if not await self._launcher.wait_end(worker.child, self._process.env.timeouts.exit_report):
-                if self._connections.to(peer).lost is None:
-                    # Only the connection between two workers broke.
-                    worker.handle(WorkerEvent.ALIVE)
-                    return PeerLost(f"the connection to {worker} ended")
-                # The process lives, but this process has lost the connection to it.
-                await self._launcher.end(worker.child)
-        return self._endings.get(peer) or ActorDied(f"there is no process {peer}")
-
-    def _child_ended(self, child: ChildProcess, ending: Ending) -> None:
-        worker = next((worker for worker in self._workers.values() if worker.child is child), None)
-        if worker is None:
-            return
+    def _worker_ended(self, worker: Worker, ending: Ending) -> None:
         wanted = worker.state is WorkerState.STOPPING
-        error = self._endings[worker.id] = worker.given_up or self._post_mortem(worker, ending)
+        error = worker.error = worker.given_up or self._post_mortem(worker, ending)
         worker.handle(WorkerEvent.ENDED)
-        del self._workers[worker.id]
+        self._ended[worker.id] = worker
+        while len(self._ended) > self._process.env.remembered:
+            del self._ended[next(iter(self._ended))]
         self._connections.suspects.discard(worker.id)
         self._introduced = {pair for pair in self._introduced if worker.id not in pair}
-        if not child.pid:
+        if not worker.pid:
             # If the fork server still starts it, it finds no connection and ends.
             self._connections.to(worker.id).close(error)
-        while len(self._endings) > self._process.env.remembered:
-            del self._endings[next(iter(self._endings))]
         for actor in worker.placed:
             self._free(number_of(actor))
         self.on_ended(worker.id, error, wanted)
         if worker.state is WorkerState.DIED:
-            self._accidents[worker.id] = worker
             self._process.loop.call_later(self._process.env.timeouts.blame, self._blame_over, worker, error)
 
     def _blame_over(self, worker: Worker, error: OutcomeUnknown) -> None:
-        del self._accidents[worker.id]
         worker.handle(WorkerEvent.BLAME_OVER)
         if worker.state is WorkerState.UNHANDLED:
             for actor in worker.actors:
@@ -336,7 +310,7 @@ class NodeAgent(NodeContact):
 
     def _post_mortem(self, worker: Worker, ending: Ending) -> ActorDied:
         killed = worker.state is not WorkerState.STOPPING and ending.signal == "SIGKILL"
-        oom = killed and self._oom_kills.take(worker.oom_counter)
+        oom = killed and was_oom_kill(self._oom_kills, worker.oom_counter)
         return died(worker, ending, activity(worker, self._connections.to(worker.id)), oom=oom)
 
     def _heartbeat_changed(self, worker: Worker, order: Order) -> None:
@@ -351,7 +325,7 @@ class NodeAgent(NodeContact):
             worker.given_up = given_up(worker, activity(worker, connection))
             logger.error("%s", worker.given_up)
             # Closing the connection drops its later messages.
-            self._launcher.kill(worker.child)
+            self._launcher.kill(worker)
             connection.close(worker.given_up)
 
 

@@ -1,15 +1,81 @@
-"""The messages between the launcher and the fork server: arrays that begin with one of these numbers."""
+"""The messages between the launcher and the fork server, and how both pack and read them."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
-# Number, working directory, sys.path, changes to the environment, modules to import before forking, variables for the
-# worker alone, settings of the worker; with descriptors.
-SPAWN: Final = 1
-KILL: Final = 2  # number, signal
-SPAWNED: Final = 3  # number, pid
-EXITED: Final = 4  # number, pid, exit code, signal
-FAILED: Final = 5  # number, text
-STACK_REQUESTED: Final = 6  # no number (0), pid of the fork server outside of its PID namespace
-IMPORTING: Final = 7  # no number (0), name of the module that is being imported
+from aiodaft._protocol.codec import pack, unpack
+from aiodaft._protocol.ids import PeerId
+
+
+class Spawn(NamedTuple):
+    """Start a worker; has its descriptors."""
+
+    worker: PeerId
+    directory: str
+    path: list[str]
+    # To the environment of the fork server; None removes a variable.
+    changes: dict[str, str | None]
+    # To be imported before the fork.
+    modules: list[str]
+    # Variables for this worker alone.
+    environment: dict[str, str]
+    settings: bytes
+
+
+class Kill(NamedTuple):
+    """Send a signal to a worker."""
+
+    worker: PeerId
+    signal: int
+
+
+class Spawned(NamedTuple):
+    """A worker runs."""
+
+    worker: PeerId
+    pid: int
+
+
+class Failed(NamedTuple):
+    """A worker was not started."""
+
+    worker: PeerId
+    why: str
+
+
+class Exited(NamedTuple):
+    """A worker ended; exit code and signal are None if unknown."""
+
+    worker: PeerId
+    exit_code: int | None
+    signal: str | None
+
+
+class Importing(NamedTuple):
+    """The fork server imports a module."""
+
+    module: str
+
+
+class StackRequested(NamedTuple):
+    """`aiodaft stack` asks for the stacks; has the pid of the fork server outside of its PID namespace."""
+
+    pid: int
+
+
+Message: TypeAlias = Spawn | Kill | Spawned | Failed | Exited | Importing | StackRequested
+
+_KINDS: Final[tuple[type[Message], ...]] = (Spawn, Kill, Spawned, Failed, Exited, Importing, StackRequested)
+
+
+def packed(message: Message) -> bytes:
+    """A message as bytes."""
+    return pack([_KINDS.index(type(message)), *message])
+
+
+def unpacked(data: bytes) -> Message:
+    """A message from bytes."""
+    kind, *fields = unpack(data)
+    made: Message = cast("Any", _KINDS[kind])(*fields)
+    return made

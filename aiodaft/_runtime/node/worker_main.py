@@ -12,7 +12,6 @@ import sys
 import time
 from typing import Any, TextIO, cast
 
-from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.diagnostics.native_dump import offer_dump
@@ -23,7 +22,7 @@ from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.fork_hooks import leave_signals, when_forked
 from aiodaft._runtime.platform.linux import die_with_parent
-from aiodaft._runtime.process import ProcessOptions, opened
+from aiodaft._runtime.process import opened
 from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft.exceptions import DaftError, ProtocolError
 from aiodaft_transport import Key
@@ -32,7 +31,7 @@ from aiodaft_transport import Key
 _EXIT_GRACE = 1.0
 
 
-class Worker:
+class WorkerMain:
     """Runs one peer until it is told to end."""
 
     def __init__(self, settings: WorkerSettings, sock: socket.socket, heartbeat: socket.socket, env: Env) -> None:
@@ -49,16 +48,7 @@ class Worker:
         loop.add_signal_handler(signal.SIGTERM, self._end, 128 + signal.SIGTERM)
         when_forked(leave_signals)
         settings = self._settings
-        options = ProcessOptions(
-            id=PeerId(settings.id),
-            node=settings.node,
-            home=PeerId(settings.home),
-            transport=settings.transport,
-            direct=settings.direct,
-            grace=settings.grace,
-            max_pending=settings.max_pending,
-        )
-        peer = Peer(options, Key(settings.key), self._env)
+        peer = Peer(settings.options, Key(settings.key), self._env)
         peer.connections.explain = self._explain
         peer.host.on_exit = self._exit_requested
         peer.objects.on_unheld = self._report_unheld
@@ -66,9 +56,9 @@ class Worker:
         self._peer = peer
         opened(peer.process, peer.stay_behind)
         # Loaded now, because later there may be no descriptors left to load it with.
-        peer.store.transport_named(self._settings.transport)
+        peer.store.transport_named(settings.options.transport)
         self._start_heartbeat(peer)
-        peer.connections.attach(options.home, self._connection)
+        peer.connections.attach(settings.options.home, self._connection)
         await self._over.wait()
         # The end of the process ends what is left.
         with contextlib.suppress(TimeoutError):
@@ -84,7 +74,7 @@ class Worker:
         self._over.set()
 
     async def _explain(self, connection: Connection, reason: Exception) -> DaftError:
-        if connection.remote == self._settings.home:
+        if connection.remote == self._settings.options.home:
             # The exit code is 0 only if the controller closed the connection.
             self._end(0 if connection.dismissed else 1)
             if isinstance(reason, ProtocolError):
@@ -151,7 +141,7 @@ def _serve(packed: bytes, connection: int, heartbeat: int) -> int:
 
     async def serve() -> int:
         offer_dump()
-        return await Worker(settings, *sockets, Env()).run()
+        return await WorkerMain(settings, *sockets, Env()).run()
 
     factory = None
     if settings.uvloop:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from aiodaft._protocol.ids import AGENT, ActorId, PeerId, epoch_of
 from aiodaft._protocol.messages import WANT_REPLY
-from aiodaft._runtime.agent import Agent
-from aiodaft._runtime.calls.call import CallSink, CallState, Request, Target
-from aiodaft._runtime.node.node_agent import NodeAgent
+from aiodaft._runtime.agent import Agent, agent_of
+from aiodaft._runtime.calls.call import Caller, CallState, Request, Target
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.tasks import logger
@@ -22,33 +21,6 @@ from aiodaft.ref import Ref
 
 # The reason that callers of a stopped actor get.
 WHY_STOPPED: Final = "stopped by its owner"
-
-
-class SupervisionOwner(Protocol):
-    """What supervision needs of its process."""
-
-    @property
-    def process(self) -> Process:
-        """The process."""
-        ...
-
-    @property
-    def sender(self) -> CallSink:
-        """Sends calls."""
-        ...
-
-    def agent_of(self, remote: PeerId) -> Agent:
-        """The agent of a process."""
-        ...
-
-    @property
-    def node(self) -> NodeAgent:
-        """The node agent."""
-        ...
-
-    def target(self, remote: PeerId, actor: ActorId, label: str) -> Target:
-        """The target of an actor with errors that belong to no scope."""
-        ...
 
 
 class ChildSpec:
@@ -67,16 +39,16 @@ class ChildSpec:
         self._kwargs = kwargs
         self._request: Request | None = None
 
-    def make(self, owner: SupervisionOwner, remote: PeerId, actor: ActorId, *, again: bool) -> Ref[Any]:
+    def make(self, caller: Caller, remote: PeerId, actor: ActorId, *, again: bool) -> Ref[Any]:
         """Have a process make the actor; `again` if the spec is to be used another time."""
-        target, spec = owner.target(remote, AGENT, f"agent of {remote}"), host_spec(self.cls)
-        number = owner.process.next_number()
+        target, spec = Target(caller, remote, AGENT, f"agent of {remote}", None), host_spec(self.cls)
+        number = caller.process.next_number()
         state = CallState(target, spec, number)
         arguments = (actor, self.label, self._max_queue, self.cls, *self._args)
         request = Request(target, spec, arguments, self._kwargs, number, WANT_REPLY, state)
         request.again, request.attempt, request.stored = again, epoch_of(actor), self._stored
         self._request = request
-        owner.sender.submit(request)
+        caller.sender.submit(request)
         return Ref(state)
 
     def made(self) -> None:
@@ -96,40 +68,40 @@ class ChildSpec:
             stored.release()
 
 
-async def stop_actor(owner: SupervisionOwner, target: Target, reason: str, grace: float) -> bool:
+async def stop_actor(caller: Caller, target: Target, reason: str, grace: float) -> bool:
     """Have an actor end its calls within the grace time, and leave its instance. Nothing if it is gone.
 
     Returns:
         Whether its process answers. A process that is silent for the two grace times (it is stopped, or a call keeps
         its interpreter or its loop) can only be killed.
     """
-    stopping = owner.agent_of(target.remote).stop(target.actor, reason, grace)
+    stopping = agent_of(caller, target.remote).stop(target.actor, reason, grace)
     # Its error is of no interest.
     state_of(stopping).mark_seen()
-    process = owner.process
+    process = caller.process
     # The answer comes when the process has begun to stop the actor.
-    answers = await _wait_until(_ask(owner, target), _answer_deadline(process, grace))
+    answers = await _wait_until(_ask(caller, target), _answer_deadline(process, grace))
     ended = answers and await _wait_until(stopping, process.loop.time() + grace + 2 * process.grace + 1.0)
     if not ended:
         logger.debug("%s does not answer, and is killed", target.label)
     return answers
 
 
-async def stop_in_turn(owner: SupervisionOwner, targets: Sequence[Target], reason: str, grace: float) -> list[bool]:
+async def stop_in_turn(caller: Caller, targets: Sequence[Target], reason: str, grace: float) -> list[bool]:
     """Stop actors, each when the one before it has been left. For each of them, see `stop_actor`.
 
     All are asked at the beginning whether they answer, so the time for that passes once, however many do not.
     """
-    asked = [_ask(owner, target) for target in targets]
-    deadline = _answer_deadline(owner.process, grace)
+    asked = [_ask(caller, target) for target in targets]
+    deadline = _answer_deadline(caller.process, grace)
     return [
-        await _wait_until(answer, deadline) and await stop_actor(owner, target, reason, grace)
+        await _wait_until(answer, deadline) and await stop_actor(caller, target, reason, grace)
         for target, answer in zip(targets, asked, strict=True)
     ]
 
 
-def _ask(owner: SupervisionOwner, target: Target) -> Ref[None]:
-    answer = owner.agent_of(target.remote).answer()
+def _ask(caller: Caller, target: Target) -> Ref[None]:
+    answer = agent_of(caller, target.remote).answer()
     state_of(answer).mark_seen()
     return answer
 

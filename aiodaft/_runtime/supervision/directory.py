@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 from aiodaft._protocol.child import REACHABLE, ChildEvent, ChildState, Fate, fate_of
 from aiodaft._protocol.following import NOWHERE, Location
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.supervision import Restart
-from aiodaft._runtime.calls.call import Target
+from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
+from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.peer import Locator
 from aiodaft._runtime.serialization.errors import copy_error
-from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, SupervisionOwner
+from aiodaft._runtime.supervision.child_spec import WHY_STOPPED
 from aiodaft._runtime.supervision.supervisor import Child, Supervisor
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown
 from aiodaft.methods import method
-
-# Number of ended actors with a remembered error.
-_REMEMBERED: Final = 1024
 
 
 class Directory(Locator):
     """Knows every supervised actor of its process."""
 
-    def __init__(self, owner: SupervisionOwner) -> None:
-        self._owner = owner
+    def __init__(self, caller: Caller, node: NodeAgent) -> None:
+        self._caller = caller
+        self._node = node
         # Called with the number of an actor that is over.
         self.on_over: Callable[[ActorId], object] = lambda number: None
         self._children: dict[ActorId, Child] = {}
         self._ended: dict[ActorId, DaftError] = {}
 
     def new_supervisor(self, policy: Restart, grace: float, fail: Callable[[BaseException, str], object]) -> Supervisor:
-        """A supervisor of a policy; see `Supervisor`."""
-        return Supervisor(self._owner, self.end, policy, grace, fail)
+        return Supervisor(self._caller, self._node, self.end, policy, grace, fail)
 
     @method
     async def locate(self, number: int, wait: bool) -> Location:
-        """Where an actor is; if it is down, and `wait`, as soon as it is up."""
         child = self._children.get(ActorId(number))
         if child is None:
             ended = self._ended.get(ActorId(number)) or ActorDied("the actor was stopped", executed=False)
@@ -84,7 +80,6 @@ class Directory(Locator):
         return child
 
     def forget(self, child: Child) -> None:
-        """Remove a child that could not be made, or is over."""
         self._children.pop(child.number, None)
         child.supervisor.forget(child)
         child.handle(ChildEvent.ENDED)
@@ -96,11 +91,11 @@ class Directory(Locator):
             return
         self.forget(child)
         self._ended[child.number] = error
-        while len(self._ended) > _REMEMBERED:
+        while len(self._ended) > self._caller.process.env.remembered:
             del self._ended[next(iter(self._ended))]
         child.target.end(error)
         self.on_over(child.number)
-        self._owner.node.vacate.tell(child.place.peer, child.place.actor, str(error))
+        self._node.vacate.tell(child.place.peer, child.place.actor, str(error))
 
     def process_ended(self, remote: PeerId, error: OutcomeUnknown, wanted: bool) -> None:
         """Restart the actors of a process that ended, or end them if that was wanted."""

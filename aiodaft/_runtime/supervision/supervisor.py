@@ -16,14 +16,16 @@ from typing import Any, TypeVar
 
 from aiodaft._protocol.child import SETTLED, ChildEvent, ChildState, next_state, next_task
 from aiodaft._protocol.following import Location
-from aiodaft._protocol.ids import ActorId, epoch_of, incarnation
+from aiodaft._protocol.ids import epoch_of, incarnation
 from aiodaft._protocol.supervision import Again, GiveUp, Gone, Kind, Restart, Siblings
-from aiodaft._runtime.calls.call import Target
+from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
+from aiodaft._runtime.node.node_agent import NodeAgent
+from aiodaft._runtime.node.worker import Place
 from aiodaft._runtime.platform.error_log import printable
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.serialization.errors import copy_error
-from aiodaft._runtime.supervision.child_spec import ChildSpec, SupervisionOwner, stop_actor
+from aiodaft._runtime.supervision.child_spec import ChildSpec, stop_actor
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, RestartLimitReached
 from aiodaft.ref import Ref
 
@@ -35,6 +37,8 @@ class Child:
 
     def __init__(self, target: FollowingTarget, spec: ChildSpec, supervisor: Supervisor, beside: Target | None) -> None:
         self.target = target
+        # The id that its incarnations have in common, and its name in errors.
+        self.number, self.label = target.number, target.label
         self.spec = spec
         self.supervisor = supervisor
         self.beside = beside
@@ -45,6 +49,8 @@ class Child:
         self.last_error: BaseException | None = None
         # The end of its process, if that came while it was being made.
         self.crash: OutcomeUnknown | None = None
+        # The error that ends it if the actor is gone for good whose process it shares.
+        self.homeless: ActorDied | None = None
         # The error that callers get once it is over.
         self.final: DaftError | None = None
         # The time of its next start.
@@ -54,18 +60,7 @@ class Child:
         self._changed = asyncio.Event()
 
     @property
-    def number(self) -> ActorId:
-        """The id that its incarnations have in common."""
-        return self.target.number
-
-    @property
-    def label(self) -> str:
-        """Its name in errors."""
-        return self.target.label
-
-    @property
     def epoch(self) -> int:
-        """The number of its incarnation."""
         return epoch_of(self.place.actor)
 
     def handle(self, event: ChildEvent) -> None:
@@ -75,7 +70,6 @@ class Child:
         changed.set()
 
     async def wait_for(self, ref: Ref[T]) -> T:
-        """Wait for a call that is part of a restart."""
         self.pending = ref
         if self.state is ChildState.ENDING:
             self.interrupt()
@@ -85,9 +79,15 @@ class Child:
             self.pending = None
 
     def interrupt(self) -> None:
-        """Cancel the restart under way."""
         if self.pending is not None:
             self.pending.cancel()
+
+    def lost_its_host(self, host: Target) -> ActorDied:
+        """Note that no process can make it again; the error for its callers."""
+        why = f"{self.label} cannot be made again: {host.label}, in the process of which it lived, is gone"
+        self.homeless = ActorDied(why, executed=False)
+        self.homeless.actor = self.label
+        return self.homeless
 
     async def settled(self) -> None:
         """Wait until its supervisor is done with it."""
@@ -95,34 +95,30 @@ class Child:
             await self.changed()
 
     async def changed(self) -> None:
-        """Wait until the state changes."""
         await self._changed.wait()
 
 
 class Supervisor:
-    """The children of one policy, in the order in which they were spawned.
-
-    Args:
-        owner: The process.
-        end: Called with a child that is over, and why.
-        policy: The policy.
-        grace: Seconds that calls under way get when a child is stopped.
-        fail: Called with the error when the policy allows no more restarts.
-    """
+    """The children of one policy, in the order in which they were spawned."""
 
     def __init__(
         self,
-        owner: SupervisionOwner,
+        caller: Caller,
+        node: NodeAgent,
         end: Callable[[Child, DaftError], object],
         policy: Restart,
         grace: float,
         fail: Callable[[BaseException, str], object],
     ) -> None:
-        self._owner = owner
-        self._process = owner.process
+        self._caller = caller
+        self._process = caller.process
+        self._node = node
+        # Called with a child that is over, and why.
         self._end = end
         self.policy = policy
+        # Seconds that calls under way get when a child is stopped.
         self._grace = grace
+        # Called with an error that ends children for good, and what failed.
         self._fail = fail
         self._siblings: Siblings[Child, BaseException] = Siblings(policy, self._process.env.random.random)
         self._children: list[Child] = []
@@ -130,7 +126,6 @@ class Supervisor:
         self._working: dict[Child | None, asyncio.Event] = {}
 
     def join(self, child: Child, kind: Kind) -> None:
-        """Supervise an actor that was made."""
         child.spec.made()
         self._children.append(child)
         self._siblings.add(child, kind)
@@ -139,14 +134,12 @@ class Supervisor:
             self.crashed(child, child.crash)
 
     def leave(self, child: Child) -> None:
-        """Restart an actor no more."""
         self._siblings.remove(child)
         changed = self._working.get(self._key(child))
         if changed is not None:
             changed.set()
 
     def forget(self, child: Child) -> None:
-        """Remove an actor that is over."""
         self.leave(child)
         if child in self._children:
             self._children.remove(child)
@@ -158,11 +151,14 @@ class Supervisor:
         child.last_error = error
         child.target.leave()
         child.handle(ChildEvent.FAILED)
-        normal = isinstance(error, ActorDied) and error.exit_code == 0
-        match self._siblings.failed(child, error, normal=normal, now=self._process.env.monotonic()):
+        normal, homeless = isinstance(error, ActorDied) and error.exit_code == 0, error is child.homeless
+        now = self._process.env.monotonic()
+        match self._siblings.failed(child, error, normal=normal, homeless=homeless, now=now):
             case Gone():
                 logger.info("%s ended, and is not restarted: %s", child.label, printable(str(error)))
                 self._end(child, error if isinstance(error, OutcomeUnknown) else ActorDied(str(error)))
+                if homeless:
+                    self._fail(error, f"{child.label} cannot be made again")
             case GiveUp(down, evidence):
                 self._give_up(child, down, evidence)
             case Again() as again:
@@ -233,9 +229,9 @@ class Supervisor:
 
     async def _stop(self, child: Child) -> None:
         place, reason = child.place, "one of its siblings died"
-        target = self._owner.target(place.peer, place.actor, child.label)
-        answers = await stop_actor(self._owner, target, reason, self._grace)
-        await self._owner.node.vacate(place.peer, place.actor, reason, keep=True, answers=answers)
+        target = Target(self._caller, place.peer, place.actor, child.label, None)
+        answers = await stop_actor(self._caller, target, reason, self._grace)
+        await self._node.vacate(place.peer, place.actor, reason, keep=True, answers=answers)
         self._left(child, ChildEvent.STOPPED)
 
     def _left(self, child: Child, event: ChildEvent) -> None:
@@ -260,32 +256,39 @@ class Supervisor:
             if error is not None:
                 self.crashed(child, error)
             else:
-                self._came_up(child)
+                self._siblings.came_up(child)
+                child.restarts += 1
+                child.handle(ChildEvent.MADE)
+                child.target.move(child.place)
+                logger.info("%s is up again, with epoch %d, in %s", child.label, child.epoch, child.place.peer)
         elif error is not None:
             self._left(child, ChildEvent.FAILED)
 
-    def _came_up(self, child: Child) -> None:
-        self._siblings.came_up(child)
-        child.restarts += 1
-        child.handle(ChildEvent.MADE)
-        child.target.move(child.place)
-        logger.info("%s is up again, with epoch %d, in %s", child.label, child.epoch, child.place.peer)
-
     async def _make(self, child: Child) -> None:
-        node = self._owner.node
-        beside = None if child.beside is None else child.beside.remote
-        if isinstance(child.beside, FollowingTarget):
-            location = await child.wait_for(child.beside.locate(wait=True))
-            if location.ended is not None:
-                raise copy_error(location.ended)
-            beside = location.peer
-        found = await child.wait_for(node.place_again(child.label, child.place.actor, beside))
+        found = await self._find_place(child)
         child.place = Location(found.peer, found.actor)
         try:
-            await child.wait_for(child.spec.make(self._owner, found.peer, found.actor, again=True))
+            await child.wait_for(child.spec.make(self._caller, found.peer, found.actor, again=True))
         except Exception:
-            await node.vacate(found.peer, found.actor, "it could not be made", keep=True)
+            await self._node.vacate(found.peer, found.actor, "it could not be made", keep=True)
             raise
+
+    async def _find_place(self, child: Child) -> Place:
+        host, beside = child.beside, None
+        if isinstance(host, FollowingTarget):
+            location = await child.wait_for(host.locate(wait=True))
+            if location.ended is not None:
+                raise child.lost_its_host(host) from copy_error(location.ended)
+            beside = location.peer
+        elif host is not None:
+            beside = host.remote
+        try:
+            return await child.wait_for(self._node.place_again(child.label, child.place.actor, beside))
+        except ActorDied as error:
+            if host is None or isinstance(host, FollowingTarget):
+                # The host may come back.
+                raise
+            raise child.lost_its_host(host) from error
 
 
 def _limit_reached(child: Child, policy: Restart, evidence: tuple[BaseException, ...]) -> RestartLimitReached:

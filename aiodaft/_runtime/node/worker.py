@@ -1,0 +1,105 @@
+"""A worker process, as its node sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.liveness import LastHeartbeat, Patience
+from aiodaft._protocol.postmortem import Ending
+from aiodaft._protocol.worker import WorkerEvent, WorkerState, next_state
+from aiodaft._runtime.node.environment import WorkerEnvironment
+from aiodaft._runtime.node.heartbeat import HeartbeatWatch
+from aiodaft._runtime.node.worker_logs import WorkerOutput
+from aiodaft.exceptions import OutcomeUnknown, PeerLost, SpawnFailed
+
+
+class Place(NamedTuple):
+    """The process, id and GPUs of a new actor."""
+
+    peer: PeerId
+    actor: ActorId
+    gpus: tuple[int, ...]
+
+
+class Conditions(NamedTuple):
+    """What every incarnation of an actor is started with.
+
+    Attributes:
+        patience: How long its process may be silent. Default: the runtime's patience.
+        worker_environment: What its process inherits from the controller; None if it shares another actor's process.
+    """
+
+    patience: Patience | None
+    worker_environment: WorkerEnvironment | None
+
+
+class WorkerProcess(NamedTuple):
+    """A worker process, as the node knows it without asking it."""
+
+    id: PeerId
+    pid: int
+    actors: tuple[str, ...]
+    gpus: tuple[int, ...]
+    heartbeat: LastHeartbeat
+
+
+class Worker:
+    """A worker process: its launcher sets `pid`, `started` and `ended`, its node agent what comes after these."""
+
+    def __init__(self, worker_id: PeerId, label: str, output: WorkerOutput, heartbeat: HeartbeatWatch) -> None:
+        loop = asyncio.get_running_loop()
+        self.id = worker_id
+        # The actor it was started for.
+        self.label = output.name = label
+        self.output = output
+        self.heartbeat = heartbeat
+        # 0 until it has started.
+        self.pid = 0
+        self.started: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[Ending] = loop.create_future()
+        self.state = WorkerState.STARTING
+        # The names of the actors in it, and of all that ever were.
+        self.actors: dict[ActorId, str] = {}
+        self.placed: dict[ActorId, str] = {}
+        self.gpus: tuple[int, ...] = ()
+        # Why it was told to end, in the state STOPPING.
+        self.stop_reason = ""
+        # Its error if it is killed because it was silent for too long; the error of its callers once it has ended.
+        self.given_up: PeerLost | None = None
+        self.error: OutcomeUnknown | None = None
+        # The file in which the kernel counts processes killed for want of memory.
+        self.oom_counter: str | None = None
+
+    @property
+    def names(self) -> str:
+        """The names of its actors, for errors."""
+        # An actor that was restarted here was placed more than once.
+        return " and ".join(dict.fromkeys(self.placed.values())) or self.label
+
+    def __str__(self) -> str:
+        return f"{self.names} (pid {self.pid})" if self.pid else f"{self.names} (not started yet)"
+
+    def handle(self, event: WorkerEvent) -> None:
+        self.state = next_state(self.state, event)
+
+    def fail(self, error: SpawnFailed) -> None:
+        """It did not start."""
+        self.heartbeat.close()
+        if not self.started.done():
+            self.started.set_exception(error)
+            # asyncio logs errors that no task retrieves.
+            self.started.exception()
+
+    def stop(self, reason: str) -> None:
+        """Note that its end is wanted; the first reason counts."""
+        self.handle(WorkerEvent.STOP)
+        self.stop_reason = self.stop_reason or reason
+
+    def snapshot(self) -> WorkerProcess:
+        return WorkerProcess(self.id, self.pid, tuple(self.actors.values()), self.gpus, self.heartbeat.last())
+
+    def add(self, actor: ActorId, label: str) -> None:
+        self.actors[actor] = self.placed[actor] = label
+        self.output.name = f"{'+'.join(self.actors.values())} pid={self.pid}"

@@ -217,3 +217,15 @@ async def test_a_method_that_is_called_on_self_runs_in_place(module_rt: aiodaft.
     assert any("gives its result, not a ref: do not await it" in note for note in caught.value.__notes__)
     with pytest.raises(TypeError, match=r"<remote method Blocking.one> runs in another process"):
         aiodaft.local(blocking.one)
+
+
+async def test_a_call_of_a_thread_has_its_small_arguments_as_they_were(module_rt: aiodaft.Runtime) -> None:
+    echo = await module_rt.spawn(Echo)
+    value = [1]
+
+    def call() -> list[aiodaft.Ref[Any]]:
+        return [echo.echo(value), echo.echo(value=value), echo.echo(5)]
+
+    refs = in_thread(call)
+    value.append(2)
+    assert [await ref for ref in refs] == [[1], [1], 5]

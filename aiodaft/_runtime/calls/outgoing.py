@@ -17,6 +17,7 @@ from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import Caller, CallState, Request, TellState
 from aiodaft._runtime.calls.with_refs import submit_with_refs
 from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_deadline, time_left
@@ -160,8 +161,7 @@ class Outgoing:
         submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
         admitted = request.had_turn
         if stored is None and not request.again:
-            args, kwargs = request.args, request.kwargs
-            small = encode_small([list(args), kwargs], (*args, *kwargs.values()))
+            small = _encode_small(request)
             if small is not None:
                 submit(number, state, self._send(request, (small, None, (), ())), len(small), admitted)
                 return
@@ -289,7 +289,11 @@ class Outgoing:
         if running is not None:
             label = request.spec.label
             raise RuntimeError(f"{label} was called on another event loop than the one its runtime was started on")
-        # A `def` method calls another actor: the loop does the sending.
+        # A `def` method calls another actor: the loop does the sending, of small arguments as they are now.
+        if not all_plain(request.args) or request.kwargs:
+            small = _encode_small(request)
+            if small is not None:
+                request.stored = StoredValue.again(ReceivedValue(small, None, [], []))
         context = current_call.get()
 
         def submit() -> None:
@@ -305,6 +309,10 @@ class Outgoing:
                 current_call.reset(token)
 
         self._process.call_soon(submit)
+
+
+def _encode_small(request: Request) -> bytes | None:
+    return encode_small([list(request.args), request.kwargs], (*request.args, *request.kwargs.values()))
 
 
 def _value_of(request: Request) -> tuple[Any, Names]:

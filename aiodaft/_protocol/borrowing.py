@@ -62,7 +62,8 @@ class Borrowing(Generic[ValueT]):
 
     def peer_lost(self, peer: PeerId) -> list[ValueT]:
         """A process is gone, and with it what it had borrowed. Returns what no process borrows any more."""
-        for value in self._lent.values():
+        # What follows from one end may be another end: the table can change meanwhile.
+        for value in list(self._lent.values()):
             value.forget(peer)
         return self._returned(self._lent)
 

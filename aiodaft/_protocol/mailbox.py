@@ -151,7 +151,7 @@ class Mailbox(Generic[EntryT]):
     def ahead_of(self, entry: EntryT, running: Callable[[], Sequence[EntryT]]) -> list[EntryT]:
         """The calls that block a waiting call: one of them has to progress before it may start.
 
-        None if it waits for something else, or for a call that is not among those `running`: started and not ended.
+        Empty if it waits for something else, or for a call that is not among `running`, the started and not ended ones.
         """
         rules = entry.rules
         lane = self._lanes.get(entry.caller) if rules.ordered else None

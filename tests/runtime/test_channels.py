@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,3 +190,19 @@ async def test_a_small_item_travels_encoded_and_is_decoded_by_its_receiver(sites
     first, second = await received.open(maker.store), await received.open(maker.store)
     assert first == second == ["small"]
     assert received.__reduce__()[1] == arguments
+
+
+async def test_a_second_process_is_found_dead_while_the_end_of_another_one_is_told(sites: Sites) -> None:
+    maker, first, second = sites
+    shared, other = maker.channels.create(1), maker.channels.create(1)
+    held = [await given(shared, maker, first), await given(shared, maker, second), await given(other, maker, second)]
+    del shared, other
+    gc.collect()
+    await turns()
+    # The message to the second process, that it is the only holder now, cannot be sent.
+    sender: Any = SimpleNamespace(submit=lambda request: maker.lose(ELSEWHERE))
+    maker.caller.sender = sender
+    maker.lose(THERE)
+    await turns()
+    assert maker.channels.table.keepers == {}
+    held.clear()

@@ -255,6 +255,23 @@ async def test_runs_of_a_graph_that_no_process_could_install_fail_in_their_turn(
     assert site.sent() == []
 
 
+async def test_a_graph_that_is_closed_leaves_a_participant_with_the_process_that_the_participant_waits_for(
+    site: Site,
+) -> None:
+    graph = aiodaft.compile(lambda x: site.a.note(site.b.wait(x)))
+    ref = graph("x")
+    await turns(8)
+    # The step goes on: its process does not hear of the cancellation.
+    site.owner.to(ELSEWHERE).hold()
+    ref.cancel()
+    assert isinstance(await error_of(ref), CallCancelled)
+    await graph.aclose()
+    await turns()
+    assert left(site) == (0, 2, 2)
+    site.near.lose(ELSEWHERE)
+    assert left(site) == (0, 1, 1)
+
+
 async def test_a_participant_ends_its_runs_with_the_owner(site: Site) -> None:
     graph = aiodaft.compile(lambda x: site.a.wait(x))
     ref = graph("x")

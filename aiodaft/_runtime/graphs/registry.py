@@ -135,7 +135,7 @@ class Graphs:
 
     def connection_lost(self, remote: PeerId, error: DaftError) -> None:
         """A process is gone for this reason: its values do not come."""
-        for participant in self.participants.values():
+        for participant in list(self.participants.values()):
             for run in list(participant.runs.values()):
                 run.lost(remote, error)
         for own in list(self.own.values()):

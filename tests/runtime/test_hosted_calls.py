@@ -22,7 +22,7 @@ from aiodaft._runtime.actors.hosted_actor import Host, HostedActor
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
-from aiodaft._runtime.objects.received import ReceivedValue
+from aiodaft._runtime.objects.received import Plain, ReceivedValue
 from aiodaft._runtime.objects.transfer import Delivery
 from aiodaft._runtime.serialization.encoder import Names
 from aiodaft.exceptions import (
@@ -279,6 +279,16 @@ async def test_the_calls_of_a_caller_that_is_gone_are_cancelled_and_not_answered
     while home.hosted.running:
         await turns()
     assert (home.desk.begun, home.wire.sent, home.host.calls()) == (["runs"], [], [])
+
+
+async def test_results_for_a_caller_that_is_gone_are_not_remembered(home: Home) -> None:
+    number = home.call("note", "a result")
+    await home.wire.result(number)
+    (responder,) = home.inbound.responders()
+    assert isinstance(responder.recall(CallId(number)), Plain)
+    home.wire.lost = PeerLost("it ended")
+    home.inbound.connection_lost(home.caller)
+    assert responder.recall(CallId(number)) is None
 
 
 async def test_a_process_that_pulls_the_result_of_a_caller_that_is_gone_is_sent_to_the_caller(home: Home) -> None:

@@ -120,7 +120,7 @@ class Inbound:
             for call in list(responder.calls.values()):
                 call.hosted.cancel(call)
                 call.handle(ANSWER)
-            responder.calls.clear()
+            responder.forget()
 
     def deliver_local(self, hosted: HostedActor, call: InboundCall) -> None:
         """A call from this process to one of its own actors."""

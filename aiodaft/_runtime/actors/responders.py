@@ -41,6 +41,10 @@ class RemoteResponder:
         self._last: dict[CallId, Any] = {}
         self._before: dict[CallId, Any] = {}
 
+    def forget(self) -> None:
+        """The caller is gone. What began in a context of its calls may keep this object for long."""
+        self.calls, self.pins, self._last, self._before = {}, {}, {}, {}
+
     def answer(self, call: InboundCall, result: Any) -> None:
         if call.pulled:
             # First, because calls wait for it there.

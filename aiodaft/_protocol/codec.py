@@ -122,21 +122,24 @@ def big_int(value: Any) -> Any:
     raise TypeError(f"cannot pack {type(value).__name__}")
 
 
-def packer(default: Callable[[Any], Any]) -> Callable[[Any], bytes]:
-    """Encodes None, bool, int, float, str, bytes, list, dict, `Ext`, and what `default` turns into these."""
+def packer(default: Callable[[Any], Any]) -> partial[Any]:
+    """Makes packers, whose `pack` encodes plain data, `Ext`, and what `default` turns into these.
+
+    A packer is for one value: `default` may make another one meanwhile.
+    """
     # The default size of a packer's buffer is one that the system maps and unmaps each time.
-    make = partial(
+    return partial(
         msgpack.Packer, default=default, strict_types=True, unicode_errors="surrogatepass", buf_size=_FIRST_BUFFER
     )
 
-    def pack_with(value: Any) -> bytes:
-        packed: bytes = make().pack(value)
-        return packed
 
-    return pack_with
+_plain_packer: Final = packer(big_int)
 
 
-pack: Final = packer(big_int)
+def pack(value: Any) -> bytes:
+    """Encode plain data: None, bool, int, float, str, bytes, list, dict and `Ext`."""
+    packed: bytes = _plain_packer().pack(value)
+    return packed
 
 
 def pack_exts(code: int, value: Any) -> Any:

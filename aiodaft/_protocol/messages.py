@@ -36,6 +36,8 @@ RUN        owner -> participant  graph of the sender, run, its oldest run that i
 FLOW       any -> participant    owner of the graph, graph, run, *inputs*: results that the receiver's steps need
 REPORT     participant -> owner  graph of the receiver, run, *inputs*: results that it wants, or that are over
 SKIP       owner -> participant  graph of the sender, run: its results are not wanted any more
+DEFINE     any -> any            name of a class or function, and what it is, pickled by value
+FORGET     any -> any            name that no later value has
 ========== ===================== ================================================================================
 
 A *value* is three fields: `payload` (the encoded skeleton), `blobs` (None, the buffers themselves, or grants of a
@@ -85,11 +87,12 @@ INLINE_LIMIT: Final = 64 << 10
 # Arguments that need no encoding beyond the frame's own; longer text and bytes are encoded, and so accounted for.
 PLAIN_TEXT_LIMIT: Final = 1 << 10
 
-KINDS: Final = 31
+KINDS: Final = 33
 # The place of a kind is its number on the wire: a new one comes last.
 (
     HELLO, CALL, SEND, REPLY, RESULT, STORED, ERROR, CANCEL, ITEM, CREDIT, PULL, VALUE, MOVED, BROKEN, RELEASE, ADOPTED,
     NOTE, INTRODUCE, BYE, BORROW, JOIN, LEAVE, RING, RUN, FLOW, REPORT, SKIP, APPLY, FORWARD, ASK, GIVEN,
+    DEFINE, FORGET,
 ) = range(KINDS)  # fmt: skip
 
 # Stages of RING. USED, sent by both sides, is the last message of its direction that goes over the socket.
@@ -157,6 +160,8 @@ _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     FORWARD: (_INT, _STR),
     ASK: (_INT,),
     GIVEN: (_STR, _INT, _PLAIN),
+    DEFINE: (_BYTES, _BYTES),
+    FORGET: (_BYTES,),
 }
 
 _SHAPES: Final = {kind: frozenset((int, *types) for types in product(*fields)) for kind, fields in _LAYOUT.items()}
@@ -276,6 +281,14 @@ def given(owner: PeerId, number: CallId, value: Any) -> Message:
     return GIVEN, owner, number, value
 
 
+def define(name: bytes, source: bytes) -> Message:
+    return DEFINE, name, source
+
+
+def forget(name: bytes) -> Message:
+    return FORGET, name
+
+
 # Readers. Kinds with the same fields share one.
 
 
@@ -351,3 +364,11 @@ def read_ring(message: Message) -> int:
 
 def read_skip(message: Message) -> tuple[int, int]:
     return message[1:]
+
+
+def read_define(message: Message) -> tuple[bytes, bytes]:
+    return message[1:]
+
+
+def read_forget(message: Message) -> bytes:
+    return message[1]

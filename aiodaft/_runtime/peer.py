@@ -169,6 +169,8 @@ class Peer:
             m.NOTE: self.connections.note_came,
             m.INTRODUCE: self.connections.introduction_came,
             m.BYE: self.connections.bye_came,
+            m.DEFINE: Connection.define_came,
+            m.FORGET: Connection.forget_came,
             m.RING: self.connections.ring_came,
             **self.graphs.handlers,
         }

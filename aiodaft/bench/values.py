@@ -1,9 +1,9 @@
-"""Calls with small values, each next to the same call with an integer."""
+"""Calls with small values, and of a `def` method, each next to the call of an `async def` method with an integer."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from functools import partial
 from typing import Final
 
@@ -28,15 +28,20 @@ async def run(bench: Bench) -> None:
     """Measure calls with small values."""
     tensor, tensors = payload(1 << 10), [payload(16) for _ in range(20)]
     settings = Settings()
+    # As if it was a class of `__main__`: no process can import it.
+    own = make_dataclass("Own", ["name", "rate", "steps"])("a", 0.5, 3)
     async with Runtime() as rt:
         actor = await rt.spawn(Echo)
         lines: list[tuple[str, str, Callable[[], Awaitable[object]]]] = [
+            ("a `def` method", "<= 1.7", lambda: actor.on_thread(1)),
             ("a list", "<= 1.2", lambda: actor.drop([1, 2, 3])),
             ("a tuple", "<= 1.2", lambda: actor.drop((1, "a", None))),
             ("a dict", "<= 1.2", lambda: actor.drop({"a": 1, "b": 2.5})),
             ("a keyword argument", "<= 1.2", lambda: actor.drop(value=1)),
             ("a dataclass", "<= 1.2", lambda: actor.drop(settings)),
             ("a dataclass, there and back", "", lambda: actor.on_loop(settings)),
+            ("a dataclass of __main__", "<= 1.8", lambda: actor.drop(own)),
+            ("a dataclass of __main__, there and back", "", lambda: actor.on_loop(own)),
             ("1 KiB", "<= 1.5", lambda: actor.drop(tensor)),
             ("1 KiB, there and back", "<= 2.0", lambda: actor.on_loop(tensor)),
             ("twenty small tensors", "<= 4.5", lambda: actor.drop(tensors)),

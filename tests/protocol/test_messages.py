@@ -51,6 +51,8 @@ _EXAMPLES: dict[int, Message] = {
     m.FORWARD: (m.FORWARD, 7, "peer-b"),
     m.ASK: (m.ASK, 7),
     m.GIVEN: (m.GIVEN, "peer-a", 7, 3),
+    m.DEFINE: (m.DEFINE, b"name", b"source"),
+    m.FORGET: (m.FORGET, b"name"),
 }
 
 # Fields that may be of several types: (kind, position, what else may stand there).

@@ -66,6 +66,8 @@ _CONTROLLER_1: Final[list[tuple[str, Message]]] = [
     ),
     ("931c02a8776f726b65722d32", (28, 2, "worker-2")),
     ("921d02", (29, 2)),
+    ("931fc405006e616d65c40780736f75726365", (31, b"\x00name", b"\x80source")),
+    ("9220c405006e616d65", (32, b"\x00name")),
     ("9212b67468652072756e74696d652077617320636c6f736564", (18, "the runtime was closed")),
 ]
 _WORKER_1: Final[list[tuple[str, Message]]] = [

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from aiodaft._protocol import messages as m
+from aiodaft._protocol.definitions import Definitions
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.env import Env, Timeouts
@@ -73,6 +74,7 @@ class Wire:
         self.remote = remote
         self.lost: Exception | None = None
         self.sent: list[m.Message] = []
+        self.definitions: Definitions[Any] = Definitions()
         self._answers: dict[CallId, asyncio.Future[m.Message]] = {}
 
     def send(self, message: m.Message) -> None:

@@ -24,7 +24,7 @@ from aiodaft._runtime.platform.eager_start import Starter
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.encoder import Names, is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error
-from aiodaft._runtime.serialization.small import encode_small
+from aiodaft._runtime.serialization.small import Small, encode_small
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExceeded, LocalProtocolError, Overloaded
 from aiodaft.methods import MethodSpec
 from aiodaft.ref import Borrowed
@@ -50,8 +50,8 @@ class Responder(Protocol):
         """Give a plain result, or to a local caller any result."""
         ...
 
-    def answer_stored(self, call: InboundCall, stored: StoredValue | bytes) -> None:
-        """Give a result that is encoded and packed; a small one as its payload."""
+    def answer_stored(self, call: InboundCall, stored: StoredValue | Small) -> None:
+        """Give a result that is encoded and packed."""
         ...
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
@@ -323,7 +323,7 @@ class HostedActor:
                 answer = partial(self._fail_late, call)
             elif call.responder.is_local or is_plain(result):
                 answer = partial(call.responder.answer, call, result)
-            elif (small := encode_small(result, (result,))) is not None:
+            elif (small := encode_small(result, (result,), by_name=True)) is not None:
                 answer = partial(call.responder.answer_stored, call, small)
             else:
                 stored = (

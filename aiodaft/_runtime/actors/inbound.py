@@ -91,7 +91,7 @@ class Inbound:
             args = Delivery(self._store, connection, payload, blobs, refs)
             self._arguments.fetch(call, args, slots)
         else:
-            call.received = ReceivedValue(payload, blobs, [], [])
+            call.received = ReceivedValue(payload, blobs, [], [], connection.definitions.heard)
             call.hosted.deliver(call)
 
     def cancel_came(self, connection: Connection, message: Message) -> None:

@@ -16,6 +16,7 @@ from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.serialization.errors import encode_error, passed_on
+from aiodaft._runtime.serialization.small import Small
 from aiodaft.ref import Borrowed
 
 # Results that are remembered after their answer, in two generations; and bytes of one of them at most.
@@ -57,15 +58,17 @@ class RemoteResponder:
             if len(self._last) > _REMEMBERED:
                 self._before, self._last = self._last, {}
 
-    def answer_stored(self, call: InboundCall, stored: StoredValue | bytes) -> None:
+    def answer_stored(self, call: InboundCall, stored: StoredValue | Small) -> None:
         self.calls.pop(call.number, None)
-        if isinstance(stored, bytes):
-            received = ReceivedValue(stored, None, [], [])
+        if isinstance(stored, Small):
+            received = ReceivedValue(stored.payload, None, [], [])
             if call.pulled:
                 call.tell_pullers(StoredValue.again(received))
             if call.handle(ANSWER):
-                self._connection.send(m.result(call.number, (stored, None, ())))
-                if len(stored) <= _SMALL:
+                if stored.defined:
+                    self._connection.tell(stored.defined)
+                self._connection.send(m.result(call.number, (stored.payload, None, ())))
+                if len(stored.payload) <= _SMALL and not stored.defined:
                     self._remember(call, received)
             return
         if not call.handle(ANSWER) or self._connection.lost is not None:
@@ -153,7 +156,7 @@ class LocalResponder:
         if state is not None:
             state.on_plain(result.value if isinstance(result, Borrowed) else result)
 
-    def answer_stored(self, call: InboundCall, stored: StoredValue | bytes) -> None:
+    def answer_stored(self, call: InboundCall, stored: StoredValue | Small) -> None:
         raise AssertionError("results for callers in this process are not encoded")
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:

@@ -24,7 +24,7 @@ from aiodaft._runtime.platform.context import current_deadline, time_left
 from aiodaft._runtime.serialization.encoder import Names, all_plain
 from aiodaft._runtime.serialization.errors import add_note, passed_on
 from aiodaft._runtime.serialization.pickling import TooLong
-from aiodaft._runtime.serialization.small import encode_small
+from aiodaft._runtime.serialization.small import Small, encode_small
 from aiodaft.exceptions import BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
 
 
@@ -161,9 +161,12 @@ class Outgoing:
         submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
         admitted = request.had_turn
         if stored is None and not request.again:
-            small = _encode_small(request)
+            small = _encode_small(request, by_name=True)
             if small is not None:
-                submit(number, state, self._send(request, (small, None, (), ())), len(small), admitted)
+                if small.defined:
+                    connection.tell(small.defined)
+                args_field = (small.payload, None, (), ())
+                submit(number, state, self._send(request, args_field), len(small.payload), admitted)
                 return
         if stored is None:
             try:
@@ -237,7 +240,8 @@ class Outgoing:
         return self._send(request, (stored.payload, blobs, inner, slots))
 
     def _send(self, request: Request, args: tuple[Any, ...]) -> Message:
-        left = time_left(request.deadline, self._process.loop.time)
+        deadline = request.deadline
+        left = None if deadline is None else time_left(deadline, self._process.loop.time)
         number, actor, name = request.number, request.target.actor, request.spec.name
         return m.send(number, actor, name, request.mode, left, args, request.attempt)
 
@@ -291,9 +295,9 @@ class Outgoing:
             raise RuntimeError(f"{label} was called on another event loop than the one its runtime was started on")
         # A `def` method calls another actor: the loop does the sending, of small arguments as they are now.
         if not all_plain(request.args) or request.kwargs:
-            small = _encode_small(request)
+            small = _encode_small(request, by_name=False)
             if small is not None:
-                request.stored = StoredValue.again(ReceivedValue(small, None, [], []))
+                request.stored = StoredValue.again(ReceivedValue(small.payload, None, [], []))
         context = current_call.get()
 
         def submit() -> None:
@@ -311,8 +315,9 @@ class Outgoing:
         self._process.call_soon(submit)
 
 
-def _encode_small(request: Request) -> bytes | None:
-    return encode_small([list(request.args), request.kwargs], (*request.args, *request.kwargs.values()))
+def _encode_small(request: Request, *, by_name: bool) -> Small | None:
+    args, kwargs = request.args, request.kwargs
+    return encode_small([list(args), kwargs], (*args, *kwargs.values()), by_name=by_name)
 
 
 def _value_of(request: Request) -> tuple[Any, Names]:

@@ -38,7 +38,7 @@ class Replies:
         if refs:
             self._tasks.create_task(self._adopt_result(connection, number, state, value), name="adopt refs")
         else:
-            state.on_result(ReceivedValue(payload, blobs, [], []))
+            state.on_result(ReceivedValue(payload, blobs, [], [], connection.definitions.heard))
 
     @staticmethod
     def stored_came(connection: Connection, message: Message) -> None:

@@ -28,9 +28,12 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeAlias
+from weakref import finalize, ref
 
 from aiodaft._protocol import messages as m
+from aiodaft._protocol.definitions import Definitions
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.messages import Message
 from aiodaft._protocol.rings import Upgrade
@@ -42,6 +45,7 @@ from aiodaft._runtime.connections.shm_ring import RingPair
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.process import Process
+from aiodaft._runtime.serialization.definitions import Definition, Named
 from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, RemoteProtocolError
 
 # The bytes that one read handles at most, so that many calls do not block the loop for long.
@@ -84,6 +88,8 @@ class Connection:
         # BYE was received.
         self.dismissed = False
         self.traffic = Traffic()
+        self.definitions: Definitions[Definition] = Definitions()
+        self._call_soon = process.call_soon
         self._handlers = handlers
         self._on_lost = on_lost
         self._on_dropped = on_dropped
@@ -130,6 +136,31 @@ class Connection:
         """Send a message without waiting for the end of this turn."""
         self.send(message)
         self._write()
+
+    def tell(self, defined: Sequence[Named]) -> None:
+        """Tell the peer what has these names, unless it was told before."""
+        for thing, name, source in defined:
+            if self.lost is None and self.definitions.tell(name):
+                self.send(m.define(name, source))
+                finalize(thing, _take_back_soon, ref(self), name).atexit = False
+
+    def take_back(self, name: bytes) -> None:
+        """What has this name is gone. Also in a garbage collection."""
+        self._call_soon(partial(self._take_back, name))
+
+    def _take_back(self, name: bytes) -> None:
+        if self.definitions.take_back(name):
+            # Behind the calls that wait: these may have it.
+            self.send_in_turn(m.forget(name))
+
+    def define_came(self, message: Message) -> None:
+        """DEFINE came."""
+        name, source = m.read_define(message)
+        self.definitions.hear(name, Definition(source))
+
+    def forget_came(self, message: Message) -> None:
+        """FORGET came."""
+        self.definitions.forget(m.read_forget(message))
 
     def send_in_turn(self, message: Message) -> None:
         """Send a message behind the calls that wait for room in the window."""
@@ -451,3 +482,9 @@ class Connection:
                         break
                     self._receive(memoryview(buffer)[:count])
         return self._socket is not None
+
+
+def _take_back_soon(found: ref[Connection], name: bytes) -> None:
+    connection = found()
+    if connection is not None:
+        connection.take_back(name)

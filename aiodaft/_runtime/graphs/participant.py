@@ -37,6 +37,7 @@ from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import deadline_of
 from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error, copy_error
+from aiodaft._runtime.serialization.small import Small
 from aiodaft.exceptions import ActorDied, DaftError
 
 _NO_KWARGS: Final[dict[str, Any]] = {}
@@ -304,7 +305,7 @@ class ParticipantRun(Share[Flowing]):
             call.fail_rest(error, executed=executed)
             self._one_finished()
 
-    def answer_stored(self, call: InboundCall, stored: StoredValue | bytes) -> None:
+    def answer_stored(self, call: InboundCall, stored: StoredValue | Small) -> None:
         raise AssertionError("segments give their results themselves")
 
     async def item(self, call: InboundCall, value: Any) -> None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
+from aiodaft._runtime.serialization.definitions import Definition
+from aiodaft._runtime.serialization.small import NAMED
 from aiodaft.ref import Ref
 
+_NOTHING: Final[Mapping[bytes, Definition]] = MappingProxyType({})
 
-class ReceivedValue:  # noqa: B903 - on the path of every call: a dataclass costs more
+
+class ReceivedValue:
     """An encoded value."""
 
-    __slots__ = ("blobs", "inline", "origin", "payload", "refs")
+    __slots__ = ("blobs", "heard", "inline", "origin", "payload", "refs")
 
-    def __init__(self, payload: bytes, inline: bytes | None, blobs: list[Any], refs: list[Ref[Any]]) -> None:
+    def __init__(
+        self,
+        payload: bytes,
+        inline: bytes | None,
+        blobs: list[Any],
+        refs: list[Ref[Any]],
+        heard: Mapping[bytes, Definition] = _NOTHING,
+    ) -> None:
         self.payload = payload
         self.inline = inline
         # Views of host memory, and tensors of bytes on accelerators.
@@ -21,6 +33,8 @@ class ReceivedValue:  # noqa: B903 - on the path of every call: a dataclass cost
         self.refs = refs
         # Returns the object that a buffer came from, if the value was made in this process.
         self.origin: Callable[[int], Any] = _no_origin
+        # What the names in it stand for; any other value keeps none of it alive.
+        self.heard = heard if payload[0] == NAMED else _NOTHING
 
 
 class Plain:  # noqa: B903 - as above

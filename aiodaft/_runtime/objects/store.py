@@ -14,11 +14,11 @@ from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.threads import SYNC_COPY
 from aiodaft._runtime.process import Process
-from aiodaft._runtime.serialization.decoder import decode, is_heavy
+from aiodaft._runtime.serialization.decoder import decode, decode_small, is_heavy
 from aiodaft._runtime.serialization.encoded import Source
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.pickling import TooLong
-from aiodaft._runtime.serialization.small import SMALL
+from aiodaft._runtime.serialization.small import NAMED, SMALL
 from aiodaft._runtime.serialization.tensors import Places, loaded_torch, memory_of, nowhere
 from aiodaft.ref import Borrowed
 from aiodaft_transport import DEVICE_NAME, Block, Grant, Transport
@@ -208,8 +208,8 @@ class Store:
         *,
         patient: bool = False,
     ) -> Any:
-        if received.payload[0] == SMALL:
-            return decode(received.payload)
+        if received.payload[0] in (SMALL, NAMED):
+            return decode_small(received.payload, received.heard)
         blobs = received.blobs if received.inline is None else [memoryview(bytearray(received.inline))]
         for blob in blobs:
             if not isinstance(blob, memoryview):
@@ -227,7 +227,7 @@ class Store:
     def copy(self, received: ReceivedValue) -> ReceivedValue:
         """Copy a value. Safe in any thread."""
         blobs = [self._copy_blob(blob) for blob in received.blobs]
-        return ReceivedValue(received.payload, received.inline, blobs, received.refs)
+        return ReceivedValue(received.payload, received.inline, blobs, received.refs, received.heard)
 
     def _copy_blob(self, blob: Any) -> Any:
         return memoryview(bytearray(blob)) if isinstance(blob, memoryview) else self.devices.kind.copy(blob)

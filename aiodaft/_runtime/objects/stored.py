@@ -11,7 +11,10 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.messages import INLINE_LIMIT
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.platform.exhaustion import exhausted
+from aiodaft._runtime.serialization.decoder import decode_small
 from aiodaft._runtime.serialization.encoded import Encoded, Source
+from aiodaft._runtime.serialization.encoder import Names, encode
+from aiodaft._runtime.serialization.small import NAMED
 from aiodaft.exceptions import ResourceExhausted
 from aiodaft.ref import Borrowed
 from aiodaft_transport import Block, Grant, Pullable, Transport
@@ -79,8 +82,13 @@ class StoredValue:
     @classmethod
     def again(cls, received: ReceivedValue) -> StoredValue:
         """A small received value, to pass on as it is."""
-        stored = cls(Encoded(received.payload, refs=received.refs))
-        stored.inline = received.inline
+        encoded, inline = Encoded(received.payload, refs=received.refs), received.inline
+        if encoded.payload[0] == NAMED:
+            # Its next receiver was not told the names.
+            encoded = encode(decode_small(encoded.payload, received.heard), names=Names("a value"))
+            inline = encoded.packed()
+        stored = cls(encoded)
+        stored.inline = inline
         stored.packed = True
         return stored
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from aiodaft._protocol.codec import Ext, pack, pack_exts, unpack, unpack_stream
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization import encoder as wire
 from aiodaft._runtime.serialization.containers import rebuild_dataclass
+from aiodaft._runtime.serialization.definitions import Definition
 from aiodaft._runtime.serialization.pickling import unpickle, yield_gil
-from aiodaft._runtime.serialization.small import SMALL, TUPLE, unpack_small
+from aiodaft._runtime.serialization.small import NAMED, SMALL, TUPLE, decode_named, unpack_small
 from aiodaft._runtime.serialization.tensors import Spec, TensorMaker
 from aiodaft.exceptions import SerializationError
 from aiodaft_transport.memory.address import address_of, copy_memory
@@ -24,6 +26,7 @@ _new_bytearray.restype = ctypes.py_object
 _new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
 
 
+_REFUSED: Final = "a received value cannot be rebuilt here"
 _SOLE_TENSOR: Final = pack(pack_exts(wire.TENSOR, 0))
 
 
@@ -163,9 +166,17 @@ def decode(
     Raises:
         SerializationError: A class is missing here, or something in the value refuses to be built.
     """
+    if payload[0] in (SMALL, NAMED):
+        return decode_small(payload)
     try:
-        if payload[0] == SMALL:
-            return unpack_small(memoryview(payload)[1:])
         return Decoder(blobs, slots, refs, origin, yield_gil if patient else None, home).decode(payload)
     except Exception as error:
-        raise SerializationError(f"a received value cannot be rebuilt here: {error}") from error
+        raise SerializationError(f"{_REFUSED}: {error}") from error
+
+
+def decode_small(payload: bytes, heard: Mapping[bytes, Definition] = MappingProxyType({})) -> Any:
+    """Decode a small value, with what the names in it stand for; raises what `decode` does."""
+    try:
+        return unpack_small(memoryview(payload)[1:]) if payload[0] == SMALL else decode_named(payload, heard)
+    except Exception as error:
+        raise SerializationError(f"{_REFUSED}: {error}") from error

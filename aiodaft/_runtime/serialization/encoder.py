@@ -274,9 +274,9 @@ def encode(
         TooLong: It takes long, and `patient` is not set.
     """
 
-    payload = encode_small(value, (value,))
-    if payload is not None:
-        return Encoded(payload)
+    small = encode_small(value, (value,), by_name=False)
+    if small is not None:
+        return Encoded(small.payload)
 
     def attempt(part: Any) -> Encoded:
         return Encoder(places, resolve=resolve, patient=patient).encode(part)

@@ -8,29 +8,34 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copyreg import dispatch_table
 from dataclasses import is_dataclass
 from enum import Enum
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from aiodaft._protocol.codec import big_int, ext, packer, unpacker
 from aiodaft._protocol.messages import INLINE_LIMIT
 from aiodaft._runtime.serialization.containers import FLAT
+from aiodaft._runtime.serialization.definitions import Definition, Named, Thing, find, name_of, named
 from aiodaft._runtime.serialization.pickling import importable
 from aiodaft._runtime.serialization.tensors import loaded_torch
 from aiodaft.actor import Actor
 
-# The first byte of the payload.
+# The first byte of the payload; of one that has names of classes or functions.
 SMALL: Final = 3
+NAMED: Final = 8
 # Extension codes; those of the encoder lie between.
 TUPLE: Final = 2
 RECORD: Final = 14
 MEMBER: Final = 15
 ARRAY: Final = 16
 SMALL_TENSOR: Final = 17
+NAMED_RECORD: Final = 18
+DEFINED: Final = 19
 # Elements of a container; and containers, tensors and arrays of a value.
 _MOST: Final = 64
 _DTYPES: Final = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -43,9 +48,11 @@ host_accelerators: Final[WeakSet[Any]] = WeakSet()
 class _Survey:
     """Looks whether a value is small."""
 
-    __slots__ = ("_room", "_seen")
+    __slots__ = ("_room", "_seen", "defined")
 
-    def __init__(self) -> None:
+    def __init__(self, defined: list[Named] | None) -> None:
+        # Takes what is named; None if nothing may be.
+        self.defined = defined
         self._room = INLINE_LIMIT
         self._seen: set[int] = set()
 
@@ -82,6 +89,14 @@ class _Survey:
         self._seen.add(key)
         return True
 
+    def defines(self, thing: Thing) -> bool:
+        """Whether a class or function that cannot be imported goes under its name."""
+        found = None if self.defined is None else named(thing)
+        if self.defined is None or found is None:
+            return False
+        self.defined.append(found)
+        return True
+
     def buffer(self, nbytes: int) -> bool:
         """Whether so many bytes more fit into a message."""
         self._room -= nbytes
@@ -96,29 +111,38 @@ class _Form(NamedTuple):
     fits: Callable[[_Survey, Any], bool]
     # The content of the extension, if it is.
     content: Callable[[Any], list[Any]]
-    # Makes the value again.
-    make: Callable[..., Any]
 
 
-def encode_small(value: Any, parts: Iterable[Any]) -> bytes | None:
-    """The payload of a value if it, that is, these parts of it are small; else None."""
+class Small(NamedTuple):
+    """A small value."""
+
+    payload: bytes
+    # What the receiver has to know before it gets the payload.
+    defined: Sequence[Named]
+
+
+def encode_small(value: Any, parts: Iterable[Any], *, by_name: bool) -> Small | None:
+    """Encode a value if it, that is, these parts of it are small.
+
+    `by_name`: The receiver is told what names stand for.
+    """
+    survey = _Survey([] if by_name else None)
     try:
-        survey = _Survey()
         for part in parts:
             if not survey.fits(part):
                 return None
-        payload = _HEAD + _pack(value)
+        payload = (_NAMED_HEAD if survey.defined else _HEAD) + _packer().pack(value)
     except Exception:  # noqa: BLE001 - a tensor without memory, or code that changes the value meanwhile
         return None
-    return payload if len(payload) <= INLINE_LIMIT else None
+    return Small(payload, survey.defined or ()) if len(payload) <= INLINE_LIMIT else None
 
 
 def _as_ext(value: Any) -> Any:
     kind = type(value)
     if kind is tuple:
-        return ext((TUPLE, _pack(list(value))))
+        return ext((TUPLE, _packer().pack(list(value))))
     form = _forms.get(kind)
-    return big_int(value) if form is None else ext((form.code, _pack(form.content(value))))
+    return big_int(value) if form is None else ext((form.code, _packer().pack(form.content(value))))
 
 
 def _from_ext(code: int, content: bytes) -> Any:
@@ -127,7 +151,27 @@ def _from_ext(code: int, content: bytes) -> Any:
 
 
 _HEAD: Final = bytes((SMALL,))
-_pack: Final = packer(_as_ext)
+_NAMED_HEAD: Final = bytes((NAMED,))
+
+
+def decode_named(payload: bytes, heard: Mapping[bytes, Definition]) -> Any:
+    """Decode a payload that has names."""
+
+    def from_ext(code: int, content: bytes) -> Any:
+        parts = unpack(content)
+        if code == TUPLE:
+            return tuple(parts)
+        if code == DEFINED:
+            return find(parts[0], heard)
+        if code == NAMED_RECORD:
+            return _filled(find(parts[0], heard), parts[1])
+        return _MAKERS[code](*parts)
+
+    unpack = unpacker(from_ext)
+    return unpack(memoryview(payload)[1:])
+
+
+_packer: Final = packer(_as_ext)
 # Decodes what follows the first byte of a payload.
 unpack_small: Final = unpacker(_from_ext)
 
@@ -135,8 +179,8 @@ unpack_small: Final = unpacker(_from_ext)
 # Objects of classes that each process can import.
 
 
-def _is_current(cls: type) -> bool:
-    """Whether the name of a class still leads to it."""
+def _is_current(cls: Thing) -> bool:
+    """Whether the name of a class or function still leads to it."""
     return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls or importable(cls)
 
 
@@ -149,7 +193,7 @@ def _member_fits(_: _Survey, member: Any) -> bool:
     return cls._member_map_.get(member._name_) is member and _is_current(cls)
 
 
-def _named(cls: type, content: Any) -> list[Any]:
+def _at(cls: type, content: Any) -> list[Any]:
     return [cls.__module__, cls.__qualname__, content]
 
 
@@ -160,18 +204,33 @@ def _find(module: str, name: str) -> Any:
 
 
 def _make_record(module: str, name: str, state: dict[str, Any]) -> Any:
-    record = object.__new__(_find(module, name))
+    return _filled(_find(module, name), state)
+
+
+def _filled(cls: Any, state: dict[str, Any]) -> Any:
+    record = object.__new__(cls)
     record.__dict__.update(state)
     return record
 
 
-_RECORD: Final = _Form(RECORD, _record_fits, lambda record: _named(type(record), record.__dict__), _make_record)
-_MEMBER: Final = _Form(
-    MEMBER,
-    _member_fits,
-    lambda member: _named(type(member), member._name_),
-    lambda module, name, member: _find(module, name)[member],
-)
+_RECORD: Final = _Form(RECORD, _record_fits, lambda record: _at(type(record), record.__dict__))
+_MEMBER: Final = _Form(MEMBER, _member_fits, lambda member: _at(type(member), member._name_))
+
+
+# Classes and functions that have names, and objects of such classes.
+
+
+def _named_record_fits(survey: _Survey, record: Any) -> bool:
+    return survey.defines(type(record)) and survey.container(record, record.__dict__.values())
+
+
+def _definition_fits(survey: _Survey, thing: Any) -> bool:
+    # A lambda, or a function in another, is usually made for one call.
+    return not importable(thing) and (isinstance(thing, type) or _is_current(thing)) and survey.defines(thing)
+
+
+_NAMED_RECORD: Final = _Form(NAMED_RECORD, _named_record_fits, lambda record: [name_of(type(record)), record.__dict__])
+_DEFINITION: Final = _Form(DEFINED, _definition_fits, lambda thing: [name_of(thing)])
 
 
 class _Plain:
@@ -241,11 +300,14 @@ def _make_array(dtype: str, shape: list[int], data: bytes) -> Any:
     return _find("numpy", "frombuffer")(bytearray(data), dtype).reshape(shape)
 
 
-_TENSOR: Final = _Form(SMALL_TENSOR, _tensor_fits, _tensor_content, _make_tensor)
-_ARRAY: Final = _Form(
-    ARRAY, _array_fits, lambda array: [array.dtype.str, list(array.shape), array.tobytes()], _make_array
-)
-_MAKERS: Final = {form.code: form.make for form in (_RECORD, _MEMBER, _TENSOR, _ARRAY)}
+_TENSOR: Final = _Form(SMALL_TENSOR, _tensor_fits, _tensor_content)
+_ARRAY: Final = _Form(ARRAY, _array_fits, lambda array: [array.dtype.str, list(array.shape), array.tobytes()])
+_MAKERS: Final[dict[int, Callable[..., Any]]] = {
+    RECORD: _make_record,
+    MEMBER: lambda module, name, member: _find(module, name)[member],
+    SMALL_TENSOR: _make_tensor,
+    ARRAY: _make_array,
+}
 _forms: Final[WeakKeyDictionary[type, _Form | None]] = WeakKeyDictionary()
 
 
@@ -264,8 +326,10 @@ def _find_form(cls: type) -> _Form | None:
         return _TENSOR
     if cls is getattr(sys.modules.get("numpy"), "ndarray", None):
         return _ARRAY
-    if cls in dispatch_table or not importable(cls):
+    if cls in (type, FunctionType):
+        return _DEFINITION
+    if cls in dispatch_table:
         return None
-    if issubclass(cls, Enum):
-        return _MEMBER if cls.__reduce_ex__ is Enum.__reduce_ex__ else None
-    return _RECORD if _is_record(cls) else None
+    if _is_record(cls):
+        return _RECORD if importable(cls) else _NAMED_RECORD
+    return _MEMBER if issubclass(cls, Enum) and cls.__reduce_ex__ is Enum.__reduce_ex__ and importable(cls) else None

@@ -1,0 +1,162 @@
+"""Classes that a process cannot import are sent to it once, and freed with their last user."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, make_dataclass
+from typing import Any
+
+import pytest
+from definition_actors import Taker
+
+import aiodaft
+
+CALLS = 10_000
+CODE = 1_000
+
+
+def define(factor: int = 1) -> type[Any]:
+    """A class that no process can import."""
+
+    @dataclass
+    class Local:
+        value: int
+
+        def size(self) -> int:
+            return self.value * factor
+
+    return Local
+
+
+async def settle() -> None:
+    """What was dropped is told to the other processes before the next call."""
+    gc.collect()
+    await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def runtime(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
+    async with aiodaft.Runtime() as opened:
+        yield opened
+
+
+async def test_ten_thousand_calls_send_the_code_of_a_class_once(runtime: aiodaft.Runtime) -> None:
+    taker = await runtime.spawn(Taker)
+    local = define()
+    before = runtime.traffic()
+    for _ in range(CALLS // 100):
+        assert await asyncio.gather(*(taker.size(local(number)) for number in range(100))) == list(range(100))
+    after = runtime.traffic()
+    # The code alone has more bytes than what is sent for a call.
+    assert after.control_sent - before.control_sent < CALLS * CODE // 10
+
+
+async def test_an_instance_that_comes_back_is_of_the_class_itself(runtime: aiodaft.Runtime) -> None:
+    taker = await runtime.spawn(Taker)
+    local = define()
+    size = local.size
+    for method in (taker.echo, taker.echo_on_thread):
+        for value in (local(1), [local(2), {"a": local(3)}]):
+            got = await method(value)
+            assert got == value
+        assert type(await method(local(4))) is local
+        assert await method(local) is local
+    assert local.size is size
+
+
+async def test_a_class_that_is_defined_again_is_a_new_one(runtime: aiodaft.Runtime) -> None:
+    taker = await runtime.spawn(Taker)
+    first, second = define(), define(10)
+    assert [await taker.size(first(1)), await taker.size(second(1)), await taker.size(first(2))] == [1, 10, 2]
+    assert type(await taker.echo(first(1))) is first
+    assert type(await taker.echo(second(1))) is second
+    assert await taker.classes("Local") == 2
+
+
+async def test_a_class_is_freed_with_its_last_user_also_where_it_was_sent(runtime: aiodaft.Runtime) -> None:
+    a, b = await runtime.spawn(Taker), await runtime.spawn(Taker)
+    local: Any = make_dataclass("Freed", ["value"])
+    # A result without it keeps it as little as one that was dropped.
+    kept = [a.echo([1]), b.echo([local(1)])]
+    assert [await ref for ref in kept] == [[1], [local(1)]]
+    del kept[1:]
+    for taker in (a, b, a):
+        assert await taker.echo(local(1)) == local(1)
+    await b.echo(a.echo(local(1)))
+    assert await a.classes("Freed") == await b.classes("Freed") == 1
+    del local
+    await settle()
+    assert await a.classes("Freed") == await b.classes("Freed") == 0
+
+
+async def test_a_call_that_waits_keeps_its_class(runtime: aiodaft.Runtime) -> None:
+    taker = await runtime.spawn(Taker)
+    gate = taker.wait()
+    waiting = [taker.size(define(factor)(2)) for factor in (1, 2, 3)]
+    await settle()
+    assert await taker.classes("Local") == 0
+    await taker.open_gate()
+    await gate
+    assert [await size for size in waiting] == [2, 4, 6]
+
+
+async def test_a_class_is_sent_as_it_is_at_each_call(runtime: aiodaft.Runtime) -> None:
+    taker = await runtime.spawn(Taker)
+    factor, factors = 1, [1]
+
+    @dataclass
+    class Local:
+        value: int
+
+        def size(self) -> int:
+            return self.value * factor * self.more()
+
+        def more(self) -> int:
+            return 1
+
+    @dataclass
+    class Changing:
+        value: int
+
+        def size(self) -> int:
+            return self.value * factors[-1]
+
+    assert [await taker.size(Local(2)), await taker.size(Changing(2))] == [2, 2]
+    factor = 5
+    factors.append(7)
+    assert [await taker.size(Local(2)), await taker.size(Changing(2))] == [10, 14]
+    Local.more = lambda self: 2  # type: ignore[method-assign]
+    assert await taker.size(Local(2)) == 20
+    factor = 1
+    assert await taker.size(Local(2)) == 4
+    assert type(await taker.echo(Local(1))) is Local
+
+
+async def test_a_value_with_a_class_goes_on_to_other_processes(runtime: aiodaft.Runtime) -> None:
+    a, b = await runtime.spawn(Taker), await runtime.spawn(Taker)
+    local = define(3)
+    assert await b.size(a.echo(local(1))) == 3
+    got = a.echo(local(2))
+    assert await got == local(2)
+    assert await b.size(got) == 6
+    assert await b.size(runtime.put(local(3))) == 9
+    assert [item.size() async for item in a.items(local(1))] == [3, 3]
+    async with aiodaft.compile(lambda x: b.size(a.echo(x))) as graph:
+        assert [await graph(local(1)), await graph(local(2))] == [3, 6]
+
+
+async def test_an_actor_gets_its_arguments_again_when_it_is_restarted(runtime: aiodaft.Runtime) -> None:
+    local = define(2)
+    taker = await runtime.on(restart=aiodaft.Restart()).spawn(Taker, local(21))
+    assert await taker.first_size() == 42
+    assert await taker.size(local(1)) == 2
+    (pid,) = [(await runtime.info(taker)).pid]
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(aiodaft.DaftError):
+        await taker.wait()
+    assert await taker.first_size() == 42
+    assert await taker.size(local(1)) == 2

@@ -1,0 +1,194 @@
+"""Which classes and functions get a name, when they get another, and what keeps them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import math
+import sys
+import weakref
+from typing import Any
+
+import pytest
+
+import aiodaft
+from aiodaft._runtime.serialization.decoder import decode
+from aiodaft._runtime.serialization.definitions import Definition, find, named
+from aiodaft._runtime.serialization.small import NAMED, encode_small
+
+SCALE = 2
+ITEMS: list[int] = []
+COUNT = 0
+
+
+def has_name(thing: Any) -> bool:
+    return named(thing) is not None
+
+
+def test_what_cannot_change_unseen_has_a_name() -> None:
+    @dataclasses.dataclass(order=True)
+    class Base:
+        left: int
+        right: list[int] = dataclasses.field(default_factory=list)
+
+        @property
+        def area(self) -> float:
+            total = 0.0
+
+            def add(part: float) -> None:
+                nonlocal total
+                total += part
+
+            add(math.pi * self.left)
+            return total
+
+        @staticmethod
+        def scale() -> int:
+            return SCALE
+
+        @classmethod
+        def make(cls) -> Base:
+            return cls(1)
+
+    class Derived(Base):
+        kinds = (int, str)
+
+        def __repr__(self) -> str:
+            return f"derived {super().__repr__()}"
+
+    assert has_name(Base)
+    assert has_name(Derived)
+    assert has_name(lambda: SCALE)
+
+
+def test_what_may_change_unseen_has_none() -> None:
+    shared: list[int] = []
+    count = 0
+
+    class HasList:
+        items = shared
+
+    class UsesList:
+        def size(self) -> int:
+            return len(shared)
+
+    class Counts:
+        def size(self) -> int:
+            nonlocal count
+            count += 1
+            return count
+
+    class Cached:
+        @functools.cached_property
+        def cached(self) -> int:
+            return 1
+
+    class Derived(HasList):
+        pass
+
+    class Counter(aiodaft.Actor):
+        pass
+
+    def noted() -> None:
+        pass
+
+    noted.calls = 0  # type: ignore[attr-defined]
+
+    def count_calls() -> None:
+        global COUNT  # noqa: PLW0603 - what is tested
+        COUNT += 1
+
+    for thing in (
+        HasList,
+        UsesList,
+        Counts,
+        Cached,
+        Derived,
+        Counter,
+        noted,
+        count_calls,
+        lambda: ITEMS,
+        lambda: shared,
+    ):
+        assert not has_name(thing)
+
+
+def test_a_change_gives_another_name_and_changing_back_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Local:
+        def size(self) -> int:
+            return SCALE
+
+    first, again = named(Local), named(Local)
+    assert first is not None
+    assert first == again
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "SCALE", 3)
+        second = named(Local)
+        assert second is not None
+        assert second.name != first.name
+    assert named(Local) == first
+    Local.extra = 1  # type: ignore[attr-defined]
+    third = named(Local)
+    assert third is not None
+    assert third.name not in (first.name, second.name)
+
+
+def test_a_name_keeps_nothing_alive() -> None:
+    @dataclasses.dataclass
+    class Local:
+        left: int
+
+        def __hash__(self) -> int:
+            return super().__hash__()
+
+    found = weakref.ref(Local)
+    assert has_name(Local)
+    del Local
+    gc.collect()
+    assert found() is None
+
+
+def test_a_class_is_made_once_and_kept_by_what_was_heard() -> None:
+    def define() -> tuple[bytes, bytes]:
+        @dataclasses.dataclass
+        class Local:
+            left: int
+
+        known = named(Local)
+        assert known is not None
+        return known.name, known.source
+
+    name, source = define()
+    gc.collect()
+    heard = {name: Definition(source)}
+    made = find(name, heard)
+    assert find(name, heard) is made
+    again = named(made)
+    assert again is not None
+    assert again.name == name
+    made = weakref.ref(made)
+    del again
+    gc.collect()
+    assert made() is not None
+    heard.clear()
+    gc.collect()
+    assert made() is None
+
+
+def test_a_function_of_main_goes_by_its_name_and_a_lambda_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    def helper(x: int) -> int:
+        return x + 1
+
+    helper.__module__, helper.__qualname__ = "__main__", "helper"
+    assert encode_small(helper, (helper,), by_name=True) is None
+    monkeypatch.setattr(sys.modules["__main__"], "helper", helper, raising=False)
+    small = encode_small([helper, 1], (helper, 1), by_name=True)
+    assert small is not None
+    assert small.payload[0] == NAMED
+    assert [each.thing for each in small.defined] == [helper]
+    assert decode(small.payload) == [helper, 1]
+    assert encode_small(helper, (helper,), by_name=False) is None
+    # Importable, and made for one call.
+    for function in (has_name, lambda: 1):
+        assert encode_small(function, (function,), by_name=True) is None

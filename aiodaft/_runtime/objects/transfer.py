@@ -186,7 +186,10 @@ class Transfer:
         self._came(connection, (owner, number), Plain(value))
 
     def _came(self, connection: Connection, key: Key, came: Came) -> None:
-        if key[0] in (self._process.id, connection.remote) or self.questions.asked(connection.remote, key):
+        # A process that is asked does not say that it is to be asked: so only a FORWARD is answered.
+        forwarded = came == connection.remote
+        asked = key[0] in (self._process.id, connection.remote) or self.questions.asked(connection.remote, key)
+        if asked and not forwarded:
             answer = self.questions.answered(connection.remote, key)
             if not answer.done():
                 answer.set_result(came)

@@ -73,6 +73,8 @@ class Value:
     interested = 0
     # Code was told of the error.
     seen = False
+    # The kind and text of each error that a call with this value had before the value itself failed.
+    foretold: tuple[tuple[str, str], ...] = ()
     # This process made the call, and so owns the ref.
     own = True
     # Other processes may ask the owner for it.
@@ -139,20 +141,27 @@ class Value:
         if self.borrowers:
             self.borrowers.pop(peer, None)
 
-    def end_use(self, *, failed: bool) -> bool:
+    def end_use(self, error: BaseException | None) -> bool:
         """A call that had the value as an argument ended. Returns whether the value's error counts as seen."""
         self.uses -= 1
         if self.error is not None:
             # The call failed with it, and the code that awaits that call gets it.
             return True
+        if error is None or self.status is not PENDING:
+            return False
         # The callee may learn first that the value failed; then the code that awaits the call gets the error.
-        return failed and self.status is PENDING and not (self.handles or self.uses)
+        self.foretold = (*self.foretold, _described(error))
+        return not (self.handles or self.uses)
 
     def judge_error(self) -> Verdict:
         """Decide what happens to the error now."""
-        if self.seen or self.uses:
+        if self.seen or self.uses or (self.foretold and self.error and _described(self.error) in self.foretold):
             return Verdict.WAIT
         return Verdict.HOLD if self.handles else Verdict.REPORT
+
+
+def _described(error: BaseException) -> tuple[str, str]:
+    return type(error).__qualname__, str(error)
 
 
 def first_error(values: Sequence[Value]) -> tuple[BaseException | None, bool]:

@@ -159,14 +159,24 @@ def test_an_error_is_reported_when_the_last_ref_is_dropped_before_code_saw_it() 
 def test_an_error_belongs_to_the_call_that_uses_the_value() -> None:
     value = failed_value(uses=1)
     assert value.judge_error() is Verdict.WAIT
-    assert value.end_use(failed=False)
+    assert value.end_use(None)
 
 
 @pytest.mark.parametrize(("handles", "failed", "seen"), [(0, True, True), (1, True, False), (0, False, False)])
 def test_a_call_that_fails_before_its_argument_does_tells_of_both(handles: int, failed: bool, seen: bool) -> None:
     value = Value()
     value.handles, value.uses = handles, 1
-    assert value.end_use(failed=failed) is seen
+    assert value.end_use(ValueError("no") if failed else None) is seen
+
+
+@pytest.mark.parametrize(("own", "verdict"), [(ValueError("no"), Verdict.WAIT), (ValueError("so"), Verdict.REPORT)])
+def test_an_error_that_a_call_with_the_value_had_before_is_not_told_again(own: Exception, verdict: Verdict) -> None:
+    value = Value()
+    value.handles = value.uses = 1
+    value.end_use(ValueError("no"))
+    value.advance(FAILED)
+    value.error, value.handles = own, 0
+    assert value.judge_error() is verdict
 
 
 @settings(deadline=None, derandomize=True, database=None, max_examples=200)

@@ -192,7 +192,7 @@ async def test_a_borrower_that_passes_the_ref_on_waits_until_the_call_is_over(no
     waits = asyncio.ensure_future(borrowed.released())  # noqa: TID251 - the test waits for it
     await turn()
     assert not waits.done()
-    state_of(borrowed).drop_use(failed=False)
+    state_of(borrowed).drop_use()
     await waits
 
 

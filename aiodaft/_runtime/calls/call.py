@@ -395,21 +395,21 @@ class TellState:
         self.inputs: list[RefState] | None = None
 
     def on_plain(self, value: Any) -> None:
-        release_inputs(self, failed=False)
+        release_inputs(self)
 
     def on_result(self, received: ReceivedValue) -> None:
-        release_inputs(self, failed=False)
+        release_inputs(self)
 
     def on_stored(self) -> None:
-        release_inputs(self, failed=False)
+        release_inputs(self)
 
     def on_error(self, error: BaseException) -> None:
-        release_inputs(self, failed=True)
+        release_inputs(self, error)
         if not (self._own and isinstance(error, OutcomeUnknown)):
             log_error(f"{self.label}, called by tell(), failed", error)
 
     def on_lost(self, error: DaftError) -> None:
-        release_inputs(self, failed=True)
+        release_inputs(self, error)
         if not self._own:
             logger.warning("%s, called by tell(), may not have run: %s", self.label, printable(str(error)))
 

@@ -530,7 +530,7 @@ class OwnerRun(OwnedRun):
             self.drop_inputs()
         if self.used:
             for state in self.used:
-                state.drop_use(failed=False)
+                state.drop_use()
             self.used = None
         # They refer to the run: a cycle.
         self.states = {}

@@ -175,7 +175,7 @@ class RefState(Value):
             if status is THERE:
                 self._release_remote()
             return
-        release_inputs(self, failed=self.error is not None)
+        release_inputs(self, self.error)
         watchers, self._watchers = self._watchers, None
         for watcher in watchers or ():
             self.process.loop.call_soon(watcher, self)
@@ -211,9 +211,9 @@ class RefState(Value):
     def add_use(self) -> None:
         self.uses += 1
 
-    def drop_use(self, *, failed: bool) -> None:
-        """A call that had the value as an argument ended."""
-        if self.end_use(failed=failed):
+    def drop_use(self, error: BaseException | None = None) -> None:
+        """A call that had the value as an argument ended, perhaps with an error."""
+        if self.end_use(error):
             self.mark_seen()
         self.free_if_unheld()
 
@@ -486,11 +486,11 @@ class UsesInputs(Protocol):
     inputs: list[RefState] | None
 
 
-def release_inputs(call: UsesInputs, *, failed: bool) -> None:
-    """A call ended: it does not use the refs among its arguments any more."""
+def release_inputs(call: UsesInputs, error: BaseException | None = None) -> None:
+    """A call ended, perhaps with an error: it does not use the refs among its arguments any more."""
     inputs, call.inputs = call.inputs, None
     for state in inputs or ():
-        state.drop_use(failed=failed)
+        state.drop_use(error)
 
 
 def state_of(ref: Ref[Any]) -> RefState:

@@ -61,7 +61,7 @@ class StreamState:
     def _end(self, error: BaseException | None) -> None:
         if not self.consumption.end(error):
             return
-        release_inputs(self, failed=error is not None)
+        release_inputs(self, error)
         for watcher in self._watchers:
             self.process.loop.call_soon(watcher, self)
         self._watchers.clear()

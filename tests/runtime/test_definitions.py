@@ -134,6 +134,28 @@ def test_a_change_gives_another_name_and_changing_back_the_first(monkeypatch: py
     assert third.name not in (first.name, second.name)
 
 
+def test_other_code_or_defaults_of_a_function_give_another_name() -> None:
+    def scaled(value: int, scale: int = 2) -> int:
+        return value * scale
+
+    def shifted(value: int, scale: int = 2) -> int:
+        return value + scale
+
+    holder = type("Holder", (), {"scaled": staticmethod(scaled)})
+    names = {name_of_class(holder)}
+    scaled.__defaults__ = (3,)
+    names.add(name_of_class(holder))
+    scaled.__code__ = shifted.__code__
+    names.add(name_of_class(holder))
+    assert len(names) == 3
+
+
+def name_of_class(cls: type) -> bytes:
+    known = named(cls)
+    assert known is not None
+    return known.name
+
+
 def test_a_name_keeps_nothing_alive() -> None:
     @dataclasses.dataclass
     class Local:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from hashlib import blake2b
-from secrets import token_bytes
 from types import BuiltinFunctionType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any, Final, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
@@ -84,14 +83,17 @@ def named(thing: Thing) -> Named | None:
         if looks is None:
             _records[thing] = None
             return None
-        import cloudpickle  # noqa: PLC0415 - slow to import, and few calls need it
+        # Slow to import, and few calls need them.
+        from hashlib import blake2b  # noqa: PLC0415
+
+        import cloudpickle  # noqa: PLC0415
 
         source = cloudpickle.dumps(thing, protocol=5)
         if len(source) > INLINE_LIMIT:
             _records[thing] = None
             return None
         # Two functions of the same text have two names: each is taken back when its own function is gone.
-        token = token_bytes(8) if record is None else record.token
+        token = os.urandom(8) if record is None else record.token
         name = blake2b(token + source, digest_size=16).digest()
         record = _records[thing] = _Record(token, name, source, looks)
         _by_name[name] = thing
@@ -119,7 +121,7 @@ def find(name: bytes, heard: Mapping[bytes, Definition]) -> Any:
             # No more than one holds it: two processes that told each other would hold it for ever.
             definition.made = thing
         looks = _looks_at(thing)
-        _records[thing] = None if looks is None else _Record(token_bytes(8), name, definition.source, looks)
+        _records[thing] = None if looks is None else _Record(os.urandom(8), name, definition.source, looks)
         _by_name[name] = thing
     return thing
 
@@ -235,13 +237,12 @@ class _Survey:
 
         def look() -> list[Any]:
             now: Any = found()
-            refers = [*now.__dict__.values(), *map(scope.get, used)]
+            defaults = (*(now.__defaults__ or ()), *(now.__kwdefaults__ or {}).values())
+            refers = [now.__code__, *defaults, *now.__dict__.values(), *map(scope.get, used)]
             return refers + [cell.cell_contents for cell in now.__closure__ or ()]
 
         self.values(look())
-        self.values((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
-        if look():
-            self._note(look)
+        self._note(look)
 
     def _note(self, look: _Look) -> None:
         # No class or function: what is remembered of one must not keep it alive.

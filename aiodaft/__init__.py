@@ -1,8 +1,8 @@
 """Distributed actors, futures and tasks for asyncio: one plain async program drives many processes and GPUs."""
 
 from aiodaft import exceptions
-from aiodaft._protocol.liveness import Patience
-from aiodaft._protocol.supervision import Backoff, Restart
+from aiodaft._protocol.node.liveness import Patience
+from aiodaft._protocol.supervision.supervision import Backoff, Restart
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft.actor import Actor, local
 from aiodaft.attempt import current_attempt

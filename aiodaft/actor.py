@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
-from aiodaft._protocol.liveness import Health, Patience
-from aiodaft._protocol.mailbox import check_max_queue
-from aiodaft._protocol.resources import Demand
-from aiodaft._protocol.supervision import Restart, check_alone
+from aiodaft._protocol.calls.mailbox import check_max_queue
+from aiodaft._protocol.node.liveness import Health, Patience
+from aiodaft._protocol.node.resources import Demand
+from aiodaft._protocol.supervision.supervision import Restart, check_alone
 from aiodaft.methods import DefMethod, MethodSpec, specs_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final, Generic, NoReturn, ParamSpec, Self, TypeVar, cast, overload
 
-from aiodaft._protocol.messages import WANT_REPLY
-from aiodaft._protocol.plan import Dataflow, Step
+from aiodaft._protocol.connections.messages import WANT_REPLY
+from aiodaft._protocol.graphs.plan import Dataflow, Step
 from aiodaft._runtime.calls.call import Caller, Request, Target
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.owner import GraphOwner

@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
-from aiodaft._protocol.liveness import Patience
-from aiodaft._protocol.mailbox import check_max_queue
-from aiodaft._protocol.supervision import Kind, Restart, check_alone
+from aiodaft._protocol.calls.mailbox import check_max_queue
+from aiodaft._protocol.node.liveness import Patience
+from aiodaft._protocol.supervision.supervision import Kind, Restart, check_alone
 from aiodaft._runtime.scope_actors import Constraints
 from aiodaft.actor import Actor, Handle
 from aiodaft.group import Group

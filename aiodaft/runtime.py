@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, cast
 
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.liveness import Patience
-from aiodaft._protocol.naming import check_name as check_actor_name
-from aiodaft._protocol.resources import Resources, gpu_names, id_named
+from aiodaft._protocol.node.liveness import Patience
+from aiodaft._protocol.node.naming import check_name as check_actor_name
+from aiodaft._protocol.node.resources import Resources, gpu_names, id_named
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
 from aiodaft._runtime.node.pid_namespace import prefix_of

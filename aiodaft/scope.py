@@ -7,9 +7,9 @@ import gc
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar, cast
 
+from aiodaft._protocol.diagnostics.unhandled import Unhandled
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.supervision import Restart
-from aiodaft._protocol.unhandled import Unhandled
+from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
 from aiodaft._runtime.controller import Controller

@@ -6,9 +6,9 @@ import asyncio
 import inspect
 from typing import Any, Final, cast
 
-from aiodaft._protocol.deadlock import CallAt, Waiting
+from aiodaft._protocol.calls.mailbox import BoundedMailbox
+from aiodaft._protocol.diagnostics.deadlock import CallAt, Waiting
 from aiodaft._protocol.ids import AGENT, ActorId, CallId, PeerId, incarnation
-from aiodaft._protocol.mailbox import BoundedMailbox
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from aiodaft._protocol.channel import ChannelId, Command, Kind, Leaving, Message, Outcome, Settle, Tell
-from aiodaft._protocol.channel_end import End
-from aiodaft._protocol.channel_table import ChannelTable
+from aiodaft._protocol.channels.channel import ChannelId, Command, Kind, Leaving, Message, Outcome, Settle, Tell
+from aiodaft._protocol.channels.channel_end import End
+from aiodaft._protocol.channels.channel_table import ChannelTable
+from aiodaft._protocol.connections.messages import WANT_NOTHING
 from aiodaft._protocol.ids import CHANNELS, CallId, PeerId
-from aiodaft._protocol.messages import WANT_NOTHING
-from aiodaft._protocol.value import HERE
+from aiodaft._protocol.objects.value import HERE
 from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.calls.call import Caller, Request, Target, TellState
 from aiodaft._runtime.connections.connection import Connection

@@ -17,10 +17,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
-from aiodaft._protocol.following import Location
+from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.ids import COORDINATOR, NODE, SUPERVISOR, ActorId, PeerId
-from aiodaft._protocol.liveness import Patience
-from aiodaft._protocol.resources import Resources
+from aiodaft._protocol.node.liveness import Patience
+from aiodaft._protocol.node.resources import Resources
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.connections.connection import Connection

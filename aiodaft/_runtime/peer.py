@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, cast
 
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.following import Location
+from aiodaft._protocol.calls.following import Location
+from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, SUPERVISOR, ActorId, CallId, PeerId
 from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from aiodaft._protocol.following import Location
+from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.liveness import Patience
-from aiodaft._protocol.resources import Demand
-from aiodaft._protocol.supervision import Kind, Restart, supervision_of
+from aiodaft._protocol.node.liveness import Patience
+from aiodaft._protocol.node.resources import Demand
+from aiodaft._protocol.supervision.supervision import Kind, Restart, supervision_of
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import PinnedTarget
 from aiodaft._runtime.controller import Controller

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
-from aiodaft._protocol.resources import gpu_names
+from aiodaft._protocol.node.resources import gpu_names
 from aiodaft._runtime.platform.gpu_claims import machine_gpus
 from aiodaft.bench.actors import Echo
 from aiodaft.runtime import Runtime

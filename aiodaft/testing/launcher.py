@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.postmortem import Ending
+from aiodaft._protocol.node.postmortem import Ending
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.heartbeat import Heartbeat, HeartbeatWatch
 from aiodaft._runtime.node.worker import Worker

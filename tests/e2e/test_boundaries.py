@@ -17,8 +17,8 @@ from leaks import is_alive
 from probes import Probe
 
 import aiodaft
-from aiodaft._protocol.codec import FrameEncoder
-from aiodaft._protocol.messages import CALL, INTRODUCE, NOTE, REPLY, Message
+from aiodaft._protocol.connections.codec import FrameEncoder
+from aiodaft._protocol.connections.messages import CALL, INTRODUCE, NOTE, REPLY, Message
 
 GARBAGE = {
     "no frame": b"\xc1" * 64,

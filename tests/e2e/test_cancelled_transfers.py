@@ -14,8 +14,8 @@ import pytest
 from packing import LARGE, MEDIUM, Helper, Packer, Warden, in_use
 
 import aiodaft
+from aiodaft._protocol.connections.messages import FLOW
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import FLOW
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue

@@ -15,7 +15,7 @@ from transport_probes import no_more_files
 from transports import needs_ucx
 
 import aiodaft
-from aiodaft._protocol.rings import Way
+from aiodaft._protocol.connections.rings import Way
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -18,7 +18,7 @@ from supervised import AT_ONCE, Mortal, Responder
 
 import aiodaft
 from aiodaft import Restart
-from aiodaft._protocol.following import NOWHERE, Location
+from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.ids import ActorId
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft.actor import Handle, target_of

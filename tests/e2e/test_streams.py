@@ -12,7 +12,7 @@ from actors import Box, Echo, Streamer
 from failing import Failing
 
 import aiodaft
-from aiodaft._protocol.stream import CREDIT_WINDOW
+from aiodaft._protocol.objects.stream import CREDIT_WINDOW
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.peer import Peer

@@ -6,9 +6,9 @@ import gc
 
 import pytest
 
-from aiodaft._protocol.borrowing import Borrowing
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.value import Value
+from aiodaft._protocol.objects.borrowing import Borrowing
+from aiodaft._protocol.objects.value import Value
 
 HERE, A, B = PeerId("here"), PeerId("a"), PeerId("b")
 ONE, TWO = CallId(1), CallId(2)

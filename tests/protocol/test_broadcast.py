@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from aiodaft._protocol.broadcast import PATIENCE, SENDS, Broadcasts, Fanout, Fetching
 from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.objects.broadcast import PATIENCE, SENDS, Broadcasts, Fanout, Fetching
 
 
 def peers(count: int) -> list[PeerId]:

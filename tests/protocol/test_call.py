@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from aiodaft._protocol.call import (
+from aiodaft._protocol.calls.call import (
     ABANDONED,
     ANSWER,
     ANSWERED,

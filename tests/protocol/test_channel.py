@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.channel import Contents, Keeper, Kind, Leaving, Message, Outcome, Place, Settle, Tell, refusal
-from aiodaft._protocol.channel_end import End
+from aiodaft._protocol.channels.channel import (
+    Contents,
+    Keeper,
+    Kind,
+    Leaving,
+    Message,
+    Outcome,
+    Place,
+    Settle,
+    Tell,
+    refusal,
+)
+from aiodaft._protocol.channels.channel_end import End
 from aiodaft._protocol.ids import PeerId
 
 HERE, OTHER, THIRD = PeerId("here"), PeerId("other"), PeerId("third")

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from aiodaft._protocol.child import (
+from aiodaft._protocol.supervision.child import (
     REACHABLE,
     SETTLED,
     STOPPING,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodaft._protocol.codec import (
+from aiodaft._protocol.connections.codec import (
     BIG_INT,
     MAX_FRAME,
     Ext,

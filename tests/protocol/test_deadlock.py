@@ -10,8 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiodaft._protocol.call import Stage
-from aiodaft._protocol.deadlock import CallAt, Deadlock, Phase, Place, Reason, Search, Waiting, knots, place_of, reduced
+from aiodaft._protocol.calls.call import Stage
+from aiodaft._protocol.diagnostics.deadlock import (
+    CallAt,
+    Deadlock,
+    Phase,
+    Place,
+    Reason,
+    Search,
+    Waiting,
+    knots,
+    place_of,
+    reduced,
+)
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft.exceptions import LocalProtocolError, WaitingCall
 

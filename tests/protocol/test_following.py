@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.following import NOWHERE, Failure, Location, Whereabouts, check_retries, failure_of
+from aiodaft._protocol.calls.following import NOWHERE, Failure, Location, Whereabouts, check_retries, failure_of
 from aiodaft._protocol.ids import ActorId, PeerId, incarnation
-from aiodaft._protocol.liveness import Health
+from aiodaft._protocol.node.liveness import Health
 from aiodaft.exceptions import (
     ActorDied,
     DaftError,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.handover import FORWARDED, IN_MESSAGE, IN_PLACE, PULLED, Handover, Way, choose
+from aiodaft._protocol.calls.handover import FORWARDED, IN_MESSAGE, IN_PLACE, PULLED, Handover, Way, choose
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.value import Key
+from aiodaft._protocol.objects.value import Key
 
 OWNER, PRODUCER, CONSUMER = PeerId("owner"), PeerId("producer"), PeerId("consumer")
 KEY: Key = (OWNER, CallId(7))

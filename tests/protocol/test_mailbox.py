@@ -8,9 +8,9 @@ from typing import Final
 
 import pytest
 
-from aiodaft._protocol.call import FETCHING, QUEUED, WITHDRAWN, Stage
+from aiodaft._protocol.calls.call import FETCHING, QUEUED, WITHDRAWN, Stage
+from aiodaft._protocol.calls.mailbox import BoundedMailbox, Mailbox, Rules, check_concurrency, check_max_queue
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.mailbox import BoundedMailbox, Mailbox, Rules, check_concurrency, check_max_queue
 
 _numbers: Final = count(1)
 

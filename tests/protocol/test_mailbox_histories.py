@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from aiodaft._protocol.call import FETCHING, QUEUED, WITHDRAWN, Stage
+from aiodaft._protocol.calls.call import FETCHING, QUEUED, WITHDRAWN, Stage
+from aiodaft._protocol.calls.mailbox import Mailbox, Rules
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.mailbox import Mailbox, Rules
 
 _METHODS: Final = [
     Rules("plain"),

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.codec import Ext, FrameDecoder, FrameEncoder
-from aiodaft._protocol.messages import Message, check_all
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.codec import Ext, FrameDecoder, FrameEncoder
+from aiodaft._protocol.connections.messages import Message, check_all
 from aiodaft.exceptions import RemoteProtocolError
 
 _quick = settings(deadline=None, derandomize=True, database=None, max_examples=300)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.naming import NameTable, Registration, check_name
+from aiodaft._protocol.node.naming import NameTable, Registration, check_name
 from aiodaft.exceptions import NameNotFound, NameTaken
 
 _quick = settings(deadline=None, derandomize=True, database=None, max_examples=200)

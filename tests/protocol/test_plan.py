@@ -10,8 +10,8 @@ import pytest
 from dataflows import BOUNDED, THREAD, actor, flows, step
 from hypothesis import given, settings
 
+from aiodaft._protocol.graphs.plan import Dataflow, Report, Result, Step, SubPlan, make_plan
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.plan import Dataflow, Report, Result, Step, SubPlan, make_plan
 from aiodaft.exceptions import CyclicGraph
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.printing import MAX_LINE, Printed, Screen
+from aiodaft._protocol.diagnostics.printing import MAX_LINE, Printed, Screen
 
 
 def in_pieces(text: bytes, size: int) -> tuple[list[str], str]:

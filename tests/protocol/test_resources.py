@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodaft._protocol.resources import Demand, Resources, gpu_names, id_named
+from aiodaft._protocol.node.resources import Demand, Resources, gpu_names, id_named
 from aiodaft.exceptions import InsufficientResources
 
 _SLACK = 1e-6

@@ -10,9 +10,8 @@ from dataflows import actor, flows, step
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.plan import Dataflow, SubPlan, make_plan
-from aiodaft._protocol.run import (
+from aiodaft._protocol.graphs.plan import Dataflow, SubPlan, make_plan
+from aiodaft._protocol.graphs.run import (
     GRAPH,
     RUN,
     SHARE,
@@ -27,6 +26,7 @@ from aiodaft._protocol.run import (
     Share,
     ShareState,
 )
+from aiodaft._protocol.ids import CallId, PeerId
 
 OWNER = PeerId("owner")
 

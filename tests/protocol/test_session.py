@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.codec import FrameDecoder, FrameEncoder
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.codec import FrameDecoder, FrameEncoder
+from aiodaft._protocol.connections.messages import Message
+from aiodaft._protocol.connections.session import WINDOW_BYTES, Session
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import Message
-from aiodaft._protocol.session import WINDOW_BYTES, Session
 from aiodaft.exceptions import LocalProtocolError, Overloaded, RemoteProtocolError
 
 _quick = settings(deadline=None, derandomize=True, database=None, max_examples=100)

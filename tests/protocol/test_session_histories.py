@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from aiodaft._protocol.codec import FrameDecoder
+from aiodaft._protocol.connections.codec import FrameDecoder
+from aiodaft._protocol.connections.messages import CALL, Message
+from aiodaft._protocol.connections.session import WINDOW_BYTES, Session
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import CALL, Message
-from aiodaft._protocol.session import WINDOW_BYTES, Session
 from aiodaft.exceptions import Overloaded
 
 MAX_PENDING = 8

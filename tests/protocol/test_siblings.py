@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.siblings import FailedAwaits
+from aiodaft._protocol.supervision.siblings import FailedAwaits
 
 # a, b = one(), two(): calls 1 and 2 of one task; the error of `a` is raised at 10.
 A, B, RAISED = 1, 2, 10

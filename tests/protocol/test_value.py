@@ -9,7 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict, Where, first_error
+from aiodaft._protocol.objects.value import (
+    FAILED,
+    FREED,
+    HERE,
+    PENDING,
+    THERE,
+    Status,
+    Value,
+    Verdict,
+    Where,
+    first_error,
+)
 
 A, B = PeerId("a"), PeerId("b")
 

@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import pytest
 
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.codec import FrameDecoder, FrameEncoder, pack, unpack
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.codec import FrameDecoder, FrameEncoder, pack, unpack
+from aiodaft._protocol.connections.messages import Message
+from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import Message
-from aiodaft._protocol.session import Session
 
 # Numbers, not names: a name may come to mean another number.
 _CONTROLLER_1: Final[list[tuple[str, Message]]] = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.worker import WorkerEvent, WorkerState, how_it_ended, next_state
+from aiodaft._protocol.node.worker import WorkerEvent, WorkerState, how_it_ended, next_state
 
 
 def state_after(*events: WorkerEvent) -> WorkerState:

@@ -11,9 +11,9 @@ from log_ear import listening
 from rooms import ELSEWHERE, THERE, Bench, turns
 
 from aiodaft import Actor, method
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.codec import FrameDecoder
-from aiodaft._protocol.following import NOWHERE, Location
+from aiodaft._protocol.calls.following import NOWHERE, Location
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.codec import FrameDecoder
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, SUPERVISOR, ActorId, CallId, PeerId, incarnation
 from aiodaft._runtime.calls.call import Caller, CallState, Target
 from aiodaft._runtime.calls.following import Followers, FollowingTarget, PinnedTarget

@@ -12,7 +12,7 @@ import pytest
 from neighbours import Neighbour, close
 from rooms import ELSEWHERE, HERE, THERE, turns
 
-from aiodaft._protocol.channel import Kind, Place
+from aiodaft._protocol.channels.channel import Kind, Place
 from aiodaft._runtime.channels import Endpoint, QueuedItem
 from aiodaft.exceptions import ChannelClosed, DaftError, PeerLost
 from aiodaft.ref import Ref

@@ -10,10 +10,10 @@ import pytest
 from leaks import open_files
 from transport_probes import no_more_files
 
-from aiodaft._protocol.codec import FrameDecoder, FrameEncoder
+from aiodaft._protocol.connections.codec import FrameDecoder, FrameEncoder
+from aiodaft._protocol.connections.messages import CALL, HELLO, KINDS, NOTE, WIRE_VERSION, Message
+from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
-from aiodaft._protocol.messages import CALL, HELLO, KINDS, NOTE, WIRE_VERSION, Message
-from aiodaft._protocol.session import Session
 from aiodaft._runtime.calls.call import PendingCall, TellState
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import Connection

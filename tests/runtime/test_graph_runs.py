@@ -13,8 +13,8 @@ from rooms import ELSEWHERE, HERE, THERE, turns
 
 import aiodaft
 from aiodaft import Actor, method
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.messages import FAILED_VALUE
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.messages import FAILED_VALUE
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.graphs.graph_value import GraphValue, value_of
 from aiodaft._runtime.process import closed, opened

@@ -13,11 +13,11 @@ import pytest
 from rooms import HERE, THERE, Bench, TurnedThread, Wire, turns
 
 from aiodaft import Actor, method
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.deadlock import CallAt, Reason
+from aiodaft._protocol.calls.mailbox import BoundedMailbox
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.messages import WANT_REPLY
+from aiodaft._protocol.diagnostics.deadlock import CallAt, Reason
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId
-from aiodaft._protocol.mailbox import BoundedMailbox
-from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.connections.ring_poller import RingPoller

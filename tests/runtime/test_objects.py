@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aiodaft._protocol import messages as m
+from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.objects.objects import Objects

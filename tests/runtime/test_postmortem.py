@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
-from aiodaft._protocol.postmortem import Activity, Ending
+from aiodaft._protocol.node.postmortem import Activity, Ending
 from aiodaft._runtime.node.postmortem import died
 from aiodaft._runtime.node.worker import Worker
 

@@ -12,7 +12,7 @@ import pytest
 from actors import Echo
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
-from aiodaft._protocol.value import FAILED, FREED
+from aiodaft._protocol.objects.value import FAILED, FREED
 from aiodaft._runtime.calls.call import CallState, PendingCall, Target, TellState
 from aiodaft._runtime.objects.ref_state import ABSENT
 from aiodaft._runtime.objects.streams import StreamState

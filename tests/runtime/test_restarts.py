@@ -11,9 +11,9 @@ import pytest
 from actors import Echo
 from rooms import ELSEWHERE, THERE, Bench, turns
 
-from aiodaft._protocol.following import NOWHERE, Location
+from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, incarnation
-from aiodaft._protocol.supervision import Backoff, Restart
+from aiodaft._protocol.supervision.supervision import Backoff, Restart
 from aiodaft._runtime.calls.call import Caller, PendingCall, Request, Target
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.connections.connections import Connections

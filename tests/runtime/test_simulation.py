@@ -23,12 +23,12 @@ import pytest
 from sim_channels import ChannelProgram
 from sim_program import Program
 
-from aiodaft._protocol.call import QUEUED
-from aiodaft._protocol.channel import ChannelId, Command, Kind, Message, Tell
-from aiodaft._protocol.channel_end import End
-from aiodaft._protocol.channel_table import ChannelTable
+from aiodaft._protocol.calls.call import QUEUED
+from aiodaft._protocol.calls.mailbox import Mailbox
+from aiodaft._protocol.channels.channel import ChannelId, Command, Kind, Message, Tell
+from aiodaft._protocol.channels.channel_end import End
+from aiodaft._protocol.channels.channel_table import ChannelTable
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.mailbox import Mailbox
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_table import RefTable

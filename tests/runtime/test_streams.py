@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rooms import Bench, Wire, turns
 
-from aiodaft._protocol import messages as m
+from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import CallId
-from aiodaft._protocol.stream import CREDIT_WINDOW
+from aiodaft._protocol.objects.stream import CREDIT_WINDOW
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.serialization.encoder import Names

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from rooms import Bench
 
+from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.liveness import LastHeartbeat, Patience
-from aiodaft._protocol.postmortem import Ending
-from aiodaft._protocol.resources import Demand, Resources
-from aiodaft._protocol.session import Session
+from aiodaft._protocol.node.liveness import LastHeartbeat, Patience
+from aiodaft._protocol.node.postmortem import Ending
+from aiodaft._protocol.node.resources import Demand, Resources
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.node.worker import Conditions, Place, Worker

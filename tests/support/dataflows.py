@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from aiodaft._protocol.calls.mailbox import Rules
+from aiodaft._protocol.graphs.plan import ActorKey, Dataflow, Step
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.mailbox import Rules
-from aiodaft._protocol.plan import ActorKey, Dataflow, Step
 
 LOOP, THREAD, BOUNDED = Rules("go"), Rules("work", on_thread=True), Rules("few", concurrency=1)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from rooms import Bench
 
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.channel import Kind, Leaving, Message
+from aiodaft._protocol.channels.channel import Kind, Leaving, Message
+from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor
 from aiodaft._runtime.calls.call import Caller, Request

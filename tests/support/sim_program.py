@@ -10,7 +10,7 @@ from sim_actors import Boom, Box, History, Onlooker, Subject, value_of
 
 import aiodaft
 from aiodaft import Ref
-from aiodaft._protocol.supervision import Restart
+from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.peer import Peer
 from aiodaft.testing import Hang, Simulation
 from aiodaft.testing.simulated_loop import collect

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from aiodaft._protocol.call import FETCHED, FETCHING, WITHDRAW
-from aiodaft._protocol.deadlock import CallAt
+from aiodaft._protocol.calls.call import FETCHED, FETCHING, WITHDRAW
+from aiodaft._protocol.connections.messages import Awaited
+from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.ids import CallId
-from aiodaft._protocol.messages import Awaited
 from aiodaft._runtime.actors.hosted_actor import Host, InboundCall, run_through
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.received import Plain, ReceivedValue

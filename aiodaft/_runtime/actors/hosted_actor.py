@@ -10,10 +10,22 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, Protocol
 
-from aiodaft._protocol.call import CANCEL, CANCELLED, EXPIRE, GONE, LATE, NEXT, START, WAITING, WANTED, WITHDRAW, Life
-from aiodaft._protocol.deadlock import CallAt
+from aiodaft._protocol.calls.call import (
+    CANCEL,
+    CANCELLED,
+    EXPIRE,
+    GONE,
+    LATE,
+    NEXT,
+    START,
+    WAITING,
+    WANTED,
+    WITHDRAW,
+    Life,
+)
+from aiodaft._protocol.calls.mailbox import BoundedMailbox, Mailbox
+from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
-from aiodaft._protocol.mailbox import BoundedMailbox, Mailbox
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.store import Store

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.call import ANSWER, FETCHING
+from aiodaft._protocol.calls.call import ANSWER, FETCHING
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
-from aiodaft._protocol.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM, Message
-from aiodaft._protocol.stream import CREDIT_WINDOW
+from aiodaft._protocol.objects.stream import CREDIT_WINDOW
 from aiodaft._runtime.actors.arguments import Arguments
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.actors.responders import LocalResponder, RemoteResponder

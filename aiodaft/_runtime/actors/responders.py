@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Final, Protocol
 
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.call import ANSWER
+from aiodaft._protocol.calls.call import ANSWER
+from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import CallId
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.connection import Connection

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias
 
-from aiodaft._protocol import messages as m
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
-from aiodaft._protocol.liveness import Health
-from aiodaft._protocol.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM
-from aiodaft._protocol.value import FAILED, HERE, PENDING, THERE, Status
+from aiodaft._protocol.node.liveness import Health
+from aiodaft._protocol.objects.value import FAILED, HERE, PENDING, THERE, Status
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections

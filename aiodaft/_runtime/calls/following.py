@@ -18,11 +18,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias, cast
 
-from aiodaft._protocol.following import NOWHERE, Failure, Location, Whereabouts, failure_of
+from aiodaft._protocol.calls.following import NOWHERE, Failure, Location, Whereabouts, failure_of
+from aiodaft._protocol.connections.messages import WANT_REPLY
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, epoch_of, number_of
-from aiodaft._protocol.liveness import Health
-from aiodaft._protocol.messages import WANT_REPLY
-from aiodaft._protocol.value import Status
+from aiodaft._protocol.node.liveness import Health
+from aiodaft._protocol.objects.value import Status
 from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import Caller, CallState, PendingCall, Request, Target, home_of
 from aiodaft._runtime.connections.connection import Connection

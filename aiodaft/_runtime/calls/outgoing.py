@@ -7,10 +7,10 @@ from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 from weakref import ref
 
-from aiodaft._protocol import messages as m
+from aiodaft._protocol.calls.order import Entry, Order
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.messages import CALL, WANT_REPLY, Message
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
-from aiodaft._protocol.messages import CALL, WANT_REPLY, Message
-from aiodaft._protocol.order import Entry, Order
 from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.calls.backlog import Backlog

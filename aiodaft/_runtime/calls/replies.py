@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from aiodaft._protocol import messages as m
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.messages import Message, Value
 from aiodaft._protocol.ids import CallId
-from aiodaft._protocol.messages import Message, Value
 from aiodaft._runtime.calls.call import CallState, PendingCall
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.objects import Objects

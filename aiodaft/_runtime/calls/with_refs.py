@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.handover import FORWARDED, IN_MESSAGE, PULLED, Way, choose
+from aiodaft._protocol.calls.handover import FORWARDED, IN_MESSAGE, PULLED, Way, choose
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.messages import CALL, Message
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
-from aiodaft._protocol.messages import CALL, Message
-from aiodaft._protocol.value import HERE
+from aiodaft._protocol.objects.value import HERE
 from aiodaft._runtime.calls.call import CallState, Request
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.ref_state import RefState, state_of

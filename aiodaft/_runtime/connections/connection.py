@@ -32,12 +32,12 @@ from functools import partial
 from typing import Any, Final, TypeAlias
 from weakref import finalize, ref
 
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.definitions import Definitions
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.definitions import Definitions
+from aiodaft._protocol.connections.messages import Message
+from aiodaft._protocol.connections.rings import Upgrade
+from aiodaft._protocol.connections.session import STALL, Session
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import Message
-from aiodaft._protocol.rings import Upgrade
-from aiodaft._protocol.session import STALL, Session
 from aiodaft._runtime.connections.fd_passing import SPACE, Descriptors
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.connections.send_queue import SendQueue

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Protocol, cast
 
-from aiodaft._protocol import messages as m
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.messages import Message
+from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.messages import Message
-from aiodaft._protocol.session import Session
 from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.connections.ring_upgrade import take_step

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED
-from aiodaft._protocol.rings import Step
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED
+from aiodaft._protocol.connections.rings import Step
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.shm_ring import offer_rings, take_rings
 from aiodaft._runtime.platform.sockets import Sockets

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from aiodaft._protocol.connections.messages import Message
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.messages import Message
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.process import Process
 from aiodaft_transport import Control

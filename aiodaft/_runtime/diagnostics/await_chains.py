@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from aiodaft._protocol.deadlock import CallAt
+from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.objects.transfer import Transfer

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextvars import Context
 from typing import Final, Protocol
 
-from aiodaft._protocol.deadlock import CallAt, Search, Waiting
+from aiodaft._protocol.diagnostics.deadlock import CallAt, Search, Waiting
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph

@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from aiodaft._protocol.call import FETCHING
+from aiodaft._protocol.calls.call import FETCHING
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.diagnostics.await_chains import Frames, frames_of, is_ours, stack_of, users_line, wait_of_task

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from aiodaft._protocol.deadlock import CallAt, Place, Waiting, place_of
+from aiodaft._protocol.diagnostics.deadlock import CallAt, Place, Waiting, place_of
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.calls.call import CallState

@@ -6,8 +6,8 @@ import asyncio
 from contextlib import suppress
 from typing import TypeAlias, cast
 
+from aiodaft._protocol.graphs.plan import ActorKey, Dataflow, SubPlan, make_plan
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.plan import ActorKey, Dataflow, SubPlan, make_plan
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.connections.connection import Connection

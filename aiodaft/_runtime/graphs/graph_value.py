@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from aiodaft._protocol.messages import FAILED_VALUE, GraphItem
+from aiodaft._protocol.connections.messages import FAILED_VALUE, GraphItem
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.received import ReceivedValue

@@ -15,10 +15,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from aiodaft._protocol import messages as m
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.graphs.plan import Dataflow
+from aiodaft._protocol.graphs.run import RUN, UNSENT, GraphEvent, GraphRuns, GraphState, OwnedRun, RunEvent, RunState
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.plan import Dataflow
-from aiodaft._protocol.run import RUN, UNSENT, GraphEvent, GraphRuns, GraphState, OwnedRun, RunEvent, RunState
 from aiodaft._runtime.calls.call import CallState, Target
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments

@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, cast
 
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.call import ANSWER, ANSWERED, FETCHED, FETCHING, GIVEN_UP, LATE, NEXT
-from aiodaft._protocol.deadlock import CallAt
+from aiodaft._protocol.calls.call import ANSWER, ANSWERED, FETCHED, FETCHING, GIVEN_UP, LATE, NEXT
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.messages import WANT_REPLY
+from aiodaft._protocol.diagnostics.deadlock import CallAt
+from aiodaft._protocol.graphs.plan import Report, SubPlan
+from aiodaft._protocol.graphs.run import Needs, Share
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.messages import WANT_REPLY
-from aiodaft._protocol.plan import Report, SubPlan
-from aiodaft._protocol.run import Needs, Share
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.codec import pack, pack_exts
-from aiodaft._protocol.deadlock import CallAt
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.codec import pack, pack_exts
+from aiodaft._protocol.diagnostics.deadlock import CallAt
+from aiodaft._protocol.graphs.plan import Dataflow, SubPlan
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.plan import Dataflow, SubPlan
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, cast
 
+from aiodaft._protocol.calls.mailbox import Rules
+from aiodaft._protocol.graphs.plan import Segment, Step, SubPlan
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.mailbox import Rules
-from aiodaft._protocol.plan import Segment, Step, SubPlan
 from aiodaft._runtime.actors.hosted_actor import HostedActor, run_through
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.naming import NameTable, Registration
+from aiodaft._protocol.node.naming import NameTable, Registration
 from aiodaft.actor import Actor
 from aiodaft.methods import method
 

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NamedTuple
 
-from aiodaft._protocol.codec import pack, unpack
+from aiodaft._protocol.connections.codec import pack, unpack
 from aiodaft._runtime.platform.linux import importable_path
 from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import SpawnFailed

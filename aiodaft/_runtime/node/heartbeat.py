@@ -1,7 +1,7 @@
 """Heartbeats of a worker, over a socket of its own: the node asks once a period, and a thread answers.
 
 The thread also answers while the loop, a method or an import is busy. It is silent only if the process is stopped, or C
-code holds the GIL; `_protocol/liveness.py` decides what follows from that.
+code holds the GIL; `_protocol/node/liveness.py` decides what follows from that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
-from aiodaft._protocol.liveness import Answer, LastHeartbeat, Liveness, Order, Patience
+from aiodaft._protocol.node.liveness import Answer, LastHeartbeat, Liveness, Order, Patience
 from aiodaft._runtime.actors.hosted_actor import Host, InboundCall
 from aiodaft._runtime.diagnostics.wait_graph import on_loop
 

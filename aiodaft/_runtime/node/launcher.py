@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from typing import Final
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.postmortem import Ending
+from aiodaft._protocol.node.postmortem import Ending
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.forkserver_watch import ForkServerWatch
 from aiodaft._runtime.node.heartbeat import HeartbeatWatch

@@ -1,6 +1,6 @@
 """The node agent: the actor that assigns the machine's resources, starts workers, and reports how they ended.
 
-The states of a worker are in `_protocol/worker.py`.
+The states of a worker are in `_protocol/node/worker.py`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from aiodaft._protocol import messages as m
+from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, number_of
-from aiodaft._protocol.liveness import Order, Patience
-from aiodaft._protocol.postmortem import Ending, OomKills
-from aiodaft._protocol.resources import Demand, Resources
-from aiodaft._protocol.worker import WorkerEvent, WorkerState
+from aiodaft._protocol.node.liveness import Order, Patience
+from aiodaft._protocol.node.postmortem import Ending, OomKills
+from aiodaft._protocol.node.resources import Demand, Resources
+from aiodaft._protocol.node.worker import WorkerEvent, WorkerState
 from aiodaft._runtime.agent import serving
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.diagnostics.native_dump import take_dump

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
-from aiodaft._protocol.codec import pack, unpack
+from aiodaft._protocol.connections.codec import pack, unpack
 from aiodaft._protocol.ids import PeerId
 
 

@@ -6,9 +6,9 @@ import asyncio
 from typing import NamedTuple
 
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.liveness import LastHeartbeat, Patience
-from aiodaft._protocol.postmortem import Ending
-from aiodaft._protocol.worker import WorkerEvent, WorkerState, next_state
+from aiodaft._protocol.node.liveness import LastHeartbeat, Patience
+from aiodaft._protocol.node.postmortem import Ending
+from aiodaft._protocol.node.worker import WorkerEvent, WorkerState, next_state
 from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.heartbeat import HeartbeatWatch
 from aiodaft._runtime.node.worker_logs import WorkerOutput

@@ -18,7 +18,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Final
 
-from aiodaft._protocol.printing import MAX_LINE, Printed, Screen
+from aiodaft._protocol.diagnostics.printing import MAX_LINE, Printed, Screen
 from aiodaft._runtime.platform.sockets import Sockets
 
 _READ_SIZE: Final = 64 << 10

@@ -11,11 +11,11 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
-from aiodaft._protocol import broadcast
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.broadcast import Broadcasts, Fanout
+from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.value import Key
+from aiodaft._protocol.objects import broadcast
+from aiodaft._protocol.objects.broadcast import Broadcasts, Fanout
+from aiodaft._protocol.objects.value import Key
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.objects.received import ReceivedValue

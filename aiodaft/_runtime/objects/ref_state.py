@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Final, Protocol, Self, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict, first_error
+from aiodaft._protocol.objects.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict, first_error
 from aiodaft._runtime.objects.into_tensor import IntoTensor
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_host import RefHost

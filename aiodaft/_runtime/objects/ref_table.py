@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.borrowing import Borrowing
+from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.value import HERE, THERE, Key
+from aiodaft._protocol.objects.borrowing import Borrowing
+from aiodaft._protocol.objects.value import HERE, THERE, Key
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.ref_host import RefHost

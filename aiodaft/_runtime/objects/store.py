@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from aiodaft._protocol import messages as m
+from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.value import Key
+from aiodaft._protocol.objects.value import Key
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.threads import SYNC_COPY

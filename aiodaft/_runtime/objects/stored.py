@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from aiodaft._protocol.connections.messages import INLINE_LIMIT
 from aiodaft._protocol.ids import PeerId
-from aiodaft._protocol.messages import INLINE_LIMIT
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.serialization.decoder import decode_small

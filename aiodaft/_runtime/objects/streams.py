@@ -11,9 +11,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-from aiodaft._protocol import messages as m
+from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import CallId
-from aiodaft._protocol.stream import Consumption, Phase
+from aiodaft._protocol.objects.stream import Consumption, Phase
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_host import RefHost

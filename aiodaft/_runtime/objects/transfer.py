@@ -11,11 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, TypeAlias
 
-from aiodaft._protocol import messages as m
-from aiodaft._protocol.handover import Handover
+from aiodaft._protocol.calls.handover import Handover
+from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._protocol.pull import Pull, Questions
-from aiodaft._protocol.value import Key, Where
+from aiodaft._protocol.objects.pull import Pull, Questions
+from aiodaft._protocol.objects.value import Key, Where
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.route import Route

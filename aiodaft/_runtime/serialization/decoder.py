@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from aiodaft._protocol.codec import Ext, pack, pack_exts, unpack, unpack_stream
+from aiodaft._protocol.connections.codec import Ext, pack, pack_exts, unpack, unpack_stream
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization import encoder as wire
 from aiodaft._runtime.serialization.containers import rebuild_dataclass

@@ -17,7 +17,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, GetSetDescriptorT
 from typing import Any, Final, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
-from aiodaft._protocol.messages import INLINE_LIMIT
+from aiodaft._protocol.connections.messages import INLINE_LIMIT
 from aiodaft._runtime.serialization.pickling import importable
 from aiodaft.actor import Actor
 

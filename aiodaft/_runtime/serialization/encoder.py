@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, Final, NamedTuple, cast
 
-from aiodaft._protocol.blobs import blob_table, lay_out
-from aiodaft._protocol.codec import pack, pack_exts
-from aiodaft._protocol.messages import INLINE_LIMIT, PLAIN_TEXT_LIMIT
+from aiodaft._protocol.connections.codec import pack, pack_exts
+from aiodaft._protocol.connections.messages import INLINE_LIMIT, PLAIN_TEXT_LIMIT
+from aiodaft._protocol.objects.blobs import blob_table, lay_out
 from aiodaft._runtime.serialization.containers import FLAT, contains_ref, field_names
 from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
 from aiodaft._runtime.serialization.encoded import Encoded, Source

@@ -8,7 +8,7 @@ import re
 from types import TracebackType
 from typing import Any, Final
 
-from aiodaft._protocol.codec import pack, unpack
+from aiodaft._protocol.connections.codec import pack, unpack
 from aiodaft._runtime.platform.error_log import text_of
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.encoder import Names, encode

@@ -17,8 +17,8 @@ from types import FunctionType
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-from aiodaft._protocol.codec import big_int, ext, packer, unpacker
-from aiodaft._protocol.messages import INLINE_LIMIT
+from aiodaft._protocol.connections.codec import big_int, ext, packer, unpacker
+from aiodaft._protocol.connections.messages import INLINE_LIMIT
 from aiodaft._runtime.serialization.containers import FLAT
 from aiodaft._runtime.serialization.definitions import Definition, Named, Thing, find, name_of, named
 from aiodaft._runtime.serialization.pickling import importable

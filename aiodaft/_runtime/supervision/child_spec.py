@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from aiodaft._protocol.connections.messages import WANT_REPLY
 from aiodaft._protocol.ids import AGENT, ActorId, PeerId, epoch_of
-from aiodaft._protocol.messages import WANT_REPLY
 from aiodaft._runtime.agent import Agent, agent_of
 from aiodaft._runtime.calls.call import Caller, CallState, Request, Target
 from aiodaft._runtime.objects.ref_state import state_of

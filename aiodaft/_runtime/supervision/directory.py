@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from aiodaft._protocol.child import REACHABLE, ChildEvent, ChildState, Fate, fate_of
-from aiodaft._protocol.following import NOWHERE, Location
+from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.supervision import Restart
+from aiodaft._protocol.supervision.child import REACHABLE, ChildEvent, ChildState, Fate, fate_of
+from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
 from aiodaft._runtime.node.node_agent import NodeAgent

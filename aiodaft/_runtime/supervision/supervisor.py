@@ -1,8 +1,8 @@
 """Supervisors: the actors of one restart policy, and how they are restarted.
 
-`Siblings` decides whom a death concerns, `next_state` what becomes of each of them (see `_protocol/child.py` for the
-states); this file stops and starts them. One task per supervisor does that, or one per child where each is restarted by
-itself (one_for_one).
+`Siblings` decides whom a death concerns, `next_state` what becomes of each of them (`_protocol/supervision/child.py`
+has the states); this file stops and starts them. One task per supervisor does that, or one per child where each is
+restarted by itself (one_for_one).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from aiodaft._protocol.child import SETTLED, ChildEvent, ChildState, next_state, next_task
-from aiodaft._protocol.following import Location
+from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.ids import epoch_of, incarnation
-from aiodaft._protocol.supervision import Again, GiveUp, Gone, Kind, Restart, Siblings
+from aiodaft._protocol.supervision.child import SETTLED, ChildEvent, ChildState, next_state, next_task
+from aiodaft._protocol.supervision.supervision import Again, GiveUp, Gone, Kind, Restart, Siblings
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.node.node_agent import NodeAgent

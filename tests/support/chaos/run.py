@@ -18,7 +18,7 @@ from typing import Final
 
 from leaks import descendants
 
-from aiodaft._protocol.supervision import Backoff, Restart
+from aiodaft._protocol.supervision.supervision import Backoff, Restart
 from aiodaft.exceptions import ActorDied, DaftError
 from aiodaft.runtime import Runtime
 from aiodaft_transport import Unreachable, check_name, default_name

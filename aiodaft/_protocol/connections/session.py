@@ -22,11 +22,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
+from aiodaft._protocol.connections.codec import FrameDecoder, FrameEncoder
+from aiodaft._protocol.connections.messages import (
+    HELLO,
+    OLDEST_WIRE_VERSION,
+    WIRE_VERSION,
+    Message,
+    check_all,
+    hello,
+    read_hello,
+)
+from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft.exceptions import LocalProtocolError, Overloaded, RemoteProtocolError
-
-from .codec import FrameDecoder, FrameEncoder
-from .ids import CallId, PeerId
-from .messages import HELLO, OLDEST_WIRE_VERSION, WIRE_VERSION, Message, check_all, hello, read_hello
 
 CallT = TypeVar("CallT")
 

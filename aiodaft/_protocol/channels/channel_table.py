@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 
-from .channel import FOR_KEEPERS, ChannelId, Command, Keeper, Kind, Leaving, Message, Tell, refusal
-from .channel_end import End
-from .ids import PeerId
+from aiodaft._protocol.channels.channel import (
+    FOR_KEEPERS,
+    ChannelId,
+    Command,
+    Keeper,
+    Kind,
+    Leaving,
+    Message,
+    Tell,
+    refusal,
+)
+from aiodaft._protocol.channels.channel_end import End
+from aiodaft._protocol.ids import PeerId
 
 
 class ChannelTable:

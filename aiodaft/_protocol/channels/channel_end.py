@@ -21,8 +21,8 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Any, Final
 
-from .channel import Command, Kind, Leaving, Message, Outcome, Settle, Tell
-from .ids import PeerId
+from aiodaft._protocol.channels.channel import Command, Kind, Leaving, Message, Outcome, Settle, Tell
+from aiodaft._protocol.ids import PeerId
 
 _ENDINGS: Final = {Kind.OVER: Outcome.CLOSED, Kind.ORPHANED: Outcome.ORPHANED, Kind.LOST: Outcome.LOST}
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from .call import GONE, QUEUED, Stage
-from .ids import PeerId
+from aiodaft._protocol.calls.call import GONE, QUEUED, Stage
+from aiodaft._protocol.ids import PeerId
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,9 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Final, NamedTuple
 
+from aiodaft._protocol.calls.call import FETCHING, WAITING, Stage
+from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft.exceptions import LocalProtocolError, WaitingCall
-
-from .call import FETCHING, WAITING, Stage
-from .ids import CallId, PeerId
 
 # A search gives up beyond this number of calls: no one could read such a deadlock.
 _MOST_CALLS: Final = 1_000

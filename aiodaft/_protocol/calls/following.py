@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from aiodaft._protocol.ids import ActorId, PeerId, epoch_of
+from aiodaft._protocol.node.liveness import Health
 from aiodaft.exceptions import ActorDied, DaftError, NotDelivered, Overloaded, PeerLost, StaleHandle
-
-from .ids import ActorId, PeerId, epoch_of
-from .liveness import Health
 
 NOWHERE: Final = PeerId("")
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Generic, TypeVar
 
-from .ids import PeerId
-from .value import Key
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.objects.value import Key
 
 WaiterT = TypeVar("WaiterT")
 

@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum, auto
 from typing import Any, Final, Generic, TypeVar
 
-from .deadlock import CallAt
-from .ids import CallId, PeerId
-from .messages import ENCODED_VALUE, PLAIN_VALUE, GraphItem
-from .plan import SubPlan
+from aiodaft._protocol.connections.messages import ENCODED_VALUE, PLAIN_VALUE, GraphItem
+from aiodaft._protocol.diagnostics.deadlock import CallAt
+from aiodaft._protocol.graphs.plan import SubPlan
+from aiodaft._protocol.ids import CallId, PeerId
 
 ValueT = TypeVar("ValueT")
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final
 
+from aiodaft._protocol.connections.messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED
 from aiodaft.exceptions import RemoteProtocolError
-
-from .messages import RING_OFFERED, RING_REFUSED, RING_USED, RING_WANTED
 
 
 class Way(Enum):

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from enum import Enum, IntEnum, auto
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
-from .ids import CallId, PeerId
+from aiodaft._protocol.ids import CallId, PeerId
 
 # The process that made the channel, and its number there.
 ChannelId: TypeAlias = tuple[PeerId, CallId]

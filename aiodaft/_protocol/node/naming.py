@@ -11,9 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft.exceptions import NameNotFound, NameTaken
-
-from .ids import ActorId, PeerId
 
 _VALID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,254}")
 

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final, Generic, TypeVar
 
+from aiodaft._protocol.calls.mailbox import Rules
+from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft.exceptions import CyclicGraph
-
-from .ids import ActorId, PeerId
-from .mailbox import Rules
 
 ActorKey = tuple[PeerId, ActorId]
 DataT = TypeVar("DataT")

@@ -15,10 +15,9 @@ from collections import deque
 from enum import Enum
 from typing import Final, Generic, TypeVar
 
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.objects.value import Key
 from aiodaft.exceptions import OwnerDied, RemoteProtocolError
-
-from .ids import PeerId
-from .value import Key
 
 WaiterT = TypeVar("WaiterT")
 

@@ -18,8 +18,8 @@ from collections import deque
 from enum import Enum
 from typing import Generic, TypeVar
 
-from .ids import PeerId
-from .value import Key
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.objects.value import Key
 
 AnswerT = TypeVar("AnswerT")
 TakerT = TypeVar("TakerT")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Final, TypeAlias
 
-from .ids import CallId, PeerId
+from aiodaft._protocol.ids import CallId, PeerId
 
 # The owner of a value, and its number there.
 Key: TypeAlias = tuple[PeerId, CallId]

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
-from .ids import CallId, PeerId
-from .value import Key, Value
+from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.objects.value import Key, Value
 
 ValueT = TypeVar("ValueT", bound=Value)
 

@@ -55,7 +55,7 @@ For each kind, a function of its name builds the message, and `read_<kind>` retu
 the position of a field. Some kinds are built as tuples where they are sent, and unpacked where they are handled: CALL
 and REPLY, because each function counts there, those of a pull (PULL to BROKEN), and RUN, FLOW and REPORT. Use:
 
-    from aiodaft._protocol import messages as m
+    from aiodaft._protocol.connections import messages as m
 
     connection.send(m.credit(number, 16))
     number, count = m.read_credit(message)
@@ -66,9 +66,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Any, Final, TypeAlias
 
+from aiodaft._protocol.ids import ActorId, CallId, PeerId
 from aiodaft.exceptions import RemoteProtocolError
-
-from .ids import ActorId, CallId, PeerId
 
 Message: TypeAlias = tuple[Any, ...]
 Descriptors: TypeAlias = tuple[Any, ...]

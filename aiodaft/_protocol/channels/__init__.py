@@ -1,0 +1,1 @@
+"""Channels: which process has the queue, and who sends and receives."""

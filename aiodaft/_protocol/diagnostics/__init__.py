@@ -1,0 +1,1 @@
+"""Deadlocks, errors that no code has seen, and what actors print."""

@@ -1,0 +1,1 @@
+"""Compiled graphs: the plan, and the life of a run."""

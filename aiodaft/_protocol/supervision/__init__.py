@@ -1,0 +1,1 @@
+"""Restarts: policies, and the life of a supervised actor."""

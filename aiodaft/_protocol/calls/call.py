@@ -71,6 +71,9 @@ NEXT: Final = {
     },
 }
 
+# The stage of a call after its start, on the path of each call.
+ONWARD: Final = NEXT[START]
+
 # The call is to run to its end.
 WANTED: Final = frozenset({FETCHING, QUEUED, STARTED})
 # It was not handed to its task or thread.

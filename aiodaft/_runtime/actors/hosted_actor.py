@@ -10,19 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, Protocol
 
-from aiodaft._protocol.calls.call import (
-    CANCEL,
-    CANCELLED,
-    EXPIRE,
-    GONE,
-    LATE,
-    NEXT,
-    START,
-    WAITING,
-    WANTED,
-    WITHDRAW,
-    Life,
-)
+from aiodaft._protocol.calls.call import CANCEL, CANCELLED, EXPIRE, GONE, LATE, ONWARD, WAITING, WANTED, WITHDRAW, Life
 from aiodaft._protocol.calls.mailbox import BoundedMailbox, Mailbox
 from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
@@ -297,7 +285,7 @@ class HostedActor:
             self._starting = False
 
     def _start(self, call: InboundCall, *, at_once: bool) -> None:
-        call.stage = NEXT[START][call.stage]
+        call.stage = ONWARD[call.stage]
         self.running[call] = None
         if call.rules.on_thread:
             self._host.ring_poller.pace.threads += 1

@@ -83,10 +83,9 @@ def named(thing: Thing) -> Named | None:
         if looks is None:
             _records[thing] = None
             return None
-        # Slow to import, and few calls need them.
-        from hashlib import blake2b  # noqa: PLC0415
+        from hashlib import blake2b  # noqa: PLC0415 - slow to import, and few calls need it
 
-        import cloudpickle  # noqa: PLC0415
+        import cloudpickle  # noqa: PLC0415 - as above
 
         source = cloudpickle.dumps(thing, protocol=5)
         if len(source) > INLINE_LIMIT:

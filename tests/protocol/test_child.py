@@ -11,19 +11,20 @@ from aiodaft._protocol.supervision.child import (
     REACHABLE,
     SETTLED,
     STOPPING,
+    TRANSITIONS,
     ChildEvent,
     ChildState,
     Fate,
     fate_of,
-    next_state,
     next_task,
 )
+from aiodaft._protocol.transitions import next_state
 
 
 def walk(*events: ChildEvent) -> list[ChildState]:
     states = [ChildState.STARTING]
     for event in events:
-        states.append(next_state(states[-1], event))
+        states.append(next_state(TRANSITIONS, states[-1], event))
     return states[1:]
 
 
@@ -71,22 +72,22 @@ def test_no_more_restarts_leave_a_process_to_stop_only_where_there_is_one(
 def test_what_is_over_stays_over() -> None:
     for event in ChildEvent:
         if event is ChildEvent.ENDED:
-            assert next_state(ChildState.OVER, event) is ChildState.OVER
+            assert next_state(TRANSITIONS, ChildState.OVER, event) is ChildState.OVER
         else:
             with pytest.raises(ValueError, match="OVER"):
-                next_state(ChildState.OVER, event)
+                next_state(TRANSITIONS, ChildState.OVER, event)
 
 
 def test_a_child_that_settles_is_never_started_again() -> None:
     for state, event in product(SETTLED, ChildEvent):
         try:
-            assert next_state(state, event) in SETTLED
+            assert next_state(TRANSITIONS, state, event) in SETTLED
         except ValueError:
             continue
 
 
 def test_every_state_can_end() -> None:
-    assert {next_state(state, ChildEvent.ENDED) for state in ChildState} == {ChildState.OVER}
+    assert {next_state(TRANSITIONS, state, ChildEvent.ENDED) for state in ChildState} == {ChildState.OVER}
     assert not REACHABLE & STOPPING
 
 

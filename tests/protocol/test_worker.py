@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from aiodaft._protocol.node.worker import WorkerEvent, WorkerState, how_it_ended, next_state
+from aiodaft._protocol.node.worker import TRANSITIONS, WorkerEvent, WorkerState, how_it_ended
+from aiodaft._protocol.transitions import next_state
 
 
 def state_after(*events: WorkerEvent) -> WorkerState:
     state = WorkerState.STARTING
     for event in events:
-        state = next_state(state, event)
+        state = next_state(TRANSITIONS, state, event)
     return state
 
 
@@ -53,13 +54,13 @@ def test_a_spawn_that_fails_takes_the_error_of_its_worker() -> None:
 def test_what_comes_after_the_end_changes_nothing() -> None:
     assert state_after(ENDED, STARTED, ALIVE) is WorkerState.DIED
     for end in (WorkerState.OVER, WorkerState.UNHANDLED):
-        assert {next_state(end, event) for event in (STARTED, LOST, ALIVE, STOP)} == {end}
+        assert {next_state(TRANSITIONS, end, event) for event in (STARTED, LOST, ALIVE, STOP)} == {end}
 
 
 def test_a_worker_ends_once() -> None:
     for state in (WorkerState.OVER, WorkerState.UNHANDLED, WorkerState.DIED):
         with pytest.raises(ValueError, match=state.name):
-            next_state(state, ENDED)
+            next_state(TRANSITIONS, state, ENDED)
 
 
 @pytest.mark.parametrize(

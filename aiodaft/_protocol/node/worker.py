@@ -45,7 +45,7 @@ _WATCHED: Final = (_S.STARTING, _S.UP, _S.BLAMED)
 
 _AFTERWARDS: Final = (_E.STARTED, _E.CALLS_LOST, _E.ALIVE, _E.STOP)
 
-_TRANSITIONS: Final[dict[tuple[WorkerState, WorkerEvent], WorkerState]] = {
+TRANSITIONS: Final[dict[tuple[WorkerState, WorkerEvent], WorkerState]] = {
     (_S.STARTING, _E.STARTED): _S.UP,
     (_S.STARTING, _E.ENDED): _S.DIED,
     (_S.UP, _E.ENDED): _S.DIED,
@@ -82,15 +82,3 @@ def how_it_ended(exit_code: int | None, signal: str | None, *, oom: bool) -> str
     if signal is not None:
         return f"was killed by {signal}"
     return "ended, and its exit status is not known" if exit_code is None else f"ended with exit code {exit_code}"
-
-
-def next_state(state: WorkerState, event: WorkerEvent) -> WorkerState:
-    """The state of a worker after an event.
-
-    Raises:
-        ValueError: The event cannot happen in that state.
-    """
-    try:
-        return _TRANSITIONS[state, event]
-    except KeyError:
-        raise ValueError(f"a worker that is {state.name} gets no {event.name}") from None

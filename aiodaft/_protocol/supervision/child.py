@@ -44,7 +44,7 @@ class ChildEvent(enum.Enum):
 _S: Final = ChildState
 _E: Final = ChildEvent
 
-_TRANSITIONS: Final[dict[tuple[ChildState, ChildEvent], ChildState]] = {
+TRANSITIONS: Final[dict[tuple[ChildState, ChildEvent], ChildState]] = {
     (_S.STARTING, _E.MADE): _S.UP,
     (_S.STARTING, _E.FAILED): _S.DOWN,
     # It is made in vain: it is stopped when its process has made it.
@@ -117,15 +117,3 @@ def fate_of(state: ChildState, *, wanted: bool) -> Fate:
     if state not in REACHABLE:
         return Fate.NOTHING
     return Fate.RESTART if state is ChildState.UP and not wanted else Fate.OVER
-
-
-def next_state(state: ChildState, event: ChildEvent) -> ChildState:
-    """The state of a child after an event.
-
-    Raises:
-        ValueError: The event cannot happen in that state.
-    """
-    try:
-        return _TRANSITIONS[state, event]
-    except KeyError:
-        raise ValueError(f"a child that is {state.name} gets no {event.name}") from None

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.node.liveness import LastHeartbeat, Patience
 from aiodaft._protocol.node.postmortem import Ending
-from aiodaft._protocol.node.worker import WorkerEvent, WorkerState, next_state
+from aiodaft._protocol.node.worker import TRANSITIONS, WorkerEvent, WorkerState
+from aiodaft._protocol.transitions import next_state
 from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.heartbeat import HeartbeatWatch
 from aiodaft._runtime.node.worker_logs import WorkerOutput
@@ -82,7 +83,7 @@ class Worker:
         return f"{self.names} (pid {self.pid})" if self.pid else f"{self.names} (not started yet)"
 
     def handle(self, event: WorkerEvent) -> None:
-        self.state = next_state(self.state, event)
+        self.state = next_state(TRANSITIONS, self.state, event)
 
     def fail(self, error: SpawnFailed) -> None:
         """It did not start."""

@@ -1,6 +1,6 @@
 """Supervisors: the actors of one restart policy, and how they are restarted.
 
-`Siblings` decides whom a death concerns, `next_state` what becomes of each of them (`_protocol/supervision/child.py`
+`Siblings` decides which children a death concerns, `TRANSITIONS` what becomes of each (`_protocol/supervision/child.py`
 has the states); this file stops and starts them. One task per supervisor does that, or one per child where each is
 restarted by itself (one_for_one).
 """
@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.ids import epoch_of, incarnation
-from aiodaft._protocol.supervision.child import SETTLED, ChildEvent, ChildState, next_state, next_task
+from aiodaft._protocol.supervision.child import SETTLED, TRANSITIONS, ChildEvent, ChildState, next_task
 from aiodaft._protocol.supervision.supervision import Again, GiveUp, Gone, Kind, Restart, Siblings
+from aiodaft._protocol.transitions import next_state
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.node.node_agent import NodeAgent
@@ -65,7 +66,7 @@ class Child:
 
     def handle(self, event: ChildEvent) -> None:
         """Change the state, and wake the tasks that wait for that."""
-        self.state = next_state(self.state, event)
+        self.state = next_state(TRANSITIONS, self.state, event)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -1,4 +1,4 @@
-"""What the modules of this folder have in common. It imports nothing but the standard library."""
+"""What the modules of this folder have in common. Importing it loads the standard library only."""
 
 from __future__ import annotations
 
@@ -31,6 +31,37 @@ Sample = Callable[[], Awaitable[float]]
 Lines = dict[str, Sample]
 # Starts so many actors and gives what can be measured with them.
 OpenLines = Callable[[int], AbstractAsyncContextManager[Lines]]
+
+
+class Echo:
+    """Answers at once, and makes and takes tensors."""
+
+    async def same(self, value: int) -> int:
+        """A small value, there and back."""
+        return value
+
+    async def prepare(self, size: int) -> None:
+        """Make the tensor that is given later."""
+        import torch  # noqa: PLC0415 - the other calls need none
+
+        self.tensor = torch.ones(size, dtype=torch.uint8)
+
+    async def give(self) -> Any:
+        """A tensor."""
+        return self.tensor
+
+    async def take(self, tensor: Any) -> int:
+        """Receive a tensor."""
+        return len(tensor)
+
+    async def fetch(self, source: Any) -> int:
+        """Fetch the tensor of another actor."""
+        return len(await source.give())
+
+
+async def awaited(future: Awaitable[Any]) -> Any:
+    """Await a future of a framework: asyncio.gather takes no such futures, but coroutines."""
+    return await future
 
 
 def one_by_one(call: Call, repeats: int) -> Sample:

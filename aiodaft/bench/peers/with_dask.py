@@ -7,34 +7,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from distributed import Client, LocalCluster
 
 from . import serving
-from .serving import Lines, many, one_by_one, tensors
-
-
-class Echo:
-    """Answers at once, and makes and takes tensors."""
-
-    async def same(self, value: int) -> int:
-        """A small value, there and back."""
-        return value
-
-    async def prepare(self, size: int) -> None:
-        """Make the tensor that is given later."""
-        import torch  # noqa: PLC0415 - the other calls need none
-
-        self.tensor = torch.ones(size, dtype=torch.uint8)
-
-    async def give(self) -> Any:
-        """A tensor."""
-        return self.tensor
-
-    async def fetch(self, source: Any) -> int:
-        """Fetch the tensor of another actor."""
-        return len(await source.give())
+from .serving import Echo, Lines, awaited, many, one_by_one, tensors
 
 
 @asynccontextmanager
@@ -53,10 +30,6 @@ async def open_lines(count: int) -> AsyncGenerator[Lines]:
         yield {
             serving.CALL: one_by_one(lambda: a.same(1), 100),
             serving.IN_FLIGHT: many(lambda: a.same(1), 2000, 1000),
-            serving.FAN_OUT: one_by_one(lambda: asyncio.gather(*(_value(actor.same(1)) for actor in actors)), 20),
+            serving.FAN_OUT: one_by_one(lambda: asyncio.gather(*(awaited(actor.same(1)) for actor in actors)), 20),
             **tensors(a.prepare, lambda: b.fetch(a)),
         }
-
-
-async def _value(future: Any) -> Any:
-    return await future

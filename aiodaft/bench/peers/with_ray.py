@@ -14,29 +14,7 @@ import ray
 from ray.dag import InputNode
 
 from . import serving
-from .serving import Lines, many, one_by_one, tensors
-
-
-class Echo:
-    """Answers at once, and makes and takes tensors."""
-
-    async def same(self, value: int) -> int:
-        """A small value, there and back."""
-        return value
-
-    async def prepare(self, size: int) -> None:
-        """Make the tensor that is given later."""
-        import torch  # noqa: PLC0415 - the other calls need none
-
-        self.tensor = torch.ones(size, dtype=torch.uint8)
-
-    async def give(self) -> Any:
-        """A tensor."""
-        return self.tensor
-
-    async def take(self, tensor: Any) -> int:
-        """Receive a tensor."""
-        return len(tensor)
+from .serving import Echo, Lines, many, one_by_one, tensors
 
 
 class Step:

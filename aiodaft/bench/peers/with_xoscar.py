@@ -7,34 +7,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import xoscar
 
 from . import serving
-from .serving import Lines, many, one_by_one, tensors
+from .serving import Echo, Lines, many, one_by_one, tensors
 
 
-class Echo(xoscar.StatelessActor):
-    """Answers at once, and makes and takes tensors. Without state: one with state runs one call at a time."""
-
-    async def same(self, value: int) -> int:
-        """A small value, there and back."""
-        return value
-
-    async def prepare(self, size: int) -> None:
-        """Make the tensor that is given later."""
-        import torch  # noqa: PLC0415 - the other calls need none
-
-        self.tensor = torch.ones(size, dtype=torch.uint8)
-
-    async def give(self) -> Any:
-        """A tensor."""
-        return self.tensor
-
-    async def fetch(self, source: Any) -> int:
-        """Fetch the tensor of another actor."""
-        return len(await source.give())
+class EchoActor(Echo, xoscar.StatelessActor):
+    """Without state: one with state runs one call at a time."""
 
 
 @asynccontextmanager
@@ -44,7 +25,7 @@ async def open_lines(count: int) -> AsyncGenerator[Lines]:
     async with pool:
         actors = [
             await xoscar.create_actor(
-                Echo,
+                EchoActor,
                 address=pool.external_address,
                 uid=f"echo-{index}",
                 allocate_strategy=xoscar.allocate_strategy.ProcessIndex(index + 1),

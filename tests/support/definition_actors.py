@@ -7,23 +7,17 @@ import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
-from aiodaft import Actor, method
+from actors import Echo
+
+from aiodaft import method
 
 
-class Taker(Actor):
+class Taker(Echo):
     """Gives back what it gets, and keeps nothing else than its argument."""
 
     def __init__(self, first: Any = None) -> None:
         self.first = first
         self._gate = asyncio.Event()
-
-    @method
-    async def echo(self, value: Any) -> Any:
-        return value
-
-    @method
-    def echo_on_thread(self, value: Any) -> Any:
-        return value
 
     @method
     async def size(self, value: Any) -> int:

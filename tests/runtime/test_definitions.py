@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import enum
 import functools
 import gc
 import math
 import sys
+import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -154,6 +158,90 @@ def name_of_class(cls: type) -> bytes:
     known = named(cls)
     assert known is not None
     return known.name
+
+
+class Unit(str):
+    """What a subclass of a builtin does may change."""
+
+    __slots__ = ()
+
+
+def test_what_is_built_of_things_that_may_change_unseen_has_no_name() -> None:
+    module, unit = types.ModuleType("made_here"), Unit("m")
+
+    class Scales(enum.Enum):
+        SMALL = [1]  # noqa: RUF012 - what is tested
+
+    class OfScale:
+        scale = Scales.SMALL
+
+    for thing in (lambda: module, lambda: unit, OfScale):
+        assert not has_name(thing)
+    assert has_name(lambda: sys)
+
+
+def test_a_change_of_what_a_class_uses_gives_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kind(enum.Enum):
+        NEAR = 1
+
+        def size(self) -> int:
+            return SCALE
+
+        @property
+        def double(self) -> int:
+            return 2
+
+    @dataclasses.dataclass
+    class Place:
+        kind: Kind = Kind.NEAR
+
+        def size(self) -> int:
+            return len(LATER)  # type: ignore[name-defined]  # noqa: F821 - what is tested
+
+        # A name of an attribute is no global one.
+        def items(self) -> Any:
+            return self.ITEMS  # type: ignore[attr-defined]
+
+    class Shape(abc.ABC):  # noqa: B024 - what is tested
+        pass
+
+    here = sys.modules[__name__]
+    changes: list[tuple[type, Callable[[], object]]] = [
+        (Place, lambda: monkeypatch.setattr(here, "LATER", None, raising=False)),
+        (Place, lambda: monkeypatch.setattr(here, "len", lambda x: 1, raising=False)),
+        (Place, lambda: monkeypatch.setattr(here, "SCALE", 3)),
+        (Place, lambda: setattr(Kind, "double", property(lambda self: 3))),
+        (Shape, lambda: Shape.register(Unit)),
+    ]
+    for cls, change in changes:
+        before = name_of_class(cls)
+        change()
+        assert name_of_class(cls) != before
+
+
+def test_what_changes_often_is_pickled_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled() -> int:
+        return SCALE
+
+    thing: Any = scaled
+    names = set()
+    for scale in range(1000, 1100):
+        monkeypatch.setattr(sys.modules[__name__], "SCALE", scale)
+        known = named(thing)
+        names.add(known and known.name)
+    # Each name is kept where it was told until the function is gone.
+    assert len(names - {None}) <= 10
+    assert None in names
+
+
+def test_a_name_keeps_no_namespace_alive() -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec("class Made:\n    def size(self):\n        return SIZE\nSIZE = 1", namespace)
+    found = weakref.ref(namespace["Made"])
+    assert has_name(namespace["Made"])
+    del namespace
+    gc.collect()
+    assert found() is None
 
 
 def test_a_name_keeps_nothing_alive() -> None:

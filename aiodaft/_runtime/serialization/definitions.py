@@ -2,7 +2,8 @@
 
 They are pickled by value once. A value that has them, or their instances, has only the name; see
 `_protocol.definitions`. What may change without its name being told again is not named: a class with a list among its
-attributes, or a function that uses a global one. Such things are pickled by value each time, as they are then.
+attributes, or a function that uses a global one. Such things are pickled by value each time, as they are then. So is
+what changes often: each name that was told stays in other processes until the class or function is gone.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import dataclasses
 import dis
 import os
 import pickle
+import sys
+from abc import get_cache_token
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
+from itertools import repeat
 from types import BuiltinFunctionType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any, Final, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
@@ -23,8 +27,8 @@ from aiodaft.actor import Actor
 
 Thing: TypeAlias = type | FunctionType
 
-# Gives what something refers to, to be compared with what it was; holds no class or function.
-_Look: TypeAlias = Callable[[], list[Any]]
+# The number of times that something may change and get another name.
+_MOST_CHANGES: Final = 8
 
 
 class Named(NamedTuple):
@@ -47,25 +51,31 @@ class Definition:
         self.made: Thing | None = None
 
 
-class _Record(NamedTuple):
-    """What is remembered of a class or function."""
+class _Record:
+    """What is remembered of a class or function, with what it referred to when it was pickled."""
 
-    token: bytes
-    name: bytes
-    source: bytes
-    looks: list[tuple[_Look, list[Any]]]
+    __slots__ = ("_before", "_gone", "_kept", "_looks", "changes", "name", "source", "token")
+
+    def __init__(self, token: bytes, source: bytes, name: bytes, looks: list[_Look], changes: int = 0) -> None:
+        self.token = token
+        self.source = source
+        self.name = name
+        self.changes = changes
+        self._looks = looks
+        # Only the identities of classes and functions: it must not keep them alive. When one of them is gone, another
+        # object may get its identity.
+        self._gone: list[object] = []
+        found = [look() for look in looks]
+        self._before = [list(map(id, values)) for values in found]
+        things = [type(value) if isinstance(value, Enum) else value for values in found for value in values]
+        self._kept = [
+            ref(thing, self._gone.append) if isinstance(thing, type | FunctionType) else thing for thing in things
+        ]
 
     @property
     def holds(self) -> bool:
         """Whether it is what it was when it was pickled."""
-        for look, before in self.looks:
-            now = look()
-            if len(now) != len(before):
-                return False
-            for value, known in zip(now, before, strict=True):
-                if value is not known and not (type(known) is ref and known() is value):
-                    return False
-        return True
+        return not self._gone and [list(map(id, look())) for look in self._looks] == self._before
 
 
 # None: it has no name.
@@ -79,24 +89,28 @@ def named(thing: Thing) -> Named | None:
     if record is None or not record.holds:
         if record is None and thing in _records:
             return None
-        looks = _looks_at(thing)
-        if looks is None:
-            _records[thing] = None
+        record = _records[thing] = _recorded(thing, record)
+        if record is None:
             return None
-        from hashlib import blake2b  # noqa: PLC0415 - slow to import, and few calls need it
-
-        import cloudpickle  # noqa: PLC0415 - as above
-
-        source = cloudpickle.dumps(thing, protocol=5)
-        if len(source) > INLINE_LIMIT:
-            _records[thing] = None
-            return None
-        # Two functions of the same text have two names: each is taken back when its own function is gone.
-        token = os.urandom(8) if record is None else record.token
-        name = blake2b(token + source, digest_size=16).digest()
-        record = _records[thing] = _Record(token, name, source, looks)
-        _by_name[name] = thing
+        _by_name[record.name] = thing
     return Named(thing, record.name, record.source)
+
+
+def _recorded(thing: Thing, earlier: _Record | None) -> _Record | None:
+    changes = 0 if earlier is None else earlier.changes + 1
+    looks = _looks_at(thing)
+    if looks is None or changes > _MOST_CHANGES:
+        return None
+    from hashlib import blake2b  # noqa: PLC0415 - slow to import, and few calls need it
+
+    import cloudpickle  # noqa: PLC0415 - as above
+
+    source = cloudpickle.dumps(thing, protocol=5)
+    if len(source) > INLINE_LIMIT:
+        return None
+    # Two functions of the same text have two names: each is taken back when its own function is gone.
+    token = os.urandom(8) if earlier is None else earlier.token
+    return _Record(token, source, blake2b(token + source, digest_size=16).digest(), looks, changes)
 
 
 def name_of(thing: Thing) -> bytes:
@@ -120,12 +134,15 @@ def find(name: bytes, heard: Mapping[bytes, Definition]) -> Any:
             # No more than one holds it: two processes that told each other would hold it for ever.
             definition.made = thing
         looks = _looks_at(thing)
-        _records[thing] = None if looks is None else _Record(os.urandom(8), name, definition.source, looks)
+        _records[thing] = None if looks is None else _Record(os.urandom(8), definition.source, name, looks)
         _by_name[name] = thing
     return thing
 
 
 # What a class or function refers to, and whether that may change unseen.
+
+# Gives it, to be compared with what it was; holds no class or function, and no namespace that has them.
+_Look: TypeAlias = Callable[[], list[Any]]
 
 
 @dataclasses.dataclass
@@ -135,20 +152,17 @@ class _Sample:
 
 # Its function has a set of its own, which is empty between calls.
 _REPR: Final = _Sample.__repr__.__code__
-_FROZEN: Final = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type(...),
-    range,
-    CodeType,
-    ModuleType,
-    BuiltinFunctionType,
-    Enum,
-)
+# In place of a global that does not exist.
+_ABSENT: Final = range(0)
+_FROZEN: Final = frozenset({
+    int, bool, float, complex, str, bytes, type(None), type(...), range, CodeType, BuiltinFunctionType,
+})  # fmt: skip
+# Their parts do not change.
+_WRAPPERS: Final[Mapping[type, Callable[[Any], tuple[Any, ...]]]] = {
+    property: lambda member: (member.fget, member.fset, member.fdel),
+    staticmethod: lambda member: (member.__func__,),
+    classmethod: lambda member: (member.__func__,),
+}
 _SLOTS: Final = (MemberDescriptorType, GetSetDescriptorType)
 # What the interpreter, dataclasses and abstract classes keep in a class: made with the class, and not changed after.
 _MADE_WITH_CLASS: Final = frozenset({
@@ -164,7 +178,7 @@ class _Changeable(Exception):
     """It may change unseen."""
 
 
-def _looks_at(thing: Thing) -> list[tuple[_Look, list[Any]]] | None:
+def _looks_at(thing: Thing) -> list[_Look] | None:
     """How to see whether something has changed; None if that cannot be seen."""
     survey = _Survey()
     try:
@@ -176,7 +190,7 @@ def _looks_at(thing: Thing) -> list[tuple[_Look, list[Any]]] | None:
 
 class _Survey:
     def __init__(self) -> None:
-        self.looks: list[tuple[_Look, list[Any]]] = []
+        self.looks: list[_Look] = []
         self._seen: set[int] = set()
 
     def values(self, values: Iterable[Any]) -> None:
@@ -184,6 +198,8 @@ class _Survey:
         for value in values:
             if isinstance(value, type | FunctionType) and not importable(value):
                 self.thing(value)
+            elif isinstance(value, Enum) and not importable(type(value)):
+                self.thing(type(value))
             elif not _is_frozen(value):
                 raise _Changeable
 
@@ -192,60 +208,70 @@ class _Survey:
         if id(thing) in self._seen:
             return
         self._seen.add(id(thing))
-        if isinstance(thing, type):
-            self._class(thing)
-        else:
-            self._function(thing)
+        look = self._class(thing) if isinstance(thing, type) else self._function(thing)
+        if look is not None:
+            self.values(look())
+            self.looks.append(look)
 
-    def _class(self, cls: type) -> None:
-        if issubclass(cls, Actor | Enum):
+    @staticmethod
+    def _class(cls: type) -> _Look:
+        if issubclass(cls, Actor):
             raise _Changeable
-        names = [name for name, member in vars(cls).items() if not _is_made_with(name, member)]
         length, found = len(vars(cls)), ref(cls)
+        # The other attributes of an enumeration are made of its members.
+        members = list(getattr(cls, "_member_map_", ()))
+        wrapped = [name for name, member in vars(cls).items() if type(member) in _WRAPPERS]
+        names = [
+            name
+            for name, member in vars(cls).items()
+            if name not in wrapped and (type(member) is FunctionType if members else not _is_made_with(name, member))
+        ]
+        # Classes that are registered with an abstract one.
+        registered = get_cache_token() if "_abc_impl" in vars(cls) else None
 
         def look() -> list[Any]:
             living: Any = found()
             now = vars(living)
-            refers = [type(living), *living.__bases__, len(now) == length]
-            for name in names:
+            refers = [type(living), len(now) == length, *living.__bases__, *map(now.get, names)]
+            for name in wrapped:
                 member = now.get(name)
-                if isinstance(member, property):
-                    refers += (member.fget, member.fset, member.fdel)
-                else:
-                    refers.append(member.__func__ if isinstance(member, staticmethod | classmethod) else member)
+                parts = _WRAPPERS.get(type(member))
+                refers += [member] if parts is None else [type(member), *parts(member)]
+            refers += [living._member_map_[name]._value_ for name in members]
+            if registered is not None:
+                refers.append(get_cache_token() == registered)
             return refers
 
-        self.values(look())
-        self._note(look)
+        return look
 
-    def _function(self, function: FunctionType) -> None:
+    def _function(self, function: FunctionType) -> _Look | None:
         if function.__code__ == _REPR:
             self.values((function.__dict__["__wrapped__"],))
-            return
-        codes = list(_codes_in(function.__code__))
+            return None
         free = function.__code__.co_freevars
-        for step in (step for code in codes for step in dis.get_instructions(code)):
+        used: set[str] = set()
+        for step in (step for code in _codes_in(function.__code__) for step in dis.get_instructions(code)):
             if step.opname in _REBINDS_GLOBAL or (step.opname in _REBINDS_FREE and step.argval in free):
                 raise _Changeable
+            if step.opname == "LOAD_GLOBAL":
+                used.add(step.argval)
         if function.__dict__.keys() - {"__wrapped__"}:
             # It may count its calls there.
             raise _Changeable
-        names = {name for code in codes for name in code.co_names}
-        scope, found = function.__globals__, ref(function)
-        used = sorted(names & scope.keys())
+        found = ref(function)
 
         def look() -> list[Any]:
             now: Any = found()
-            defaults = (*(now.__defaults__ or ()), *(now.__kwdefaults__ or {}).values())
-            refers = [now.__code__, *defaults, *now.__dict__.values(), *map(scope.get, used)]
-            return refers + [cell.cell_contents for cell in now.__closure__ or ()]
+            refers = [now.__code__, *(now.__defaults__ or ()), *now.__dict__.values()]
+            if now.__kwdefaults__:
+                refers += now.__kwdefaults__.values()
+            # A name of the builtins may become a global one.
+            refers += map(now.__globals__.get, used, repeat(_ABSENT))
+            if free:
+                refers += [cell.cell_contents for cell in now.__closure__]
+            return refers
 
-        self.values(look())
-        self._note(look)
-
-    def _note(self, look: _Look) -> None:
-        # No class or function: what is remembered of one must not keep it alive.
-        self.looks.append((look, [ref(now) if isinstance(now, type | FunctionType) else now for now in look()]))
+        return look
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -257,11 +283,14 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
 
 def _is_frozen(value: Any) -> bool:
     """Whether a value never changes; a tuple of classes would keep them alive, if it was remembered."""
-    if isinstance(value, tuple | frozenset):
-        return all(_is_frozen(part) for part in value)
+    kind = type(value)
+    if kind is tuple or kind is frozenset:
+        return all(map(_is_frozen, value))
     if isinstance(value, type | FunctionType):
         return importable(value)
-    return isinstance(value, _FROZEN) or type(value).__module__ == "dataclasses"
+    if isinstance(value, ModuleType):
+        return sys.modules.get(value.__name__) is value
+    return kind in _FROZEN or (isinstance(value, Enum) and importable(kind)) or kind.__module__ == "dataclasses"
 
 
 def _is_made_with(name: str, member: Any) -> bool:

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 from actors import Echo
+from inside import actors_of
 from leaks import Snapshot
 
 import aiodaft
@@ -217,7 +218,7 @@ async def log_only(shared_log_only: aiodaft.Runtime, nothing_left_behind: None) 
 
 
 async def _stop_actors(runtime: aiodaft.Runtime) -> None:
-    for target in runtime._scope_actors:
+    for target in actors_of(runtime):
         await runtime.stop(Handle(target, Echo))
 
 

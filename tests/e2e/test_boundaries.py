@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from actors import Echo, Log, Relay, Sleeper, Streamer
+from inside import awaited, controller_of, fork_server_of
 from leaks import is_alive
 from probes import Probe
 
@@ -116,8 +117,8 @@ async def test_everything_says_that_the_runtime_is_closed() -> None:
         with pytest.raises(aiodaft.RuntimeClosed):
             call()
     waits: list[Callable[[], Coroutine[Any, Any, Any]]] = [
-        lambda: rt.spawn(Echo)._begin(),
-        lambda: rt.group(2, Echo)._begin(),
+        lambda: awaited(rt.spawn(Echo)),
+        lambda: awaited(rt.group(2, Echo)),
         lambda: rt.name(echo, "echo"),
         lambda: rt.lookup("echo", Echo),
         lambda: rt.info(echo),
@@ -207,7 +208,7 @@ async def test_two_runtimes_do_not_know_each_other(rt: aiodaft.Runtime) -> None:
             await other.on(with_=here).spawn(Echo)
         with pytest.raises(ValueError, match="Echo-1 belongs to another runtime"):
             await other.name(here, "stranger")
-        truth = f"<Echo Echo-1 in .* another runtime, that of {rt._controller.name}: pass a handle of this one"
+        truth = f"<Echo Echo-1 in .* another runtime, that of {controller_of(rt).name}: pass a handle of this one"
         with pytest.raises(aiodaft.SerializationError, match=rf"^args\[0\] of Relay.call_other .*{truth}"):
             there.call_other(here, 1)
         assert (await here.echo(1), (await there.call_other(await other.spawn(Echo), 2))) == (1, 2)
@@ -219,7 +220,7 @@ async def test_a_ref_of_another_runtime_is_refused(rt: aiodaft.Runtime) -> None:
         here, there = await rt.spawn(Echo), await other.spawn(Echo)
         refs = [here.echo(bytes(1_000_000)), rt.put(bytes(1_000_000)), here.echo(1), rt.put([1])]
         await asyncio.gather(*(ref.ready() for ref in refs[1:]))
-        truth = f"another runtime, that of {rt._controller.name}: await it, and pass its value"
+        truth = f"another runtime, that of {controller_of(rt).name}: await it, and pass its value"
         for ref in refs:
             for argument in (ref, {"deep": [ref]}, Holder(ref), aiodaft.Refs([ref]).gather()):
                 with pytest.raises(aiodaft.SerializationError, match=truth):
@@ -240,7 +241,7 @@ async def test_a_ref_or_handle_of_a_closed_runtime_is_refused_and_its_value_can_
         group = await other.group(2, Echo)
         ref = there.echo([1])
         assert await ref == [1]
-        name, pickled = other._controller.name, pickle.dumps(there)
+        name, pickled = controller_of(other).name, pickle.dumps(there)
         assert f"<Runtime {name} open" in repr(other)
     for argument in (ref, there, [there], group):
         with pytest.raises(aiodaft.SerializationError, match=f"another runtime, that of {name}, which is closed"):
@@ -256,9 +257,9 @@ async def test_the_surrounding_runtime_is_the_one_that_is_meant(rt: aiodaft.Runt
     async with aiodaft.Runtime(preload=()) as inner:
         assert "closed" not in repr(inner)
         channel = aiodaft.Channel[int](1)
-        assert channel._endpoint.id[0] == inner._controller.name
+        assert repr(channel).endswith(f"of {controller_of(inner).name}>")
     # The inner one is gone; there is only one left that can be meant.
-    assert aiodaft.Channel[int](1)._endpoint.id[0] == rt._controller.name
+    assert repr(aiodaft.Channel[int](1)).endswith(f"of {controller_of(rt).name}>")
 
 
 async def test_a_runtime_inside_an_actor_is_its_own(rt: aiodaft.Runtime) -> None:
@@ -271,15 +272,13 @@ async def test_a_runtime_inside_an_actor_is_its_own(rt: aiodaft.Runtime) -> None
 
 async def test_spawns_under_way_fail_with_the_fork_server(rt: aiodaft.Runtime) -> None:
     await rt.stop(await rt.spawn(Echo))
-    assert rt._controller.launcher is not None
-    assert rt._controller.launcher.pid is not None
     before = await rt.resources()
-    spawning = [asyncio.get_running_loop().create_task(rt.on(gpus=1).spawn(Probe)._begin()) for _ in range(4)]
+    spawning = [asyncio.get_running_loop().create_task(awaited(rt.on(gpus=1).spawn(Probe))) for _ in range(4)]
     # The orders are out, and nothing has come back.
-    os.kill(rt._controller.launcher.pid, signal.SIGSTOP)
-    while len(rt._controller.launcher.workers) < 4:
+    os.kill(fork_server_of(rt), signal.SIGSTOP)
+    while len(controller_of(rt).launcher.workers) < 4:
         await asyncio.sleep(0)
-    os.kill(rt._controller.launcher.pid, signal.SIGKILL)
+    os.kill(fork_server_of(rt), signal.SIGKILL)
     async with asyncio.timeout(10):
         outcomes = await asyncio.gather(*spawning, return_exceptions=True)
     assert all(isinstance(outcome, aiodaft.SpawnFailed) for outcome in outcomes), outcomes

@@ -8,6 +8,7 @@ import anyio
 import pytest
 from actors import Box, Echo, Log, Relay, Sleeper
 from cancelled import Blocking, Clinging, Subject
+from inside import errors_kept_by, failed_refs_of, peer_of
 from leaks import is_alive
 
 import aiodaft
@@ -155,8 +156,8 @@ async def test_the_death_of_an_actor_does_not_change_the_answer_of_a_cancelled_c
     await rt.kill(sleeper)
     with pytest.raises(aiodaft.ActorDied):
         await last
-    assert len(rt._unhandled) == 0
-    assert not rt._held
+    assert len(errors_kept_by(rt)) == 0
+    assert not failed_refs_of(rt)
 
 
 async def test_a_queued_call_is_dropped(rt: aiodaft.Runtime) -> None:
@@ -336,6 +337,6 @@ async def test_cancelling_races_with_the_result_and_there_is_one_outcome(rt: aio
         del task
     assert "cancelled" in outcomes
     assert await echo.echo("still in order") == "still in order"
-    assert not rt._controller.peer.connections[next(iter(rt._controller.peer.connections))].session.calls
+    assert not peer_of(rt).connections[next(iter(peer_of(rt).connections))].session.calls
     while (await rt.info(echo)).stored_bytes:
         pass

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import anyio
 import pytest
 from cancelled import Subject
+from inside import peer_of
 
 import aiodaft
 
@@ -245,7 +246,7 @@ async def test_the_wait_is_over_when_the_call_is(
     # Results that came too late go with the refs of them.
     while (await module_rt.info(it.subject)).stored_bytes:
         pass
-    assert not any(connection.session.calls for connection in module_rt._controller.peer.connections.values())
+    assert not any(connection.session.calls for connection in peer_of(module_rt).connections.values())
 
 
 @pytest.fixture

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inside import peer_of
 from packing import LARGE, MEDIUM, Helper, Packer, Warden, in_use
 
 import aiodaft
+from aiodaft._protocol.connections import session
 from aiodaft._protocol.connections.messages import FLOW
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.connections.traffic import Traffic
@@ -21,6 +23,7 @@ from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.transfer import Delivery
 from aiodaft._runtime.serialization.encoder import Names
+from aiodaft.actor import target_of
 from aiodaft.ref import Borrowed
 from aiodaft_transport import GrantError, Transport
 
@@ -68,12 +71,12 @@ async def test_an_argument_whose_call_is_cancelled_before_it_is_looked_at(
     fifo.write_bytes(b"")
     with pytest.raises(aiodaft.CallCancelled):
         await call
-    while in_use(module_rt._controller.peer):
+    while in_use(peer_of(module_rt)):
         await warden.in_use()
 
 
 async def test_a_value_that_is_freed_in_the_moment_in_which_it_is_there(module_rt: aiodaft.Runtime) -> None:
-    peer = module_rt._controller.peer
+    peer = peer_of(module_rt)
     helper = Helper(peer)
     ref = module_rt.put(bytes(LARGE))
     _, number, *_ = peer.refs.describe(ref)
@@ -88,26 +91,25 @@ async def test_a_value_that_is_freed_in_the_moment_in_which_it_is_there(module_r
 
 
 @pytest.mark.parametrize("case", ["a call that was cancelled", "a call too many"])
-async def test_grants_in_a_message_that_is_never_sent(module_rt: aiodaft.Runtime, case: str) -> None:
-    peer, packer = module_rt._controller.peer, await module_rt.spawn(Packer)
-    first = packer.take_at_last(bytes(MEDIUM))
-    session = peer.connections[state_of(first).producer].session
-    window, session._window_bytes, session._max_pending = session._window_bytes, 1, 2
-    second = packer.take_at_last(bytes(MEDIUM))
-    assert (session.waiting, in_use(peer)) == (1, 2)
-    if case == "a call too many":
-        with pytest.raises(aiodaft.Overloaded):
-            packer.take_at_last(bytes(MEDIUM))
-        assert in_use(peer) == 2
-    second.cancel()
-    assert in_use(peer) == 1
-    session._window_bytes = window
-    await packer.open_gate()
-    assert await first == MEDIUM
-    with pytest.raises(aiodaft.CallCancelled):
-        await second
-    while in_use(peer):
+async def test_grants_in_a_message_that_is_never_sent(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # There is room for the bytes of one call.
+    monkeypatch.setattr(session, "WINDOW_BYTES", MEDIUM + MEDIUM // 2)
+    async with aiodaft.Runtime(preload=(), max_pending=2) as rt:
+        peer, packer = peer_of(rt), await rt.spawn(Packer)
+        first, second = packer.take_at_last(bytes(MEDIUM)), packer.take_at_last(bytes(MEDIUM))
+        assert (peer.connections[target_of(packer).remote].session.waiting, in_use(peer)) == (1, 2)
+        if case == "a call too many":
+            with pytest.raises(aiodaft.Overloaded):
+                packer.take_at_last(bytes(MEDIUM))
+            assert in_use(peer) == 2
+        second.cancel()
+        assert in_use(peer) == 1
         await packer.open_gate()
+        assert await first == MEDIUM
+        with pytest.raises(aiodaft.CallCancelled):
+            await second
+        while in_use(peer):
+            await packer.open_gate()
 
 
 async def test_a_cancelled_call_is_not_remembered_for_its_grace_time(module_rt: aiodaft.Runtime) -> None:
@@ -140,7 +142,7 @@ async def test_results_of_a_graph_whose_closing_is_cancelled(module_rt: aiodaft.
 
 
 async def test_a_value_for_a_graph_that_is_no_more(module_rt: aiodaft.Runtime) -> None:
-    peer = module_rt._controller.peer
+    peer = peer_of(module_rt)
     stored = await stored_here(module_rt)
     assert stored.block is not None
     item = (0, stored.payload, stored.blobs_for(peer.connections.loopback), (), ())
@@ -162,7 +164,7 @@ async def stored_here(module_rt: aiodaft.Runtime) -> StoredValue:
 
 @pytest.mark.parametrize("how", ["dropped", "before the first step"])
 async def test_a_delivery_that_is_no_longer_stored_is_declined(module_rt: aiodaft.Runtime, how: str) -> None:
-    peer = module_rt._controller.peer
+    peer = peer_of(module_rt)
     stored = await stored_here(module_rt)
     assert stored.block is not None
     delivery = Delivery(
@@ -181,14 +183,14 @@ async def test_a_delivery_that_is_no_longer_stored_is_declined(module_rt: aiodaf
 
 async def test_what_was_lent_is_not_read_any_more_when_everybody_has_dropped_it(module_rt: aiodaft.Runtime) -> None:
     lent = Borrowed(bytes(MEDIUM))
-    stored = module_rt._controller.peer.store.keep(lent.value, Names("a value"), lender=lent)
+    stored = peer_of(module_rt).store.keep(lent.value, Names("a value"), lender=lent)
     assert not stored.packed
     del stored
     await lent.released()
 
 
 async def test_a_value_that_cannot_be_granted_as_a_whole_is_not_granted_in_part(module_rt: aiodaft.Runtime) -> None:
-    peer = module_rt._controller.peer
+    peer = peer_of(module_rt)
     tensors = [aiodaft.empty((MEDIUM,)) for _ in range(2)]
     stored = peer.store.keep(tensors, Names("tensors"))
     peer.store.pack_here(stored)
@@ -218,7 +220,7 @@ class Breaking:
 async def test_a_process_that_is_lost_while_it_is_told_of_a_value_is_granted_nothing(
     module_rt: aiodaft.Runtime,
 ) -> None:
-    peer = module_rt._controller.peer
+    peer = peer_of(module_rt)
     tensors = [aiodaft.empty((MEDIUM,)) for _ in range(2)]
     stored = peer.store.keep(tensors, Names("tensors"))
     peer.store.pack_here(stored)

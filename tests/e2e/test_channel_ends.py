@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import peer_of
 from probes import Courier
 
 import aiodaft
@@ -41,7 +42,7 @@ async def nothing_is_left(rt: aiodaft.Runtime, *actors: Courier) -> None:
     for actor in actors:
         while await actor.traces() != [0, 0, 0, 0]:
             await asyncio.sleep(0)
-    table = rt._controller.peer.channels.table
+    table = peer_of(rt).channels.table
     while table.keepers or table.ends:
         await asyncio.sleep(0)
 

@@ -12,10 +12,11 @@ import pytest
 from actors import Box, Echo, Relay, Sleeper
 from cgroups import little_memory, move
 from failing import Failing
-from timeouts import timeouts_of
+from inside import controller_of, fork_server_of, timeouts_of
 
 import aiodaft
 from aiodaft._runtime.platform.linux import UNKNOWN, status_of
+from aiodaft.actor import target_of
 
 
 async def test_c33_a_killed_actor_fails_its_calls_with_the_evidence(rt: aiodaft.Runtime) -> None:
@@ -72,9 +73,8 @@ async def test_c36_the_kernel_that_kills_for_want_of_memory_is_named_and_others_
 
 async def kill_one_of_four(rt: aiodaft.Runtime, group: Path) -> None:
     other = await rt.spawn(Echo)
-    assert rt._controller.launcher is not None
     # What is forked from here on belongs to it.
-    move(rt._controller.launcher.pid, group)
+    move(fork_server_of(rt), group)
     victims = [await rt.spawn(Failing) for _ in range(3)]
     waiting = victims[0].wait()
     os.kill((await rt.info(victims[0])).pid, signal.SIGKILL)
@@ -95,7 +95,7 @@ async def kill_one_of_four(rt: aiodaft.Runtime, group: Path) -> None:
 async def test_the_last_method_is_known_for_every_caller(rt: aiodaft.Runtime) -> None:
     b, a = await rt.on(patience=aiodaft.Patience(0.1, None)).spawn(Sleeper), await rt.spawn(Sleeper)
     ref = a.call(b, 60)
-    while (await rt._controller.node.process_of(rt._target(b).remote)).heartbeat.last_method != "Sleeper.sleep":
+    while (await controller_of(rt).node.process_of(target_of(b).remote)).heartbeat.last_method != "Sleeper.sleep":
         pass
     os.kill((await rt.info(b)).pid, signal.SIGKILL)
     with pytest.raises(aiodaft.ActorDied, match=r"under way: Sleeper.sleep, for [\d.]+ s or more") as caught:
@@ -183,9 +183,7 @@ async def test_c42_killing_the_fork_server_ends_actors_and_says_so(
     echo = await rt.spawn(Sleeper)
     ref = echo.sleep(60)
     await echo.history()
-    assert rt._controller.launcher is not None
-    assert rt._controller.launcher.pid is not None
-    os.kill(rt._controller.launcher.pid, signal.SIGKILL)
+    os.kill(fork_server_of(rt), signal.SIGKILL)
     with pytest.raises(aiodaft.ActorDied):
         await ref
     with pytest.raises(aiodaft.SpawnFailed, match="fork server is gone"):
@@ -198,16 +196,14 @@ async def test_a_death_is_seen_while_the_fork_server_is_stopped(
     # Nothing is settled by waiting for long.
     monkeypatch.setattr(timeouts_of(rt), "exit_report", 3600)
     killed, exiting = await rt.spawn(Failing), await rt.spawn(Failing)
-    assert rt._controller.launcher is not None
-    assert rt._controller.launcher.pid is not None
-    os.kill(rt._controller.launcher.pid, signal.SIGSTOP)
+    os.kill(fork_server_of(rt), signal.SIGSTOP)
     with pytest.raises(aiodaft.ActorDied, match="was killed by SIGKILL") as caught:
         await killed.kill_itself()
     assert (caught.value.signal, caught.value.exit_code) == ("SIGKILL", None)
     with pytest.raises(aiodaft.ActorDied, match="ended with exit code 0") as caught:
         await exiting.exit(0)
     assert (caught.value.signal, caught.value.exit_code) == (None, 0)
-    os.kill(rt._controller.launcher.pid, signal.SIGCONT)
+    os.kill(fork_server_of(rt), signal.SIGCONT)
     assert await (await rt.spawn(Failing)).count() == 0
 
 

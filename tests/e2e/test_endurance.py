@@ -13,6 +13,7 @@ import httpx
 import pytest
 import torch
 from actors import Box, Echo, Relay
+from inside import fork_server_of, peer_of
 from leaks import Snapshot, is_alive, resident
 from router import LLM, make_app
 from torch_actors import Keeper
@@ -37,9 +38,7 @@ async def test_spawning_and_stopping_over_and_over_grows_nothing(rt: aiodaft.Run
 
     await come_and_go()
     gc.collect()
-    assert rt._controller.launcher is not None
-    assert rt._controller.launcher.pid is not None
-    before, server = Snapshot.take(), len(os.listdir(f"/proc/{rt._controller.launcher.pid}/fd"))
+    before, server = Snapshot.take(), len(os.listdir(f"/proc/{fork_server_of(rt)}/fd"))
     for _ in range(count):
         await come_and_go()
     gc.collect()
@@ -47,7 +46,7 @@ async def test_spawning_and_stopping_over_and_over_grows_nothing(rt: aiodaft.Run
     while set(Snapshot.take().new_since(before)) == {"files"}:
         await asyncio.sleep(0)
     assert Snapshot.take().new_since(before) == {}
-    assert len(os.listdir(f"/proc/{rt._controller.launcher.pid}/fd")) == server
+    assert len(os.listdir(f"/proc/{fork_server_of(rt)}/fd")) == server
 
 
 async def test_sixty_four_actors_on_however_few_cores_answer_and_go(rt: aiodaft.Runtime) -> None:
@@ -82,8 +81,8 @@ async def test_tiny_calls_by_the_thousand_leave_nothing(rt: aiodaft.Runtime, cou
     gc.collect()
     for now, earlier in zip((resident(os.getpid()), resident(pid)), before, strict=True):
         assert now - earlier < 2 * MIB
-    (connection,) = (connection for connection in rt._controller.peer.connections.values() if connection.lost is None)
-    assert (connection.session.calls, rt._controller.peer.host.calls()) == ({}, [])
+    (connection,) = (connection for connection in peer_of(rt).connections.values() if connection.lost is None)
+    assert (connection.session.calls, peer_of(rt).host.calls()) == ({}, [])
 
 
 @counts(300, 30_000)

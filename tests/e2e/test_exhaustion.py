@@ -10,12 +10,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 from hoarding import Hoarder
+from inside import peer_of
 from leaks import open_files
 from transport_probes import no_more_files
 from transports import needs_ucx
 
 import aiodaft
 from aiodaft._protocol.connections.rings import Way
+from aiodaft.actor import target_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -112,7 +114,7 @@ async def test_a_graph_does_without_rings_where_an_actor_has_no_descriptors(rt: 
         assert await graph(torch.ones(10)) == 10
         with pytest.raises(aiodaft.ResourceExhausted, match=rf"cannot be received: {NO_DESCRIPTORS}"):
             await graph(torch.ones(LARGE))
-    connection = rt._controller.peer.connections.to(rt._target(actor).remote)
+    connection = peer_of(rt).connections.to(target_of(actor).remote)
     assert connection.upgrade.way is Way.SOCKET
     assert await actor.release() == "released"
     async with aiodaft.compile(actor.total) as graph:
@@ -169,7 +171,7 @@ async def test_a_value_beyond_the_limit_on_files_fails_and_says_so(rt: aiodaft.R
 
 async def test_an_actor_never_ends_with_code_0_because_its_connection_broke(rt: aiodaft.Runtime) -> None:
     actor = await rt.on(restart="temporary").spawn(Hoarder)
-    connection = rt._controller.peer.connections.to(rt._target(actor).remote)
+    connection = peer_of(rt).connections.to(target_of(actor).remote)
     connection.send_note("shm", b"nonsense")
     with pytest.raises(aiodaft.ActorDied) as caught:
         await actor.release()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from actors import Echo
 from here import current_peer
+from inside import peer_of
 from leaks import is_alive
 from supervised import AT_ONCE, Mortal, Responder
 
@@ -21,6 +22,7 @@ from aiodaft import Restart
 from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.ids import ActorId
 from aiodaft._runtime.calls.following import FollowingTarget
+from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft.actor import Handle, target_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -350,7 +352,7 @@ async def test_what_is_old_news_changes_nothing(module_rt: aiodaft.Runtime) -> N
 async def test_those_who_wait_for_an_actor_do_not_change_what_others_hear_of_its_end(
     module_rt: aiodaft.Runtime,
 ) -> None:
-    peer = module_rt._controller.peer
+    peer = peer_of(module_rt)
     life = FollowingTarget(peer.followers, Location(NOWHERE, ActorId(1 << 30)), peer.process.id, "a ghost", None)
     waiting = Handle(life, Mortal).get()
     error = aiodaft.ActorDied("calls that were under way get copies of this")
@@ -367,7 +369,7 @@ async def test_a_call_that_is_over_leaves_nothing_to_collect(module_rt: aiodaft.
         # One whose answer is a value, one that is encoded, and one that is kept to be made again.
         for call in (actor.pid, actor.get, lambda: actor.survive(0, [2])):
             ref = call()
-            state = weakref.ref(ref._state)
+            state = weakref.ref(state_of(ref))
             await ref
             del ref
             assert state() is None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import peer_of
 from landing_actors import VALUES, Giver, counted
 from torch_actors import Keeper
 from transports import needs_ucx
@@ -22,7 +23,7 @@ STRAIGHT = ["plain", "bytes", "bfloat16", "bool", "complex", "transposed", "chan
 
 
 def transport_of(rt: aiodaft.Runtime, name: str) -> Any:
-    return rt._controller.peer.store.transport_named(name)
+    return peer_of(rt).store.transport_named(name)
 
 
 def landed(rt: aiodaft.Runtime, name: str) -> tuple[int, int]:
@@ -205,7 +206,7 @@ async def test_a_write_before_it_was_read_is_found_out(module_rt: aiodaft.Runtim
 
 
 async def test_it_ends_with_the_tensor_but_not_before_its_readers(module_rt: aiodaft.Runtime) -> None:
-    giver, store = await module_rt.spawn(Giver), module_rt._controller.peer.store
+    giver, store = await module_rt.spawn(Giver), peer_of(module_rt).store
     tensor = torch.ones(SIZE)
     registration = aiodaft.register(tensor[1000:])
     ref = module_rt.put(tensor[1000:], transport="tcp")
@@ -218,10 +219,10 @@ async def test_it_ends_with_the_tensor_but_not_before_its_readers(module_rt: aio
     view = tensor[5:]
     del tensor, ref
     gc.collect()
-    assert len(store._registered) == 1
+    assert len(store.registered) == 1
     del view
     gc.collect()
-    assert store._registered == {}
+    assert store.registered == {}
 
 
 async def test_it_may_outlive_the_runtime() -> None:
@@ -253,4 +254,4 @@ async def test_what_cannot_be_registered_is_refused_with_the_reason(module_rt: a
     registration.close()
     aiodaft.register(torch.zeros(0, 3)).close()
     with aiodaft.register(whole[:50]), aiodaft.register(whole[50:]):
-        assert len(module_rt._controller.peer.store._registered) == 2
+        assert len(peer_of(module_rt).store.registered) == 2

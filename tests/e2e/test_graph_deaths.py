@@ -10,6 +10,7 @@ from graph_actors import Node
 from packing import Warden
 
 import aiodaft
+from aiodaft.actor import target_of
 from aiodaft.exceptions import RemoteProtocolError
 
 
@@ -58,7 +59,7 @@ async def test_a_dead_actor_fails_its_runs_and_is_replaced(rt: aiodaft.Runtime) 
 
 async def test_runs_fail_of_actors_that_live_and_have_lost_each_other(rt: aiodaft.Runtime) -> None:
     first, second = await spawn(rt, 2)
-    processes = [rt._target(actor).remote for actor in (first, second)]
+    processes = [target_of(actor).remote for actor in (first, second)]
     async with aiodaft.compile(lambda x: second.same(first.wait(x))) as graph:
         # Rings are there for the calls that follow, and the first actor waits.
         under_way = graph(0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from graph_actors import Node
+from inside import peer_of
 
 import aiodaft
 
@@ -170,7 +171,7 @@ async def test_one_of_two_results_may_be_given_up(module_rt: aiodaft.Runtime) ->
 
 async def test_a_graph_that_is_dropped_is_closed_after_its_last_run(module_rt: aiodaft.Runtime) -> None:
     a, b = await spawn(module_rt, 2)
-    graphs = module_rt._controller.peer.graphs
+    graphs = peer_of(module_rt).graphs
     owned = len(graphs.own)
     run = aiodaft.compile(lambda x: b.same(a.wait(x)))(b"x" * 300_000)
     await a.same()

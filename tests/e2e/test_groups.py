@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from actors import Box, Echo, NeedsGpu
+from inside import actors_of, controller_of
 from leaks import is_alive
 from probes import FirstIsQuick, Member
 
@@ -379,10 +380,10 @@ async def test_a_group_whose_making_is_cancelled_leaves_no_member(rt: aiodaft.Ru
         await rt.group(3, FirstIsQuick, str(tmp_path))
 
     making = asyncio.get_running_loop().create_task(make())
-    while not len(rt._scope_actors):
+    while not len(actors_of(rt)):
         await asyncio.sleep(0)
     making.cancel()
     await asyncio.wait([making])
     assert making.cancelled()
-    assert await rt._controller.node.processes() == ()
-    assert not len(rt._scope_actors)
+    assert await controller_of(rt).node.processes() == ()
+    assert not len(actors_of(rt))

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 from actors import Echo, Relay
+from inside import controller_of, fork_server_of, peer_of, timeouts_of
 from leaks import is_alive
 from stuck import Stuck, Unhurried
 from supervised import AT_ONCE
-from timeouts import timeouts_of
 
 import aiodaft
 from aiodaft import Patience, Restart
 from aiodaft._runtime.platform.env import Env, Timeouts
+from aiodaft.actor import target_of
 
 # What is tested uses timers of the loop and nothing else of it.
 pytestmark = pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])
@@ -57,7 +58,7 @@ async def test_d60_a_stopped_actor_is_suspected_and_cleared_when_it_goes_on(
 
 async def test_d60_one_that_stays_stopped_is_given_up_and_everybody_hears(rt: aiodaft.Runtime) -> None:
     stuck, relay = await rt.on(patience=QUICK).spawn(Stuck), await rt.spawn(Relay)
-    pid, remote = (await rt.info(stuck)).pid, rt._target(stuck).remote
+    pid, remote = (await rt.info(stuck)).pid, target_of(stuck).remote
     assert await relay.call_other(stuck, 1) == 1
     ref = stuck.stop_itself()
     while not (await rt.info(stuck)).suspect:
@@ -80,7 +81,7 @@ async def test_d60_one_that_stays_stopped_is_given_up_and_everybody_hears(rt: ai
     assert not is_alive(pid)
     ours, theirs = socket.socketpair()
     with theirs:
-        rt._controller.peer.connections.attach(remote, ours)
+        peer_of(rt).connections.attach(remote, ours)
         assert theirs.recv(1 << 10) == b""
 
 
@@ -175,7 +176,7 @@ async def test_a_controller_that_is_blocked_accuses_no_process(
     echo = await rt.on(patience=Patience(None, 0.8)).spawn(Echo)
     # A notebook cell that computes, for longer than any actor may be silent.
     threading.Event().wait(1.2)
-    while (seen := await rt._controller.node.process_of(rt._target(echo).remote)) and seen.heartbeat.silent_for > 0.4:
+    while (seen := await controller_of(rt).node.process_of(target_of(echo).remote)) and seen.heartbeat.silent_for > 0.4:
         pass
     assert seen is not None
     assert await echo.echo("still here") == "still here"
@@ -187,14 +188,12 @@ async def test_a_process_that_is_given_up_ends_though_the_fork_server_is_stopped
     async with aiodaft.Runtime(preload=(), patience=Patience(None, 0.5), env=env) as rt:
         stuck = await rt.spawn(Stuck)
         pid = (await rt.info(stuck)).pid
-        assert rt._controller.launcher is not None
-        assert rt._controller.launcher.pid is not None
-        os.kill(rt._controller.launcher.pid, signal.SIGSTOP)
+        os.kill(fork_server_of(rt), signal.SIGSTOP)
         with pytest.raises(aiodaft.PeerLost):
             await stuck.stop_itself()
         while is_alive(pid):
             pass
-        os.kill(rt._controller.launcher.pid, signal.SIGCONT)
+        os.kill(fork_server_of(rt), signal.SIGCONT)
         assert await (await rt.spawn(Echo)).echo("goes on") == "goes on"
 
 

@@ -14,6 +14,7 @@ import journeys
 import pytest
 import pytest_asyncio
 import torch
+from inside import awaited, controller_of
 from journeys import Consumer, Model, Producer, Reward, Sampler, Trainer
 from leaks import is_alive
 from torch import Tensor
@@ -206,7 +207,7 @@ async def test_journey_6_an_error_that_no_code_will_see_ends_a_scope_at_once() -
     assert isinstance(error, MemoryError)
     assert str(error) == "out of memory on cuda:0"
     notes = "\n".join(error.__notes__)
-    for part in ("Fragile.boom", "Fragile-1", f"pid {pid}", rt._controller.options.process.node):
+    for part in ("Fragile.boom", "Fragile-1", f"pid {pid}", controller_of(rt).options.process.node):
         assert part in notes
     assert not is_alive(pid)
 
@@ -294,7 +295,7 @@ async def test_journey_9_refs_come_in_completion_order(rt: aiodaft.Runtime) -> N
 @own_loop
 async def test_journey_10_notebook_cells_share_a_runtime_across_tasks() -> None:
     first = await run_in_a_task(aiodaft.start(gpus=8))
-    old = await run_in_a_task(first.spawn(Model, 1.0)._begin())
+    old = await run_in_a_task(awaited(first.spawn(Model, 1.0)))
     old_pid = (await first.info(old)).pid
     assert await run_in_a_task(aiodaft.start(gpus=8)) is first
     assert is_alive(old_pid)
@@ -302,7 +303,7 @@ async def test_journey_10_notebook_cells_share_a_runtime_across_tasks() -> None:
     second = await run_in_a_task(aiodaft.start(gpus=8))
     assert not is_alive(old_pid)
     with pytest.raises(aiodaft.RuntimeClosed):
-        await run_in_a_task(first.spawn(Model, 1.0)._begin())
+        await run_in_a_task(awaited(first.spawn(Model, 1.0)))
 
     async def spawn() -> Any:
         return await second.spawn(Model, 2.0)

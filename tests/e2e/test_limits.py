@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from actors import Echo, Log
+from inside import peer_of
 
 import aiodaft
 from aiodaft._runtime.platform.env import Env
@@ -83,7 +84,7 @@ async def test_a_process_is_remembered_for_a_while_and_forgotten_for_good(forget
         await rt.stop(echo)
         gone.append(echo)
     gc.collect()
-    assert len(rt._controller.peer.connections) <= 4
+    assert len(peer_of(rt).connections) <= 4
     for echo in gone:
         with pytest.raises(aiodaft.ActorDied) as caught:
             await echo.echo(2)

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from inside import timeouts_of
 from receiving import Receiver
-from timeouts import timeouts_of
 from vanishing import Vanishing
 
 import aiodaft

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from actors import Echo, Plain, Relay, SlowStart, Streamer, Trainer
+from inside import awaited, peer_of
 from leaks import is_alive
 from probes import Abstract, Careless, DiesInConstructor, StuckInConstructor
 
@@ -78,7 +79,7 @@ async def test_wrong_arguments_fail_at_the_call_and_nothing_is_sent(
     mrt: aiodaft.Runtime, call: Callable[[Any], object], reason: str
 ) -> None:
     careless = await mrt.spawn(Careless)
-    connection = list(mrt._controller.peer.connections.values())[-1]
+    connection = list(peer_of(mrt).connections.values())[-1]
     sent = connection.traffic.messages_sent
     with pytest.raises(TypeError, match=reason):
         call(careless)
@@ -105,10 +106,10 @@ async def test_wrong_arguments_fail_at_the_call_and_nothing_is_sent(
 async def test_a_wrong_spawn_fails_at_its_own_line(
     mrt: aiodaft.Runtime, spawn: Callable[[Any], object], error: type[Exception], reason: str
 ) -> None:
-    before = set(mrt._controller.peer.connections)
+    before = set(peer_of(mrt).connections)
     with pytest.raises(error, match=reason):
         spawn(mrt)
-    assert set(mrt._controller.peer.connections) == before
+    assert set(peer_of(mrt).connections) == before
 
 
 async def test_a_stream_is_neither_awaited_nor_passed_on(mrt: aiodaft.Runtime) -> None:
@@ -185,14 +186,14 @@ async def test_a_class_that_cannot_be_imported_by_the_worker_fails_the_spawn(lic
 
 
 async def test_a_constructor_that_raises_fails_the_spawn_with_its_own_error(mrt: aiodaft.Runtime) -> None:
-    before, connections = await mrt.resources(), len(mrt._controller.peer.connections)
+    before, connections = await mrt.resources(), len(peer_of(mrt).connections)
     with pytest.raises(ValueError, match="no weights") as caught:
         await mrt.on(gpus=1).spawn(SlowStart, 0.0, "no weights")
     assert any(note.startswith("raised while SlowStart-") for note in caught.value.__notes__)
     with pytest.raises(ValueError, match="no weights"):
         await mrt.on(gpus=1).group(2, SlowStart, 0.0, "no weights")
     assert await mrt.resources() == before
-    assert sum(connection.lost is None for connection in mrt._controller.peer.connections.values()) <= connections
+    assert sum(connection.lost is None for connection in peer_of(mrt).connections.values()) <= connections
 
 
 @pytest.mark.parametrize(("how", "code", "number"), [("exit", 7, None), ("_exit", 7, None), ("kill", None, "SIGKILL")])
@@ -222,7 +223,7 @@ async def test_a_scope_that_ends_while_an_actor_is_made_takes_it_along(mrt: aiod
     before = await mrt.resources()
     async with mrt.scope() as scope:
         making = asyncio.get_running_loop().create_task(
-            scope.on(gpus=1).spawn(StuckInConstructor, str(tmp_path / "pid"))._begin()
+            awaited(scope.on(gpus=1).spawn(StuckInConstructor, str(tmp_path / "pid")))
         )
         pid = await _made(tmp_path / "pid")
     try:
@@ -254,7 +255,7 @@ async def test_c45_a_constructor_that_hangs_is_given_up_at_the_deadline(mrt: aio
 
 async def test_a_runtime_that_ends_while_an_actor_is_made_takes_it_along(tmp_path: Path) -> None:
     async with aiodaft.Runtime(preload=()) as rt:
-        making = asyncio.get_running_loop().create_task(rt.spawn(StuckInConstructor, str(tmp_path / "pid"))._begin())
+        making = asyncio.get_running_loop().create_task(awaited(rt.spawn(StuckInConstructor, str(tmp_path / "pid"))))
         pid = await _made(tmp_path / "pid")
     assert not is_alive(pid)
     with pytest.raises(aiodaft.RuntimeClosed):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from actors import Echo, Entered, Log, NeedsGpu, Plain, Relay, Sleeper
+from inside import controller_of, peer_of
 from leaks import is_alive
 from probes import Derived, Half, HalfChild, Kind, Member, Probe
 
@@ -124,7 +125,7 @@ async def test_naming_an_actor_that_is_gone_is_refused(rt: aiodaft.Runtime) -> N
 async def test_the_coordinator_takes_no_part_in_calls(rt: aiodaft.Runtime) -> None:
     echo, relay = await rt.spawn(Echo), await rt.spawn(Relay)
     assert await relay.call_other(echo, 0) == 0
-    hosted = next(hosted for hosted in rt._controller.peer.actors.values() if hosted.name == "coordinator")
+    hosted = next(hosted for hosted in peer_of(rt).actors.values() if hosted.name == "coordinator")
     before = hosted.done
     await asyncio.gather(*(relay.call_other(echo, index) for index in range(1000)))
     assert hosted.done == before
@@ -144,7 +145,7 @@ async def test_info_says_how_an_actor_is_doing(rt: aiodaft.Runtime) -> None:
     sleeper = await rt.on(gpus=2).spawn(Sleeper)
     info = await rt.info(sleeper)
     assert (info.name, info.class_name, info.names, info.gpus, info.node, info.alive) == (
-        "Sleeper-1", "Sleeper", (), (0, 1), rt._controller.options.process.node, True,
+        "Sleeper-1", "Sleeper", (), (0, 1), controller_of(rt).options.process.node, True,
     )  # fmt: skip
     assert is_alive(info.pid)
     assert (info.running, info.queued, info.done, info.stored_bytes) == ((), 0, 0, 0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from graph_actors import Node
+from inside import peer_of
 
 import aiodaft
 from aiodaft.actor import target_of
@@ -43,7 +44,7 @@ async def test_a_run_starts_behind_calls_that_wait_for_the_window(module_rt: aio
         refs = [a.mark((number, None)) for number in range(5_000)]
         run = graph((5_000, None))
         # The window is full: some of the calls have not been sent.
-        assert module_rt._controller.peer.connections[target_of(a).remote].session.waiting
+        assert peer_of(module_rt).connections[target_of(a).remote].session.waiting
         await ends([*refs, run])
         assert await a.notes() == list(range(5_001))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from actors import Echo
+from inside import awaited, fork_server_of
 from leaks import descendants, is_alive
 from odd_actors import Parent
 
@@ -145,10 +146,8 @@ async def test_c41_and_c42_in_a_pid_namespace_nothing_survives_its_actor_or_the_
             await asyncio.sleep(0)
         left = descendants() - mine
         # The fork server itself, not `unshare`, which waits for it.
-        assert rt._controller.launcher is not None
-        assert rt._controller.launcher.pid is not None
         ref = other.hold_interpreter()
-        os.kill(only_child(rt._controller.launcher.pid), signal.SIGKILL)
+        os.kill(only_child(fork_server_of(rt)), signal.SIGKILL)
         with pytest.raises(aiodaft.ActorDied):
             await ref
         with pytest.raises(aiodaft.SpawnFailed, match="the fork server is gone"):
@@ -185,7 +184,7 @@ async def test_c44_a_worker_killed_while_it_starts_is_reported_at_any_moment(rt:
     await rt.spawn(Echo)
     for _ in range(3):
         before = descendants()
-        spawning = asyncio.get_running_loop().create_task(rt.spawn(Echo)._begin())
+        spawning = asyncio.get_running_loop().create_task(awaited(rt.spawn(Echo)))
         while not (new := descendants() - before):
             await asyncio.sleep(0)
         for _ in range(rng.randrange(60)):

@@ -8,6 +8,7 @@ import os
 
 import pytest
 from actors import Box, Echo, Relay
+from inside import peer_of
 from leaks import resident
 from log_ear import listening
 
@@ -79,7 +80,7 @@ async def test_a_value_put_here_lives_as_long_as_its_ref(rt: aiodaft.Runtime) ->
     echo = await rt.spawn(Echo)
     ref = rt.put(bytes(1_000_000))
     assert await echo.echo(ref) == bytes(1_000_000)
-    arena = rt._controller.peer.store.transport.arena  # type: ignore[attr-defined]  # its pool
+    arena = peer_of(rt).store.transport.arena  # type: ignore[attr-defined]  # its pool
     assert arena.live_blocks() == 1
     del ref
     gc.collect()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from actors import Echo, Entered, NeedsGpu, SlowStart
+from inside import awaited, controller_of
 from probes import Half, HalfChild, Probe
 
 import aiodaft
@@ -20,7 +21,7 @@ async def free(rt: aiodaft.Runtime) -> Mapping[str, float]:
 
 async def spawn_all(*spawned: aiodaft.Spawned[Any]) -> list[Any]:
     """Spawn side by side; gives handles and errors."""
-    return await asyncio.gather(*(one._begin() for one in spawned), return_exceptions=True)
+    return await asyncio.gather(*(awaited(one) for one in spawned), return_exceptions=True)
 
 
 async def test_resources_are_taken_and_returned_however_an_actor_ends(tmp_path: Any) -> None:
@@ -242,7 +243,7 @@ async def test_neighbours_pass_the_object_itself(rt: aiodaft.Runtime, padding: i
 
 
 async def test_a_node_is_named_or_refused(rt: aiodaft.Runtime) -> None:
-    name = rt._controller.options.process.node
+    name = controller_of(rt).options.process.node
     assert await (await rt.on(node=name).spawn(Echo)).echo(1) == 1
     with pytest.raises(ValueError, match=f"there is no node 'mars'; this runtime has '{name}'"):
         await rt.on(node="mars").spawn(Echo)

@@ -9,15 +9,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from actors import Echo, Entered, Sleeper
+from inside import awaited, controller_of, fork_server_of, timeouts_of
 from leaks import descendants, is_alive
 from odd_actors import Parent
 from stuck import Stuck
 from supervised import AT_ONCE
-from timeouts import timeouts_of
 from transport_probes import no_more_files
 
 import aiodaft
@@ -27,8 +28,19 @@ from aiodaft._runtime.platform import linux as processes
 from aiodaft._runtime.platform.env import Env, Timeouts
 
 
-async def waited_for(spawned: aiodaft.Spawned[Echo]) -> Echo:
-    return await spawned
+class Orders(socket.socket):
+    """The controller's end of the connection to the fork server; `full` is set when it has no room for an order."""
+
+    def __init__(self, end: socket.socket) -> None:
+        super().__init__(fileno=end.detach())
+        self.full = asyncio.Event()
+
+    def sendmsg(self, *args: Any) -> int:
+        try:
+            return super().sendmsg(*args)
+        except BlockingIOError:
+            self.full.set()
+            raise
 
 
 async def gone(*pids: int) -> None:
@@ -43,7 +55,7 @@ async def test_spawns_that_are_cancelled_at_any_moment_leave_nothing(rt: aiodaft
     _, free = await rt.resources()
     before = len(descendants())
     for turns in range(1, 60, 2):
-        spawning = loop.create_task(waited_for(rt.on(gpus=1).spawn(Echo)))
+        spawning = loop.create_task(awaited(rt.on(gpus=1).spawn(Echo)))
         for _ in range(turns):
             await asyncio.sleep(0)
         spawning.cancel()
@@ -56,25 +68,31 @@ async def test_spawns_that_are_cancelled_at_any_moment_leave_nothing(rt: aiodaft
     assert (await rt.resources())[1] == free
 
 
-async def spawn_more_than_there_is_room_for(rt: aiodaft.Runtime, count: int) -> tuple[int, list[asyncio.Task[Echo]]]:
-    """Stop the fork server and have it start more than its socket can hold: its pid, and who waits."""
-    await rt.stop(await rt.spawn(Echo))
-    launcher = rt._controller.launcher
-    assert launcher is not None
-    assert launcher.pid is not None
-    assert launcher._socket is not None
-    os.kill(launcher.pid, signal.SIGSTOP)
-    launcher._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-    loop = asyncio.get_running_loop()
-    spawning = [loop.create_task(waited_for(rt.spawn(Echo))) for _ in range(count)]
-    while not launcher._sending.locked():
-        await asyncio.sleep(0)
-    return launcher.pid, spawning
+async def spawn_more_than_there_is_room_for(rt: aiodaft.Runtime, count: int) -> list[asyncio.Task[Echo]]:
+    """Stop the fork server and order more workers than its socket can hold: the tasks that wait for them."""
+    made: list[Orders] = []
+
+    def watched_pair(*args: int) -> tuple[socket.socket, socket.socket]:
+        ours, theirs = pair(*args)
+        made.append(Orders(ours))
+        return made[-1], theirs
+
+    pair = socket.socketpair
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "socketpair", watched_pair)
+        await rt.stop(await rt.spawn(Echo))
+    # The connection to the fork server is made first.
+    orders = made[0]
+    os.kill(fork_server_of(rt), signal.SIGSTOP)
+    orders.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    spawning = [asyncio.get_running_loop().create_task(awaited(rt.spawn(Echo))) for _ in range(count)]
+    await orders.full.wait()
+    return spawning
 
 
 async def test_more_spawns_than_the_fork_server_has_room_for(rt: aiodaft.Runtime) -> None:
-    pid, spawning = await spawn_more_than_there_is_room_for(rt, 320)
-    os.kill(pid, signal.SIGKILL)
+    spawning = await spawn_more_than_there_is_room_for(rt, 320)
+    os.kill(fork_server_of(rt), signal.SIGKILL)
     done, pending = await asyncio.wait(spawning, timeout=10)
     assert not pending
     assert {type(task.exception()) for task in done} == {aiodaft.SpawnFailed}
@@ -83,14 +101,14 @@ async def test_more_spawns_than_the_fork_server_has_room_for(rt: aiodaft.Runtime
 async def test_spawns_that_are_cancelled_leave_no_process_also_if_the_fork_server_hears_of_it_too_late(
     rt: aiodaft.Runtime,
 ) -> None:
-    # Neither is there room for the order to kill somebody.
-    pid, spawning = await spawn_more_than_there_is_room_for(rt, 20)
+    # There is no room for the orders to kill workers either.
+    spawning = await spawn_more_than_there_is_room_for(rt, 20)
     before = len(descendants())
     for task in spawning:
         task.cancel()
     await asyncio.wait(spawning)
-    assert await rt._controller.node.processes() == ()
-    os.kill(pid, signal.SIGCONT)
+    assert await controller_of(rt).node.processes() == ()
+    os.kill(fork_server_of(rt), signal.SIGCONT)
     # It has done what it was told before.
     await rt.stop(await rt.spawn(Echo))
     async with asyncio.timeout(10):
@@ -100,10 +118,10 @@ async def test_spawns_that_are_cancelled_leave_no_process_also_if_the_fork_serve
 
 async def test_a_runtime_whose_fork_server_died_before_it_said_anything_can_be_closed() -> None:
     async with aiodaft.Runtime() as rt:
-        spawning = asyncio.get_running_loop().create_task(waited_for(rt.spawn(Echo)))
-        while rt._controller.launcher is None or rt._controller.launcher.pid is None:
+        spawning = asyncio.get_running_loop().create_task(awaited(rt.spawn(Echo)))
+        while controller_of(rt).launcher.pid is None:
             await asyncio.sleep(0)
-        os.kill(rt._controller.launcher.pid, signal.SIGKILL)
+        os.kill(fork_server_of(rt), signal.SIGKILL)
         with pytest.raises(aiodaft.SpawnFailed):
             await spawning
 
@@ -146,9 +164,7 @@ async def test_a_fork_server_that_is_stopped_does_not_hold_up_the_end() -> None:
     async with asyncio.timeout(15):
         async with aiodaft.Runtime(preload=(), cancel_grace=0.1, stop_grace=0.1, env=env) as rt:
             pid = (await rt.info(await rt.spawn(Echo))).pid
-            assert rt._controller.launcher is not None
-            assert rt._controller.launcher.pid is not None
-            os.kill(rt._controller.launcher.pid, signal.SIGSTOP)
+            os.kill(fork_server_of(rt), signal.SIGSTOP)
     await gone(pid)
 
 
@@ -156,8 +172,7 @@ async def test_a_stopped_fork_server_is_reported_and_then_fails_what_waits_for_i
     rt: aiodaft.Runtime, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, loop = await rt.spawn(Echo), asyncio.get_running_loop()
-    assert rt._controller.launcher is not None
-    fork_server = rt._controller.launcher.pid
+    fork_server = fork_server_of(rt)
     assert fork_server is not None
     with pytest.raises(ExceptionGroup) as limit, monkeypatch.context() as patch:
         async with rt.scope(restart=Restart(intensity=2, backoff=AT_ONCE)) as scope:
@@ -169,7 +184,7 @@ async def test_a_stopped_fork_server_is_reported_and_then_fails_what_waits_for_i
             with pytest.raises(aiodaft.ActorDied):
                 await supervised.echo("to the first incarnation")
             call = supervised.echo("to the next one")
-            spawning = [loop.create_task(waited_for(rt.spawn(Echo))) for _ in range(3)]
+            spawning = [loop.create_task(awaited(rt.spawn(Echo))) for _ in range(3)]
             # The limit of restarts ends the block.
             await asyncio.Event().wait()
     advice = f"it is stopped (SIGSTOP); continue it with `kill -CONT {fork_server}`"
@@ -190,7 +205,7 @@ async def test_a_stopped_fork_server_is_reported_and_then_fails_what_waits_for_i
     while f"the fork server (pid {fork_server}) answers again" not in caplog.text:
         await asyncio.sleep(0)
     assert await (await rt.spawn(Echo)).echo("works again") == "works again"
-    assert len(await rt._controller.node.processes()) == 2
+    assert len(await controller_of(rt).node.processes()) == 2
 
 
 async def test_a_fork_server_that_is_stuck_in_an_import_fails_what_waits_for_it(
@@ -201,7 +216,7 @@ async def test_a_fork_server_that_is_stuck_in_an_import_fails_what_waits_for_it(
     os.mkfifo(fifo)
     (tmp_path / "endless.py").write_text(f"open({str(fifo)!r}).read()")
     async with aiodaft.Runtime(preload=("endless",)) as rt:
-        spawning = asyncio.get_running_loop().create_task(waited_for(rt.spawn(Echo)))
+        spawning = asyncio.get_running_loop().create_task(awaited(rt.spawn(Echo)))
         # Now it is in the import.
         writing = await asyncio.to_thread(os.open, fifo, os.O_WRONLY)
         monkeypatch.setattr(timeouts_of(rt), "fork_server_look", 0.01)
@@ -215,26 +230,23 @@ async def test_what_actors_had_started_ends_with_the_runtime_though_the_fork_ser
     how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    reached, fifo = tmp_path / "reached", tmp_path / "fifo"
+    go, reached, fifo = tmp_path / "go", tmp_path / "reached", tmp_path / "fifo"
     os.mkfifo(fifo)
-    (tmp_path / "endless.py").write_text(f"open({str(reached)!r}, 'w').close(); open({str(fifo)!r}).read()")
+    # Until there is the file `go`, the import fails, which the fork server tries again for the next worker.
+    begin = f"import ctypes; open({str(go)!r}).close(); open({str(reached)!r}, 'w').close(); "
     # A lock in C that is taken twice: no signal ends the wait.
-    (tmp_path / "deaf.py").write_text(
-        "import ctypes; lock = ctypes.create_string_buffer(64); take = ctypes.CDLL(None).pthread_mutex_lock; "
-        f"take(lock); open({str(reached)!r}, 'w').close(); take(lock)"
-    )
+    deaf = "lock = ctypes.create_string_buffer(64); take = ctypes.CDLL(None).pthread_mutex_lock; take(lock); take(lock)"
+    (tmp_path / "endless.py").write_text(begin + (deaf if how == "deaf" else f"open({str(fifo)!r}).read()"))
     # It is killed only where nothing else helps.
     env = Env(timeouts=Timeouts(fork_server_end=0.1 if how == "deaf" else 3600))
-    async with aiodaft.Runtime(preload=(), stop_grace=0.1, cancel_grace=0.1, env=env) as rt:
+    async with aiodaft.Runtime(preload=("endless",), stop_grace=0.1, cancel_grace=0.1, env=env) as rt:
         parent = await rt.spawn(Parent)
         pids = [await parent.pid(), *await parent.fork_a_family(), await parent.start_a_daemon()]
-        assert rt._controller.launcher is not None
-        assert rt._controller.launcher.pid is not None
         if how == "stopped":
-            os.kill(rt._controller.launcher.pid, signal.SIGSTOP)
+            os.kill(fork_server_of(rt), signal.SIGSTOP)
         else:
-            rt._controller.launcher._preload = ("deaf" if how == "deaf" else "endless",)
-            spawning = asyncio.get_running_loop().create_task(waited_for(rt.spawn(Echo)))
+            go.touch()
+            spawning = asyncio.get_running_loop().create_task(awaited(rt.spawn(Echo)))
             while not reached.exists():
                 await asyncio.sleep(0)
             spawning.cancel()

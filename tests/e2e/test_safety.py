@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from actors import Echo
+from inside import peer_of
 from leaks import descendants, open_files
 
 import aiodaft
@@ -49,7 +50,7 @@ async def test_f93_no_process_shows_the_key() -> None:
     env = Env(token=lambda nbytes: key if nbytes == len(key) else os.urandom(nbytes))
     async with aiodaft.Runtime(preload=(), env=env) as rt, rt.spawn(Echo) as a:
         assert await a.echo(1) == 1
-        assert rt._controller.peer.process.key.mac(b"test") == Key(key).mac(b"test")
+        assert peer_of(rt).process.key.mac(b"test") == Key(key).mac(b"test")
         shown = [repr(rt).encode(), str(await rt.stack()).encode(), repr(await rt.info(a)).encode()]
         for pid in [os.getpid(), *descendants()]:
             shown += command_line_and_environment(pid)

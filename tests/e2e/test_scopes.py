@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from actors import Echo, Entered, NeedsGpu, Sleeper, SlowStart
 from failing import Failing
+from inside import awaited
 from leaks import descendants, is_alive
 
 import aiodaft
@@ -167,7 +168,7 @@ async def test_a_runtime_is_opened_in_one_task_and_closed_in_another() -> None:
 async def test_spawning_that_is_cancelled_leaves_nothing(rt: aiodaft.Runtime) -> None:
     before = await rt.resources()
     for delay in (0.0, 0.001, 0.02):
-        spawning = asyncio.get_running_loop().create_task(rt.on(gpus=1).spawn(SlowStart, 60.0)._begin())
+        spawning = asyncio.get_running_loop().create_task(awaited(rt.on(gpus=1).spawn(SlowStart, 60.0)))
         await asyncio.wait([spawning], timeout=delay)
         spawning.cancel()
         with pytest.raises(asyncio.CancelledError):

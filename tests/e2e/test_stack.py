@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from cancelled import Stuck, Subject
+from inside import errors_kept_by, peer_of
 from leaks import descendants, is_alive
 
 import aiodaft
 from aiodaft._runtime.diagnostics.attach import address
+from aiodaft.actor import target_of
 from aiodaft.stack import CallStack, ProcessStack
 
 SUPPORT = Path(__file__).parent.parent / "support"
@@ -123,12 +125,12 @@ async def test_a_stopped_actor_that_was_looked_at_can_be_killed(module_rt: aioda
         await ref
     if look == "patient":
         assert len((await looking).processes) == 1
-    assert len(rt._unhandled) == 0
+    assert len(errors_kept_by(rt)) == 0
 
 
 def asked_of(rt: aiodaft.Runtime, actor: object) -> bool:
     """Whether calls of an actor's process are under way."""
-    return bool(rt._controller.peer.connections[rt._target(actor).remote].session.calls)
+    return bool(peer_of(rt).connections[target_of(actor).remote].session.calls)
 
 
 _CONTROLLER = """

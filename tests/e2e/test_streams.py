@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from actors import Box, Echo, Streamer
 from failing import Failing
+from inside import peer_of
 
 import aiodaft
 from aiodaft._protocol.objects.stream import CREDIT_WINDOW
@@ -274,7 +275,7 @@ class Arriving:
 
 
 async def test_consumers_that_are_cancelled_leave_the_items_in_their_order(rt: aiodaft.Runtime) -> None:
-    stream = Arriving(rt._controller.peer, 3)
+    stream = Arriving(peer_of(rt), 3)
     tasks = await stream.consumers(2)
     for task in tasks:
         task.cancel()
@@ -284,7 +285,7 @@ async def test_consumers_that_are_cancelled_leave_the_items_in_their_order(rt: a
 
 
 async def test_what_a_cancelled_consumer_leaves_another_one_gets_that_waits_already(rt: aiodaft.Runtime) -> None:
-    stream = Arriving(rt._controller.peer, 1)
+    stream = Arriving(peer_of(rt), 1)
     first, second = await stream.consumers(2)
     first.cancel()
     await asyncio.wait([first])

@@ -15,6 +15,7 @@ import pytest_asyncio
 import torch
 from actors import Box
 from dtypes import DTYPES, as_bytes
+from inside import peer_of
 from receiving import Receiver
 from supervised import AT_ONCE
 from torch_actors import Keeper, Layer
@@ -206,7 +207,7 @@ async def test_released_at_the_caller_waits_for_readers(rt: aiodaft.Runtime) -> 
     a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
     ref = a.make_shared(MIB, 1.0)
     await b.keep(ref)
-    if rt._controller.peer.store.transport.name == "shm":
+    if peer_of(rt).store.transport.name == "shm":
         waiting = asyncio.get_running_loop().create_task(ref.released())
         await a.address()
         assert not waiting.done()

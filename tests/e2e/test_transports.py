@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from actors import Echo
+from inside import peer_of
 
 import aiodaft
 from aiodaft import Actor, method
@@ -34,14 +35,14 @@ class Maker(Actor):
 
 def opened(rt: aiodaft.Runtime) -> set[str]:
     """Transports that this process has used."""
-    return set(rt._controller.peer.store._transports)
+    return set(peer_of(rt).store.transports)
 
 
 @pytest.mark.parametrize("name", ["by_tcp", "by_tcp_on_thread"])
 async def test_a_method_chooses_how_its_results_travel(name: str) -> None:
     async with aiodaft.Runtime(preload=()) as rt:
         maker = await rt.spawn(Maker)
-        if rt._controller.peer.store.transport.name == "shm":
+        if peer_of(rt).store.transport.name == "shm":
             assert len(await maker.usual()) == SIZE
             assert "tcp" not in opened(rt)
         assert await getattr(maker, name)() == bytes(SIZE)

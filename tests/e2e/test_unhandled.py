@@ -17,6 +17,7 @@ import pytest
 from actors import Echo, Relay
 from failing import Failing
 from forgetful import Gated, Responder
+from inside import errors_kept_by
 from log_ear import Ear, listening
 
 import aiodaft
@@ -80,7 +81,7 @@ async def test_a_runtime_that_only_logs_raises_nothing_and_keeps_nothing(ear: Ea
         await ear.hears("ValueError: dropped")
         held = failing.raise_value_error("held to the end")
         await held.ready()
-        assert len(rt._unhandled) == 0
+        assert len(errors_kept_by(rt)) == 0
     assert "and no code saw the error" in await ear.hears("ValueError: held to the end")
     assert len(ear.lines) == 2
     assert isinstance(held.exception(), ValueError)
@@ -147,7 +148,7 @@ async def test_errors_that_are_kept_hold_no_variables(ear: Ear, monkeypatch: pyt
             large = await work(await rt.spawn(Failing))
             await ear.hears("Failing.use failed")
             gc.collect()
-            assert len(rt._unhandled) == 1
+            assert len(errors_kept_by(rt)) == 1
             assert large() is None
     assert len(caught.value.exceptions) == 1
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from actors import Echo
+from inside import peer_of
 from torch_actors import Keeper
 
 import aiodaft
@@ -117,7 +118,7 @@ class Refuses:
 )
 async def test_what_cannot_travel_is_named_before_anything_is_sent(rt: aiodaft.Runtime, make: Any, path: str) -> None:
     echo = await rt.spawn(Echo)
-    connection = list(rt._controller.peer.connections.values())[-1]
+    connection = list(peer_of(rt).connections.values())[-1]
     sent = connection.traffic.messages_sent
     with pytest.raises(aiodaft.SerializationError, match=rf"^{path} cannot travel") as caught:
         echo.echo(make(threading.Lock()))

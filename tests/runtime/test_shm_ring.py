@@ -162,7 +162,7 @@ async def test_a_poller_without_traffic_falls_asleep(pair: tuple[RingPair, RingP
     end = Collector(second)
     poller.add(second, end)
     # Nothing but the doorbell wakes it: there is no turn of the loop that it asked for.
-    while poller._polling:
+    while poller.polling:
         await asyncio.sleep(0)
     first.writer.write(b"x")
     assert await end.take(1) == b"x"
@@ -178,7 +178,7 @@ async def test_no_ring_is_polled_while_a_thread_of_the_process_works(pair: tuple
     poller.look()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert not poller._polling
+    assert not poller.polling
     poller.remove(pair[1])
 
 
@@ -196,7 +196,7 @@ async def test_messages_are_handled_in_the_context_of_no_sender(pair: tuple[Ring
     poller = RingPoller(asyncio.get_running_loop())
     end = Reader(second)
     poller.add(second, end)
-    while poller._polling:
+    while poller.polling:
         await asyncio.sleep(0)
 
     def send() -> None:
@@ -230,7 +230,7 @@ async def test_a_poller_that_is_interrupted_goes_on(pair: tuple[RingPair, RingPa
     loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
     poller, end = RingPoller(loop), Reader(pair[1])
     poller.add(pair[1], end)
-    while poller._polling and asleep:
+    while poller.polling and asleep:
         await asyncio.sleep(0)
     pair[0].writer.write(b"x")
     while not told:

@@ -15,6 +15,7 @@ from typing import Any
 
 from actors import Echo, Sleeper
 from graph_actors import Node
+from inside import fork_server_of
 from odd_actors import Parent
 
 import aiodaft
@@ -24,8 +25,7 @@ async def family(rt: aiodaft.Runtime) -> Parent:
     """An actor with descendants of every kind, which are told of."""
     parent = await rt.spawn(Parent)
     pids = [await parent.pid(), *await parent.fork_a_family(), await parent.start_a_daemon()]
-    assert rt._controller.launcher is not None
-    print(rt._controller.launcher.pid, *pids, await parent.start_in_background(), flush=True)
+    print(fork_server_of(rt), *pids, await parent.start_in_background(), flush=True)
     return parent
 
 
@@ -46,9 +46,7 @@ async def stop_the_fork_server() -> None:
     """So that it cannot clear up."""
     async with aiodaft.Runtime(preload=()) as rt:
         await family(rt)
-        assert rt._controller.launcher is not None
-        assert rt._controller.launcher.pid is not None
-        os.kill(rt._controller.launcher.pid, signal.SIGSTOP)
+        os.kill(fork_server_of(rt), signal.SIGSTOP)
         await asyncio.Event().wait()
 
 

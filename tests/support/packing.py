@@ -40,7 +40,7 @@ class Helper:
 
 def in_use(peer: Peer) -> int:
     """Blocks of a process that are in use."""
-    return sum(transport.arena.live_blocks() for transport in peer.store._transports.values())  # type: ignore[attr-defined]
+    return sum(transport.arena.live_blocks() for transport in peer.store.transports.values())  # type: ignore[attr-defined]
 
 
 class Warden(Actor):

@@ -349,7 +349,7 @@ class Courier(Actor):
     async def traces(self) -> list[int]:
         """What is left here of channels: their queues and ends, the memory of items, and tasks beside this one."""
         peer = current_peer()
-        blocks = sum(transport.arena.live_blocks() for transport in peer.store._transports.values())
+        blocks = sum(transport.arena.live_blocks() for transport in peer.store.transports.values())
         table = peer.channels.table
         return [len(table.keepers), len(table.ends), blocks, len(asyncio.all_tasks()) - _OWN_TASKS]
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import aiodaft
 from aiodaft import Actor, Ref, method
+from aiodaft.actor import target_of
 from aiodaft.testing import SimulatedLoop
 
 
@@ -60,7 +61,7 @@ class History:
 
     def made(self, handle: Any, size: int = 0, *, ordered: bool = True) -> int:
         """A call is about to be made."""
-        call = Call(len(self.calls), self.loop.current.name, handle._target.label, size, ordered)
+        call = Call(len(self.calls), self.loop.current.name, target_of(handle).label, size, ordered)
         self.calls.append(call)
         return call.number
 

@@ -196,7 +196,7 @@ class Program:
 def tables(peer: Peer) -> dict[str, Any]:
     """Everything that a process remembers of calls and values that are not over."""
     connections = [connection for connection in peer.connections.values() if connection.lost is None]
-    transports = peer.store._transports.values()
+    transports = peer.store.transports.values()
     return {
         "calls": [call for connection in connections for call in connection.session.calls.values()],
         "incoming": [
@@ -206,8 +206,8 @@ def tables(peer: Peer) -> dict[str, Any]:
         "local": peer.inbound.local.states,
         "pins": [responder.pins for responder in peer.inbound.responders() if responder.pins],
         "values": list(peer.store.entries),
-        "own refs": list(peer.objects.borrowing._own),
-        "borrowed refs": list(peer.objects.borrowing._borrowed),
+        "own refs": list(peer.objects.borrowing.shared),
+        "borrowed refs": list(peer.objects.borrowing.borrowed),
         "pulls": list(peer.transfer.questions.open),
         "answers": [] if peer.transfer.handover.is_empty else [peer.transfer.handover],
         "fetching": list(peer.transfer.relays.table.fetching),

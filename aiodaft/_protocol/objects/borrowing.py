@@ -23,14 +23,14 @@ class Borrowing(Generic[ValueT]):
     def __init__(self, local: PeerId) -> None:
         self._local = local
         # Weak: an error refers to frames, these to refs, and refs that nothing else holds must go.
-        self._own: WeakValueDictionary[CallId, ValueT] = WeakValueDictionary()
-        self._borrowed: WeakValueDictionary[Key, ValueT] = WeakValueDictionary()
+        self.shared: WeakValueDictionary[CallId, ValueT] = WeakValueDictionary()
+        self.borrowed: WeakValueDictionary[Key, ValueT] = WeakValueDictionary()
         # Those of this process that others hold.
         self._lent: dict[CallId, ValueT] = {}
 
     def find(self, owner: PeerId, number: CallId) -> ValueT | None:
         """A ref that this process borrows, or one of its own that others know of."""
-        return self._own.get(number) if owner == self._local else self._borrowed.get((owner, number))
+        return self.shared.get(number) if owner == self._local else self.borrowed.get((owner, number))
 
     # Refs of this process.
 
@@ -38,16 +38,16 @@ class Borrowing(Generic[ValueT]):
         """A ref goes to another process, which may ask for it from now on; nothing if it is borrowed. Idempotent."""
         if value.own and not value.shared:
             value.shared = True
-            self._own[number] = value
+            self.shared[number] = value
 
     def forget(self, number: CallId) -> None:
         """A ref of this process is freed."""
-        self._own.pop(number, None)
+        self.shared.pop(number, None)
         self._lent.pop(number, None)
 
     def lend(self, number: CallId, peer: PeerId) -> None:
         """Another process holds a ref; nothing if that is freed."""
-        value = self._own.get(number)
+        value = self.shared.get(number)
         if value is not None:
             value.borrow(peer)
             self._lent[number] = value
@@ -75,13 +75,13 @@ class Borrowing(Generic[ValueT]):
 
     def borrow(self, owner: PeerId, number: CallId, value: ValueT) -> None:
         """This process holds a ref, and registers with the owner."""
-        self._borrowed[owner, number] = value
+        self.borrowed[owner, number] = value
         value.registered = True
 
     def give_back(self, owner: PeerId, number: CallId, value: ValueT) -> bool:
         """A borrowed ref has no holders here any more. Returns whether its owner is to be told."""
         # A value that the garbage collector found is not in the table any more, and perhaps another one is.
-        if self._borrowed.get((owner, number)) is value:
-            del self._borrowed[owner, number]
+        if self.borrowed.get((owner, number)) is value:
+            del self.borrowed[owner, number]
         registered, value.registered = value.registered, False
         return registered

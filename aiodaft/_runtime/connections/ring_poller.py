@@ -9,7 +9,7 @@
               polling does not pay, and no data came while
               this asked the writers to ring the doorbell
 
-State     `_polling`   Writers ring the doorbell   In each turn of the loop
+State     `polling`    Writers ring the doorbell   In each turn of the loop
 asleep    False        yes                         nothing
 polling   True         no                          `_turn`: look, read, or yield the processor
 
@@ -62,7 +62,7 @@ class RingPoller:
         # Number of turns of the loop with polling.
         self.turns = 0
         self.pace = Pace(may_poll=ORDERED and len(os.sched_getaffinity(0)) > 1)
-        self._polling = False
+        self.polling = False
 
     def add(self, ring: RingPair, user: RingUser) -> None:
         """Begin to read a ring."""
@@ -84,8 +84,8 @@ class RingPoller:
     def look(self) -> None:
         """Begin to poll: a message was sent, and its answer may come soon."""
         self.pace.since = _now()
-        if self._rings and not self._polling:
-            self._polling = True
+        if self._rings and not self.polling:
+            self.polling = True
             self._wake()
             self._loop.call_soon(self._turn, context=self._context)
 
@@ -124,7 +124,7 @@ class RingPoller:
                     os.sched_yield()
                     self.pace.yielded(_now() - now)
                 elif idle is Idle.SLEEP and self._asleep():
-                    self._polling = False
+                    self.polling = False
                     return
         except BaseException:
             # SystemExit or KeyboardInterrupt; the program may catch it outside of the loop, and go on.

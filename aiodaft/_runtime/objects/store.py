@@ -46,13 +46,13 @@ class Store:
         self._lock = threading.Lock()
         self._helper_thread = process.helper_thread
         self._open_transport = open_transport
-        self._transports: dict[str, Transport] = {}
+        self.transports: dict[str, Transport] = {}
         self._preferred = process.options.transport
         self._forks = fork_count()
         # By address: blocks of `empty()` tensors with the count of forks at that time; and sizes of memory that the
         # user registered.
         self._shared: dict[int, tuple[Block, int]] = {}
-        self._registered: dict[int, int] = {}
+        self.registered: dict[int, int] = {}
         self.entries: dict[Key, StoredValue] = {}
 
     @property
@@ -63,15 +63,15 @@ class Store:
         """The transport with a name, opened at the first use. Safe in any thread."""
         if name == DEVICE_NAME:
             return cast("Transport", self.devices.transport)
-        known = self._transports.get(name)
+        known = self.transports.get(name)
         if known is not None:
             return known
         # Several threads may come here at the same time. All get the first transport that is entered; the others have
         # opened nothing yet.
-        transport = self._transports.setdefault(name, self._open_transport(name))
-        for address, nbytes in list(self._registered.items()):
+        transport = self.transports.setdefault(name, self._open_transport(name))
+        for address, nbytes in list(self.registered.items()):
             transport.register(address, nbytes)
-            if address not in self._registered:
+            if address not in self.registered:
                 # Another thread has unregistered it, perhaps before the line above.
                 transport.unregister(address)
         return transport
@@ -130,7 +130,7 @@ class Store:
         shared = self._shared.get(source.address) if name == self._preferred else None
         if shared is not None:
             return shared[0]
-        if not self._registered or source.nbytes <= m.INLINE_LIMIT:
+        if not self.registered or source.nbytes <= m.INLINE_LIMIT:
             # Small buffers travel faster together.
             return None
         return self.transport_named(name).block_at(view_at(source.address, source.nbytes, source.keep))
@@ -305,17 +305,17 @@ class Store:
             ValueError: Part of it is registered already.
         """
         with self._lock:
-            known = list(self._registered.items())
+            known = list(self.registered.items())
             if any(start < address + nbytes and address < start + size for start, size in known):
                 raise ValueError("the memory, or part of it, is registered already")
-            self._registered[address] = nbytes
-        for transport in list(self._transports.values()):
+            self.registered[address] = nbytes
+        for transport in list(self.transports.values()):
             transport.register(address, nbytes)
 
     def unregister(self, address: int) -> None:
         """Undo `register`. Safe in any thread, also during a garbage collection."""
-        del self._registered[address]
-        for transport in list(self._transports.values()):
+        del self.registered[address]
+        for transport in list(self.transports.values()):
             transport.unregister(address)
 
     def close(self) -> None:
@@ -326,4 +326,4 @@ class Store:
 
     def _opened(self) -> list[Transport]:
         devices = [] if self._devices is None else [cast("Transport", self._devices.transport)]
-        return [*self._transports.values(), *devices]
+        return [*self.transports.values(), *devices]

@@ -1,0 +1,55 @@
+"""The parts of a runtime that its users do not see. Tests reach them through this file alone."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Collection, Sized
+from typing import TypeVar
+
+import aiodaft
+from aiodaft._runtime.controller import Controller
+from aiodaft._runtime.peer import Peer
+from aiodaft._runtime.platform.env import Timeouts
+from aiodaft._runtime.scope_actors import ScopeActors
+
+T = TypeVar("T")
+
+
+def controller_of(rt: aiodaft.Runtime) -> Controller:
+    return rt._controller
+
+
+def peer_of(rt: aiodaft.Runtime) -> Peer:
+    """The parts of the process that has opened the runtime."""
+    return rt._controller.peer
+
+
+def fork_server_of(rt: aiodaft.Runtime) -> int:
+    """The pid of the fork server, which has started."""
+    pid = rt._controller.launcher.pid
+    assert pid is not None
+    return pid
+
+
+def timeouts_of(rt: aiodaft.Runtime) -> Timeouts:
+    """How long the controller waits; tests change it while the runtime is open."""
+    return rt._controller.options.env.timeouts
+
+
+def actors_of(rt: aiodaft.Runtime) -> ScopeActors:
+    """The actors that the runtime stops at its end."""
+    return rt._scope_actors
+
+
+def errors_kept_by(rt: aiodaft.Runtime) -> Sized:
+    """The errors that the runtime raises at its end."""
+    return rt._unhandled
+
+
+def failed_refs_of(rt: aiodaft.Runtime) -> Collection[object]:
+    """The refs with errors that no code has looked at yet."""
+    return rt._held
+
+
+async def awaited(spawned: Awaitable[T]) -> T:
+    """What a spawn gives, as a coroutine for a task of its own."""
+    return await spawned

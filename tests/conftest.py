@@ -170,7 +170,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 async def rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
-    """An open runtime with four GPUs that nobody has."""
+    """An open runtime with four free GPUs."""
     # What tests themselves have imported, torch among it, is no concern of these actors.
     async with aiodaft.Runtime(gpus=4, share_gpus=True, preload=(), stop_grace=1) as runtime:
         yield runtime
@@ -185,7 +185,7 @@ async def hasty_rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_runtime(request: pytest.FixtureRequest) -> AsyncIterator[aiodaft.Runtime]:
-    """A runtime for all tests of a module: importing torch for each would take minutes. Without it, nobody does."""
+    """A runtime for all tests of a module: an import of torch for each test would take minutes."""
     preload = None if hasattr(request.module, "torch") else ()
     # Tests run next to each other, also where there are GPUs.
     async with aiodaft.Runtime(gpus=4, share_gpus=True, preload=preload) as runtime:

@@ -13,7 +13,7 @@ SOURCES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 EVERYTHING = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "examples").rglob("*.py"))]
 
 MAX_FILE, MAX_EXAMPLE, MAX_FUNCTION, MAX_ARGUMENTS = 600, 150, 50, 7
-# Constructors and entry points whose arguments are options that users give by keyword.
+# Constructors and entry points with options, which users give by keyword.
 MANY_OPTIONS = {"Runtime.__init__", "Spawner.on"}
 
 

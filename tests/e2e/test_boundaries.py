@@ -66,7 +66,7 @@ async def test_a_worker_that_talks_nonsense_is_cut_off_and_the_others_go_on(rt: 
     assert after.value.executed is False
     while is_alive(pid):
         await asyncio.sleep(0)
-    # Whoever had a call there has been told, so that the block goes on, also once the dead have been counted.
+    # The callers have been told, so that the block goes on, also once the dead have been counted.
     assert await (await rt.spawn(Sleeper)).sleep(0.3) == "sleep"
     assert await echo.echo("goes on") == "goes on"
     assert await (await rt.spawn(Echo)).echo("and grows") == "and grows"

@@ -186,7 +186,7 @@ async def test_a_call_that_waits_for_its_argument_is_dropped(rt: aiodaft.Runtime
 
 
 async def abandoned(rt: aiodaft.Runtime, actor: object, count: int) -> aiodaft.ActorInfo:
-    """Wait until an actor has so many calls that nobody waits for."""
+    """Wait until an actor has so many calls without a caller that waits."""
     while (info := await rt.info(actor)).abandoned != count:
         pass
     return info
@@ -255,7 +255,7 @@ async def test_a_method_that_refuses_to_be_cancelled_is_given_up_after_the_grace
     assert loop.time() - began >= 0.1
     assert await stubborn.history() == ["began", "refused"]
     assert (await abandoned(rt, stubborn, 1)).running == ("Subject.stubborn",)
-    # What it gives in the end nobody wants: neither the bytes nor what the ref in it stands for.
+    # Its result is dropped: the bytes, and the value of the ref in it.
     await stubborn.let_go()
     await abandoned(rt, stubborn, 0)
     for actor in (stubborn, other):

@@ -1,4 +1,4 @@
-"""Whoever cancels, by whatever means, and wherever the call is: the same happens (group B of the fault tests)."""
+"""Every way to cancel a call has the same effect, in every stage of the call (group B of the fault tests)."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class WithoutArgument(Case):
             pass
 
     async def check(self) -> None:
-        # Nobody waits for the argument there any more, and the ref of it is still good here.
+        # No call waits for the argument there any more, and the ref of it is still good here.
         while await self.subject.tasks() > self.tasks:
             pass
         await self.other.let_go()

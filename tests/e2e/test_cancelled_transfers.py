@@ -57,7 +57,7 @@ async def test_a_stream_that_is_ended_while_an_item_is_packed(module_rt: aiodaft
     assert await warden.in_use() == 0
 
 
-async def test_an_argument_whose_call_is_cancelled_before_it_is_looked_at(
+async def test_an_argument_of_a_call_that_is_cancelled_before_it_is_looked_at(
     module_rt: aiodaft.Runtime, tmp_path: Path
 ) -> None:
     packer, warden = await spawn(module_rt)
@@ -124,7 +124,7 @@ async def test_a_cancelled_call_is_not_remembered_for_its_grace_time(module_rt: 
     assert state() is None
 
 
-async def test_results_of_a_graph_whose_closing_is_cancelled(module_rt: aiodaft.Runtime) -> None:
+async def test_results_of_a_graph_when_its_closing_is_cancelled(module_rt: aiodaft.Runtime) -> None:
     packer = await module_rt.spawn(Packer)
     graph = aiodaft.compile(lambda value: packer.make_at_last(value))
     result = graph(1)

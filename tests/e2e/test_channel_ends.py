@@ -1,4 +1,4 @@
-"""How channels end: by closing, by death of whoever sends, receives or has the queue, and when nobody holds them."""
+"""How channels end: by closing, by the death of a sender, a receiver or the keeper, and when no process holds them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_a_process_is_its_own_receiver(rt: aiodaft.Runtime, item: Any) -> 
 async def test_a_process_receives_after_an_actor_has_begun_to(rt: aiodaft.Runtime) -> None:
     receiver, sender = await rt.spawn(Courier), await rt.spawn(Courier)
     channel: Channel[int] = Channel(4)
-    # It gets the channel before anybody has received.
+    # It gets the channel before any process has received.
     await sender.keep(channel)
     there = receiver.drain(channel)
     await is_called(rt, receiver)
@@ -94,7 +94,7 @@ async def test_senders_that_wait_for_room_go_on_where_the_queue_has_moved(rt: ai
     assert (first, sorted(others)) == ("first", ["here", "there"])
 
 
-# Nobody is left to send, or to receive.
+# No process is left to send, or to receive.
 
 
 @pytest.mark.parametrize("has_sent", [True, False])
@@ -153,7 +153,7 @@ async def test_an_item_for_a_receiver_that_dies_goes_to_another(rt: aiodaft.Runt
     waiting = doomed.receive(channel, 1)
     await is_called(rt, doomed)
     await die(rt, doomed)
-    # Perhaps before anybody has heard of the death.
+    # Perhaps before any process has heard of the death.
     await channel.send(1)
     with pytest.raises(aiodaft.ActorDied):
         await waiting
@@ -171,7 +171,7 @@ async def test_small_items_outlive_their_sender_and_large_ones_fail_one_by_one(r
     assert await channel.recv() == [3]
 
 
-async def test_closing_a_channel_whose_queue_is_lost_is_no_error(rt: aiodaft.Runtime) -> None:
+async def test_closing_a_channel_is_no_error_when_its_queue_is_lost(rt: aiodaft.Runtime) -> None:
     receiver = await rt.spawn(Courier)
     channel: Channel[int] = Channel(2)
     received = receiver.receive(channel, 1)

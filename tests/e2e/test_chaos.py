@@ -72,8 +72,8 @@ def test_who_is_followed_must_come_back_unless_it_was_stopped() -> None:
         (CALL, PeerLost("x"), ONCE, False, "nothing was harmed"),
         (CALL, OSError("x"), ONCE, True, None),
         (CALL, OSError("x"), ONCE, False, "the system refused"),
-        (CALL, TimeoutError("x"), ONCE, False, "nobody gave it up"),
-        (CALL, CallCancelled("x"), ONCE, False, "nobody gave it up"),
+        (CALL, TimeoutError("x"), ONCE, False, "it was not given up"),
+        (CALL, CallCancelled("x"), ONCE, False, "it was not given up"),
         (CANCEL, CallCancelled("x"), ONCE, False, None),
         (CANCEL, TimeoutError("x"), ONCE, False, None),
     ],
@@ -88,7 +88,7 @@ async def test_a_little_chaos(tmp_path: Path) -> None:
     report = await torment(23, 0, tmp_path, rounds_per_runtime=2)
     assert report.violations == []
     assert report.rounds == 2
-    # One of those that are followed was killed.
+    # One of the followed actors was killed.
     assert report.faults == {"kill": 1, "freeze": 1}
     assert report.returns == 1
     assert report.outcomes["value"] > 0

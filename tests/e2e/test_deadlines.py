@@ -92,7 +92,7 @@ async def test_a_step_of_a_graph_that_gives_something_after_its_deadline_is_the_
         assert await actor.history() == ["cleaned up"]
 
 
-async def test_a_call_whose_deadline_passes_in_the_queue_never_starts(rt: aiodaft.Runtime) -> None:
+async def test_a_call_never_starts_if_its_deadline_passes_in_the_queue(rt: aiodaft.Runtime) -> None:
     sleeper = await rt.spawn(Sleeper)
     running = sleeper.block(20)
     await sleeper.history()

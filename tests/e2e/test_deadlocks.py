@@ -134,7 +134,7 @@ async def test_refs_of_each_other_in_running_calls(module_rt: aiodaft.Runtime) -
     ones, others = a.when_told(), b.when_told()
     await a.keep(Box(others))
     await b.keep(Box(ones))
-    # Somebody waits for them, or nobody would look.
+    # A task waits for them; otherwise nothing is searched.
     behind = a.when_told()
     await asyncio.gather(a.open_gate(), b.open_gate())
     error = await error_of(others)

@@ -117,7 +117,7 @@ async def test_c37_a_call_to_a_dead_actor_fails_at_once_and_says_it_did_not_run(
 
 async def test_an_actor_that_calls_a_dead_one_gets_the_same_error(rt: aiodaft.Runtime) -> None:
     echo, relay = await rt.spawn(Echo), await rt.spawn(Relay)
-    # Has a call under way, so that the death is somebody's, whoever of the others hears of it in time.
+    # This call is under way, so that its caller gets the error, also if the others hear of the death too late.
     waiting = (await rt.on(with_=echo).spawn(Sleeper)).sleep(60)
     assert await relay.call_other(echo, 1) == 1
     os.kill((await rt.info(echo)).pid, signal.SIGKILL)
@@ -142,7 +142,7 @@ async def test_a_value_is_lost_with_its_producer(rt: aiodaft.Runtime) -> None:
         await consumer.echo(big)
 
 
-async def test_a_ref_whose_owner_died_says_so(rt: aiodaft.Runtime) -> None:
+async def test_a_ref_says_that_its_owner_died(rt: aiodaft.Runtime) -> None:
     echo, owner, holder = await rt.spawn(Echo), await rt.spawn(Relay), await rt.spawn(Relay)
     box = await owner.ref_of_other(echo, bytes(1_000_000))
     await holder.hold(Box(box.ref))
@@ -178,7 +178,7 @@ async def test_death_in_the_middle_of_a_chain_reaches_its_end(rt: aiodaft.Runtim
 async def test_c42_killing_the_fork_server_ends_actors_and_says_so(
     rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The actor ends some time after the fork server; until then, nobody's call has failed of it.
+    # The actor ends some time after the fork server; until then, no call has failed because of that.
     monkeypatch.setattr(timeouts_of(rt), "blame", 60)
     echo = await rt.spawn(Sleeper)
     ref = echo.sleep(60)

@@ -76,7 +76,7 @@ async def test_arguments_are_as_they_were_when_the_call_was_made(rt: aiodaft.Run
         gate.open = True
         assert await ref == (0, size * 2.0)
         assert tensor[0] == 8.0
-    # A write, as far as anybody can see, while what the host has of the value is still being copied.
+    # It looks like a write, while the host's part of the value is still being copied.
     mixed = a.echo([torch.zeros(SIZE * 4), tensor])
     tensor.add_(0.0)
     assert (await mixed)[1][0] == 8.0

@@ -221,7 +221,7 @@ async def test_a_client_that_leaves_a_stream_ends_its_producer() -> None:
 
 
 class FakeRequest:
-    """A request whose client leaves when told to."""
+    """A request of a client that leaves when told to."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()

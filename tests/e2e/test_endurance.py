@@ -117,7 +117,7 @@ async def test_refs_that_are_dropped_in_any_way_free_their_values(rt: aiodaft.Ru
 
 
 @pytest.mark.soak
-async def test_five_hundred_requests_whose_clients_leave_are_cancelled_in_the_actors() -> None:
+async def test_five_hundred_requests_are_cancelled_in_the_actors_when_their_clients_leave() -> None:
     app, loop = make_app(), asyncio.get_running_loop()
 
     async def number_of(event: str) -> int:

@@ -192,7 +192,7 @@ async def test_the_error_of_a_held_ref_that_is_never_looked_at_is_raised_at_the_
     assert [str(error) for error in caught.value.exceptions] == ["never looked at"]
 
 
-async def test_dropping_a_ref_whose_error_no_code_saw_ends_a_scope(rt: aiodaft.Runtime) -> None:
+async def test_dropping_a_ref_with_an_unseen_error_ends_a_scope(rt: aiodaft.Runtime) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with rt.scope() as scope:
             failing = await scope.spawn(Failing)

@@ -122,7 +122,9 @@ async def test_a_graph_does_without_rings_where_an_actor_has_no_descriptors(rt: 
     assert connection.upgrade.way is not Way.SOCKET
 
 
-async def test_every_run_of_a_graph_fails_whose_actors_cannot_be_connected_with_each_other(rt: aiodaft.Runtime) -> None:
+async def test_every_run_of_a_graph_fails_when_its_actors_cannot_be_connected(
+    rt: aiodaft.Runtime,
+) -> None:
     first, second = await rt.spawn(Hoarder), await rt.spawn(Hoarder)
     async with aiodaft.compile(second.total) as graph:
         assert await graph(torch.ones(10)) == 10

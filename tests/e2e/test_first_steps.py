@@ -25,10 +25,10 @@ async def test_calls_that_come_together_may_wait_for_one_future(module_rt: aioda
     assert await asyncio.gather(*waiting) == [7] * 5
 
 
-async def test_what_a_call_puts_into_its_context_is_not_seen_by_those_behind_it(module_rt: aiodaft.Runtime) -> None:
+async def test_what_a_call_puts_into_its_context_is_not_seen_by_later_calls(module_rt: aiodaft.Runtime) -> None:
     actor = await module_rt.spawn(FirstSteps)
     calls = [actor.put_into_context(f"of call {number}") for number in range(4)]
-    assert await asyncio.gather(*calls) == ["nobody's"] * 4
+    assert await asyncio.gather(*calls) == ["of no call"] * 4
 
 
 async def test_who_is_cancelled_cleans_up_before_the_next_call_begins(module_rt: aiodaft.Runtime) -> None:

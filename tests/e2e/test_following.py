@@ -48,7 +48,7 @@ async def kill_before(caller: Responder, actor: Mortal, gated: Gated) -> None:
 
 
 class Gated:
-    """An actor whose next incarnation waits until the test lets it be made."""
+    """An actor. Its next incarnation waits until the test lets it be made."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.notes, self.gate = tmp_path / "notes", tmp_path / "gate"
@@ -110,7 +110,7 @@ async def test_handles_that_do_not_follow_refuse_until_they_are_renewed(module_r
             with pytest.raises(aiodaft.StaleHandle, match="this handle leads to its epoch 0") as caught:
                 await ask()
             assert caught.value.executed is (ask is from_another)
-        # Also where nobody ever talked to that incarnation.
+        # Also if no process ever called that incarnation.
         late = await module_rt.spawn(Responder, old)
         with pytest.raises(aiodaft.StaleHandle, match="this handle leads to its epoch 0"):
             await late.ask("get")
@@ -194,7 +194,7 @@ async def test_waiting_is_bounded_by_deadlines_cancellation_and_numbers(tmp_path
 
 
 async def gated_error(actor: Mortal, refs: list[aiodaft.Ref[Any]]) -> None:
-    """Make room for a call whose argument cannot travel, and make it."""
+    """Make room for a call with an argument that cannot travel, and make it."""
     refs[0].cancel()
     await actor.add((lambda: (yield))())
 
@@ -260,7 +260,7 @@ async def test_refs_of_calls_made_again_can_be_passed_on(module_rt: aiodaft.Runt
     caller = await module_rt.spawn(Responder, actor)
     for value in (b"small", bytes(2_000_000)):
         ref = actor.survive(1, value)
-        # The consumer asks before anybody knows in which process the value will be made.
+        # The consumer asks before it is known in which process the value will be made.
         consumed = echo.echo(ref)
         assert (await consumed)[::2] == (2, value)
         assert (await ref)[::2] == (2, value)
@@ -349,7 +349,7 @@ async def test_what_is_old_news_changes_nothing(module_rt: aiodaft.Runtime) -> N
     assert isinstance(life, FollowingTarget)
 
 
-async def test_those_who_wait_for_an_actor_do_not_change_what_others_hear_of_its_end(
+async def test_callers_that_wait_for_an_actor_do_not_change_what_others_hear_of_its_end(
     module_rt: aiodaft.Runtime,
 ) -> None:
     peer = peer_of(module_rt)
@@ -366,7 +366,7 @@ async def test_a_call_that_is_over_leaves_nothing_to_collect(module_rt: aiodaft.
     actor = await module_rt.on(restart=POLICY).spawn(Mortal, [1])
     gc.disable()
     try:
-        # One whose answer is a value, one that is encoded, and one that is kept to be made again.
+        # One with a value as its answer, one that is encoded, and one that is kept to be made again.
         for call in (actor.pid, actor.get, lambda: actor.survive(0, [2])):
             ref = call()
             state = weakref.ref(state_of(ref))

@@ -132,7 +132,7 @@ async def test_graphs_follow_actors_that_are_restarted(rt: aiodaft.Runtime) -> N
         with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
             await graph("die")
         assert await graph("good") == "good"
-    # Processes are told to forget a graph, and nobody waits for that.
+    # Processes are told to forget a graph, and no task waits for that.
     while [(await actor.state())[:2] for actor in (a, supervised, owner)] != [(0, 0)] * 3:
         pass
 
@@ -171,7 +171,7 @@ async def test_the_runs_of_a_dead_owner_are_cancelled_and_forgotten(rt: aiodaft.
 
 async def test_a_thousand_runs_that_cannot_begin_all_say_so(rt: aiodaft.Runtime) -> None:
     (a,) = await spawn(rt, 1)
-    # Nobody opens the gate.
+    # The gate stays closed.
     graph = aiodaft.compile(lambda x: a.wait(x))
     runs = [graph(index) for index in range(1_500)]
     await rt.kill(a)

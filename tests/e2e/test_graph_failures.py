@@ -118,7 +118,7 @@ async def test_a_run_is_cancelled_where_it_waits_and_skips_the_rest(module_rt: a
     def flow(x: Any) -> Any:
         waited = a.wait(x)
         if how != "deadline":
-            # Cancelled with its run: nobody is surprised. Of a deadline the scope would hear, as one by one.
+            # Cancelled with its run: no error for the scope. It would hear of a deadline, as it does of single calls.
             b.note(waited)
         return b.same(waited)
 
@@ -142,7 +142,7 @@ async def test_a_run_is_cancelled_where_it_waits_and_skips_the_rest(module_rt: a
         assert (await a.state())[1:] == (await b.state())[1:] == (0, 0)
 
 
-async def test_a_segment_whose_deadline_passes_says_so_for_each_step(module_rt: aiodaft.Runtime) -> None:
+async def test_a_segment_says_for_each_step_that_its_deadline_passed(module_rt: aiodaft.Runtime) -> None:
     (a,) = await spawn(module_rt, 1)
 
     def flow(x: Any) -> Any:

@@ -27,7 +27,7 @@ def random_flow(source: random.Random, actors: list[Any]) -> Any:
         needs = [source.randrange(inputs + index) for _ in range(source.randint(0, 2))]
         plan.append((source.choice(actors), source.choice(["on_loop", "on_thread", "one_at_a_time", "spoil"]),
                      needs, source.randint(0, 14), source.randint(0, 4)))  # fmt: skip
-    # Every end too: the error of a result that nobody holds would end the test.
+    # Every end too: the error of a result without a ref would end the test.
     used = {value for _, _, needs, *_ in plan for value in needs}
     outputs = [value for value in range(inputs, inputs + len(plan)) if value not in used or source.random() < 0.2]
 

@@ -1,4 +1,4 @@
-"""Groups whose members die, are restarted, are stopped or do not answer."""
+"""Groups with members that die, are restarted, are stopped or do not answer."""
 
 from __future__ import annotations
 

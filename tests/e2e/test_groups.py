@@ -102,7 +102,7 @@ async def test_members_of_a_map_do_not_wait_for_the_oldest_item(rt: aiodaft.Runt
     group = await rt.group(2, Member)
     done: list[int] = []
     results = asyncio.get_running_loop().create_task(_collect(group.map(Member.hold_first, noted(done, range(100)))))
-    # All the others have run by now, but for those that may wait for their turn.
+    # All other calls have run by now, but for the ones that may wait for their turn.
     while len(done) < 100:
         await asyncio.sleep(0)
     assert not results.done()
@@ -373,7 +373,7 @@ async def test_a_member_that_dies_fails_its_own_calls_only(rt: aiodaft.Runtime) 
     await rt.stop_group(group)
 
 
-async def test_a_group_whose_making_is_cancelled_leaves_no_member(rt: aiodaft.Runtime, tmp_path: Path) -> None:
+async def test_a_group_leaves_no_member_when_its_making_is_cancelled(rt: aiodaft.Runtime, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
 
     async def make() -> None:

@@ -1,4 +1,4 @@
-"""Actors that are stopped or stuck, and those that only seem to be (D60-D62 of the fault tests)."""
+"""Actors that are stopped or stuck, and actors that only seem so (D60-D62 of the fault tests)."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ async def test_d60_one_that_stays_stopped_is_given_up_and_everybody_hears(rt: ai
     with pytest.raises(aiodaft.PeerLost, match="has not answered"):
         await through
     with pytest.raises(aiodaft.PeerLost, match="has not answered") as later:
-        await stuck.echo("anybody there?")
+        await stuck.echo("are you there?")
     assert later.value.executed is False
     seen = await rt.info(stuck)
     assert (seen.alive, seen.pid) == (False, 0)
-    # It cannot come back, and nobody else in its name.
+    # It cannot come back, and no other process in its name.
     assert not is_alive(pid)
     ours, theirs = socket.socketpair()
     with theirs:

@@ -165,7 +165,7 @@ async def test_an_abstract_class_cannot_be_spawned(mrt: aiodaft.Runtime) -> None
 
 @pytest.fixture
 def licensed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[aiodaft.Actor]]:
-    """An actor class whose module can be imported in this process only."""
+    """An actor class of a module that only this process can import."""
     (tmp_path / "licensed.py").write_text(
         "import os, aiodaft\n"
         f"if os.getpid() != {os.getpid()}: raise ImportError('no licence for this process')\n"

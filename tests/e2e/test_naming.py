@@ -240,7 +240,7 @@ async def test_killing_does_not_wait_and_frees_everything(rt: aiodaft.Runtime) -
     assert await (await rt.spawn(Sleeper)).sleep(0.3) == "sleep"
 
 
-async def test_an_actor_whose_process_is_frozen_is_ended_after_the_grace_time() -> None:
+async def test_an_actor_in_a_frozen_process_is_ended_after_the_grace_time() -> None:
     async with asyncio.timeout(15):
         async with aiodaft.Runtime(preload=(), stop_grace=0.1, cancel_grace=0.1) as rt:
             stopped, left = await rt.spawn(Probe), await rt.spawn(Probe)

@@ -30,7 +30,7 @@ async def ends(refs: list[Any]) -> None:
         await ref.ready()
 
 
-async def test_a_run_starts_behind_calls_whose_arguments_are_being_copied(module_rt: aiodaft.Runtime) -> None:
+async def test_a_run_starts_behind_calls_with_arguments_that_are_being_copied(module_rt: aiodaft.Runtime) -> None:
     a, b = await spawn(module_rt, 2)
     async with aiodaft.compile(lambda x: b.mark(a.mark(x))) as graph:
         for number in range(0, 20, 2):
@@ -49,7 +49,7 @@ async def test_a_run_starts_behind_calls_that_wait_for_the_window(module_rt: aio
         assert await a.notes() == list(range(5_001))
 
 
-async def test_calls_start_behind_a_run_whose_input_is_being_copied(module_rt: aiodaft.Runtime) -> None:
+async def test_calls_start_behind_a_run_with_an_input_that_is_being_copied(module_rt: aiodaft.Runtime) -> None:
     a, b = await spawn(module_rt, 2)
     async with aiodaft.compile(lambda x: b.mark(a.mark(x))) as graph:
         run = graph((0, LARGE))

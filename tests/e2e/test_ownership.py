@@ -137,7 +137,7 @@ async def test_released_waits_for_calls_and_borrowers(rt: aiodaft.Runtime) -> No
         await ref
 
 
-async def test_dropping_a_ref_whose_owner_is_dead_logs_nothing() -> None:
+async def test_dropping_a_ref_of_a_dead_owner_logs_nothing() -> None:
     with listening() as ear:
         async with aiodaft.Runtime(preload=(), unhandled="log") as rt:
             relay, echo = await rt.spawn(Relay), await rt.spawn(Echo)

@@ -1,4 +1,4 @@
-"""Processes: those that are cancelled while they start, and those that actors start themselves."""
+"""Processes that are cancelled while they start, and processes that actors start."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_spawns_that_are_cancelled_leave_no_process_also_if_the_fork_serve
             await asyncio.sleep(0)
 
 
-async def test_a_runtime_whose_fork_server_died_before_it_said_anything_can_be_closed() -> None:
+async def test_a_runtime_can_be_closed_when_its_fork_server_died_before_it_said_anything() -> None:
     async with aiodaft.Runtime() as rt:
         spawning = asyncio.get_running_loop().create_task(awaited(rt.spawn(Echo)))
         while controller_of(rt).launcher.pid is None:

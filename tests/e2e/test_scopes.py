@@ -178,7 +178,7 @@ async def test_spawning_that_is_cancelled_leaves_nothing(rt: aiodaft.Runtime) ->
 
 SCRIPT = """
     import asyncio, os, signal, sys
-    # A job in the background, as this test may be, inherits that nobody listens to Ctrl-C.
+    # A job in the background, as this test may be, inherits that Ctrl-C is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path.insert(0, {support!r})
     import aiodaft
@@ -261,13 +261,13 @@ async def test_an_error_is_raised_as_it_is_also_where_the_runtime_was_closed_bef
             raise KeyError("of the user")
 
 
-async def test_a_scope_whose_runtime_was_closed_before_raises_unseen_errors() -> None:
+async def test_a_scope_raises_unseen_errors_when_its_runtime_was_closed_before() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with aiodaft.Runtime(preload=()) as rt, rt.scope() as scope:
-            ref = (await scope.spawn(Failing)).raise_value_error("nobody looked at it")
+            ref = (await scope.spawn(Failing)).raise_value_error("no code looked at it")
             await ref.ready()
             await rt.aclose()
-    assert caught.group_contains(ValueError, match="nobody looked at it")
+    assert caught.group_contains(ValueError, match="no code looked at it")
 
 
 def test_completion_shows_what_is_for_users() -> None:

@@ -44,7 +44,7 @@ async def test_a_method_of_a_base_is_that_of_the_hosted_class(module_rt: aiodaft
 
 
 async def test_a_function_with_several_names_is_called_by_its_public_one(module_rt: aiodaft.Runtime) -> None:
-    """As `torch.nn.Module.__call__`, whose own name is a private one."""
+    """Like `torch.nn.Module.__call__`: its own name is a private one."""
     service = await module_rt.host(Renamed, 3)
     assert Renamed.__call__.__name__ == "_run"
     assert await service.call(Renamed.__call__) == 3

@@ -87,7 +87,7 @@ async def test_it_shows_what_runs_where_it_is_and_what_it_waits_for(module_rt: a
 
 
 @pytest.mark.parametrize("how", ["keep_loop", "keep_interpreter"])
-async def test_a_process_whose_loop_does_not_turn_shows_its_threads(rt: aiodaft.Runtime, how: str, fifo: Path) -> None:
+async def test_a_process_with_a_blocked_loop_shows_its_threads(rt: aiodaft.Runtime, how: str, fifo: Path) -> None:
     stuck = await rt.spawn(Stuck)
     ref = getattr(stuck, how)(str(fifo))
     stack = await rt.stack(patience=0.2)
@@ -166,7 +166,7 @@ def test_the_command_asks_a_running_controller_and_nothing_is_left_after_a_kill(
         try:
             assert controller.stdout is not None
             assert controller.stdout.readline() == b"ready\n"
-            # Nothing listens before somebody asks, nor after.
+            # Nothing listens before the question, nor after it.
             processes = descendants(controller.pid)
             assert processes
             assert listening(processes) == []

@@ -212,7 +212,7 @@ async def test_a_generator_may_take_each_step_in_a_task_of_its_own(rt: aiodaft.R
     assert items == list(range(100))
 
 
-async def test_a_stream_whose_loop_was_left_says_so(rt: aiodaft.Runtime) -> None:
+async def test_a_stream_says_that_its_loop_was_left(rt: aiodaft.Runtime) -> None:
     streamer = await rt.spawn(Streamer)
     for count in (3, 10**9):
         stream = streamer.numbers(count)
@@ -255,7 +255,7 @@ async def test_a_loop_that_is_left_takes_nothing_from_other_loops(rt: aiodaft.Ru
 
 
 class Arriving:
-    """A stream whose items come when a test says so."""
+    """A stream with items that come when a test says so."""
 
     def __init__(self, peer: Peer, count: int) -> None:
         self.gate = asyncio.Event()

@@ -109,7 +109,7 @@ async def test_the_right_siblings_restart_stopped_in_reverse_and_started_in_orde
         outsider = await module_rt.spawn(Echo)
         notes.write_text("")
         await kill(members["b"])
-        # Calls wait for those that are restarted.
+        # Calls wait for the restarted actors.
         now = [await member.pid() for member in members.values()]
         assert [old != new for old, new in zip(pids, now, strict=True)] == [bool(epoch) for epoch in epochs]
         assert [(await scope.info(member)).epoch for member in members.values()] == epochs
@@ -315,7 +315,7 @@ async def test_actors_that_share_a_process_come_back_together(module_rt: aiodaft
         await (await scope.on(with_=host).spawn(Mortal)).get()
 
 
-async def test_a_guest_whose_host_is_gone_for_good_ends_alone(module_rt: aiodaft.Runtime) -> None:
+async def test_a_guest_ends_alone_when_its_host_is_gone_for_good(module_rt: aiodaft.Runtime) -> None:
     with pytest.raises(ExceptionGroup) as raised:
         async with module_rt.scope(restart=policy(strategy="one_for_all")) as scope:
             host = await scope.spawn(Mortal)

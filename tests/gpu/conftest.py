@@ -1,4 +1,4 @@
-"""What CUDA opens for the life of a process is opened before anybody looks at what tests leave behind."""
+"""CUDA opens what it keeps for the life of a process before the check of what tests leave behind."""
 
 from __future__ import annotations
 

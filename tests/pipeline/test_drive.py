@@ -137,7 +137,7 @@ def with_transfers_by_hand(schedule: Schedule, odd_receive_first: bool) -> list[
 
 
 def run_blocking(actions: list[list[str]]) -> None:
-    """Two ranks whose sends wait for the receive: take from their lists what they get done."""
+    """Two ranks, where a send waits for its receive: take from their lists what they get done."""
     while True:
         heads = [left[0] if left else "" for left in actions]
         alone = [rank for rank, head in enumerate(heads) if head and "_" not in head]

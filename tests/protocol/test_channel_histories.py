@@ -1,4 +1,4 @@
-"""Whatever happens to a channel in whatever order: no item is seen twice or vanishes, and nobody waits for ever."""
+"""In every order of the events of a channel, no item is seen twice or vanishes, and no task waits for ever."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.tickets = count(1)
         self.sent: list[str] = []
         self.closed = False
-        # Somebody gave up, or died: order among several receivers is not promised then, nor that all items come.
+        # A task gave up, or its process died: then items may be lost, or come out of order to several receivers.
         self.disturbed = False
         self.deaths: list[PeerId] = []
 
@@ -306,7 +306,7 @@ class AnyHistory(RuleBasedStateMachine):
                 return
 
     def teardown(self) -> None:
-        """Once the channel is closed and read to its end, nobody waits and nothing is missing; dropped, it is gone."""
+        """Once the channel is closed and read to its end, no task waits and nothing is missing; dropped, it is gone."""
         self.settle_down()
         for one in self.living()[:1]:
             self.close_by(one)

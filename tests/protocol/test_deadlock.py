@@ -59,7 +59,7 @@ def reachable(start: int, graph: dict[int, frozenset[int]]) -> set[int]:
 
 
 def stuck_by_definition(graph: dict[int, frozenset[int]]) -> set[int]:
-    """The calls that lead to nobody who does not wait; the slow and obvious way."""
+    """The calls that lead only to calls that wait; the slow and obvious way."""
     return {one for one in graph if all(graph[other] for other in reachable(one, graph))}
 
 
@@ -76,7 +76,7 @@ def test_every_graph_of_three_calls_is_judged_rightly() -> None:
         assert set(reduced({at: one for at, one in asked.items() if one is not None})) == set(map(call, expected))
         for root in graph:
             found = run(Search([call(root)]), asked.__getitem__)
-            # Whoever leads to the stuck finds out, and what is found is a cycle of them.
+            # A search finds something if its root leads to stuck calls, and what it finds is a cycle of them.
             assert bool(found) == bool(reachable(root, graph) & expected)
             for deadlock in found:
                 after = [*deadlock.calls[1:], deadlock.calls[0]]
@@ -115,7 +115,7 @@ def test_large_graphs_are_judged_rightly_and_everybody_names_the_same_victim(
 
 
 class World:
-    """Calls that go on while somebody looks: each wakes when one that it waits for has moved, and waits again."""
+    """Calls that go on during a search: each wakes when one that it waits for has moved, and waits again."""
 
     def __init__(self, seed: int, size: int = 4) -> None:
         self.random = Random(seed)

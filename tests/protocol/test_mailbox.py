@@ -301,7 +301,7 @@ def test_a_call_waits_for_the_first_of_its_line_and_that_for_what_fills_its_plac
     assert mailbox.ahead_of(second, list) == [first]
     for waiting in (first, unordered):
         assert mailbox.ahead_of(waiting, lambda: [*running, other_method]) == running
-        # One of them is out of sight: nobody can say whether it goes on.
+        # One of them is out of sight: it is not known whether it goes on.
         assert mailbox.ahead_of(waiting, lambda: running[:1]) == []
     assert mailbox.in_the_way(lambda: running) == [*running, *running]
 

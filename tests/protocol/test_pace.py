@@ -6,7 +6,7 @@ from aiodaft._protocol.connections.pace import ALONE, POLL, SWITCH, Idle, Pace
 
 
 def paced(gap: float, count: int = 100) -> tuple[Pace, float]:
-    """A process whose answers come after so many seconds, and the time of the last one."""
+    """A process that answers after so many seconds, and the time of its last answer."""
     pace, now = Pace(may_poll=True), 0.0
     for _ in range(count):
         pace.since = now

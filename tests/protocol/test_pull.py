@@ -33,7 +33,7 @@ def test_an_error_ends_the_pull(first: PeerId) -> None:
         pull(first=first).handle(ERROR, None)
 
 
-def test_the_owner_is_asked_for_a_value_whose_producer_ended() -> None:
+def test_the_owner_is_asked_for_a_value_after_its_producer_ended() -> None:
     route = pull()
     assert route.handle(ERROR, None, lost=True) is None
     assert route.asked == OWNER

@@ -215,7 +215,7 @@ def test_no_history_overcommits_or_refuses_what_is_there(steps: list[tuple[str, 
 
 
 class OtherHas:
-    """Claims of GPUs of which somebody else has some."""
+    """Claims of GPUs, some of which another process has."""
 
     def __init__(self, *gpus: int) -> None:
         self.others = set(gpus)

@@ -55,7 +55,7 @@ def submit(one: Session[str], *numbers: int, cost: int = 0) -> None:
 
 
 def prepare(one: Session[str], number: int) -> None:
-    """Submit a call whose message is made later."""
+    """Submit a call; its message is made later."""
     one.submit(CallId(number), f"call {number}", None)
 
 

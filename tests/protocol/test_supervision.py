@@ -127,7 +127,7 @@ def test_who_was_stopped_by_its_owner_is_left_alone() -> None:
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Whatever happens in whatever order: the limit holds, in every window of time, and nobody is forgotten."""
+    """In every order of events, the limit holds in every window of time, and no child is forgotten."""
 
     @initialize(strategy=st.sampled_from(STRATEGIES), intensity=st.integers(0, 4), period=st.integers(1, 5))
     def begin(self, strategy: Strategy, intensity: int, period: int) -> None:

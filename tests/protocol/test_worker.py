@@ -1,4 +1,4 @@
-"""The states of a worker process: whose error its end is."""
+"""The states of a worker process, and whether its callers or its scope get the error of its end."""
 
 from __future__ import annotations
 

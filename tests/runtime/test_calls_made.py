@@ -60,7 +60,7 @@ class Desk(Actor):
 
 
 class Office(Bench):
-    """A process that makes calls; its connections lead to nobody, and keep what is sent."""
+    """A process that makes calls; its connections lead nowhere, and keep what is sent."""
 
     def __init__(self, *, grace: float = 60.0, max_pending: int = 8) -> None:
         super().__init__(grace=grace, max_pending=max_pending)
@@ -158,7 +158,7 @@ async def error_of(ref: Ref[Any]) -> DaftError:
     return caught.value
 
 
-async def test_a_call_waits_behind_one_whose_argument_is_copied(office: Office) -> None:
+async def test_a_call_waits_while_the_argument_of_an_earlier_one_is_copied(office: Office) -> None:
     desk = office.handle()
     refs = [desk.note(LARGE), desk.note("second")]
     await turns(8)

@@ -197,7 +197,7 @@ async def test_a_peer_that_announces_another_number_of_descriptors_is_cut_off_an
     assert len(open_files()) == before - 2
 
 
-async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_and_the_next_one_is() -> None:
+async def test_a_message_is_not_sent_if_its_descriptors_cannot_be_copied_and_the_next_one_is() -> None:
     owner, (ours, theirs) = Owner(), socket.socketpair()
     connection = connection_of(owner)
     with theirs:

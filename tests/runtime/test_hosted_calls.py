@@ -141,7 +141,7 @@ async def home() -> AsyncIterator[Home]:
     made.host.starter.close()
 
 
-async def test_a_call_whose_arguments_are_fetched_keeps_its_place(home: Home) -> None:
+async def test_a_call_keeps_its_place_while_its_arguments_are_fetched(home: Home) -> None:
     first, second = home.send("note", "first", fetched=False), home.call("note", "second")
     await turns()
     assert home.desk.begun == []
@@ -150,7 +150,7 @@ async def test_a_call_whose_arguments_are_fetched_keeps_its_place(home: Home) ->
     assert home.desk.begun == ["first", "second"]
 
 
-async def test_a_call_whose_arguments_cannot_be_had_fails_and_lets_the_next_one_go(home: Home) -> None:
+async def test_a_call_without_its_arguments_fails_and_lets_the_next_one_go(home: Home) -> None:
     first, second = home.send("note", "first", fetched=False), home.call("note", "second")
     await turns()
     home.arguments.wanted[0].set_exception(OwnerDied("its owner is gone"))
@@ -307,7 +307,7 @@ async def test_a_process_that_pulls_the_result_of_a_caller_that_is_gone_is_sent_
 async def test_calls_that_lead_nowhere_are_turned_away(home: Home) -> None:
     with pytest.raises(AttributeError, match="Desk-1 has no remote method 'nothing'"):
         await home.wire.result(home.call("nothing"))
-    error = await home.error(home.call("note", "to nobody", actor=FIRST_USER_ACTOR + 1))
+    error = await home.error(home.call("note", "to no actor", actor=FIRST_USER_ACTOR + 1))
     assert (type(error), error.executed) == (ActorDied, False)
 
 

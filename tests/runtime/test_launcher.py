@@ -1,4 +1,4 @@
-"""What the fork server is told, whatever becomes of those who wanted it told."""
+"""What the fork server is told, also when the tasks that give the orders are cancelled."""
 
 from __future__ import annotations
 

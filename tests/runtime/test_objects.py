@@ -270,7 +270,7 @@ async def test_a_forwarded_value_comes_before_or_after_its_call(nodes: tuple[Nod
     assert owner.get(B) is None
 
 
-async def test_a_call_whose_producer_or_the_connection_to_it_is_lost_asks_the_owner(
+async def test_a_call_asks_the_owner_when_the_producer_or_the_connection_to_it_is_lost(
     nodes: tuple[Node, Node, Node],
 ) -> None:
     owner, consumer, _ = nodes

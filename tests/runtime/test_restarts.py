@@ -116,7 +116,7 @@ async def house() -> AsyncIterator[House]:
     await made.process.tasks.aclose()
 
 
-async def test_an_actor_whose_process_died_is_made_again_and_those_who_asked_are_told(house: House) -> None:
+async def test_an_actor_is_made_again_after_its_process_died_and_waiting_questions_are_answered(house: House) -> None:
     child = house.child()
     house.directory.process_ended(THERE, died(), wanted=False)
     asking = asyncio.ensure_future(house.directory.locate(ACTOR, True))  # noqa: TID251 - the test waits for it
@@ -129,7 +129,7 @@ async def test_an_actor_whose_process_died_is_made_again_and_those_who_asked_are
     assert (child.restarts, house.failed, house.calls) == (1, [], [])
 
 
-async def test_an_actor_whose_end_was_wanted_is_not_made_again(house: House) -> None:
+async def test_an_actor_is_not_made_again_after_a_wanted_end(house: House) -> None:
     house.child()
     house.directory.process_ended(THERE, died(), wanted=True)
     await turns()

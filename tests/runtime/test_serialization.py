@@ -198,7 +198,7 @@ def test_a_tensor_with_freed_memory_cannot_travel(length: int) -> None:
         round_trip([freed])
 
 
-def test_a_class_whose_module_another_thread_imports_is_waited_for(
+def test_decoding_waits_for_a_module_that_another_thread_imports(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "slow_module.py").write_text(

@@ -1,6 +1,6 @@
 """The whole control plane under seeded schedules: time, processes, sockets, threads and fate are simulated.
 
-What is checked of every schedule: no call runs twice, each ends in one way, nobody waits for ever, `.executed` is true,
+Every schedule is checked: no call runs twice, each ends in one way, no task waits for ever, `.executed` is true,
 calls of one caller begin in order, values are right, and nothing is left of anything. To see one again, with all that
 happened in it: `program = Program(seed)`, `program.run()`, and then `program.world.loop.trace`.
 """

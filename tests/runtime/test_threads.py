@@ -1,4 +1,4 @@
-"""The helper thread, and what a cancellation means for a job that writes to somebody's memory."""
+"""The helper thread, and what a cancellation means for a job that writes to memory of the user."""
 
 from __future__ import annotations
 

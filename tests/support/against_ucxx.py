@@ -23,7 +23,7 @@ async def main():
     content, count, over = bytearray(int(sys.argv[1])), int(sys.argv[2]), asyncio.Event()
     endpoints = []
     async def serve(endpoint):
-        # One that nobody holds is closed, also under what was sent last.
+        # An endpoint without a reference is closed, even during its last send.
         endpoints.append(endpoint)
         for _ in range(count):
             await endpoint.send(content)
@@ -81,7 +81,7 @@ async def _said(process: asyncio.subprocess.Process, what: str) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    # Its own way of ending takes seconds, and what it has is nobody's but its own.
+    # Its own way of ending takes seconds, and no other process needs what it has.
     if process.returncode is None:
         process.kill()
     await process.wait()

@@ -1,4 +1,4 @@
-"""Actors whose `def` methods wait for refs of others."""
+"""Actors with `def` methods that wait for refs of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actors whose calls are cancelled, in every state that a call can be in."""
+"""Actors for calls that are cancelled, in every state that a call can be in."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Subject(Actor):
 
     @method
     async def stubborn(self, other: Any) -> Any:
-        """Lets nobody cancel it; gives something large and a ref."""
+        """Refuses to be cancelled; gives something large and a ref."""
         self.note("began")
         self.began.set()
         while not self.gate.is_set():
@@ -152,7 +152,7 @@ class Blocking:
 
 
 class Stuck(Actor):
-    """Keeps its loop from turning, until somebody writes to a fifo."""
+    """Keeps its loop from turning, until the test writes to a fifo."""
 
     @method
     async def keep_loop(self, path: str) -> None:

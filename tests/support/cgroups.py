@@ -14,7 +14,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 @contextlib.contextmanager
 def little_memory(limit: int) -> Generator[Path]:
-    """A group whose processes may use `limit` bytes together. Skips the test where that cannot be had."""
+    """A group of processes that may use `limit` bytes together. Skips the test where that cannot be had."""
     parent, setting = (_ROOT / "memory", "memory.limit_in_bytes")
     if (_ROOT / "cgroup.controllers").exists():
         parent, setting = (_ROOT, "memory.max")

@@ -1,4 +1,4 @@
-"""Actors whose tensors are on a GPU."""
+"""Actors with tensors on a GPU."""
 
 from __future__ import annotations
 

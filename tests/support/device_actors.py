@@ -1,4 +1,4 @@
-"""Actors whose tensors are on devices that are memory of the host."""
+"""Actors with tensors on devices that are memory of the host."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ async def open_pair(consumer_devices: tuple[int, ...] = (0,)) -> AsyncGenerator[
 
 
 class _HostBlock:
-    """A device block as the conformance checks want it: filled by whoever has it."""
+    """A device block as the conformance checks want it: filled by its holder."""
 
     def __init__(self, end: DeviceEnd, nbytes: int) -> None:
         self.block = end.transport.pool(0).allocate(nbytes)

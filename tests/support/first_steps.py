@@ -1,4 +1,4 @@
-"""An actor whose calls do much before they wait for the first time."""
+"""An actor with calls that do much before they wait for the first time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from aiodaft import Actor, method
 
-variable: ContextVar[str] = ContextVar("variable", default="nobody's")
+variable: ContextVar[str] = ContextVar("variable", default="of no call")
 
 
 class FirstSteps(Actor):

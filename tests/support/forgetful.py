@@ -1,4 +1,4 @@
-"""Actors whose calls fail while nothing awaits them."""
+"""Actors with calls that fail while nothing awaits them."""
 
 from __future__ import annotations
 

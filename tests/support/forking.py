@@ -108,7 +108,7 @@ class Forker(Actor):
 
     @method
     async def blocked(self) -> tuple[list[int], list[int]]:
-        """The signals that a child blocks, and then those that this process blocks."""
+        """The signals that a child blocks, and the signals that this process blocks."""
         return blocked_in_a_child(), sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 
     @method

@@ -51,7 +51,7 @@ class Node(WithGate):
 
     @method
     async def spoil(self, value: Any) -> Any:
-        """Changes its argument, which must be nobody else's."""
+        """Changes its argument, which no other actor may have."""
         if isinstance(value, list):
             value.append("spoilt")
         return value
@@ -98,7 +98,7 @@ class Node(WithGate):
 
     @method
     async def graph_objects(self) -> int:
-        """What this process has of graphs, whether anybody knows it or not."""
+        """What this process has of graphs, also where no table lists it."""
         return sum(isinstance(found, Participant | ParticipantRun | SegmentCall) for found in gc.get_objects())
 
     @method

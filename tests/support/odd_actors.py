@@ -1,4 +1,4 @@
-"""Actors that do what nobody expects of actors."""
+"""Actors that do what actors seldom do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Parent(Actor):
 
     @method
     def start_in_background(self) -> int:
-        """A process whose parent, a shell, ends at once."""
+        """A child of a shell that ends at once."""
         command = "sleep 60 >/dev/null & echo $!"
         return int(subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, check=True).stdout)
 
@@ -43,7 +43,7 @@ class Parent(Actor):
     def start_a_daemon(self) -> int:
         """A process with a session of its own, as daemons have."""
         process = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, start_new_session=True)
-        # Nobody here waits for it, which Python would warn of.
+        # This process does not wait for it, which Python would warn of.
         process.returncode = 0
         return process.pid
 

@@ -1,4 +1,4 @@
-"""An actor whose process has its helper thread, or its loop, held up: what it does is caught in the middle."""
+"""An actor in a process with its helper thread, or its loop, held up: what it does is caught in the middle."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Warden(Actor):
 
     @method
     async def hold_loop(self, fifo: str) -> None:
-        """After the answer to this, the loop turns no more until somebody writes to a fifo."""
+        """After the answer to this, the loop turns no more until the test writes to a fifo."""
         current_peer().process.loop.call_soon(lambda: os.close(os.open(fifo, os.O_RDONLY)))
 
     @method

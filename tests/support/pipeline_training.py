@@ -18,7 +18,7 @@ class _Held:
 
 
 class CountingRank(Rank):
-    """Counts forwards whose activations are in memory, by what autograd keeps and not by what the rank believes."""
+    """Counts forwards with activations in memory, by what autograd keeps and not by what the rank believes."""
 
     def __init__(self, stages: list[int], of: int, microbatches: int, split: bool) -> None:
         super().__init__(stages, of, microbatches, split)
@@ -43,5 +43,5 @@ class CountingRank(Rank):
 
     @aiodaft.method
     def held_now(self) -> int:
-        """Those that there are now."""
+        """How many there are now."""
         return sum(one() is not None for one in self.held)

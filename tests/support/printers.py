@@ -20,7 +20,7 @@ class Printer(Actor):
 
     @method
     def progress(self, first_gate: str, second_gate: str) -> None:
-        """Shows a bar, and then part of a line, each until somebody writes to a fifo."""
+        """Shows a bar, and then part of a line, each until the test writes to a fifo."""
         self._bar(9)
         os.close(os.open(first_gate, os.O_RDONLY))
         sys.stderr.write("\n")

@@ -20,7 +20,7 @@ from aiodaft import Actor, method
 
 
 class Thing:
-    """An object whose identity matters; `padding` makes it large enough to stay at its producer."""
+    """An object with an identity; `padding` makes it large enough to stay at its producer."""
 
     def __init__(self, padding: int = 0) -> None:
         self.padding = bytes(padding)
@@ -201,7 +201,7 @@ class Derived(Kind):
 
 
 class Member(Actor):
-    """A member of a group, whose calls the test lets go."""
+    """A member of a group; the test lets its calls go."""
 
     def __init__(self, scale: int = 1) -> None:
         self.scale = scale
@@ -360,7 +360,7 @@ class Courier(Actor):
 
 
 class FirstIsQuick(Actor):
-    """The first one is made at once; the others wait until somebody writes to a fifo."""
+    """The first one is made at once; the others wait until the test writes to a fifo."""
 
     def __init__(self, folder: str) -> None:
         try:

@@ -44,7 +44,7 @@ class TurnedThread(HelperThread):
 
 
 class Bench:
-    """A process without connections whose threads the test turns."""
+    """A process without connections. The test turns its threads."""
 
     def __init__(
         self, *, name: PeerId = HERE, grace: float = 60.0, max_pending: int = 8, timeouts: Timeouts | None = None

@@ -74,7 +74,7 @@ async def sse(tokens: Stream[str]) -> AsyncIterator[str]:
 
 
 def make_app() -> FastAPI:
-    """A router that nobody has started."""
+    """A router that is not started."""
     app = FastAPI(lifespan=lifespan)
 
     @app.get("/generate")

@@ -20,10 +20,10 @@ class Cargo:
 
     loop: SimulatedLoop
     name: int
-    # Items whose send has returned, and the items that users have seen, with the process they were seen in.
+    # The items that were sent, and the items that users have seen, with the process they were seen in.
     sent: set[tuple[int, int]] = field(default_factory=set)
     seen: list[tuple[str, tuple[int, int]]] = field(default_factory=list)
-    # Somebody gave up a receive or a send.
+    # A task gave up a receive or a send.
     given_up: bool = False
 
     of: ClassVar[dict[int, Cargo]] = {}
@@ -120,7 +120,7 @@ class ChannelProgram(Program):
         sending = [task for task in everybody if task.get_coro() in senders]
         await asyncio.wait(sending)
         await channel.aclose()
-        # What came back from those who gave up, or died.
+        # What came back from tasks that gave up, or died.
         await self._tried(receive(channel, name, 60.0))
         await asyncio.wait(everybody)
 

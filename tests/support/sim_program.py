@@ -118,7 +118,7 @@ class Program:
         await asyncio.wait([waiter])
         with suppress(aiodaft.DaftError, Boom, asyncio.CancelledError):
             waiter.result()
-        # Whoever asks again gets the same answer.
+        # The second answer is the same.
         with suppress(aiodaft.DaftError, Boom):
             await self.history.settle(number, ref)
 

@@ -31,7 +31,7 @@ class Stuck(Actor):
 
     @method
     def hold_interpreter(self, until: str) -> str:
-        """In C, until somebody writes to a fifo, without letting any other thread of this process run."""
+        """In C, until the test writes to a fifo, without letting any other thread of this process run."""
         library = ctypes.PyDLL(None)
         library.close(library.open(until.encode(), os.O_RDONLY))
         return "free again"
@@ -49,4 +49,4 @@ class Stuck(Actor):
 
 
 class Unhurried(Stuck, patience=Patience(suspect_after=None, lost_after=None, give_up=None)):
-    """Says in its class line that nobody is to worry."""
+    """Says in its class line that it may be silent for any time."""

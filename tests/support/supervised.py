@@ -20,7 +20,7 @@ class Mortal(Actor):
     """Counts, dies when told to, and notes its lives in a file."""
 
     def __init__(self, start: Any = 0, notes: str = "", *, fails_in: tuple[int, ...] = (), gate: str = "") -> None:
-        """From the second life on, the constructor waits until somebody opens the gate, a FIFO."""
+        """From the second life on, the constructor waits until the test opens the gate, a FIFO."""
         self.value = start
         self.notes = notes
         self.note("made")

@@ -85,7 +85,7 @@ async def impostor(
         listener.setblocking(False)
         served = loop.create_task(serve())
         try:
-            # Not the number of a real grant: it is given back to whoever the control link leads to.
+            # Not the number of a real grant: it is given back to the process at the other end of the control link.
             yield ("127.0.0.1", listener.getsockname()[1], nbytes, 10**6)
         finally:
             served.cancel()

@@ -1,4 +1,4 @@
-"""An actor whose values cannot be fetched any more when it has granted one; it may be dead by then, or live on."""
+"""An actor with values that cannot be fetched after it has granted one; it may be dead by then, or live on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiodaft import Actor, method
 
 SIZE = 1_000_000
 # A port that needs privileges.
-_NOBODY = 1
+_NO_LISTENER = 1
 
 
 class Vanishing(Actor):
@@ -21,7 +21,7 @@ class Vanishing(Actor):
 
     @method
     async def vanish(self, dies: bool) -> None:
-        """From now on grants lead to where nobody listens; it may be killed when a message with one is on its way."""
+        """From now on grants lead to a port without a listener; it may be killed when a message with one is sent."""
         peer = current_peer()
         transport = peer.store.transport
         grant = transport.grant
@@ -30,7 +30,7 @@ class Vanishing(Actor):
             if dies:
                 peer.process.loop.call_soon(os.kill, os.getpid(), signal.SIGKILL)
             interface, _, *rest = grant(block, control)
-            return (interface, _NOBODY, *rest)
+            return (interface, _NO_LISTENER, *rest)
 
         transport.grant = last_grant  # type: ignore[method-assign]  # the seam of this test
 

@@ -1,4 +1,4 @@
-"""Nobody gets in without the cluster key, and nothing that a stranger sends does more than fail."""
+"""No process gets in without the cluster key, and nothing that a stranger sends does more than fail."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_another_protocol_or_another_version_is_told_from_a_wrong_key() -> None:
             server().receive_hello(start.ljust(HELLO_SIZE, b"\0"))
 
 
-def test_a_member_whose_name_is_no_text_is_refused_like_any_other_nonsense() -> None:
+def test_a_member_with_a_name_that_is_no_text_is_refused_like_any_other_nonsense() -> None:
     called = server()
     said = MAGIC + CLIENT_NONCE + b"\xff" * 64
     with pytest.raises(HandshakeError):

@@ -1,4 +1,4 @@
-"""Addresses of every kind of buffer, copies between them, and views whose end is noticed."""
+"""Addresses of every kind of buffer, copies between them, and views that tell of their end."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ async def test_a_fetch_from_a_producer_that_is_stopped_ends_once_it_is_declared_
             far.transport.peer_lost("far")
             await asyncio.wait([fetching], timeout=5)
             assert fetching.done()
-            # Shared memory needs nobody's help; UCX needs it to connect, and older ones for every byte.
+            # Shared memory needs no help of the producer; UCX needs it to connect, and older ones for every byte.
             possible = {"shm": type(None), "tcp": TransportError, "ucx": TransportError | None}[name]
             assert isinstance(fetching.exception(), possible)
         finally:

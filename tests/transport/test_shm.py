@@ -148,7 +148,7 @@ def test_a_kept_value_stays_as_it_is_while_other_blocks_of_its_segment_are_reuse
             del view
             office.desk.settle()
         assert kept == content(100_000, 7)
-        # Its untouched pages are the producer's own: they must not have been given to anybody else.
+        # Its untouched pages are the producer's own: they must not have been given to another block.
         assert (live(office), mapped(office)) == (1, 1)
 
 
@@ -295,7 +295,7 @@ def test_a_lost_consumer_gives_back_its_grants_and_only_its_own() -> None:
         office.producer.peer_lost("one")
         assert block.grants == 1
         office.producer.peer_lost("one")
-        office.producer.peer_lost("nobody")
+        office.producer.peer_lost("stranger")
         assert block.grants == 1
         assert kept == view == content(100_000)
 

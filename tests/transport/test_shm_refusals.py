@@ -75,7 +75,7 @@ def test_a_fetch_that_cannot_map_gives_its_grant_back() -> None:
         assert office.fetch(office.grant(block)) == content(100_000)
 
 
-def test_a_segment_whose_descriptor_was_lost_fails_its_fetches_and_comes_again_with_the_next_grant() -> None:
+def test_a_segment_without_its_descriptor_fails_its_fetches_and_comes_again_with_the_next_grant() -> None:
     with opened_office() as office:
         block = office.producer.allocate(100_000)
         block.view[:] = content(100_000)

@@ -1,4 +1,4 @@
-"""UCX: operations own their memory until they are complete, and faces nobody but peers."""
+"""UCX: operations own their memory until they are complete, and only peers are listened to."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ async def _cancelled_after(pair: LocalPair, ticks: int) -> bool:
     interrupted = not task.done()
     task.cancel()
     await asyncio.wait([task])
-    # Whoever gets memory now must be the only one who writes to it.
+    # Memory that is taken now must have only one writer.
     poisoned = [consumer.landing.allocate(nbytes) for _ in range(2)]
     for one in poisoned:
         ctypes.memset(one.address, POISON[0], nbytes)

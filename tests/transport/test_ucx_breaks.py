@@ -70,7 +70,7 @@ async def test_after_ucx_broke_a_connection_the_next_transfer_makes_another() ->
 
 # In the middle of a transfer UCX 1.22 may use what it has freed, and end the process: see README.
 @pytest.mark.soak
-async def test_a_transfer_whose_connection_breaks_fails_and_the_next_one_succeeds() -> None:
+async def test_a_transfer_fails_when_its_connection_breaks_and_the_next_one_succeeds() -> None:
     async with over_tcp() as pair:
         consumer = opened(pair.consumer.transport)
         _, first, content = await granted(pair, 1000)

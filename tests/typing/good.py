@@ -143,7 +143,7 @@ class Derived(Model):
 
 
 class LLM:
-    """Somebody else's class."""
+    """A class of another library."""
 
     def __init__(self, model: str) -> None:
         self.model = model

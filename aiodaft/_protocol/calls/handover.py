@@ -42,7 +42,7 @@ def choose(*, plain: bool, producer: PeerId | None, consumer: PeerId) -> Way:
 
     Args:
         plain: Whether the owner has the value, and it is plain.
-        producer: The process that the owner has sent the call to whose result it is, if that is under way.
+        producer: The process to which the owner sent the call for the value, if that call is under way.
         consumer: The process of the call that needs the value.
     """
     if plain:

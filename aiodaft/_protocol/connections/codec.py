@@ -123,7 +123,7 @@ def big_int(value: Any) -> Any:
 
 
 def packer(default: Callable[[Any], Any]) -> partial[Any]:
-    """Makes packers, whose `pack` encodes plain data, `Ext`, and what `default` turns into these.
+    """Makes packers: their `pack` encodes plain data, `Ext`, and what `default` turns into these.
 
     A packer is for one value: `default` may make another one meanwhile.
     """

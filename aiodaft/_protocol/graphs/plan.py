@@ -188,7 +188,7 @@ class Dataflow(Generic[DataT]):
 
 
 def make_plan(flow: Dataflow[DataT]) -> dict[PeerId, SubPlan[DataT]]:
-    """Cut a dataflow into the plans of its processes. Those that follow others come last.
+    """Cut a dataflow into the plans of its processes. Plans that follow others come last.
 
     Raises:
         CyclicGraph: Steps would wait for each other in a cycle.

@@ -168,7 +168,7 @@ class GraphRuns(Generic[RunT]):
         broken: The error of each run, if the graph is BROKEN.
         closed: No more runs are made.
         all: The runs that are not over, by number.
-        waiting: Those that are not sent, in their order.
+        waiting: The runs that are not sent, in their order.
     """
 
     def __init__(self, max_in_flight: int) -> None:

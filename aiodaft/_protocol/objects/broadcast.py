@@ -200,8 +200,8 @@ class Broadcasts(Generic[WaiterT]):
     """The broadcasts that one process takes part in.
 
     Attributes:
-        fanouts: By value: those of which this process is the root.
-        fetching: By value: those that this process fetches; with it, the processes that were sent here.
+        fanouts: By value: the broadcasts of which this process is the root.
+        fetching: By value: the fetches of this process; with each, the processes that were sent here.
     """
 
     def __init__(self) -> None:

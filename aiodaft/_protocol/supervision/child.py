@@ -92,7 +92,7 @@ ChildT = TypeVar("ChildT", bound=Child)
 
 
 def next_task(children: Sequence[ChildT]) -> tuple[ChildT, float | None] | None:
-    """The next child to stop, with None, or to start, with the time, of those that are restarted together."""
+    """The next child to stop, with None, or to start, with the time, of the children that are restarted together."""
     # All stop before the first starts.
     stopping = [child for child in children if child.state in STOPPING]
     if stopping:

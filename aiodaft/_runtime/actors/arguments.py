@@ -64,7 +64,7 @@ class Arguments:
             call.stage = FETCHING
 
     def refuse(self, awaited: tuple[Awaited, ...]) -> None:
-        """Drop the values of refs whose call is refused."""
+        """Drop the values of the refs of a call that is refused."""
         for _, owner, number, producer, _ in awaited:
             if producer != self._process.id:
                 self._transfer.expect(producer, (owner, number), _drop)

@@ -63,7 +63,7 @@ class NodeAgent(NodeContact):
         self._uvloop = uvloop
         self._patience = patience
         self._oom_kills = OomKills()
-        # The workers that live, and those that ended, for a while.
+        # The workers that live, and for a while the ended ones.
         self._workers = launcher.workers
         self._ended: dict[PeerId, Worker] = {}
         self._introduced: set[frozenset[PeerId]] = set()

@@ -1,7 +1,7 @@
 """Small values: plain containers, dataclasses, enums, tensors and arrays that fit into a message.
 
 Nothing of them is pickled, and nothing lies outside the payload. Other values take the way of the encoder: large ones,
-and those that hold a ref, an object of another kind, a subclass of a container, or one container twice.
+and values that hold a ref, an object of another kind, a subclass of a container, or one container twice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MOST: Final = 64
 _DTYPES: Final = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 # Those, by the dtype; once torch is loaded.
 _dtype_names: Final[dict[Any, str]] = {}
-# Accelerators whose tensors torch takes for tensors of the host: fakes.
+# Accelerators with tensors that torch takes for tensors of the host: fakes.
 host_accelerators: Final[WeakSet[Any]] = WeakSet()
 
 

@@ -50,7 +50,7 @@ class Child:
         self.last_error: BaseException | None = None
         # The end of its process, if that came while it was being made.
         self.crash: OutcomeUnknown | None = None
-        # The error that ends it if the actor is gone for good whose process it shares.
+        # The error that ends it if it shares the process of an actor that is gone for good.
         self.homeless: ActorDied | None = None
         # The error that callers get once it is over.
         self.final: DaftError | None = None

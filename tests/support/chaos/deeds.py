@@ -73,7 +73,7 @@ async def _channel(op: Op, actors: Sequence[Victim]) -> None:
     # Typeshed wants its own futures; asyncio takes refs.
     either: Any = (sent, came)
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    # Where one side was killed, nobody else tells the other that no more will come.
+    # If one side was killed, no other process tells the other side that no more will come.
     await channel.aclose()
     items = await came
     _check(op, items, list(range(len(items))))

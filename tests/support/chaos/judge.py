@@ -13,7 +13,7 @@ from .plan import ACTORS, Deed, Op
 
 __all__ = ["Hang", "judge"]
 
-# Operations of one call, whose error is that of the call.
+# Operations of one call: their error is that of the call.
 _SINGLE: Final = frozenset({Deed.CALL, Deed.WORK, Deed.TIMEOUT, Deed.CANCEL, Deed.DEADLINE})
 
 
@@ -45,6 +45,6 @@ def judge(op: Op, error: BaseException | None, ran: Counter[int], *, hurt: bool)
     elif isinstance(error, OSError) and not (hurt or isinstance(error, TimeoutError)):
         yield f"{what}: nothing was harmed, and the system refused something: {error!r}"
     elif isinstance(error, TimeoutError | CallCancelled | DeadlineExceeded) and not hurt and op.deed not in MAY_FAIL:
-        yield f"{what}: nobody gave it up, and it ended: {error!r}"
+        yield f"{what}: it was not given up, and it ended: {error!r}"
     elif isinstance(error, DaftError) and error.executed is False and op.deed in _SINGLE and mine[op.id]:
         yield f"{what}: the error says that it did not run, and it did: {error!r}"

@@ -11,7 +11,7 @@ from typing import Final
 __all__ = ["ACTORS", "FOLLOWED", "Deed", "Fault", "Harm", "Op", "Round", "rounds", "transport_of"]
 
 ACTORS: Final = 5
-# Those that are restarted when they are killed, and whose handles follow them.
+# Actors that are restarted when they are killed; their handles follow them.
 FOLLOWED: Final = (0, 1)
 # How long operations and faults of one round are spread, in seconds.
 _SPREAD: Final = 0.6
@@ -87,7 +87,7 @@ class Round:
     faults: tuple[Fault, ...]
 
     def survivors(self) -> tuple[int, ...]:
-        """Indices of the actors that must be there at its end, whatever was done to them: nobody stopped them."""
+        """Indices of the actors that must be there at its end, because nothing in the plan stops them."""
         stopped = {fault.actor for fault in self.faults if fault.harm is Harm.STOP}
         return tuple(index for index in FOLLOWED if index not in stopped)
 

@@ -95,7 +95,7 @@ def _transport(seed: int) -> str:
 
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """Leave out the errors of actors that are killed while nobody calls them."""
+    """Leave out the errors of actors that are killed between calls."""
     logger = logging.getLogger("aiodaft")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -123,7 +123,7 @@ async def _one_runtime(plan: Iterable[Round], report: Report, notes: Path) -> No
 
 
 async def _repopulate(runtime: Runtime, actors: list[Victim], notes: Path) -> list[Victim]:
-    """The same actors, with new ones in the places of those that are gone."""
+    """The same actors, with new ones in the places of the dead ones."""
     there = [await _is_there(runtime, actor, followed=index in FOLLOWED) for index, actor in enumerate(actors)]
     spawners = [runtime.on(restart=_ALWAYS) if index in FOLLOWED else runtime for index in range(ACTORS)]
     return [

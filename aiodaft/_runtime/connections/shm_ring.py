@@ -49,14 +49,15 @@ def barrier() -> None:
 class _Direction:
     """One of the two rings, mapped in this process."""
 
-    __slots__ = ("_mapping", "_start", "words")
+    __slots__ = ("_mapping", "_ring_doorbell", "_start", "words")
 
-    def __init__(self, mapping: mmap, start: int) -> None:
+    def __init__(self, mapping: mmap, start: int, ring_doorbell: Callable[[], object]) -> None:
         with memoryview(mapping) as region:
             self.words = region[start : start + _HEADER].cast("Q")
         # Slices of a mapping are cheaper than slices of a view.
         self._mapping = mapping
         self._start = start + _HEADER
+        self._ring_doorbell = ring_doorbell
 
     def release(self) -> None:
         self.words.release()
@@ -65,12 +66,11 @@ class _Direction:
 class RingWriter(_Direction):
     """The writing end."""
 
-    __slots__ = ("_head", "_ring_doorbell")
+    __slots__ = ("_head",)
 
     def __init__(self, mapping: mmap, start: int, ring_doorbell: Callable[[], object]) -> None:
-        super().__init__(mapping, start)
+        super().__init__(mapping, start, ring_doorbell)
         self._head = 0
-        self._ring_doorbell = ring_doorbell
 
     def write(self, data: bytes | memoryview) -> int:
         """Write as much as there is room for, wake a sleeping reader, and return the number of bytes written."""
@@ -105,12 +105,11 @@ class RingWriter(_Direction):
 class RingReader(_Direction):
     """The reading end."""
 
-    __slots__ = ("_ring_doorbell", "tail")
+    __slots__ = ("tail",)
 
     def __init__(self, mapping: mmap, start: int, ring_doorbell: Callable[[], object]) -> None:
-        super().__init__(mapping, start)
+        super().__init__(mapping, start, ring_doorbell)
         self.tail = 0
-        self._ring_doorbell = ring_doorbell
 
     @property
     def filled(self) -> bool:

@@ -93,7 +93,7 @@ async def test_a_segment_is_announced_and_opened_once_for_many_values() -> None:
 
 async def test_memory_is_freed_only_when_every_peer_has_closed_it() -> None:
     async with open_pair() as pair:
-        pair.producer.transport.pool(0)._keep = 0
+        pair.producer.transport.pool(0).keep = 0
         block = await pair.producer.filled(MIB, 1)
         grant = pair.grant(block)
         await pair.settle()
@@ -234,7 +234,7 @@ async def test_a_process_without_a_driver_is_told_of_segments_all_the_same() -> 
 
     async with open_pair() as pair:
         pair.consumer.transport._open_driver = open_driver
-        pair.producer.transport.pool(0)._keep = 0
+        pair.producer.transport.pool(0).keep = 0
         block = await pair.producer.filled(100_000, 1)
         with pytest.raises(Unreachable, match="there is no driver"):
             await pair.fetch(pair.grant(block))
@@ -318,7 +318,7 @@ async def test_every_size_between_processes_that_number_their_devices_differentl
 
 async def test_a_killed_consumer_in_the_middle_of_a_copy_gives_back_what_it_read() -> None:
     async with open_far_devices(0) as far:
-        far.near.transport.pool(0)._keep = 0
+        far.near.transport.pool(0).keep = 0
         block = await far.near.filled(20 * MIB, 1)
         await far.ask("begin", far.near.transport.grant(block, far.connection))
         block.release()

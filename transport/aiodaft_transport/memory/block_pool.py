@@ -135,7 +135,7 @@ class BlockPool(ABC, Generic[S]):
         next_number: Callable[[], int] | None = None,
         on_segment_closed: Callable[[int], object] | None = None,
     ) -> None:
-        self._keep = keep
+        self.keep = keep
         # Names a segment, or something else that must not be taken for one, maybe of another pool.
         self.next_number = next_number or itertools.count(1).__next__
         self._on_segment_closed = on_segment_closed
@@ -223,7 +223,7 @@ class BlockPool(ABC, Generic[S]):
         if self._allocating:
             return
         idle = [segment for segment in self._segments() if not segment.live]
-        surplus = sum(segment.size for segment in idle) - self._keep
+        surplus = sum(segment.size for segment in idle) - self.keep
         for segment in idle:
             if segment.retired or surplus > 0:
                 surplus -= segment.size

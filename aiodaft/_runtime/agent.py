@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from typing import Any, Final, cast
 
@@ -145,21 +144,14 @@ class Agent(Actor):
     async def ended(self, number: int) -> bool:
         """Wait for the call behind a ref. Returns whether there is a value."""
         state = self._objects.refs.find(CallId(number))
-        if state is None:
-            return False
-        over = asyncio.Event()
-        state.watch(lambda _: over.set())
-        await over.wait()
-        return state.error is None
+        return state is not None and await state.wait_ended()
 
     @method
     async def unread(self, owner: str, number: int) -> None:
         """Wait until no process reads a value that this one stores."""
         stored = self._objects.store.entries.get((PeerId(owner), CallId(number)))
         if stored is not None:
-            unread = asyncio.Event()
-            stored.when_unread(unread.set)
-            await unread.wait()
+            await stored.wait_unread()
 
 
 def agent_of(caller: Caller, remote: PeerId) -> Agent:

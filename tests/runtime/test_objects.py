@@ -100,12 +100,7 @@ class Node:
 
     async def ended_remote(self, owner: PeerId, number: CallId) -> bool:
         state = self._nodes[owner].refs.find(number)
-        if state is None:
-            return False
-        over = asyncio.Event()
-        state.watch(lambda _: over.set())
-        await over.wait()
-        return state.error is None
+        return state is not None and await state.wait_ended()
 
     def unread_remote(self, producer: PeerId, owner: PeerId, number: CallId) -> Awaitable[object]:
         raise NotImplementedError

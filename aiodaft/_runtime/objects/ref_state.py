@@ -325,6 +325,11 @@ class RefState(Value):
         self.watch(lambda _: _wake(future))
         return future
 
+    async def wait_ended(self) -> bool:
+        """Wait until the call is over, for another process. Returns whether there is a value."""
+        await self._settled()
+        return self.error is None
+
     def wait_released(self) -> Generator[Any, None, None]:
         """Wait until no process reads the value."""
         self.check_loop()
@@ -335,9 +340,7 @@ class RefState(Value):
         if self.status is THERE:
             yield from self.objects.owner.unread_remote(self.producer, self.owner, self.number).__await__()
         elif self.stored is not None:
-            unread = asyncio.Event()
-            self.stored.when_unread(unread.set)
-            yield from unread.wait().__await__()
+            yield from self.stored.wait_unread().__await__()
 
     def _add_waiter(self) -> Wakeup:
         """Make a wakeup for when the value is here or has failed."""

@@ -254,3 +254,9 @@ class StoredValue:
             callback()
         else:
             waiting[0].on_unread(lambda: self.when_unread(callback))
+
+    async def wait_unread(self) -> None:
+        """Wait until no peer reads the buffers."""
+        unread = asyncio.Event()
+        self.when_unread(unread.set)
+        await unread.wait()

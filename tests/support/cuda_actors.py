@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from here import current_peer
+from tensor_keepers import TensorKeeper
 from torch import Tensor
 
-import aiodaft
-from aiodaft import Actor, method
+from aiodaft import method
 
 # About a second of a GPU's time.
 LONG = 1_500_000_000
 
 
-class GpuKeeper(Actor):
+class GpuKeeper(TensorKeeper):
     """Makes, keeps and changes tensors on one GPU."""
 
     def __init__(self, device: int = 0, *, expandable: bool = False) -> None:
@@ -36,18 +36,6 @@ class GpuKeeper(Actor):
         tensor = self._make(size, 0.0)
         torch.cuda._sleep(LONG)
         return tensor.fill_(value)
-
-    @method
-    async def make(self, size: int, value: float) -> Tensor:
-        return self._make(size, value)
-
-    @method
-    def make_on_thread(self, size: int, value: float) -> Tensor:
-        return self._make(size, value)
-
-    @method(transport="shm")
-    async def make_for_the_host(self, size: int, value: float) -> Tensor:
-        return self._make(size, value)
 
     @method
     def make_late(self, size: int, value: float) -> Tensor:
@@ -72,10 +60,6 @@ class GpuKeeper(Actor):
         return [torch.full((size,), 3.0), base, base[10:20], base[::2].clone()[::2], base[:0], parameter]
 
     @method
-    async def lend(self, size: int, value: float) -> Tensor:
-        return aiodaft.borrow(self._make(size, value))
-
-    @method
     async def where(self, tensor: Tensor) -> tuple[str, str, float]:
         """What kind of device a tensor is on here, which one it is everywhere, and the sum of it."""
         uuid = str(torch.cuda.get_device_properties(tensor.device).uuid) if tensor.is_cuda else ""
@@ -85,10 +69,6 @@ class GpuKeeper(Actor):
     def add_in_place(self, tensor: Tensor, value: float) -> float:
         tensor.add_(value)
         return float(tensor[0])
-
-    @method
-    async def echo(self, value: Any) -> Any:
-        return value
 
     @method
     def to_gpu(self, value: Any) -> Any:

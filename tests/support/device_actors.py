@@ -7,14 +7,15 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from here import current_peer
+from tensor_keepers import TensorKeeper
 from torch import Tensor
 
 import aiodaft
-from aiodaft import Actor, method
+from aiodaft import method
 from aiodaft.testing.devices import Gate, use_host_devices
 
 
-class DeviceKeeper(Actor):
+class DeviceKeeper(TensorKeeper):
     """Has one device, or none."""
 
     def __init__(self, *devices: int) -> None:
@@ -23,26 +24,14 @@ class DeviceKeeper(Actor):
         self.tensor: Any = None
         self.gate: Gate | None = None
 
-    def _on_device(self, size: int, value: float) -> Tensor:
+    def _make(self, size: int, value: float) -> Tensor:
         self.tensor = self.driver.tensor(size).fill_(value)
         return self.tensor
 
     @method
-    async def make(self, size: int, value: float) -> Tensor:
-        return self._on_device(size, value)
-
-    @method
-    def make_on_thread(self, size: int, value: float) -> Tensor:
-        return self._on_device(size, value)
-
-    @method(transport="shm")
-    async def make_for_the_host(self, size: int, value: float) -> Tensor:
-        return self._on_device(size, value)
-
-    @method
     async def make_slowly(self, size: int, value: float) -> Tensor:
         """What it returns is computed when the gate opens, and overwritten right afterwards."""
-        tensor = self._on_device(size, 0.0)
+        tensor = self._make(size, 0.0)
         self.gate = self.driver.hold()
         self.driver.enqueue(0, lambda: tensor.fill_(value))
         return tensor
@@ -62,13 +51,9 @@ class DeviceKeeper(Actor):
         """In one value: host and device, two looks at the same memory, gaps, and nothing at all."""
         import torch
 
-        base = self._on_device(size, 1.0)
+        base = self._make(size, 1.0)
         other = self.driver.tensor(size).fill_(2.0)
         return [torch.full((size,), 3.0), base, base[10:20], other[::2], base[:0], torch.zeros(0)]
-
-    @method
-    async def lend(self, size: int, value: float) -> Tensor:
-        return aiodaft.borrow(self._on_device(size, value))
 
     @method
     async def overwrite(self, value: float) -> None:
@@ -94,10 +79,6 @@ class DeviceKeeper(Actor):
     async def add_in_place(self, tensor: Tensor, value: float) -> float:
         tensor.add_(value)
         return float(tensor[0])
-
-    @method
-    async def echo(self, value: Any) -> Any:
-        return value
 
     @method
     async def traffic(self) -> dict[str, int]:

@@ -113,7 +113,7 @@ def test_what_is_not_installed_is_left_out_of_a_comparison() -> None:
     assert ended.returncode == 0, ended.stderr
     assert b"monarch is not installed" in ended.stderr
     samples = json.loads(ended.stdout)
-    assert len(samples) == 11
+    assert len(samples) == 14
     assert all(set(of_line) == {"aiodaft"} and of_line["aiodaft"][0] > 0 for of_line in samples.values())
 
 

@@ -15,9 +15,8 @@ CALL = "awaited call of an async def method (us)"
 IN_FLIGHT = "1,000 calls in flight (1/s)"
 FAN_OUT = "one call to each of 8 actors (us)"
 CHAIN = "chain of three actors through refs (us)"
-COMPILED = "compiled graph of one actor (us)"
-COMPILED_CHAIN = "compiled graph of a chain of three (us)"
-COMPILED_TEN = "compiled graph, ten runs in flight (1/s)"
+COMPILED = "compiled graph of one actor"
+COMPILED_CHAIN = "compiled graph of a chain of three"
 
 # Bytes, and how often a sample sends them.
 _TENSORS = {
@@ -89,6 +88,12 @@ def many(call: Call, count: int, in_flight: int) -> Sample:
         return count / (time.perf_counter() - start)
 
     return sample
+
+
+def runs(graph: str, run: Call, in_flight: Callable[[int], Sample]) -> Lines:
+    """Measures runs of a graph, one at a time and several in flight."""
+    several = {f"{graph}, {count} in flight (1/s)": in_flight(count) for count in (10, 16)}
+    return {f"{graph} (us)": one_by_one(run, 100), **several}
 
 
 def tensors(prepare: Callable[[int], Awaitable[object]], move: Call) -> Lines:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import aiodaft
 
 from . import serving
-from .serving import Lines, many, one_by_one, tensors
+from .serving import Lines, many, one_by_one, runs, tensors
 
 
 class Echo(aiodaft.Actor):
@@ -61,8 +62,8 @@ async def open_lines(count: int) -> AsyncGenerator[Lines]:
             aiodaft.compile(a.same) as one,
             aiodaft.compile(chain) as three,
         ):
-            yield lines | {
-                serving.COMPILED: one_by_one(lambda: one(1), 100),
-                serving.COMPILED_CHAIN: one_by_one(lambda: three(1), 100),
-                serving.COMPILED_TEN: many(lambda: one(1), 4000, 10),
+            yield {
+                **lines,
+                **runs(serving.COMPILED, lambda: one(1), partial(many, lambda: one(1), 4000)),
+                **runs(serving.COMPILED_CHAIN, lambda: three(1), partial(many, lambda: three(1), 4000)),
             }

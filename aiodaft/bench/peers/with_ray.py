@@ -8,6 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import ray
@@ -58,27 +59,27 @@ def _compiled() -> Lines:
         chain = z.same.bind(y.same.bind(x.same.bind(value)))
     with InputNode() as value:
         single = _remote(Step).remote().same.bind(value)
-    one, three = single.experimental_compile(), chain.experimental_compile()
+    return {**_runs(serving.COMPILED, single), **_runs(serving.COMPILED_CHAIN, chain)}
+
+
+def _runs(name: str, dataflow: Any) -> Lines:
+    graph = dataflow.experimental_compile(_max_inflight_executions=16)
 
     # The fastest way to wait for a run blocks the loop.
-    async def run(graph: Any) -> None:  # noqa: RUF029 - see above
+    async def run() -> None:  # noqa: RUF029 - see above
         ray.get(graph.execute(1))
 
-    async def ten_in_flight() -> float:
-        runs: deque[Any] = deque()
+    async def several(count: int) -> float:
+        under_way: deque[Any] = deque()
 
         async def next_run() -> None:  # noqa: RUF029 - see above
-            runs.append(one.execute(1))
-            if len(runs) == 10:
-                ray.get(runs.popleft())
+            under_way.append(graph.execute(1))
+            if len(under_way) == count:
+                ray.get(under_way.popleft())
 
         sample = await many(next_run, 4000, 1)()
-        for left in runs:
+        for left in under_way:
             ray.get(left)
         return sample
 
-    return {
-        serving.COMPILED: one_by_one(lambda: run(one), 100),
-        serving.COMPILED_CHAIN: one_by_one(lambda: run(three), 100),
-        serving.COMPILED_TEN: ten_in_flight,
-    }
+    return serving.runs(name, run, lambda count: partial(several, count))

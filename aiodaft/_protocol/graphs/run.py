@@ -64,6 +64,9 @@ GRAPH: Final[Mapping[GraphState, Mapping[GraphEvent, GraphState]]] = {
 }
 
 
+_READY: Final = GraphState.READY
+
+
 class RunState(IntEnum):
     """Where a run is at the owner of the graph."""
 
@@ -110,6 +113,12 @@ RUN: Final[Mapping[RunState, Mapping[RunEvent, RunState]]] = {
     RunState.OVER: {},
 }
 
+# The states after these events, on the path of each run.
+BEGUN: Final = {RunState.WAITING: RUN[RunState.WAITING][RunEvent.SENT]}
+_ENDED: Final = {state: RUN[state][RunEvent.ENDED] for state in (RunState.UNDER_WAY, RunState.CANCELLED)}
+
+# The helper thread reads the inputs.
+BEING_COPIED: Final = frozenset({RunState.COPYING, RunState.ABANDONED})
 # The participants do not know the run.
 UNSENT: Final = frozenset({RunState.COPYING, RunState.WAITING})
 # They know it, and the owner waits for their reports.
@@ -187,7 +196,7 @@ class GraphRuns(Generic[RunT]):
     def enter(self, run: RunT, *, must_wait: bool) -> bool:
         """Number a run. Returns whether it begins at once; else it waits for `turn_came`."""
         runs = self.all
-        at_once = self.state is GraphState.READY and not (must_wait or self.waiting) and len(runs) < self._max_in_flight
+        at_once = self.state is _READY and not (must_wait or self.waiting) and len(runs) < self._max_in_flight
         self._last = run.number = number = self._last + 1
         runs[number] = run
         if not at_once:
@@ -216,7 +225,7 @@ class GraphRuns(Generic[RunT]):
         if self.all.pop(run.number, None) is None:
             return False
         if run.state in _SENT:
-            run.state = RUN[run.state][RunEvent.ENDED]
+            run.state = _ENDED[run.state]
         return True
 
     def lose(self, process: PeerId) -> list[tuple[RunT, list[int]]]:
@@ -261,6 +270,10 @@ SHARE: Final[Mapping[ShareState, Mapping[ShareEvent, ShareState]]] = {
     ShareState.OVER: {},
 }
 
+
+# The states after these events, on the path of each run.
+_CAME: Final = {ShareState.EXPECTED: SHARE[ShareState.EXPECTED][ShareEvent.RUN_CAME]}
+_DONE: Final = {ShareState.RUNNING: SHARE[ShareState.RUNNING][ShareEvent.DONE]}
 
 # The deadlock search identifies a segment by a negative number made of the graph, the run and one of its values.
 _VALUE_BITS: Final = 32
@@ -336,7 +349,7 @@ class Share(Generic[ValueT]):
         Raises:
             KeyError: The run was dropped.
         """
-        self.state = SHARE[self.state][ShareEvent.RUN_CAME]
+        self.state = _CAME[self.state]
         if self.values:
             # Some came from other participants; no value is counted twice.
             return items
@@ -359,7 +372,8 @@ class Share(Generic[ValueT]):
     def put(self, value: int, content: ValueT) -> Sequence[int]:
         """A value is here. Returns the segments that have everything now."""
         self.values[value] = content
-        missing, ready = self.missing, list[int]()
+        missing = self.missing
+        ready: list[int] = []
         for segment in self.needs.segments.get(value, ()):
             missing[segment] -= 1
             if not missing[segment]:
@@ -377,9 +391,9 @@ class Share(Generic[ValueT]):
 
     def end(self) -> bool:
         """End a running run of which nothing is left to do or to come; False if there is something left."""
-        if self.unfinished or self.to_come or self.state is not ShareState.RUNNING:
+        if self.unfinished or self.to_come or self.state not in _DONE:
             return False
-        self.state = SHARE[self.state][ShareEvent.DONE]
+        self.state = _DONE[self.state]
         return True
 
     def drop(self) -> None:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final, NoReturn, Protocol
 
 from aiodaft._protocol.calls.call import CANCEL, CANCELLED, EXPIRE, GONE, LATE, ONWARD, WAITING, WANTED, WITHDRAW, Life
@@ -31,7 +30,8 @@ from aiodaft.ref import Borrowed
 
 logger = logging.getLogger("aiodaft")
 
-_NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
+# Replaced, never changed. A dict is passed on faster than a read-only view of it.
+_NO_KWARGS: Final[dict[str, Any]] = {}
 # uvloop's clock counts whole milliseconds.
 _TICK: Final = 1e-3
 # The number of stopped actors that a process remembers by name.
@@ -310,7 +310,8 @@ class HostedActor:
         on_thread = call.rules.on_thread
         self._enter(call)
         ran = False
-        answer: Callable[[], object]
+        # What gives the answer, and with what.
+        answer: tuple[Any, ...]
         try:
             if call.received is not None:
                 self._decode_arguments(call)
@@ -320,26 +321,26 @@ class HostedActor:
                 result = await (_give_items(call, result) if call.spec.is_stream else result)
             if call.stage is LATE:
                 # It returned a result after its deadline.
-                answer = partial(self._fail_late, call)
+                answer = (self._fail_late, call)
             elif call.responder.is_local or is_plain(result):
-                answer = partial(call.responder.answer, call, result)
+                answer = (call.responder.answer, call, result)
             elif (small := encode_small(result, (result,), by_name=True)) is not None:
-                answer = partial(call.responder.answer_stored, call, small)
+                answer = (call.responder.answer_stored, call, small)
             else:
                 stored = (
                     self._store.keep_patiently(result, call.label, call.spec.transport)
                     if on_thread
                     else await self.capture(result, call.label, "result", call.spec.transport)
                 )
-                answer = partial(call.responder.answer_stored, call, stored)
+                answer = (call.responder.answer_stored, call, stored)
         except (SystemExit, KeyboardInterrupt) as error:
-            answer = partial(self._host.on_exit, error)
+            answer = (self._host.on_exit, error)
         except BaseException as error:  # noqa: BLE001 - the caller gets every error of a method
-            answer = partial(self._failed, call, error, ran)
+            answer = (self._failed, call, error, ran)
         if on_thread:
-            self.thread.to_loop(partial(self._end, call, answer))
+            self.thread.to_loop(partial(self._end, call, *answer))
         else:
-            self._end(call, answer)
+            self._end(call, *answer)
         # The error's frames lead here: they must not lead back to the error.
         del answer
 
@@ -488,11 +489,11 @@ class HostedActor:
         error.actor = self.name
         call.responder.fail(call, error, executed=executed)
 
-    def _end(self, call: InboundCall, answer: Callable[[], object] | None = None) -> None:
+    def _end(self, call: InboundCall, answer: Callable[..., object] | None = None, *given: Any) -> None:
         """Answer a started call that is over, and start waiting calls. Runs on the loop."""
         try:
             if answer is not None:
-                answer()
+                answer(*given)
         finally:
             del self.running[call]
             self.done += 1

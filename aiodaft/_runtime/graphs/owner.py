@@ -17,9 +17,19 @@ from typing import Any, Final
 
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.graphs.plan import Dataflow
-from aiodaft._protocol.graphs.run import RUN, UNSENT, GraphEvent, GraphRuns, GraphState, OwnedRun, RunEvent, RunState
+from aiodaft._protocol.graphs.run import (
+    BEGUN,
+    BEING_COPIED,
+    UNSENT,
+    GraphEvent,
+    GraphRuns,
+    GraphState,
+    OwnedRun,
+    RunEvent,
+    RunState,
+)
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._runtime.calls.call import CallState, Target
+from aiodaft._runtime.calls.call import CallState
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
@@ -33,7 +43,6 @@ from aiodaft._runtime.serialization.encoder import Names, all_plain, is_plain
 from aiodaft._runtime.serialization.errors import copy_error, decode_failure
 from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, RuntimeClosed
-from aiodaft.methods import MethodSpec
 from aiodaft.ref import Ref
 
 # How often the plans are sent: a supervised actor may die again meanwhile.
@@ -158,7 +167,8 @@ class GraphOwner:
             self._send(run)
         refs: dict[int, Ref[Any]] = {}
         for (value, (target, spec, connection)), result in zip(deployment.results.items(), run.numbers, strict=True):
-            state = run.states[value] = ResultState(run, target, spec, result)
+            state = run.states[value] = ResultState(target, spec, result)
+            state.run = run
             refs[value] = Ref(state)
             if at_once:
                 state.connection = connection
@@ -216,7 +226,7 @@ class GraphOwner:
 
     def _send(self, run: OwnerRun) -> None:
         context, inputs = self._context, run.inputs
-        run.state = RUN[run.state][RunEvent.SENT]
+        run.state = BEGUN[run.state]
         run.deployment = deployment = self._deployment
         for value, state in run.states.items():
             _, _, state.connection = deployment.results[value]
@@ -374,18 +384,16 @@ class GraphOwner:
 
 
 class ResultState(CallState):
-    def __init__(self, run: OwnerRun, target: Target, spec: MethodSpec, number: CallId) -> None:
-        super().__init__(target, spec, number)
-        self._run = run
+    run: OwnerRun
 
     def _cancel(self, why: str) -> bool:
         """Give up this result. The run is cancelled with its last wanted result."""
         if self._cancelling:
             return True
         self.expect_cancellation()
-        if any(not (state.settled or state._cancelling) for state in self._run.states.values()):
+        if any(not (state.settled or state._cancelling) for state in self.run.states.values()):
             self.on_error(CallCancelled(f"{self.label} was cancelled, and its run goes on: {why}"))
-        elif self._run.cancel(why):
+        elif self.run.cancel(why):
             self._give_up_later(why)
         return True
 
@@ -510,7 +518,8 @@ class OwnerRun(OwnedRun):
     def _unheld(self, index: int) -> ResultState:
         """The state of a step without a ref: its error is reported as that of any dropped ref."""
         target, spec = self._graph.specs[index - self._graph.inputs]
-        state = ResultState(self, target, spec, target.caller.next_number())
+        state = ResultState(target, spec, target.caller.next_number())
+        state.run = self
         state.handles = 0
         if self.state is RunState.CANCELLED:
             state.expect_cancellation()
@@ -524,7 +533,7 @@ class OwnerRun(OwnedRun):
 
     def release(self) -> None:
         """Free what a run that is over holds. Idempotent; nothing while inputs are being copied."""
-        if self.state in (RunState.COPYING, RunState.ABANDONED):
+        if self.state in BEING_COPIED:
             return
         if self.inputs:
             self.drop_inputs()

@@ -228,27 +228,19 @@ class ParticipantRun(Share[Flowing]):
     def tell(self, step: BoundStep, value: Flowing, stored: StoredValue | None = None) -> None:
         """Send a result to its receivers: plain, an error, or stored and ready."""
         participant, index, result = self.participant, step.index, step.result
-        refs = participant.context.objects.refs
+        is_plain = type(value) is not GraphValue
+        item: m.GraphItem = (index, value)
         if stored is not None and stored.refs:
             participant.pins.setdefault(self.number, []).extend(stored.refs)
         if result.awaited:
             self._start(self.put(index, value))
         for route in step.routes:
-            item = item_of(value, index, refs, route, executed=True)
+            if not is_plain:
+                item = item_of(value, index, participant.context.objects.refs, route, executed=True)
             route.send((m.FLOW, self.owner, participant.number, self.number, (item,)))
         if result.reported and participant.route.lost is None:
-            report = Report.VALUE
-            if stored is not None or result.output is None:
-                # Not the usual case, a plain output.
-                stays = stored is not None and not (stored.ready and stored.is_inline)
-                report = result.report(failed=stored is None and type(value) is GraphValue, stays=stays)
-            if report is Report.VALUE:
-                item = item_of(value, index, refs, participant.route, executed=True)
-            else:
-                item = (index,)
-                if report is Report.STORED and stored is not None and result.output is not None:
-                    participant.context.objects.store.entries[participant.owner, self.numbers[result.output]] = stored
-                    stored = None
+            if not (is_plain and step.is_output):
+                item, stored = self._report(step, value, stored)
             participant.route.send((m.REPORT, participant.number, self.number, (item,)))
         if stored is not None:
             # After the release, grants keep the block until the other processes have read it.
@@ -256,6 +248,21 @@ class ParticipantRun(Share[Flowing]):
                 self._read_here = [*(self._read_here or ()), stored]
             else:
                 stored.release()
+
+    def _report(
+        self, step: BoundStep, value: Flowing, stored: StoredValue | None
+    ) -> tuple[m.GraphItem, StoredValue | None]:
+        """What the owner is told of a result, and what is to be released: not what stays here for the owner."""
+        participant, result = self.participant, step.result
+        objects = participant.context.objects
+        stays = stored is not None and not (stored.ready and stored.is_inline)
+        report = result.report(failed=stored is None and type(value) is GraphValue, stays=stays)
+        if report is Report.VALUE:
+            return item_of(value, step.index, objects.refs, participant.route, executed=True), stored
+        if report is Report.STORED and stored is not None and result.output is not None:
+            objects.store.entries[participant.owner, self.numbers[result.output]] = stored
+            stored = None
+        return (step.index,), stored
 
     # Ends.
 
@@ -369,7 +376,7 @@ class SegmentCall(InboundCall):
         """
         # It would keep itself alive.
         call.args = ()
-        segment, hosted, on_thread = call.segment, call.hosted, call.rules.on_thread
+        segment, hosted, values, on_thread = call.segment, call.hosted, call.run.values, call.rules.on_thread
         value: Flowing
         for step in segment.steps:
             if call.stage in GIVEN_UP:
@@ -379,15 +386,9 @@ class SegmentCall(InboundCall):
                 hosted.last_begun(call)
             executed = False
             try:
-                try:
-                    args, kwargs = call._arguments(step, patient=on_thread)
-                except NeedsFetch:
-                    fetching = call._fetch_own(step)
-                    if on_thread:
-                        asyncio.run_coroutine_threadsafe(fetching, segment.context.process.loop).result()
-                    else:
-                        await fetching
-                    args, kwargs = call._arguments(step, patient=on_thread)
+                args, kwargs = [*map(values.__getitem__, step.slots)] if step.is_bare else (), _NO_KWARGS
+                if not step.is_bare or GraphValue in map(type, args):
+                    args, kwargs = await call._arguments(step)
                 executed = True
                 result: Any = step.fn(instance, *args, **kwargs)
                 if not on_thread:
@@ -395,26 +396,31 @@ class SegmentCall(InboundCall):
                 if call.stage is LATE:
                     return
                 value = result if is_plain(result) else GraphValue(stored=await call._store(step, result))
-            except (SystemExit, KeyboardInterrupt):
-                raise
             except BaseException as error:
                 if call._is_ended_by(error):
                     raise
                 value = call._failure(step, error, executed)
-            call.run.values[step.index] = value
+            values[step.index] = value
             if on_thread:
                 call._collect(step, value)
-            else:
+            elif type(value) is GraphValue:
                 call._give(value)
+            else:
+                # `_give` for the usual case.
+                call._given += 1
+                if step.leaves_segment and call.stage not in ANSWERED:
+                    call.run.tell(step, value)
 
     def _collect(self, step: BoundStep, value: Flowing) -> None:
         """On the thread: leave a result to the loop."""
         self._batch.append(value)
-        if step is not self.segment.steps[-1] and step.result.leaves_segment:
+        if step is not self.segment.steps[-1] and step.leaves_segment:
             self.hosted.thread.to_loop(self.flush)
 
     def _is_ended_by(self, error: BaseException) -> bool:
-        """Whether the actor has ended the segment. It knows the reason, which holds for all remaining steps."""
+        """Whether the process ends, or the actor has ended the segment: it knows why, and that holds for all steps."""
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            return True
         if self.rules.on_thread:
             return False
         return (self.given_up and isinstance(error, asyncio.CancelledError)) or self.hosted.is_late(self, error)
@@ -437,7 +443,20 @@ class SegmentCall(InboundCall):
             if type(value) is GraphValue and value.stored is not None:
                 await value.fetch_own(self.segment.context.objects)
 
-    def _arguments(self, step: BoundStep, *, patient: bool) -> tuple[Any, Any]:
+    async def _arguments(self, step: BoundStep) -> tuple[Any, Any]:
+        """Make the arguments of a step, if they are not just plain values. Waits only on the loop."""
+        on_thread = self.rules.on_thread
+        try:
+            return self._decode(step, patient=on_thread)
+        except NeedsFetch:
+            fetching = self._fetch_own(step)
+            if on_thread:
+                asyncio.run_coroutine_threadsafe(fetching, self.segment.context.process.loop).result()
+            else:
+                await fetching
+            return self._decode(step, patient=on_thread)
+
+    def _decode(self, step: BoundStep, *, patient: bool) -> tuple[Any, Any]:
         store, values = self.segment.context.objects.store, self.run.values
         taken: list[Any]
         if step.outside:
@@ -455,7 +474,7 @@ class SegmentCall(InboundCall):
             taken = [value.take(store, patient=patient) if type(value) is GraphValue else value for value in taken]
             for _, value in encoded:
                 value.used()
-        return (taken, _NO_KWARGS) if step.is_bare else step.data.make(store, taken, patient=patient)
+        return step.data.make(store, taken, patient=patient)
 
     def _named(self, step: BoundStep) -> str:
         return f"{step.label} of {self.hosted.name}"

@@ -29,7 +29,10 @@ class BoundStep:
         self.line = step.line
         self.data = step.data
         self.slots = step.data.slots
-        self.is_bare = step.data.is_bare
+        # The arguments are values of the graph, as they are.
+        self.is_bare = step.data.is_bare and len(step.data.needs) == len(step.data.slots)
+        self.is_output = self.result.output is not None
+        self.leaves_segment = self.result.leaves_segment
         self.fn = method.fn
         self.transport = method.transport
         # The values of refs from outside the graph.

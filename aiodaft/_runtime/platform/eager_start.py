@@ -15,7 +15,7 @@ from contextvars import Context, copy_context
 from types import TracebackType
 from typing import Any, Protocol
 
-from aiodaft._runtime.platform.tasks import may_step
+from aiodaft._runtime.platform.tasks import current_task, may_step
 
 
 class Started(Protocol):
@@ -39,7 +39,7 @@ class Starter:
         With `at_once` False, or inside of a task, which must not be interrupted, it starts in its turn like any task.
         """
         loop = self._loop
-        if not (at_once and may_step(loop)) or asyncio.current_task(loop) is not None:
+        if not (at_once and may_step(loop)) or current_task(loop) is not None:
             call.task = loop.create_task(coro, context=call.context)
             return
         spare = self._spare

@@ -40,6 +40,15 @@ def test_a_ref_is_found_once_it_was_shared(table: Borrowing[Value]) -> None:
     assert table.find(A, ONE) is None
 
 
+def test_a_ref_is_found_while_a_call_has_it_as_an_argument(table: Borrowing[Value]) -> None:
+    value = Value()
+    table.use(ONE, value)
+    assert (table.find(HERE, ONE), value.in_use, value.shared) == (value, True, False)
+    value.end_use(None)
+    table.unused(ONE)
+    assert (table.find(HERE, ONE), value.in_use) == (None, False)
+
+
 def test_a_borrowed_ref_that_is_passed_on_is_still_its_owners(table: Borrowing[Value]) -> None:
     value = borrowed(table)
     table.share(ONE, value)

@@ -23,7 +23,7 @@ KEY: Key = (OWNER, CallId(7))
     ],
 )
 def test_the_owner_chooses_the_way(plain: bool, producer: PeerId | None, way: Way) -> None:
-    assert choose(plain=plain, producer=producer, consumer=CONSUMER) is way
+    assert choose(plain, producer, CONSUMER) is way
 
 
 def test_an_answer_goes_to_the_call_that_expects_it_also_if_it_comes_first() -> None:

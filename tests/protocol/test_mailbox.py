@@ -67,6 +67,37 @@ def test_what_is_ready_starts_at_once() -> None:
     assert not mailbox.finished(second)
 
 
+def test_the_only_call_that_waits_is_taken_out_when_its_arguments_are_here() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    first = call(ready=False)
+    kept(mailbox, first)
+    assert not mailbox.take_ready(first)
+    first.stage = QUEUED
+    assert mailbox.take_ready(first)
+    assert not mailbox.holds_some
+
+
+@pytest.mark.parametrize("other", [call(), call("b", ready=False), call(ordered=False, ready=False)])
+def test_with_others_that_wait_a_ready_call_starts_in_its_turn(other: Call) -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    first = call(ready=False)
+    kept(mailbox, first, other)
+    first.stage = QUEUED
+    assert not mailbox.take_ready(first)
+    assert next(mailbox.startable()) is first
+
+
+def test_a_ready_call_of_a_bounded_actor_waits_no_more() -> None:
+    mailbox: BoundedMailbox[Call] = BoundedMailbox(max_queue=1)
+    first = call(ready=False)
+    assert mailbox.admit(first) is None
+    kept(mailbox, first)
+    assert mailbox.admit(call()) is not None
+    first.stage = QUEUED
+    assert mailbox.take_ready(first)
+    assert mailbox.admit(call()) is None
+
+
 def test_a_call_that_waits_for_arguments_holds_up_its_callers_next_ones() -> None:
     mailbox: Mailbox[Call] = Mailbox()
     first, second, third = call(ready=False), call(), call()

@@ -253,12 +253,12 @@ async def test_a_forwarded_value_comes_before_or_after_its_call(nodes: tuple[Nod
     if isinstance(place, StoredValue):
         producer.store.pack_here(place)
     came: list[Any] = []
-    producer.transfer.forward((A, CallId(7)), B, place)
+    producer.transfer.giver((A, CallId(7)), B)(place)
     await turn()
     assert came == []
     consumer.transfer.expect(C, (A, CallId(7)), came.append)
     consumer.transfer.expect(C, (A, CallId(7)), came.append)
-    producer.transfer.forward((A, CallId(7)), B, place)
+    producer.transfer.giver((A, CallId(7)), B)(place)
     await turn()
     values = [one.value if isinstance(one, Plain) else decode(one.payload) for one in came]
     assert (values, consumer.transfer.handover.is_empty) == ([value, value], True)

@@ -12,6 +12,7 @@ import pytest
 from actors import Echo
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
+from aiodaft._protocol.objects.borrowing import Borrowing
 from aiodaft._protocol.objects.value import FAILED, FREED
 from aiodaft._runtime.calls.call import CallState, PendingCall, Target, TellState
 from aiodaft._runtime.objects.ref_state import ABSENT
@@ -24,6 +25,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.process = SimpleNamespace(loop=asyncio.get_running_loop(), next_number=itertools.count(100).__next__)
+        self.borrowing: Borrowing[Any] = Borrowing(PeerId("here"))
         self.unheld: list[BaseException] = []
 
     def on_unheld(self, error: BaseException, what: str) -> None:

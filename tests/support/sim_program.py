@@ -207,6 +207,7 @@ def tables(peer: Peer) -> dict[str, Any]:
         "pins": [responder.pins for responder in peer.inbound.responders() if responder.pins],
         "values": list(peer.store.entries),
         "own refs": list(peer.objects.borrowing.shared),
+        "refs in calls": list(peer.objects.borrowing.used),
         "borrowed refs": list(peer.objects.borrowing.borrowed),
         "pulls": list(peer.transfer.questions.open),
         "answers": [] if peer.transfer.handover.is_empty else [peer.transfer.handover],

@@ -37,7 +37,7 @@ class Way(Enum):
 IN_MESSAGE, IN_PLACE, FORWARDED, PULLED = Way
 
 
-def choose(*, plain: bool, producer: PeerId | None, consumer: PeerId) -> Way:
+def choose(plain: bool, producer: PeerId | None, consumer: PeerId) -> Way:
     """Choose the way of a value.
 
     Args:

@@ -101,6 +101,16 @@ class Mailbox(Generic[EntryT]):
             lane.append(entry)
         return False
 
+    def take_ready(self, entry: EntryT) -> bool:
+        """Take out a call that became ready, if it is the only one that waits and starts now; else see `startable`."""
+        caller = entry.caller
+        lane = self._lanes.get(caller)
+        if lane is None or len(self._lanes) > 1 or len(lane) > 1 or self._unordered or not self._may_start(entry):
+            return False
+        del self._lanes[caller]
+        self._start(entry)
+        return True
+
     def finished(self, entry: EntryT) -> bool:
         """Remove a started call that ended: True if calls wait, which may be `startable` now."""
         rules = entry.rules
@@ -248,6 +258,12 @@ class BoundedMailbox(Mailbox[EntryT]):
 
     def arrive(self, entry: EntryT) -> bool:
         starts = super().arrive(entry)
+        if starts:
+            self._started(entry)
+        return starts
+
+    def take_ready(self, entry: EntryT) -> bool:
+        starts = super().take_ready(entry)
         if starts:
             self._started(entry)
         return starts

@@ -25,12 +25,16 @@ class Borrowing(Generic[ValueT]):
         # Weak: an error refers to frames, these to refs, and refs that nothing else holds must go.
         self.shared: WeakValueDictionary[CallId, ValueT] = WeakValueDictionary()
         self.borrowed: WeakValueDictionary[Key, ValueT] = WeakValueDictionary()
+        # Those of this process that calls under way have as arguments.
+        self.used: dict[CallId, ValueT] = {}
         # Those of this process that others hold.
         self._lent: dict[CallId, ValueT] = {}
 
     def find(self, owner: PeerId, number: CallId) -> ValueT | None:
         """A ref that this process borrows, or one of its own that others know of."""
-        return self.shared.get(number) if owner == self._local else self.borrowed.get((owner, number))
+        if owner == self._local:
+            return self.shared.get(number) or self.used.get(number)
+        return self.borrowed.get((owner, number))
 
     # Refs of this process.
 
@@ -39,6 +43,15 @@ class Borrowing(Generic[ValueT]):
         if value.own and not value.shared:
             value.shared = True
             self.shared[number] = value
+
+    def use(self, number: CallId, value: ValueT) -> None:
+        """A call to another process has a ref as an argument: that process may ask for it until the call ends."""
+        value.uses += 1
+        self.used[number] = value
+
+    def unused(self, number: CallId) -> None:
+        """No call under way has a ref as an argument."""
+        self.used.pop(number, None)
 
     def forget(self, number: CallId) -> None:
         """A ref of this process is freed."""

@@ -5,30 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from aiodaft._protocol.calls.call import FETCHED, FETCHING, WITHDRAW
 from aiodaft._protocol.connections.messages import Awaited
-from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.ids import CallId
-from aiodaft._runtime.actors.hosted_actor import Host, InboundCall, run_through
+from aiodaft._runtime.actors.hosted_actor import Host, InboundCall
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.received import Plain, ReceivedValue
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.transfer import Delivery, Place, Transfer
+from aiodaft._runtime.platform.tasks import run_through
 from aiodaft._runtime.serialization.containers import resolved
 from aiodaft._runtime.serialization.decoder import is_heavy
 from aiodaft._runtime.serialization.errors import add_note, passed_on
-
-
-class _Missing(NamedTuple):
-    """An argument that is a ref."""
-
-    call: InboundCall
-    args: list[Any]
-    position: int
-    made: CallAt
-    label: str
 
 
 class Arguments:
@@ -46,14 +36,11 @@ class Arguments:
 
         `recall` finds the results of calls that this process has just answered.
         """
-        args = list(call.args)
-        missing = [
-            _Missing(call, args, index, CallAt(producer, owner, number), label)
-            for index, owner, number, producer, label in awaited
-        ]
-        call.awaited = {one.position: one.made for one in missing}
-        for one in missing:
-            take, (producer, owner, number) = partial(self._came, one), one.made
+        call.args = list(call.args)
+        call.awaited = {one[0]: one for one in awaited}
+        for one in awaited:
+            _, owner, number, producer, _ = one
+            take = partial(self._came, call, one)
             if producer != self._process.id:
                 self._transfer.expect(producer, (owner, number), take)
             elif (place := recall(number)) is not None:
@@ -69,29 +56,27 @@ class Arguments:
             if producer != self._process.id:
                 self._transfer.expect(producer, (owner, number), _drop)
 
-    def _came(self, missing: _Missing, place: Place | Delivery) -> None:
-        call = missing.call
+    def _came(self, call: InboundCall, one: Awaited, place: Place | Delivery) -> None:
         if type(place) is Plain:
-            self._put(missing, place.value)
+            self._put(call, one, place.value)
         elif call.stage is FETCHING and isinstance(place, Delivery) and place.is_whole:
-            run_through(self._bring(missing, place))
+            run_through(self._bring(call, one, place))
         else:
-            task = self._process.tasks.create_task(
-                self._bring(missing, place), name=f"bring an argument of {call.label}"
-            )
+            bringing = self._bring(call, one, place)
+            task = self._process.tasks.create_task(bringing, name=f"bring an argument of {call.label}")
             call.fetching = (*call.fetching, task)
 
-    async def _bring(self, missing: _Missing, place: Place | Delivery) -> None:
+    async def _bring(self, call: InboundCall, one: Awaited, place: Place | Delivery) -> None:
         try:
-            received = await self._receive(missing.made, place)
+            received = await self._receive(one, place)
             value = await self._store.decode(received, refs=received.refs)
         except Exception as error:  # noqa: BLE001 - the call fails with it
-            _note_need(error, missing.call, missing.label)
-            self._fail(missing.call, error)
+            _note_need(error, call, one[-1])
+            self._fail(call, error)
         else:
-            self._put(missing, value)
+            self._put(call, one, value)
 
-    async def _receive(self, made: CallAt, place: Place | Delivery) -> ReceivedValue:
+    async def _receive(self, one: Awaited, place: Place | Delivery) -> ReceivedValue:
         if isinstance(place, BaseException):
             raise place
         if isinstance(place, Delivery):
@@ -99,13 +84,13 @@ class Arguments:
         if isinstance(place, StoredValue):
             return await self._transfer.take_own(place)
         assert not isinstance(place, Plain)
-        return await self._transfer.pull(made.owner, made.number, place)
+        _, owner, number, _, _ = one
+        return await self._transfer.pull(owner, number, place)
 
-    def _put(self, missing: _Missing, value: Any) -> None:
-        call, missing.args[missing.position] = missing.call, value
-        del call.awaited[missing.position]
+    def _put(self, call: InboundCall, one: Awaited, value: Any) -> None:
+        cast("list[Any]", call.args)[one[0]] = value
+        del call.awaited[one[0]]
         if not call.awaited:
-            call.args = tuple(missing.args)
             self._ready(call)
 
     # Encoded arguments, and those of calls in this process.
@@ -178,8 +163,7 @@ class Arguments:
     def _ready(call: InboundCall) -> None:
         call.fetching = ()
         if call.handle(FETCHED):
-            # Refs that came in a message: the methods begin now.
-            call.hosted.look_again(at_once=True)
+            call.hosted.ready(call)
 
     @staticmethod
     def _fail(call: InboundCall, error: BaseException) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from typing import Any, Final, NoReturn, Protocol
 
 from aiodaft._protocol.calls.call import CANCEL, CANCELLED, EXPIRE, GONE, LATE, ONWARD, WAITING, WANTED, WITHDRAW, Life
 from aiodaft._protocol.calls.mailbox import BoundedMailbox, Mailbox
+from aiodaft._protocol.connections.messages import Awaited
 from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
 from aiodaft._runtime.connections.ring_poller import RingPoller
@@ -20,6 +21,7 @@ from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.transfer import Place
 from aiodaft._runtime.platform.context import current_deadline
 from aiodaft._runtime.platform.eager_start import Starter
+from aiodaft._runtime.platform.tasks import run_through
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.encoder import Names, is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error
@@ -82,8 +84,8 @@ class InboundCall(Life):
     context: Context | None = None
     # Fetch its arguments.
     fetching: tuple[asyncio.Task[None], ...] = ()
-    # The calls that make its arguments, by position.
-    awaited: dict[int, CallAt] = {}  # noqa: RUF012 - replaced, never changed
+    # The arguments that other calls make, by position.
+    awaited: dict[int, Awaited] = {}  # noqa: RUF012 - replaced, never changed
     # When it began, on the clock of `Env`.
     since = 0.0
     # The number of items that the consumer of a stream still takes.
@@ -100,7 +102,7 @@ class InboundCall(Life):
         hosted: HostedActor,
         spec: MethodSpec,
         mode: int,
-        args: tuple[Any, ...],
+        args: Sequence[Any],
     ) -> None:
         self.responder = responder
         self.caller = caller
@@ -133,7 +135,7 @@ class InboundCall(Life):
 
     def waits_for(self) -> list[CallAt]:
         """The calls of which one has to end before it has its arguments."""
-        return [*self.awaited.values()][:1]
+        return [CallAt(producer, owner, number) for _, owner, number, producer, _ in self.awaited.values()][:1]
 
     def add_puller(self, found: Callable[[Place], object]) -> None:
         """Register a callback for another process that pulls the result."""
@@ -264,6 +266,13 @@ class HostedActor:
         else:
             call.context = copy_context()
             self._host.suspect(self)
+
+    def ready(self, call: InboundCall) -> None:
+        """Start a call that had to wait for its arguments, if it may start now: refs came in a message."""
+        if self._starting or not self.mailbox.take_ready(call):
+            self.look_again(at_once=True)
+        else:
+            self._start(call, at_once=True)
 
     def look_again(self, *, at_once: bool = False) -> None:
         """Start the calls that may start now.
@@ -582,15 +591,6 @@ async def _give_items(call: InboundCall, items: AsyncGenerator[Any, None]) -> No
     finally:
         # The end of the `async for` does not close the generator, and garbage collection closes it too late.
         await items.aclose()
-
-
-def run_through(coro: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never waits."""
-    try:
-        coro.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("a `def` method cannot wait on the loop")
 
 
 def _refuse_exit(error: BaseException) -> NoReturn:

@@ -66,9 +66,15 @@ class Inbound:
     def forward_came(self, connection: Connection, message: Message) -> None:
         """FORWARD came; the call may be over by now."""
         number, consumer = m.read_forward(message)
+        give = self._transfer.giver((connection.remote, number), consumer)
         responder = self._responders.get(connection.remote)
-        place = None if responder is None else responder.recall(number)
-        self._transfer.forward((connection.remote, number), consumer, place)
+        call = None if responder is None else responder.calls.get(number)
+        if call is not None:
+            call.add_puller(give)
+        elif responder is not None and (place := responder.recall(number)) is not None:
+            give(place)
+        else:
+            self._transfer.locate((connection.remote, number), give)
 
     def send_came(self, connection: Connection, message: Message) -> None:
         """SEND came."""

@@ -113,8 +113,7 @@ class CallState(RefState):
     def forward_to(self, consumer: PeerId) -> None:
         """Tell the process at work to send the result to another one."""
         if self.connection is not None:
-            # The producer may be done before the caller's turn ends.
-            self.connection.send_now(m.forward(self.number, consumer))
+            self.connection.send(m.forward(self.number, consumer))
         self.forwarded = (*self.forwarded, consumer)
 
     def doubt_forwards(self) -> None:

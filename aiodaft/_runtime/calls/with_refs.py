@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from aiodaft._protocol.calls.handover import FORWARDED, IN_MESSAGE, PULLED, Way, choose
+from aiodaft._protocol.calls.handover import IN_MESSAGE, PULLED, choose
 from aiodaft._protocol.connections import messages as m
-from aiodaft._protocol.connections.messages import CALL, Message
+from aiodaft._protocol.connections.messages import CALL, Awaited
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
 from aiodaft._protocol.objects.value import HERE
 from aiodaft._runtime.calls.call import CallState, Request
 from aiodaft._runtime.connections.connection import Connection
-from aiodaft._runtime.objects.ref_state import RefState, state_of
+from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft.ref import Ref
@@ -19,40 +19,43 @@ from aiodaft.ref import Ref
 
 def submit_with_refs(refs: RefTable, connection: Connection, request: Request) -> bool:
     """Send a call if each argument is plain, or a ref with a value that need not be pulled; else return False."""
-    target, state, number = request.target, request.state, request.number
-    if target.actor < FIRST_USER_ACTOR or request.stored is not None:
+    state, number, actor, consumer = request.state, request.number, request.target.actor, connection.remote
+    if actor < FIRST_USER_ACTOR or request.stored is not None or not connection.has_room:
         return False
-    if not (connection.connected and connection.session.has_room):
-        return False
+    local = refs.process.id
     args: list[Any] = list(request.args)
-    used: list[tuple[int, CallState, Way]] = []
+    awaited: list[Awaited] = []
+    used: list[CallState] = []
     for index, arg in enumerate(args):
-        if is_plain(arg):
-            continue
-        if not isinstance(arg, Ref) or (known := state_of(arg)).process is not target.process:
+        if not isinstance(arg, Ref):
+            if is_plain(arg):
+                continue
             return False
-        way = _way_of(known, connection.remote)
+        known = state_of(arg)
+        if known.process is not refs.process:
+            return False
+        plain = known.status is HERE and is_plain(known.value)
+        producer = known.at_work if isinstance(known, CallState) else None
+        way = choose(plain, producer, consumer)
         if way is PULLED:
             return False
-        args[index] = known.value if way is IN_MESSAGE else None
-        if way is not IN_MESSAGE:
-            used.append((index, cast("CallState", known), way))
-    message: Message = (CALL, number, target.actor, request.spec.name, tuple(args))
-    if used:
-        awaited = tuple((index, *refs.describe_state(one)) for index, one, _ in used)
-        message = m.apply(number, target.actor, request.spec.name, tuple(args), awaited)
-        for _, one, _ in used:
-            one.add_use()
-        state.inputs = [one for _, one, _ in used]
-        # It waits for its arguments anyway: it goes together with what follows.
-        connection.flush_soon()
+        if way is IN_MESSAGE:
+            args[index] = known.value
+        else:
+            args[index] = None
+            awaited.append((index, local, known.number, cast("PeerId", producer), known.origin))
+            used.append(cast("CallState", known))
+    if not used:
+        connection.submit(number, state, (CALL, number, actor, request.spec.name, tuple(args)), 0, request.had_turn)
+        return True
+    for one in used:
+        refs.use(one.number, one)
+    state.inputs = [*used]
+    # It waits for its arguments anyway: it goes together with what follows.
+    connection.flush_soon()
+    message = m.apply(number, actor, request.spec.name, tuple(args), tuple(awaited))
     connection.submit(number, state, message, 0, request.had_turn)
-    for _, one, way in used:
-        if way is FORWARDED:
-            one.forward_to(connection.remote)
+    for one in used:
+        if one.producer != consumer:
+            one.forward_to(consumer)
     return True
-
-
-def _way_of(state: RefState, consumer: PeerId) -> Way:
-    plain = state.status is HERE and is_plain(state.value)
-    return choose(plain=plain, producer=state.at_work if isinstance(state, CallState) else None, consumer=consumer)

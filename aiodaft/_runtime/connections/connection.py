@@ -116,6 +116,11 @@ class Connection:
         # The last received message is being handled: answers are written at once.
         self._prompt = False
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the next call is sent at once."""
+        return self.connected and self.session.has_room
+
     def attach(self, sock: socket.socket) -> None:
         """Use a connected socket, and write the messages that `send` has queued."""
         sock.setblocking(False)
@@ -131,11 +136,6 @@ class Connection:
         if self.lost is None:
             self._pack(message)
             self._sent_one()
-
-    def send_now(self, message: Message) -> None:
-        """Send a message without waiting for the end of this turn."""
-        self.send(message)
-        self._write()
 
     def tell(self, defined: Sequence[Named]) -> None:
         """Tell the peer what has these names, unless it was told before."""

@@ -8,11 +8,12 @@ from typing import Any, cast
 from aiodaft._protocol.calls.mailbox import Rules
 from aiodaft._protocol.graphs.plan import Segment, Step, SubPlan
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.actors.hosted_actor import HostedActor, run_through
+from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.graph_value import GraphValue
+from aiodaft._runtime.platform.tasks import run_through
 from aiodaft.methods import MethodSpec, Options
 
 

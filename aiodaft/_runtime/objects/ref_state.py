@@ -196,7 +196,7 @@ class RefState(Value):
     def handle_dropped(self) -> None:
         """Count one `Ref` object fewer. Safe in any thread, also during a garbage collection."""
         # For most refs nothing is left to do: the value came with the answer, and no other process knows it.
-        if self.status is not HERE or self.shared or self.stored is not None or not self.own:
+        if self.status is not HERE or self.uses or self.shared or self.stored is not None or not self.own:
             self.dropped = self.process.next_number()
             self.objects.drop_soon(self)
 
@@ -215,6 +215,8 @@ class RefState(Value):
         """A call that had the value as an argument ended, perhaps with an error."""
         if self.end_use(error):
             self.mark_seen()
+        if not self.uses:
+            self.objects.borrowing.unused(self.number)
         self.free_if_unheld()
 
     def free_now(self) -> None:

@@ -97,15 +97,16 @@ class RefTable:
 
     def __init__(self, objects: RefHost, connections: Connections) -> None:
         self.objects = objects
-        self._process = objects.process
+        self.process = objects.process
         self._store = objects.store
         self._connections = connections
         self._borrowing: Borrowing[RefState] = objects.borrowing
         self.lend = self._borrowing.lend
+        self.use = self._borrowing.use
 
     def find(self, number: CallId) -> RefState | None:
         """A ref of this process that others know of."""
-        return self._borrowing.find(self._process.id, number)
+        return self._borrowing.find(self.process.id, number)
 
     # Borrowers of refs of this process.
 
@@ -139,7 +140,7 @@ class RefTable:
         if state.stored is not None and self._store.pack_now(state.stored):
             state.on_ready()
         else:
-            self._process.tasks.create_task(self._capture(state, via, streams), name="put")
+            self.process.tasks.create_task(self._capture(state, via, streams), name="put")
         return state
 
     async def _capture(self, state: PutState, via: str | None, streams: Sequence[Any]) -> None:
@@ -164,10 +165,7 @@ class RefTable:
 
     def describe(self, ref: Ref[Any]) -> tuple[Any, ...]:
         """The descriptor of a ref; see `messages`."""
-        return self.describe_state(state_of(ref))
-
-    def describe_state(self, state: RefState) -> tuple[PeerId, CallId, PeerId, str]:
-        """The same for a state."""
+        state = state_of(ref)
         self._borrowing.share(state.number, state)
         return (state.owner, state.number, state.producer, state.origin)
 
@@ -205,7 +203,7 @@ class RefTable:
         state = BorrowedState(self.objects, key, producer, label)
         # Holds the ref while the owner is asked.
         ref: Ref[Any] = Ref(state.hold())
-        if state.owner == self._process.id:
+        if state.owner == self.process.id:
             _gone(state, f"the result of {label} was freed")
             return ref
         self._borrowing.borrow(*key, state)

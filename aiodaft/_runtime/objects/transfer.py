@@ -338,13 +338,9 @@ class Transfer:
         key = (owner, number)
         self.locate(key, lambda place: self._tell(connection, key, place))
 
-    def forward(self, key: Key, consumer: PeerId, place: Place | None) -> None:
-        """Answer a process that expects a value; it may be in a known place."""
-        connection = self._connections.to(consumer)
-        if place is not None:
-            self._tell(connection, key, place)
-        else:
-            self.locate(key, lambda found: self._tell(connection, key, found, asked=False))
+    def giver(self, key: Key, consumer: PeerId) -> Callable[[Place], None]:
+        """What answers a process that expects a value, once the place of that is known."""
+        return partial(self._tell, self._connections.to(consumer), key, asked=False)
 
     def _tell(self, connection: Connection, key: Key, place: Place, *, asked: bool = True) -> None:
         if connection.lost is not None:

@@ -113,6 +113,15 @@ async def see_through(future: asyncio.Future[T], hasten: Callable[[], object] = 
     return future.result()
 
 
+def run_through(coro: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that never waits."""
+    try:
+        coro.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("a `def` method cannot wait on the loop")
+
+
 def wait_shielded(future: asyncio.Future[Any]) -> Generator[Any, None, None]:
     """Wait for a future after a cancellation; another cancellation ends the waiting."""
     with shield_from_anyio():

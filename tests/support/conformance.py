@@ -63,7 +63,7 @@ class LoopbackControl:
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
-        self._deliver: Callable[[bytes, Sequence[int]], None] | None = None
+        self.deliver: Callable[[bytes, Sequence[int]], None] | None = None
         self.notes = 0
         self.fds = 0
 
@@ -73,13 +73,13 @@ class LoopbackControl:
 
     def connect(self, transport: Transport, back: Control) -> None:
         """Set the transport that gets the notes, and the link back."""
-        self._deliver = lambda note, fds: transport.note_received(back, note, fds)
+        self.deliver = lambda note, fds: transport.note_received(back, note, fds)
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
         self.notes += 1
         self.fds += len(fds)
-        if self._deliver is not None:
-            asyncio.get_running_loop().call_soon(self._deliver, note, [os.dup(fd) for fd in fds])
+        if self.deliver is not None:
+            asyncio.get_running_loop().call_soon(self.deliver, note, [os.dup(fd) for fd in fds])
 
 
 class _BreakingControl(LoopbackControl):

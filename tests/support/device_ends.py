@@ -22,7 +22,7 @@ from far_end import SocketLink, digest, pattern
 from aiodaft._runtime.platform.threads import HelperThread
 from aiodaft.testing.devices import Gate, HostDriver
 from aiodaft_transport import Block, Grant, TransportError, Unreachable
-from aiodaft_transport.cuda.device import DeviceBlock, Landing, Span
+from aiodaft_transport.cuda.device import DeviceBlock, Driver, Landing, Span
 from aiodaft_transport.cuda.transport import CudaTransport
 from aiodaft_transport.memory.address import ALIGNMENT, address_of, check_target
 
@@ -70,8 +70,9 @@ class DeviceEnd:
     def __init__(self, name: str, *devices: int) -> None:
         self.host = ThreadedHost()
         self.driver = HostDriver(*devices)
+        self.open_driver: Callable[[], Driver] = lambda: self.driver
         self.land = LandingPlace(self.driver)
-        self.transport = CudaTransport(self.host, lambda: self.driver, self.land, local=name)
+        self.transport = CudaTransport(self.host, lambda: self.open_driver(), self.land, local=name)
 
     def memory(self, nbytes: int, seed: int, device: int = 0) -> int:
         """Address of new device memory with a pattern in it."""

@@ -103,8 +103,8 @@ async def test_memory_is_freed_only_when_every_peer_has_closed_it() -> None:
         block.release()
         await pair.settle()
         assert pair.producer.transport.segments == 1
-        deliver, late = pair.there._deliver, list[tuple[bytes, Any]]()
-        pair.there._deliver = lambda note, fds: late.append((note, fds))
+        deliver, late = pair.there.deliver, list[tuple[bytes, Any]]()
+        pair.there.deliver = lambda note, fds: late.append((note, fds))
         held.open = True
         assert await fetching == pattern(MIB, 1)
         await pair.settle()
@@ -233,7 +233,7 @@ async def test_a_process_without_a_driver_is_told_of_segments_all_the_same() -> 
         raise Unreachable("there is no driver")
 
     async with open_pair() as pair:
-        pair.consumer.transport._open_driver = open_driver
+        pair.consumer.open_driver = open_driver
         pair.producer.transport.pool(0).keep = 0
         block = await pair.producer.filled(100_000, 1)
         with pytest.raises(Unreachable, match="there is no driver"):
@@ -289,11 +289,11 @@ async def test_nonsense_from_a_peer_is_refused(note: bytes) -> None:
 async def test_nothing_is_asked_of_a_device_while_nothing_is_awaited() -> None:
     async with open_pair() as pair:
         await pair.fetch(pair.grant(await pair.producer.filled(100_000, 1)))
-        watches = [end.transport._watch for end in (pair.producer, pair.consumer)]
+        watches = [end.transport.watch for end in (pair.producer, pair.consumer)]
         asked = [watch.questions for watch in watches]
         await pair.settle()
         assert [watch.questions for watch in watches] == asked
-        assert [watch._timer for watch in watches] == [None, None]
+        assert [watch.timer for watch in watches] == [None, None]
 
 
 # Between processes.

@@ -28,7 +28,7 @@ class EventWatch:
         self._driver = driver
         self._awaited: dict[Event, Happened] = {}
         self._eager_until = 0.0
-        self._timer: asyncio.Handle | None = None
+        self.timer: asyncio.Handle | None = None
         # Number of questions to devices.
         self.questions = 0
 
@@ -49,23 +49,23 @@ class EventWatch:
             self._ask(event)
 
     def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
     def _turn(self) -> None:
-        self._timer = None
+        self.timer = None
         for event in list(self._awaited):
             self._ask(event)
         if self._awaited:
             self._ask_again()
 
     def _ask_again(self) -> None:
-        if self._timer is not None:
+        if self.timer is not None:
             return
         loop = asyncio.get_running_loop()
         eager = loop.time() < self._eager_until
-        self._timer = loop.call_soon(self._turn) if eager else loop.call_later(_PATIENT, self._turn)
+        self.timer = loop.call_soon(self._turn) if eager else loop.call_later(_PATIENT, self._turn)
 
     def _ask(self, event: Event) -> None:
         self.questions += 1

@@ -53,7 +53,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         self._lock = threading.RLock()
         self._land = land
         self._local = local
-        self._watch = EventWatch(lambda: self.driver)
+        self.watch = EventWatch(lambda: self.driver)
         self._next_segment = itertools.count(1).__next__
         self._pools: dict[int, DevicePool] = {}
         # Segments of this process, until every peer has closed them.
@@ -126,7 +126,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
 
     def _fill(self, block: DeviceBlock, event: Event, keep: Any) -> None:
         block.fill(keep)
-        self._host.call_soon(lambda: self._watch.add(event, block.fill_ended))
+        self._host.call_soon(lambda: self.watch.add(event, block.fill_ended))
 
     def grant(self, block: DeviceBlock, control: Control) -> Grant:
         """Let the peer at `control` pull a filled block. The block stays until it returns the grant or is gone."""
@@ -189,7 +189,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         for pull in [pull for remote in self._remotes.values() for pull in remote.pulls]:
             if pull.event is not None:
                 self.driver.wait(pull.event)
-        self._watch.finish()
+        self.watch.finish()
         self._lose_all()
         for segment in self._foreign:
             if segment.addresses:
@@ -262,7 +262,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         try:
             event = await self._in_thread(lambda: pull.begin(self.driver, land))
             happened: asyncio.Future[TransportError | None] = asyncio.get_running_loop().create_future()
-            self._watch.add(event, lambda failure: None if happened.done() else happened.set_result(failure))
+            self.watch.add(event, lambda failure: None if happened.done() else happened.set_result(failure))
             error = await happened
         except Exception as caught:  # noqa: BLE001 - the waiter gets it
             error = caught

@@ -74,7 +74,7 @@ class Channel(Generic[T]):
             raise StopAsyncIteration from None
 
     async def aclose(self) -> None:
-        """Close the channel for everybody: nothing more can be sent, what is in it can be received. Idempotent.
+        """Close the channel for all processes: nothing more can be sent, what is in it can be received. Idempotent.
 
         Returns when that is so. It is no error that the channel is lost.
 

@@ -152,7 +152,7 @@ class OnThread(Case):
         await self.subject.block()
 
     async def check(self) -> None:
-        # The wait is over at once; the method runs on, and everybody can see it.
+        # The wait is over at once; the method runs on, as `rt.info` shows.
         assert await self.subject.history() == ["began"]
         info = await self.rt.info(self.subject)
         assert (info.abandoned, info.running) == (1, ("Subject.block",))

@@ -181,7 +181,7 @@ async def test_a_delivery_that_is_no_longer_stored_is_declined(module_rt: aiodaf
     assert stored.block.grants == 0
 
 
-async def test_what_was_lent_is_not_read_any_more_when_everybody_has_dropped_it(module_rt: aiodaft.Runtime) -> None:
+async def test_what_was_lent_is_not_read_any_more_once_it_is_dropped(module_rt: aiodaft.Runtime) -> None:
     lent = Borrowed(bytes(MEDIUM))
     stored = peer_of(module_rt).store.keep(lent.value, Names("a value"), lender=lent)
     assert not stored.packed

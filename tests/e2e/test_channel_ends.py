@@ -207,7 +207,7 @@ async def test_a_channel_goes_on_when_its_maker_is_killed_and_is_freed_when_it_i
 # Nothing is left.
 
 
-async def test_items_of_a_channel_that_everybody_has_dropped_are_freed(rt: aiodaft.Runtime) -> None:
+async def test_items_of_a_channel_that_all_processes_have_dropped_are_freed(rt: aiodaft.Runtime) -> None:
     sender, receiver = await rt.spawn(Courier), await rt.spawn(Courier)
     items = [torch.ones(200_000) for _ in range(3)]
     unread: Channel[Any] = Channel(8)

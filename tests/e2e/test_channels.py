@@ -185,7 +185,7 @@ async def test_tensors_go_from_sender_to_receiver_and_are_freed(rt: aiodaft.Runt
             await asyncio.sleep(0)
 
 
-async def test_closing_lets_what_is_inside_be_received_and_wakes_everybody(rt: aiodaft.Runtime) -> None:
+async def test_closing_lets_what_is_inside_be_received_and_wakes_all_waiters(rt: aiodaft.Runtime) -> None:
     receiver = await rt.spawn(Courier)
     channel: aiodaft.Channel[Any] = aiodaft.Channel(2)
     await channel.send(1)

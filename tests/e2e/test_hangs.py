@@ -56,7 +56,7 @@ async def test_d60_a_stopped_actor_is_suspected_and_cleared_when_it_goes_on(
     assert "lost" not in caplog.text
 
 
-async def test_d60_one_that_stays_stopped_is_given_up_and_everybody_hears(rt: aiodaft.Runtime) -> None:
+async def test_d60_an_actor_that_stays_stopped_is_given_up_and_its_callers_hear(rt: aiodaft.Runtime) -> None:
     stuck, relay = await rt.on(patience=QUICK).spawn(Stuck), await rt.spawn(Relay)
     pid, remote = (await rt.info(stuck)).pid, target_of(stuck).remote
     assert await relay.call_other(stuck, 1) == 1

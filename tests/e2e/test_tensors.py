@@ -127,7 +127,7 @@ async def test_reused_memory_shows_the_new_value_where_a_consumer_wrote(rt: aiod
     assert await b.total(a.make(MIB, 5.0)) == 5.0 * MIB
 
 
-async def test_an_actor_keeps_what_it_got_after_everybody_else_dropped_it(rt: aiodaft.Runtime) -> None:
+async def test_an_actor_keeps_what_it_got_after_all_others_dropped_it(rt: aiodaft.Runtime) -> None:
     a, b = await rt.spawn(Keeper), await rt.spawn(Keeper)
     await b.keep(a.make(MIB, 4.0))
     for value in range(4):

@@ -104,7 +104,7 @@ def test_the_queue_moves_to_the_first_other_receiver_and_later_requests_follow_i
     assert new.handle(OTHER, Message(Kind.WANT, 3)) == [tell(OTHER, Kind.ITEM, 3, "a")]
 
 
-def test_a_queue_that_is_lost_is_lost_for_everybody_and_closing_it_is_no_error() -> None:
+def test_a_queue_that_is_lost_is_lost_for_all_processes_and_closing_it_is_no_error() -> None:
     maker = Keeper(HERE, HERE, 1)
     maker.handle(OTHER, Message(Kind.WANT, 1))
     maker.handle(THIRD, Message(Kind.OFFER, 2, "a"))

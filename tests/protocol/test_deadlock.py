@@ -91,7 +91,7 @@ graphs = st.integers(1, 12).flatmap(
 
 
 @given(graphs, st.data())
-def test_large_graphs_are_judged_rightly_and_everybody_names_the_same_victim(
+def test_large_graphs_are_judged_rightly_and_all_searches_name_the_same_victim(
     edges: list[frozenset[int]], data: st.DataObject
 ) -> None:
     graph = dict(enumerate(edges))

@@ -19,7 +19,7 @@ class RingPoller(Actor):
         self.kept: Any = None
         self.caught: aiodaft.DeadlockDetected | None = None
 
-    # One at a time: who is in here keeps everybody else out.
+    # One at a time: a call in here keeps all others out.
 
     @method(concurrency=1)
     async def alone(self, *others: Any) -> str:

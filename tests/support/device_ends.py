@@ -94,10 +94,11 @@ class DeviceEnd:
 
     async def aclose(self) -> None:
         await self.host.aclose()
-        for address in list(self.driver.allocated):
-            if all(segment.address != address for segment in self.transport._segments.values()):
-                self.driver.free(0, address)
         self.transport.close()
+        assert self.transport.segments == 0
+        # Memory of the test.
+        for address in list(self.driver.allocated):
+            self.driver.free(0, address)
         self.driver.check_empty()
 
 

@@ -48,7 +48,7 @@ def cut_connections() -> int:
 async def broken(pair: LocalPair) -> None:
     """Wait until both sides know that UCX gave up the connection."""
     ends = [(pair.producer, "consumer"), (pair.consumer, "producer")]
-    remotes = [opened(end.transport)._remotes[peer] for end, peer in ends]
+    remotes = [opened(end.transport).remotes[peer] for end, peer in ends]
     while any(remote.endpoint is not None for remote in remotes):
         await asyncio.sleep(0)
 

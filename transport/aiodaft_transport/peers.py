@@ -68,7 +68,7 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._remotes: dict[str, RemoteT] = {}
+        self.remotes: dict[str, RemoteT] = {}
         self._grants = itertools.count(1)
         # Memory of users that peers may pull in place, if this transport can do that.
         self._regions: Regions | None = None
@@ -99,8 +99,8 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
         return (*place, block.nbytes, number)
 
     def revoke(self, grant: Grant, control: Control) -> None:
-        if control.peer in self._remotes:
-            self._remotes[control.peer].take_back(cast(int, grant[3]))
+        if control.peer in self.remotes:
+            self.remotes[control.peer].take_back(cast(int, grant[3]))
 
     @abstractmethod
     def decline(self, grant: Grant, control: Control) -> None: ...
@@ -126,22 +126,22 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
         return None if self._regions is None else self._regions.find(memory)
 
     def peer_lost(self, peer: str) -> None:
-        remote = self._remotes.pop(peer, None)
+        remote = self.remotes.pop(peer, None)
         if remote is not None:
             self._part(remote)
             while remote.granted:
                 remote.granted.popitem()[1].return_grant()
 
     def _lose_all(self) -> None:
-        for peer in list(self._remotes):
+        for peer in list(self.remotes):
             self.peer_lost(peer)
 
     def _remote(self, control: Control) -> RemoteT:
-        remote = self._remotes.get(control.peer)
+        remote = self.remotes.get(control.peer)
         if remote is None:
             if self._closed:
                 raise TransportError("the transport is closed")
-            remote = self._remotes[control.peer] = self._meet(control)
+            remote = self.remotes[control.peer] = self._meet(control)
         return remote
 
 
@@ -165,7 +165,7 @@ class SegmentTransport(PeerTransport[BlockT, SegmentRemoteT]):
 
     def source_of(self, grant: Grant, control: Control) -> tuple[SegmentRemoteT, Any]:
         """A peer, and the segment with the bytes that it granted."""
-        remote = self._remotes.get(control.peer)
+        remote = self.remotes.get(control.peer)
         segment = segment_of(grant, control, {} if remote is None else self._readable(remote))
         # A peer that is not known has no segments.
         assert remote is not None
@@ -175,8 +175,8 @@ class SegmentTransport(PeerTransport[BlockT, SegmentRemoteT]):
         return remote.segments
 
     def decline(self, grant: Grant, control: Control) -> None:
-        if control.peer in self._remotes:
-            self._send(self._remotes[control.peer], RETURN, cast(int, grant[3]))
+        if control.peer in self.remotes:
+            self._send(self.remotes[control.peer], RETURN, cast(int, grant[3]))
 
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
         left = list(fds)
@@ -194,7 +194,7 @@ class SegmentTransport(PeerTransport[BlockT, SegmentRemoteT]):
         self, remote: SegmentRemoteT, kind: int, number: int, size: int = 0, body: bytes = b"", fds: Sequence[int] = ()
     ) -> None:
         # A note to a peer that is gone would reach its successor.
-        if self._remotes.get(remote.control.peer) is remote:
+        if self.remotes.get(remote.control.peer) is remote:
             remote.control.send_note(self.name, NOTE.pack(kind, number, size) + body, fds)
 
     def _segment_closed(self, number: int) -> None:
@@ -202,7 +202,7 @@ class SegmentTransport(PeerTransport[BlockT, SegmentRemoteT]):
         self._host.call_soon(lambda: self._tell_gone(number))
 
     def _tell_gone(self, number: int) -> None:
-        for remote in list(self._remotes.values()):
+        for remote in list(self.remotes.values()):
             if number in remote.told:
                 remote.told.discard(number)
                 self._send(remote, GONE, number)

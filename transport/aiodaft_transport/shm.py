@@ -107,7 +107,7 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
 
     def mapped_segments(self) -> int:
         """How many segments of peers are known here."""
-        return sum(len(remote.segments) for remote in self._remotes.values())
+        return sum(len(remote.segments) for remote in self.remotes.values())
 
     def allocate(self, nbytes: int) -> ArenaBlock:
         return self.arena.allocate(nbytes)
@@ -115,7 +115,7 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
         segment_id, offset, nbytes, number = cast(tuple[int, int, int, int], grant)
         with self._declining(grant, control, OSError):
-            if control.peer in self._remotes and segment_id in self._remotes[control.peer].missed:
+            if control.peer in self.remotes and segment_id in self.remotes[control.peer].missed:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             remote, segment = self.source_of(grant, control)
             mapping: _Mapping = segment.mapping_for(offset)

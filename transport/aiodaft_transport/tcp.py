@@ -129,8 +129,8 @@ class TcpTransport(PeerTransport[Block, _Remote]):
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
         if len(note) != _RETURN.size:
             raise GrantError(f"{control.peer} sent an invalid note")
-        if control.peer in self._remotes:
-            self._remotes[control.peer].take_back(*_RETURN.unpack(note))
+        if control.peer in self.remotes:
+            self.remotes[control.peer].take_back(*_RETURN.unpack(note))
 
     def close(self) -> None:
         self._closed = True
@@ -196,7 +196,7 @@ class TcpTransport(PeerTransport[Block, _Remote]):
             finally:
                 self._strangers.pop(connection, None)
             # One that was granted nothing gets no bytes.
-            remote = self._remotes.setdefault(peer, _Remote())
+            remote = self.remotes.setdefault(peer, _Remote())
             remote.open.add(connection)
             try:
                 with suppress(PeerGone, OSError):
@@ -245,7 +245,7 @@ class TcpTransport(PeerTransport[Block, _Remote]):
             reusable = True
         finally:
             remote.open.discard(connection)
-            if reusable and len(remote.idle) < _IDLE_CONNECTIONS and self._remotes.get(peer) is remote:
+            if reusable and len(remote.idle) < _IDLE_CONNECTIONS and self.remotes.get(peer) is remote:
                 remote.idle.append(connection)
             else:
                 connection.close()
@@ -262,7 +262,7 @@ class TcpTransport(PeerTransport[Block, _Remote]):
                 await self._connect(connection, address, port)
             except BaseException as error:
                 connection.close()
-                lost = self._remotes.get(peer) is not remote
+                lost = self.remotes.get(peer) is not remote
                 if not left or lost or not isinstance(error, _Dropped):
                     raise
             else:

@@ -186,7 +186,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         if self._closed:
             return
         self._closed = True
-        for pull in [pull for remote in self._remotes.values() for pull in remote.pulls]:
+        for pull in [pull for remote in self.remotes.values() for pull in remote.pulls]:
             if pull.event is not None:
                 self.driver.wait(pull.event)
         self.watch.finish()
@@ -300,7 +300,7 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
     def _tell_gone(self, number: int) -> None:
         segment = self._segments.get(number)
         if segment is not None:
-            segment.waiting = {peer for peer, remote in self._remotes.items() if number in remote.told}
+            segment.waiting = {peer for peer, remote in self.remotes.items() if number in remote.told}
             super()._tell_gone(number)
             self._free_if_closed(segment)
 

@@ -117,7 +117,7 @@ startable = Mailbox.startable
 def start_at_once(mailbox: Mailbox[Any], entry: Any) -> bool:
     if entry.stage is not QUEUED:
         return arrive(mailbox, entry)
-    mailbox._start(entry)
+    mailbox._start(entry)  # noqa: SLF001 - a planted bug
     return True
 
 

@@ -101,8 +101,9 @@ class Probe(Actor):
             if to == "home"
             else next(p for p in peer.connections if p != peer.process.options.home)
         ]
-        assert connection._socket is not None
-        connection._socket.send(data)
+        link = connection._socket  # noqa: SLF001 - what is sent breaks the protocol
+        assert link is not None
+        link.send(data)
         await asyncio.Event().wait()
 
     @method

@@ -93,14 +93,14 @@ class Receiver(Actor):
         """Remember where values that come over TCP are written to."""
         transport: Any = current_peer().store.transport
         assert isinstance(transport, TcpTransport)
-        pull = transport._pull
+        pull = transport._pull  # noqa: SLF001 - the seam of this test
 
         async def watched_pull(connection: Any, grant_id: int, target: memoryview) -> None:
             target[:1] = target[-1:] = b"\0"
             self._targets.append(target)
             await pull(connection, grant_id, target)
 
-        transport._pull = watched_pull
+        transport._pull = watched_pull  # noqa: SLF001
 
     @method(ordered=False)
     async def kill_in_the_middle(self, pid: int) -> bool:

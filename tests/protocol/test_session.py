@@ -249,6 +249,18 @@ def test_own_calls_keep_their_order_while_one_is_being_prepared() -> None:
     assert sent(one) == [1, 2]
 
 
+def test_a_plain_call_waits_as_bytes_and_another_as_it_is() -> None:
+    one = greeted(window=1)
+    other = (m.SEND, 3, 16, "method", 0, None, b"", None, (), (), 0)
+    submit(one, 1, 2)
+    one.submit(CallId(3), "call 3", other)
+    assert [one.unsent(CallId(number)) for number in (1, 2, 3)] == [None, None, other]
+    for number in (1, 2):
+        assert sent(one) == [number]
+        one.settle(CallId(number))
+    assert sent(one) == [3]
+
+
 def test_an_own_call_does_not_overtake_what_is_being_prepared() -> None:
     one = greeted()
     prepare(one, 1)

@@ -44,13 +44,13 @@ class FrameEncoder:
 
     def __init__(self) -> None:
         # One buffer in the packer would lose its frames when a later frame cannot be packed.
-        self._pack: Callable[[Any], bytes] = msgpack.Packer(unicode_errors="surrogatepass").pack
+        self.frame: Callable[[Any], bytes] = msgpack.Packer(unicode_errors="surrogatepass").pack
         # Frames that were not taken. Always the same list object.
         self.frames: list[bytes] = []
 
     def pack(self, frame: Any) -> None:
         """Add a frame."""
-        self.frames.append(self._pack(frame))
+        self.frames.append(self.frame(frame))
 
     def take(self) -> bytes:
         """Return everything packed since the last call."""

@@ -24,6 +24,7 @@ from typing import Final, Generic, TypeVar
 
 from aiodaft._protocol.connections.codec import FrameDecoder, FrameEncoder
 from aiodaft._protocol.connections.messages import (
+    CALL,
     HELLO,
     OLDEST_WIRE_VERSION,
     WIRE_VERSION,
@@ -63,7 +64,8 @@ class Session(Generic[CallT]):
         self.version = WIRE_VERSION
         # Calls without an answer: sent and waiting ones.
         self.calls: dict[CallId, CallT] = {}
-        self._waiting: OrderedDict[CallId, Message | None] = OrderedDict()
+        # Their messages; those of plain calls are packed, because bytes take less memory.
+        self._waiting: OrderedDict[CallId, Message | bytes | None] = OrderedDict()
         # The number of waiting messages that are no calls; their keys are negative.
         self._others = 0
         self._last_other = 0
@@ -102,9 +104,10 @@ class Session(Generic[CallT]):
         return call_id in self._waiting or call_id in self._own_waiting
 
     def unsent(self, call_id: CallId) -> Message | None:
-        """The message of a waiting call, if it has one."""
+        """The message of a waiting call, if it has one that is not packed."""
         own = self._own_waiting.get(call_id)
-        return self._waiting.get(call_id) if own is None else own.message
+        message = self._waiting.get(call_id) if own is None else own.message
+        return None if isinstance(message, bytes) else message
 
     def under_way(self) -> Iterator[CallT]:
         """Sent calls without an answer, the oldest first."""
@@ -171,7 +174,7 @@ class Session(Generic[CallT]):
         self.calls[call_id] = call
         # Behind another one that waits, it has to wait, too.
         blocked = bool(self._waiting)
-        self._waiting[call_id] = message
+        self._waiting[call_id] = message if message is None or message[0] != CALL else self._encoder.frame(message)
         if cost:
             self._costs[call_id] = cost
         if not blocked:
@@ -285,4 +288,7 @@ class Session(Generic[CallT]):
                     return
                 self._bytes += cost
             del self._waiting[call_id]
-            self.send(message)
+            if isinstance(message, bytes):
+                self.packed.append(message)
+            else:
+                self.send(message)

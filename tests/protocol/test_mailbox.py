@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Final
 
@@ -358,6 +358,19 @@ def test_a_call_waits_for_the_one_before_it_that_the_thread_has_not_taken_up() -
     mailbox.unhold()
     queued.begun = True
     assert mailbox.ahead_of(behind, list) == []
+
+
+def test_a_call_waits_for_the_last_step_of_a_row_of_steps_before_it() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    row, behind = call(), call()
+    row.rules = replace(row.rules, segment=True)
+    started(mailbox, row)
+    row.begun = True
+    kept(mailbox, behind)
+    assert mailbox.ahead_of(behind, list) == mailbox.in_the_way(list) == [row]
+    row.last_begun = True
+    assert mailbox.ahead_of(behind, list) == []
+    assert [*mailbox.startable()] == [behind]
 
 
 # How many may wait.

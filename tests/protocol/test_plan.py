@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from dataflows import BOUNDED, THREAD, actor, flows, step
@@ -104,6 +105,48 @@ def test_a_segment_is_what_could_not_overlap_and_waits_for_no_other_value(
 ) -> None:
     plan = make_plan(Dataflow(1, steps, (len(steps),)))[actor(1)[0]]
     assert [len(segment.steps) for segment in plan.segments] == lengths
+
+
+@given(flow=flows())
+@settings(max_examples=100, deadline=None)
+def test_strands_are_the_segments_of_an_actor_in_their_order_each_behind_the_one_before(flow: Dataflow[None]) -> None:
+    for plan in make_plan(flow).values():
+        assert sorted(segment for strand in plan.strands for segment in strand) == [*range(len(plan.segments))]
+        actors = [plan.steps[segment.steps[0]].actor for segment in plan.segments]
+        for key in set(actors):
+            mine = [segment for strand in plan.strands for segment in strand if actors[segment] == key]
+            assert mine == sorted(mine)
+        for before, after in (pair for strand in plan.strands for pair in pairwise(strand)):
+            last, first = plan.segments[before].steps[-1], plan.segments[after].steps[0]
+            assert needs_result(flow, plan.results[first].value, plan.results[last].value)
+            assert not (plan.steps[first].rules.on_thread)
+            assert not (plan.steps[last].rules.on_thread)
+
+
+def needs_result(flow: Dataflow[None], later: int, earlier: int) -> bool:
+    """Whether a result needs another one, directly or not."""
+    if later < flow.inputs:
+        return False
+    needs = flow.steps[later - flow.inputs].needs
+    return earlier in needs or any(needs_result(flow, value, earlier) for value in needs)
+
+
+def test_a_chain_over_two_actors_is_one_strand_of_each() -> None:
+    a, b = actor(1), actor(2)
+    plans = make_plan(Dataflow(1, tuple(step((a, b)[index % 2], index) for index in range(8)), (8,)))
+    assert [(len(plan.segments), plan.strands) for plan in plans.values()] == [(4, ((0, 1, 2, 3),))] * 2
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (step(actor(1), 0), step(actor(2), 0), step(actor(1), 2)),  # they may overlap
+        (step(actor(1), 0, rules=THREAD), step(actor(2), 1), step(actor(1), 2, rules=THREAD)),  # others use the thread
+        (step(actor(1), 0), step(actor(2), 1), step(actor(1), 2, rules=BOUNDED)),  # others wait for its place
+    ],
+)
+def test_what_may_overlap_or_keeps_others_waiting_is_no_strand(steps: tuple[Step[None], ...]) -> None:
+    assert make_plan(Dataflow(1, steps, (3,)))[actor(1)[0]].strands == ((0,), (1,))
 
 
 def test_orders_that_wait_for_each_other_are_refused_with_the_circle_and_its_lines() -> None:

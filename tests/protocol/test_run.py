@@ -204,6 +204,7 @@ def test_a_share_starts_each_segment_once_with_all_it_needs_whatever_comes_first
 ) -> None:
     for plan in make_plan(flow).values():
         share, started = share_of(plan), list[int]()
+        left = [len(strand) for strand in plan.strands]
         assert share.run_came(()) == ()
         todo = data.draw(st.permutations(foreign_values(plan)))
         ready = [index for index, missing in enumerate(share.missing) if not missing]
@@ -215,7 +216,8 @@ def test_a_share_starts_each_segment_once_with_all_it_needs_whatever_comes_first
                 assert share.values.keys() >= set(plan.segments[index].needs)
                 for position in plan.segments[index].steps:
                     ready += share.put(plan.results[position].value, "made")
-                share.unfinished -= 1
+                left[share.needs.strands[index]] -= 1
+                share.unfinished = len([segments for segments in left if segments])
             else:
                 value = todo.pop()
                 ready += share.take(value, "sent")
@@ -278,7 +280,7 @@ def test_a_segment_waits_for_the_makers_of_its_values_if_no_input_is_missing() -
     assert share.awaits((0, 1)) == [1]
 
 
-def test_the_deadlock_search_finds_segments_by_their_values_and_by_the_numbers_of_outputs() -> None:
+def test_the_deadlock_search_finds_strands_by_their_values_and_by_the_numbers_of_outputs() -> None:
     a, b = actor(1), actor(2)
     plan = make_plan(Dataflow(1, (step(a, 0), step(a, 1), step(b, 2), step(actor(1, 17), 3)), (2, 4)))[a[0]]
     needs, another = Needs(plan, OWNER, 5), Needs(plan, OWNER, 6)
@@ -286,14 +288,14 @@ def test_the_deadlock_search_finds_segments_by_their_values_and_by_the_numbers_o
     host, owner, number = needs.maker_of(7, 2)
     assert (host, owner) == (a[0], OWNER)
     outputs = (CallId(40), CallId(41))
-    assert needs.segment_with(number, 7, outputs) == 0
-    assert needs.segment_with(needs.maker_of(7, 4).number, 7, outputs) == 1
+    assert needs.strand_with(number, 7, outputs) == 0
+    assert needs.strand_with(needs.maker_of(7, 4).number, 7, outputs) == 1
     # Of another process, another run, another graph; an ordinary call.
-    assert needs.segment_with(needs.maker_of(7, 3).number, 7, outputs) is None
-    assert needs.segment_with(number, 8, outputs) is None
-    assert another.segment_with(number, 7, outputs) is None
-    assert needs.segment_with(CallId(2), 7, outputs) is None
-    assert [needs.segment_with(output, 7, outputs) for output in outputs] == [0, 1]
+    assert needs.strand_with(needs.maker_of(7, 3).number, 7, outputs) is None
+    assert needs.strand_with(number, 8, outputs) is None
+    assert another.strand_with(number, 7, outputs) is None
+    assert needs.strand_with(CallId(2), 7, outputs) is None
+    assert [needs.strand_with(output, 7, outputs) for output in outputs] == [0, 1]
 
 
 def test_a_share_that_was_dropped_before_its_run_came_is_never_done() -> None:

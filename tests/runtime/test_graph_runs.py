@@ -18,7 +18,7 @@ from aiodaft._protocol.connections.messages import FAILED_VALUE
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.graphs.graph_value import GraphValue, value_of
 from aiodaft._runtime.process import closed, opened
-from aiodaft.exceptions import CallCancelled, DaftError, PeerLost
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, DeadlineExceeded, PeerLost
 from aiodaft.ref import Ref
 
 # Takes longer to encode than the loop may be kept.
@@ -284,6 +284,70 @@ async def test_a_participant_ends_its_runs_with_the_owner(site: Site) -> None:
     site.owner.lose(THERE)
     assert isinstance(await error_of(ref), PeerLost)
     await graph.aclose()
+
+
+# A chain that comes back to an actor: one call of the actor, which waits between its steps.
+
+
+def there_and_back(site: Site, first: str = "note") -> Any:
+    """The first actor, the second one, and the first one again."""
+    return aiodaft.compile(lambda x: site.a.listed(site.b.wait(getattr(site.a, first)(x))))
+
+
+async def test_the_steps_of_an_actor_that_wait_for_each_other_are_one_call(site: Site) -> None:
+    a, b = (site.hosted(index) for index in range(2))
+    async with there_and_back(site) as graph:
+        site.actors[1].gate.set()
+        assert [await graph("x"), await graph("y")] == [["x"], ["y"]]
+        assert (a.done, b.done) == (2, 2)
+        # A step that fails does not end the call; the steps that need its result do not run.
+        site.actors[1].gate.clear()
+        async with there_and_back(site, "fail") as failing:
+            with pytest.raises(ValueError, match="z") as caught:
+                await failing("z")
+    assert "needed by Desk.listed of" in caught.value.__notes__[-1]
+    assert (a.done, b.done, site.actors[1].seen) == (3, 3, ["x", "y"])
+
+
+async def test_what_is_behind_such_a_run_waits_for_its_last_step(site: Site) -> None:
+    a, b = site.a, site.b
+    async with (
+        aiodaft.compile(lambda x: a.note(b.wait(a.note(x)))) as graph,
+        aiodaft.compile(lambda x: a.note(x)) as one,
+    ):
+        ref, behind = graph("x"), one("behind")
+        await turns(8)
+        assert site.actors[0].seen == ["x"]
+        site.actors[1].gate.set()
+        assert [await ref, await behind] == ["x", "behind"]
+    assert site.actors[0].seen == ["x", "x", "behind"]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late", "the actor is stopped", "the other process is lost"])
+async def test_a_step_that_waits_between_two_others_ends_without_having_run(site: Site, how: str) -> None:
+    a = site.hosted(0)
+    async with there_and_back(site) as graph:
+        if how == "late":
+            async with aiodaft.deadline(0.3):
+                ref = graph("x")
+        else:
+            ref = graph("x")
+        await turns(8)
+        assert (len(a.running), site.actors[0].seen, site.actors[1].seen) == (1, ["x"], ["x"])
+        if how == "cancelled":
+            site.owner.to(ELSEWHERE).hold()
+            ref.cancel()
+        elif how == "the actor is stopped":
+            await a.stop("the test says so", 0)
+        elif how == "the other process is lost":
+            site.near.lose(ELSEWHERE)
+        error = await error_of(ref)
+        kinds = {"cancelled": CallCancelled, "late": DeadlineExceeded, "the actor is stopped": ActorDied}
+        assert (type(error), error.executed) == (kinds.get(how, PeerLost), False)
+        assert not a.running
+        site.owner.to(ELSEWHERE).let_go()
+        site.actors[1].gate.set()
+    await turns(8)
 
 
 # Cancellation.

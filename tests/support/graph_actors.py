@@ -16,7 +16,7 @@ from here import current_peer
 import aiodaft
 from aiodaft import Ref, method
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.graphs.participant import Participant, ParticipantRun, SegmentCall
+from aiodaft._runtime.graphs.participant import Participant, ParticipantRun, StrandCall
 from aiodaft.exceptions import RemoteProtocolError
 
 
@@ -99,7 +99,7 @@ class Node(WithGate):
     @method
     async def graph_objects(self) -> int:
         """What this process has of graphs, also where no table lists it."""
-        return sum(isinstance(found, Participant | ParticipantRun | SegmentCall) for found in gc.get_objects())
+        return sum(isinstance(found, Participant | ParticipantRun | StrandCall) for found in gc.get_objects())
 
     @method
     async def keep(self, ref: Box) -> Any:

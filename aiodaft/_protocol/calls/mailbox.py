@@ -29,7 +29,7 @@ class Rules:
     concurrency: int | None = None
     # Calls of this method that may wait at one actor.
     max_queue: int | None = None
-    # The entry stands for several calls of a graph, which run one after the other.
+    # The entry stands for several steps of a graph, which run one after the other.
     segment: bool = False
 
 
@@ -173,7 +173,9 @@ class Mailbox(Generic[EntryT]):
             same = [other for other in running() if other.rules.name == rules.name]
             return same if len(same) >= rules.concurrency else []
         last = self._last.get(entry.caller) if rules.ordered else None
-        return [last] if last is not None and not last.begun and last.rules.on_thread is not rules.on_thread else []
+        if last is None or (last.rules.on_thread is rules.on_thread and (rules.on_thread or not last.rules.segment)):
+            return []
+        return [] if (last.last_begun if last.rules.segment else last.begun) else [last]
 
     def in_the_way(self, running: Callable[[], Sequence[EntryT]]) -> list[EntryT]:
         """The calls that directly block waiting calls."""

@@ -6,8 +6,9 @@ results that it reports to the owner of the graph: the outputs, and the results 
 owner when a run is over.
 
 The steps of one actor start in their order, each when its arguments are there, as calls made one by one do. A step that
-needs the result of the step before it cannot overlap with that one. A row of such steps is one *segment*, which is
-started once.
+needs the result of the step before it cannot overlap with that one. A row of such steps that waits for no value in
+between is one *segment*. Segments of which each needs the last result of the one before, through other actors or not,
+are one *strand*: a single call of the actor, which waits between them.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class SubPlan(Generic[DataT]):
         steps: Its steps, in program order.
         results: For each of its steps, where the result goes.
         segments: Its steps as segments, in the order in which they start.
+        strands: Its segments as strands, each given by its segments' positions.
         inputs: Numbers of the graph's inputs that it needs.
         receives: Values that it needs from other processes, by process.
         outputs: Its results that the owner needs.
@@ -130,6 +132,7 @@ class SubPlan(Generic[DataT]):
     steps: tuple[Step[DataT], ...]
     results: tuple[Result, ...]
     segments: tuple[Segment, ...]
+    strands: tuple[tuple[int, ...], ...]
     inputs: tuple[int, ...]
     receives: Mapping[PeerId, tuple[int, ...]]
     outputs: tuple[int, ...]
@@ -201,12 +204,17 @@ def make_plan(flow: Dataflow[DataT]) -> dict[PeerId, SubPlan[DataT]]:
         for value in set(flow.steps[index].needs):
             needed_by.setdefault(value, []).append(index)
     processes = _unique(actor[0] for actor in actors)
-    plans = [_sub_plan(flow, process, sequence, needed_by) for process in processes]
+    behind = _behind(flow, sequence)
+    plans = [_sub_plan(flow, process, sequence, needed_by, behind) for process in processes]
     return {plan.process: plan for plan in sorted(plans, key=lambda plan: plan.follows)}
 
 
 def _sub_plan(
-    flow: Dataflow[DataT], process: PeerId, sequence: Sequence[int], needed_by: Mapping[int, Sequence[int]]
+    flow: Dataflow[DataT],
+    process: PeerId,
+    sequence: Sequence[int],
+    needed_by: Mapping[int, Sequence[int]],
+    behind: Mapping[int, int],
 ) -> SubPlan[DataT]:
     mine = [index for index in sequence if flow.steps[index].actor[0] == process]
     own = {flow.inputs + index for index in mine}
@@ -239,6 +247,7 @@ def _sub_plan(
         steps=tuple(flow.steps[index] for index in mine),
         results=tuple(map(result, mine)),
         segments=segments,
+        strands=_strands(flow, mine, segments, behind),
         inputs=tuple(value for value in sorted(uses) if value < flow.inputs),
         receives={other: tuple(values) for other, values in receives.items()},
         outputs=outputs,
@@ -272,6 +281,41 @@ def _continues(
         return False
     made = {flow.inputs + mine[position] for position in steps}
     return flow.inputs + mine[steps[-1]] in step.needs and made.union(needs).issuperset(step.needs)
+
+
+def _behind(flow: Dataflow[DataT], sequence: Sequence[int]) -> dict[int, int]:
+    """For each step the steps whose results it needs, directly or not, as bits."""
+    behind: dict[int, int] = {}
+    for index in sequence:
+        bits = 0
+        for before in (value - flow.inputs for value in flow.steps[index].needs if value >= flow.inputs):
+            bits |= behind.get(before, 0) | 1 << before
+        behind[index] = bits
+    return behind
+
+
+def _strands(
+    flow: Dataflow[DataT], mine: Sequence[int], segments: Sequence[Segment], behind: Mapping[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """Join the segments of one process that cannot overlap. One on an actor's thread does not wait there for others."""
+    strands: list[list[int]] = []
+    last: dict[ActorKey, list[int]] = {}
+    for position, segment in enumerate(segments):
+        index = mine[segment.steps[0]]
+        step = flow.steps[index]
+        strand = last.get(step.actor)
+        if strand is not None:
+            before = mine[segments[strand[-1]].steps[-1]]
+            if _may_wait(flow.steps[before].rules) and _may_wait(step.rules) and behind[index] >> before & 1:
+                strand.append(position)
+                continue
+        last[step.actor] = [position]
+        strands.append(last[step.actor])
+    return tuple(map(tuple, strands))
+
+
+def _may_wait(rules: Rules) -> bool:
+    return _is_simple(rules) and not rules.on_thread
 
 
 def _is_simple(rules: Rules) -> bool:

@@ -260,9 +260,9 @@ SHARE: Final[Mapping[ShareState, Mapping[ShareEvent, ShareState]]] = {
         # The graph is closed, or its owner is gone.
         ShareEvent.DROPPED: ShareState.OVER,
     },
-    # The segments are in the mailboxes of their actors.
+    # The strands are in the mailboxes of their actors.
     ShareState.RUNNING: {
-        # All segments have ended, all results are told, all values have come, even if no step uses them now.
+        # All strands have ended, all results are told, all values have come, even if no step uses them now.
         ShareEvent.DONE: ShareState.OVER,
         # The calls end by themselves.
         ShareEvent.DROPPED: ShareState.RUNNING,
@@ -275,7 +275,7 @@ SHARE: Final[Mapping[ShareState, Mapping[ShareEvent, ShareState]]] = {
 _CAME: Final = {ShareState.EXPECTED: SHARE[ShareState.EXPECTED][ShareEvent.RUN_CAME]}
 _DONE: Final = {ShareState.RUNNING: SHARE[ShareState.RUNNING][ShareEvent.DONE]}
 
-# The deadlock search identifies a segment by a negative number made of the graph, the run and one of its values.
+# The deadlock search identifies a strand by a negative number made of the graph, the run and one of its values.
 _VALUE_BITS: Final = 32
 _RUN_BITS: Final = 64
 
@@ -286,6 +286,7 @@ class Needs:
     Attributes:
         plan: The plan.
         segments: By value: the segments that wait for it.
+        strands: By segment: the strand that it belongs to.
         missing: For each segment, the number of values that it needs.
         missing_then: The same once all inputs of the graph have come.
         foreign: Values that come from other processes.
@@ -296,12 +297,13 @@ class Needs:
         self._owner = owner
         self._graph = graph
         self.segments: dict[int, list[int]] = {}
+        self.strands = {segment: index for index, strand in enumerate(plan.strands) for segment in strand}
         self._made_by: dict[int, int] = {}
         for index, segment in enumerate(plan.segments):
             for value in segment.needs:
                 self.segments.setdefault(value, []).append(index)
             for position in segment.steps:
-                self._made_by[plan.results[position].value] = index
+                self._made_by[plan.results[position].value] = self.strands[index]
         self.missing = [len(segment.needs) for segment in plan.segments]
         self.missing_then = [len(set(segment.needs).difference(plan.inputs)) for segment in plan.segments]
         self.foreign = len(plan.inputs) + sum(map(len, plan.receives.values()))
@@ -309,14 +311,14 @@ class Needs:
     # For the deadlock search.
 
     def maker_of(self, run: int, value: int) -> CallAt:
-        """The segment that makes a value in a run, in this or another process."""
+        """The strand that makes a value in a run, in this or another process."""
         plan = self.plan
         process = next((process for process, values in plan.receives.items() if value in values), plan.process)
         number = -1 - ((self._graph << _RUN_BITS | run) << _VALUE_BITS | value)
         return CallAt(process, self._owner, CallId(number))
 
-    def segment_with(self, number: CallId, run: int, outputs: Sequence[CallId]) -> int | None:
-        """The segment of this process that has a number in a run, or makes the output with this number."""
+    def strand_with(self, number: CallId, run: int, outputs: Sequence[CallId]) -> int | None:
+        """The strand of this process that has a number in a run, or makes the output with this number."""
         if number in outputs:
             return self._made_by[self.plan.outputs[outputs.index(number)]]
         # The value is in the last bits.
@@ -331,7 +333,7 @@ class Share(Generic[ValueT]):
         state: Where the run is.
         values: The values that are here: inputs, and results of this and other processes.
         missing: For each segment, the number of values that it still waits for.
-        unfinished: Segments that have not ended, and results that are not told yet.
+        unfinished: Strands that have not ended, and results that are not told yet.
         to_come: Values of other processes that have not come.
     """
 
@@ -340,7 +342,7 @@ class Share(Generic[ValueT]):
         self.state = ShareState.EXPECTED
         self.values: dict[int, ValueT] = {}
         self.missing = needs.missing.copy()
-        self.unfinished = len(needs.missing)
+        self.unfinished = len(needs.plan.strands)
         self.to_come = needs.foreign
 
     def run_came(self, items: tuple[GraphItem, ...]) -> tuple[GraphItem, ...]:

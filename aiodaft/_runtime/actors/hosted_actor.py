@@ -88,6 +88,8 @@ class InboundCall(Life):
     awaited: dict[int, Awaited] = {}  # noqa: RUF012 - replaced, never changed
     # When it began, on the clock of `Env`.
     since = 0.0
+    # Between two steps of a graph: the segment whose values it waits for.
+    waits_at: int | None = None
     # The number of items that the consumer of a stream still takes.
     credit = 0
     _credit_wanted: asyncio.Event | None = None
@@ -535,7 +537,7 @@ class HostedActor:
             self._refuse(call)
         await self._wait_idle(grace)
         for call in list(self.running):
-            if not call.answered and not self._interrupt(call):
+            if not call.answered and (not self._interrupt(call) or call.waits_at is not None):
                 self._refuse(call)
         if not all(call.rules.on_thread for call in self.abandoned):
             await self._wait_idle(self._process.grace)

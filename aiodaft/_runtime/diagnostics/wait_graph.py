@@ -21,7 +21,7 @@ from aiodaft._runtime.diagnostics.await_chains import (
     wait_of_task,
     wait_of_thread,
 )
-from aiodaft._runtime.graphs.participant import SegmentCall
+from aiodaft._runtime.graphs.participant import StrandCall
 from aiodaft._runtime.graphs.registry import Graphs
 
 _RUNNER: Final = asyncio.Runner.run.__code__
@@ -86,7 +86,7 @@ class WaitGraph:
 
     def place(self, call: InboundCall) -> CallAt:
         """The identity of a call of this process."""
-        if isinstance(call, SegmentCall):
+        if isinstance(call, StrandCall):
             return call.call_at
         return CallAt(self.process.id, call.caller, call.number)
 
@@ -143,6 +143,8 @@ class WaitGraph:
 
 
 def _place_of(call: InboundCall) -> Place | None:
+    if call.waits_at is not None:
+        return Place.INPUTS
     on_thread, fetching = call.rules.on_thread, bool(call.fetching)
     return place_of(call.stage, begun=call.begun, on_thread=on_thread, fetching=fetching)
 
@@ -153,4 +155,5 @@ def _wait_of_task(call: InboundCall) -> Wait:
 
 
 def _wait_for_inputs(call: InboundCall) -> Wait:
-    return Wait(calls=call.waits_for())
+    futures = [call.pause] if isinstance(call, StrandCall) and call.waits_at is not None else []
+    return Wait(calls=call.waits_for(), futures=[*futures])

@@ -1,8 +1,8 @@
 """Compiled graphs: the owner that starts runs, and the participants that execute them.
 
 `aiodaft.graph` captures calls (`captured_call`). The owner cuts the dataflow into plans and installs them in the
-processes of the actors (`deployment`), starts runs and takes their results (`owner`). A participant runs its segments
-as calls of the hosted actors (`participant`, `segments`); values between steps are `graph_value`s. `registry` handles
+processes of the actors (`deployment`), starts runs and takes their results (`owner`). A participant runs its strands
+as calls of the hosted actors (`participant`, `strands`); values between steps are `graph_value`s. `registry` handles
 the messages and is the room's entrance; `context` is what the parts use of their process. The plans, the states of
 graphs and runs, and what each run waits for are in `_protocol` (`plan`, `run`).
 

@@ -1,14 +1,15 @@
 """The part of a graph in one process: receives the values of each run, executes the steps, and sends the results.
 
-    owner ---- RUN: inputs ------------------------> ParticipantRun.begin --> segments, into the actors' mailboxes
+    owner ---- RUN: inputs ------------------------> ParticipantRun.begin --> strands, into the actors' mailboxes
     other participants ---- FLOW: results ---------> ParticipantRun.values_came --> segments that waited start
-    SegmentCall: a step is over ---> ParticipantRun.tell --+--> segments of this process that wait for the result
-                                                           +--> FLOW to the participants that need it
-                                                           +--> REPORT to the owner
+    StrandCall: a step is over ---> ParticipantRun.tell --+--> segments of this process that wait for the result
+                                                          +--> FLOW to the participants that need it
+                                                          +--> REPORT to the owner
 
-A segment is a call by the graph's owner. Each process sends each of its results, or its error, exactly once to every
-process that needs it. So no process waits for ever if a step fails or is skipped or an actor dies. What a run waits
-for, what a value starts and when the run is over: `_protocol.run.Share`. Where a result goes: `_protocol.plan.Result`.
+A strand is a call by the graph's owner, which starts with its first segment and waits for the values of each later one.
+Each process sends each of its results, or its error, exactly once to every process that needs it. So no process waits
+for ever if a step fails or is skipped or an actor dies. What a run waits for, what a value starts and when the run is
+over: `_protocol.run.Share`. Where a result goes: `_protocol.plan.Result`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, NeedsFetch, fetch, item_of, value_of
-from aiodaft._runtime.graphs.segments import BoundSegment, BoundStep
+from aiodaft._runtime.graphs.strands import BoundStep, BoundStrand
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import deadline_of
+from aiodaft._runtime.platform.wakeup import Wakeup
 from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note, as_call_error, copy_error
 from aiodaft._runtime.serialization.small import Small
@@ -69,9 +71,7 @@ class Participant:
         others = {owner, *plan.receives, *itertools.chain.from_iterable(result.sends for result in plan.results)}
         self.routes = {remote: context.connections.route_to(remote) for remote in others}
         self.route = self.routes[owner]
-        self.segments = [
-            BoundSegment(context, plan, segment, self.routes, SegmentCall.execute) for segment in plan.segments
-        ]
+        self.strands = [BoundStrand(context, plan, strand, self.routes, StrandCall.execute) for strand in plan.strands]
         # The next run, made in advance, so that no message waits for it.
         self._next: ParticipantRun | None = ParticipantRun(self)
         # Called after the last run, once the owner has uninstalled the graph.
@@ -117,20 +117,20 @@ class Participant:
         self._next = None
         self.runs.clear()
 
-    def find(self, number: CallId) -> SegmentCall | None:
-        """Find a segment by its number in the deadlock search, or by the number of a result that it makes."""
+    def find(self, number: CallId) -> StrandCall | None:
+        """Find a strand by its number in the deadlock search, or by the number of a result that it makes."""
         for run in self.runs.values():
-            segment = self.needs.segment_with(number, run.number, run.numbers)
-            if segment is not None and run.calls:
-                return run.calls[segment]
+            strand = self.needs.strand_with(number, run.number, run.numbers)
+            if strand is not None and run.calls:
+                return run.calls[strand]
         return None
 
 
 class ParticipantRun(Share[Flowing]):
-    """One run of a graph in one process; the caller of its segments."""
+    """One run of a graph in one process; the caller of its strands."""
 
     # Defaults: RUN sets them, or only some runs do.
-    calls: Sequence[SegmentCall] = ()
+    calls: Sequence[StrandCall] = ()
     number = 0
     # The owner's numbers of the results of this process.
     numbers: tuple[CallId, ...] = ()
@@ -140,10 +140,10 @@ class ParticipantRun(Share[Flowing]):
     def __init__(self, participant: Participant) -> None:
         super().__init__(participant.needs)
         self.participant = participant
-        # The caller of the segments.
+        # The caller of the strands.
         self.owner = participant.owner
         # The calls, until RUN comes.
-        self._prepared: Sequence[SegmentCall] = [SegmentCall(self, segment) for segment in participant.segments]
+        self._prepared: Sequence[StrandCall] = [StrandCall(self, strand) for strand in participant.strands]
 
     def drop(self) -> None:
         """Drop the prepared calls. They refer to the run: otherwise only garbage collection frees them."""
@@ -153,7 +153,7 @@ class ParticipantRun(Share[Flowing]):
     def begin(
         self, left: int | None, numbers: tuple[CallId, ...], items: tuple[m.GraphItem, ...], route: Route
     ) -> None:
-        """Start the segments: RUN came."""
+        """Start the strands: RUN came."""
         self.numbers = numbers
         items = self.run_came(items)
         if items:
@@ -166,8 +166,8 @@ class ParticipantRun(Share[Flowing]):
         # Set before the first call can end.
         self.calls = calls
         if any(self.missing):
-            for call, missing in zip(calls, self.missing, strict=True):
-                if missing:
+            for call in calls:
+                if self.missing[call.strand.first]:
                     call.stage = FETCHING
         for call in calls:
             call.deliver()
@@ -196,8 +196,10 @@ class ParticipantRun(Share[Flowing]):
         """Start segments that waited for a value (for `at_once` see `HostedActor.look_again`)."""
         if self.calls:
             for segment in segments:
-                call = self.calls[segment]
-                if call.handle(FETCHED):
+                call = self.calls[self.needs.strands[segment]]
+                if segment == call.waits_at:
+                    call.pause.wake()
+                elif segment == call.strand.first and call.handle(FETCHED):
                     call.hosted.look_again(at_once=at_once)
 
     # Results of the steps of this process.
@@ -272,7 +274,7 @@ class ParticipantRun(Share[Flowing]):
             self._take(index, GraphValue.of_error(copy_error(error), executed=error.executed), at_once=False)
 
     def skip(self) -> None:
-        """Cancel the segments: the owner needs no result any more."""
+        """Cancel the strands: the owner needs no result any more."""
         for call in self.calls:
             if not call.answered:
                 call.hosted.cancel(call)
@@ -288,14 +290,14 @@ class ParticipantRun(Share[Flowing]):
             for stored in self._read_here or ():
                 stored.release()
 
-    # As the caller of its segments.
+    # As the caller of its strands.
 
     # The results of its steps are told already; it has none of its own.
     is_local = True
 
     def answer(self, call: InboundCall, result: Any) -> None:
-        """Note that a segment is over."""
-        assert isinstance(call, SegmentCall)
+        """Note that a strand is over."""
+        assert isinstance(call, StrandCall)
         if call.rules.on_thread:
             call.flush()
         after = NEXT[ANSWER].get(call.stage)
@@ -305,63 +307,67 @@ class ParticipantRun(Share[Flowing]):
             self._forget_if_done()
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
-        """Fail the remaining steps of a segment that ends early."""
-        assert isinstance(call, SegmentCall)
+        """Fail the remaining steps of a strand that ends early."""
+        assert isinstance(call, StrandCall)
         if not call.answered:
             call.flush()
-            call.fail_rest(error, executed=executed)
+            call.fail_rest(error, executed=executed if call.waits_at is None else False)
             self._one_finished()
 
     def answer_stored(self, call: InboundCall, stored: StoredValue | Small) -> None:
-        raise AssertionError("segments give their results themselves")
+        raise AssertionError("strands give their results themselves")
 
     async def item(self, call: InboundCall, value: Any) -> None:
-        raise AssertionError("segments are no streams")
+        raise AssertionError("strands are no streams")
 
 
-class SegmentCall(InboundCall):
-    """A segment in one run, from the beginning of the run to the last step."""
+class StrandCall(InboundCall):
+    """A strand in one run, from the beginning of the run to the last step."""
 
-    # The owner has no number for a segment: its results go to where the plan says.
+    # The owner has no number for a strand: its results go to where the plan says.
     number = CallId(0)
     mode = WANT_REPLY
     # Number of steps that gave their results.
     _given = 0
+    # The future of its wait between two steps (see `waits_at`).
+    pause: Wakeup
     # On the thread: results that the loop has not given yet.
     _batch: deque[Flowing]
 
-    def __init__(self, run: ParticipantRun, segment: BoundSegment) -> None:
+    def __init__(self, run: ParticipantRun, strand: BoundStrand) -> None:
         self.run = self.responder = run
-        self.segment = segment
+        self.strand = strand
         self.caller = run.owner
-        self.hosted = segment.hosted
-        self.spec = segment.spec
-        self.rules = segment.rules
-        if segment.rules.on_thread:
+        self.hosted = strand.hosted
+        self.spec = strand.spec
+        self.rules = strand.rules
+        if strand.rules.on_thread:
             self._token = [None]
             self._batch = deque()
 
     @property
     def label(self) -> str:
         """The step that runs or is the next to run."""
-        steps = self.segment.steps
+        steps = self.strand.steps
         return steps[min(self._given, len(steps) - 1)].label
 
     # For the deadlock search.
 
     @property
     def call_at(self) -> CallAt:
-        return self.run.needs.maker_of(self.run.number, self.segment.steps[0].index)
+        return self.run.needs.maker_of(self.run.number, self.strand.steps[0].index)
 
     def waits_for(self) -> list[CallAt]:
-        """The segments that make the missing arguments; nothing if an input of the graph is missing."""
-        return [self.run.needs.maker_of(self.run.number, value) for value in self.run.awaits(self.segment.needs)]
+        """The strands that make the missing arguments; nothing if an input of the graph is missing."""
+        needs = self.run.needs
+        segment = needs.plan.segments[self.strand.first if self.waits_at is None else self.waits_at]
+        return [needs.maker_of(self.run.number, value) for value in self.run.awaits(segment.needs)]
 
     # Execution.
 
     def deliver(self) -> None:
-        """Put the segment into the mailbox of its actor."""
-        if self.segment.is_gone:
+        """Put the strand into the mailbox of its actor."""
+        if self.strand.is_gone:
             self.run.fail(self, ActorDied("the actor was stopped", executed=False), executed=False)
             return
         # Not before: it is a reference to itself.
@@ -369,23 +375,23 @@ class SegmentCall(InboundCall):
         self.hosted.deliver(self)
 
     @staticmethod
-    async def execute(instance: Any, call: SegmentCall) -> None:
+    async def execute(instance: Any, call: StrandCall) -> None:
         """Execute the steps, as a method of the actor; an error of a step is its value.
 
         On the actor's thread, nothing in here waits on the loop: it runs through at once.
         """
         # It would keep itself alive.
         call.args = ()
-        segment, hosted, values, on_thread = call.segment, call.hosted, call.run.values, call.rules.on_thread
+        values, on_thread = call.run.values, call.rules.on_thread
         value: Flowing
-        for step in segment.steps:
+        for step in call.strand.steps:
             if call.stage in GIVEN_UP:
                 # The step before ignored its cancellation, or ran on the thread.
                 raise asyncio.CancelledError
-            if step is segment.last:
-                hosted.last_begun(call)
             executed = False
             try:
+                if step.is_noted:
+                    await call._approach(step)
                 args, kwargs = [*map(values.__getitem__, step.slots)] if step.is_bare else (), _NO_KWARGS
                 if not step.is_bare or GraphValue in map(type, args):
                     args, kwargs = await call._arguments(step)
@@ -399,7 +405,7 @@ class SegmentCall(InboundCall):
             except BaseException as error:
                 if call._is_ended_by(error):
                     raise
-                value = call._failure(step, error, executed)
+                value, call.waits_at = call._failure(step, error, executed), None
             values[step.index] = value
             if on_thread:
                 call._collect(step, value)
@@ -411,14 +417,26 @@ class SegmentCall(InboundCall):
                 if step.leaves_segment and call.stage not in ANSWERED:
                     call.run.tell(step, value)
 
+    async def _approach(self, step: BoundStep) -> None:
+        """Wait for the values of the segment that a step begins; note that the last step of the strand begins."""
+        segment = step.segment
+        if segment is not None and self.run.missing[segment]:
+            self.pause = Wakeup(self.strand.context.objects.wakeups)
+            self.waits_at = segment
+            await self.pause
+            # Not if this wait is cancelled: the step has not begun.
+            self.waits_at = None
+        if step is self.strand.last:
+            self.hosted.last_begun(self)
+
     def _collect(self, step: BoundStep, value: Flowing) -> None:
         """On the thread: leave a result to the loop."""
         self._batch.append(value)
-        if step is not self.segment.steps[-1] and step.leaves_segment:
+        if step is not self.strand.steps[-1] and step.leaves_segment:
             self.hosted.thread.to_loop(self.flush)
 
     def _is_ended_by(self, error: BaseException) -> bool:
-        """Whether the process ends, or the actor has ended the segment: it knows why, and that holds for all steps."""
+        """Whether the process ends, or the actor has ended the strand: it knows why, and that holds for all steps."""
         if isinstance(error, SystemExit | KeyboardInterrupt):
             return True
         if self.rules.on_thread:
@@ -427,7 +445,7 @@ class SegmentCall(InboundCall):
 
     async def _store(self, step: BoundStep, result: Any) -> StoredValue:
         """Encode a result and copy its buffers before the actor can change it."""
-        store = self.segment.context.objects.store
+        store = self.strand.context.objects.store
         if self.rules.on_thread:
             stored = store.keep_patiently(result, step.label, step.transport)
             store.pack_here(stored)
@@ -441,7 +459,7 @@ class SegmentCall(InboundCall):
         for slot in step.slots:
             value = self.run.values.get(slot)
             if type(value) is GraphValue and value.stored is not None:
-                await value.fetch_own(self.segment.context.objects)
+                await value.fetch_own(self.strand.context.objects)
 
     async def _arguments(self, step: BoundStep) -> tuple[Any, Any]:
         """Make the arguments of a step, if they are not just plain values. Waits only on the loop."""
@@ -451,13 +469,13 @@ class SegmentCall(InboundCall):
         except NeedsFetch:
             fetching = self._fetch_own(step)
             if on_thread:
-                asyncio.run_coroutine_threadsafe(fetching, self.segment.context.process.loop).result()
+                asyncio.run_coroutine_threadsafe(fetching, self.strand.context.process.loop).result()
             else:
                 await fetching
             return self._decode(step, patient=on_thread)
 
     def _decode(self, step: BoundStep, *, patient: bool) -> tuple[Any, Any]:
-        store, values = self.segment.context.objects.store, self.run.values
+        store, values = self.strand.context.objects.store, self.run.values
         taken: list[Any]
         if step.outside:
             taken = [step.outside[-slot - 1] if slot < 0 else values[slot] for slot in step.slots]
@@ -496,11 +514,11 @@ class SegmentCall(InboundCall):
     def _give(self, value: Flowing) -> None:
         stored = value.stored if type(value) is GraphValue else None
         if self.stage in ANSWERED:
-            # The segment was given up, and its receivers know.
+            # The strand was given up, and its receivers know.
             if stored is not None:
                 stored.release()
             return
-        step = self.segment.steps[self._given]
+        step = self.strand.steps[self._given]
         self._given += 1
         if stored is None:
             self.run.tell(step, value)
@@ -508,11 +526,13 @@ class SegmentCall(InboundCall):
             self.run.give(step, cast("GraphValue", value), stored)
 
     def fail_rest(self, error: BaseException, *, executed: bool | None) -> None:
-        """Fail the remaining steps: the first with the error, each other one because of the step before it."""
+        """Fail the remaining steps: the first of a segment with the error, others because of the step before them."""
         value = GraphValue.of_error(error, executed=executed)
         before: BoundStep | None = None
-        for step in self.segment.steps[self._given :]:
-            if before is not None:
+        for step in self.strand.steps[self._given :]:
+            if before is not None and step.segment is not None:
+                value = GraphValue.of_error(error, executed=False)
+            elif before is not None:
                 value = GraphValue.of_error(value.error_for(self._named(step), self._named(before)), executed=False)
             self.run.tell(step, value)
             before = step

@@ -17,7 +17,7 @@ from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.deployment import Specs
 from aiodaft._runtime.graphs.graph_value import GraphValue, fetch
 from aiodaft._runtime.graphs.owner import GraphOwner
-from aiodaft._runtime.graphs.participant import Participant, SegmentCall
+from aiodaft._runtime.graphs.participant import Participant, StrandCall
 from aiodaft._runtime.serialization.encoder import PLAIN, SLOT
 from aiodaft.exceptions import DaftError
 
@@ -57,7 +57,7 @@ class Graphs:
         participant = Participant(self._context, owner, number, plan)
         for route in participant.routes.values():
             self._context.connections.want_rings(route)
-        for step in (step for segment in participant.segments for step in segment.steps):
+        for step in (step for strand in participant.strands for step in strand.steps):
             for ref in step.data.outside:
                 step.outside.append(await self._constant(ref))
         self.participants[owner, number] = participant
@@ -112,8 +112,8 @@ class Graphs:
 
     # For the rest of the process.
 
-    def find(self, at: CallAt) -> SegmentCall | None:
-        """The segment that the deadlock search means by a call."""
+    def find(self, at: CallAt) -> StrandCall | None:
+        """The strand that the deadlock search means by a call."""
         mine = (participant for (owner, _), participant in self.participants.items() if owner == at.owner)
         return next(filter(None, (participant.find(at.number) for participant in mine)), None)
 

@@ -1,12 +1,12 @@
-"""Segments in the process that executes them: bound to the actor and its methods, the same for all runs."""
+"""Strands in the process that executes them: bound to the actor and its methods, the same for all runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, cast
 
 from aiodaft._protocol.calls.mailbox import Rules
-from aiodaft._protocol.graphs.plan import Segment, Step, SubPlan
+from aiodaft._protocol.graphs.plan import Step, SubPlan
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.connections.route import Route
@@ -21,9 +21,16 @@ class BoundStep:
     """A step and its method."""
 
     def __init__(
-        self, plan: SubPlan[Arguments], position: int, method: MethodSpec, routes: Mapping[PeerId, Route]
+        self,
+        plan: SubPlan[Arguments],
+        position: int,
+        segment: int | None,
+        method: MethodSpec,
+        routes: Mapping[PeerId, Route],
     ) -> None:
         step = plan.steps[position]
+        # The segment that it begins, if another one was before: the strand waits for the values of this one.
+        self.segment = segment
         self.result = plan.results[position]
         self.index = self.result.value
         self.label = step.label
@@ -36,20 +43,22 @@ class BoundStep:
         self.leaves_segment = self.result.leaves_segment
         self.fn = method.fn
         self.transport = method.transport
+        # Whether the strand waits before it, or the actor notes that it begins.
+        self.is_noted = False
         # The values of refs from outside the graph.
         self.outside: list[GraphValue] = []
         self.sources = plan.labels
         self.routes = [routes[remote] for remote in self.result.sends]
 
 
-class BoundSegment:
-    """A segment, its actor and its steps."""
+class BoundStrand:
+    """A strand, its actor and its steps."""
 
     def __init__(
         self,
         context: GraphContext,
         plan: SubPlan[Arguments],
-        segment: Segment,
+        strand: Sequence[int],
         routes: Mapping[PeerId, Route],
         execute: Callable[..., Coroutine[Any, Any, None]],
     ) -> None:
@@ -59,19 +68,24 @@ class BoundSegment:
             AttributeError: The actor has no such method.
         """
         self.context = context
-        steps = [plan.steps[position] for position in segment.steps]
+        positions = [position for segment in strand for position in plan.segments[segment].steps]
+        begins = {plan.segments[segment].steps[0]: segment for segment in strand[1:]}
+        steps = [plan.steps[position] for position in positions]
         _, actor = steps[0].actor
         hosted = context.actors.get(actor)
         # Without the actor, each run fails before it needs it.
         self.is_gone = hosted is None
         self.hosted = cast("HostedActor", hosted)
-        self.needs = segment.needs
+        # The segment that it begins with.
+        self.first = strand[0]
         self.steps = [
-            BoundStep(plan, position, self._method(step), routes)
-            for position, step in zip(segment.steps, steps, strict=True)
+            BoundStep(plan, position, begins.get(position), self._method(step), routes)
+            for position, step in zip(positions, steps, strict=True)
         ]
-        # The calls behind a segment of several steps may start when the last step has begun.
+        # The calls behind a strand of several steps may start when the last step has begun.
         self.last = self.steps[-1] if len(steps) > 1 else None
+        for step in self.steps:
+            step.is_noted = step.segment is not None or step is self.last
         rules = steps[0].rules
         self.rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, segment=len(steps) > 1)
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
+from functools import cache
 from typing import Any
 
 from aiodaft.actor import Actor
@@ -31,8 +32,8 @@ class Echo(Actor):
 
     @method
     async def make(self, size: int) -> Any:
-        """A value of so many bytes; a number for none."""
-        return payload(size) if size else 1
+        """A value of so many bytes, the same one each time; a number for none."""
+        return _made(size) if size else 1
 
     @method
     async def pid(self) -> int:
@@ -108,6 +109,11 @@ class WithTorch(Actor):
         import torch  # noqa: PLC0415 - workers find it preloaded
 
         return torch.get_num_threads()
+
+
+@cache
+def _made(size: int) -> Any:
+    return payload(size)
 
 
 def payload(size: int) -> Any:

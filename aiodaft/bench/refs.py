@@ -11,9 +11,12 @@ from typing import Any, Final, TypeAlias
 from aiodaft.runtime import Runtime
 
 from .actors import Echo
+from .floors import Copy
 from .results import Bench, seconds_of_one
 
 _REPEATS: Final = 50
+_KIB: Final = 1 << 10
+_MIB: Final = 1 << 20
 
 Method: TypeAlias = Callable[[Any], Any]
 Call: TypeAlias = Callable[[], Awaitable[object]]
@@ -43,8 +46,16 @@ async def run(bench: Bench) -> None:
             await asyncio.gather(*(actor.drop(1) for actor in actors))
 
         await _compare(bench, "one ref to 8", fan_out, plain_calls, "8 plain calls", "<= 1.5")
-        tensor, number = (lambda: second.drop(first.make(1 << 10))), (lambda: second.drop(first.make(0)))
-        await _compare(bench, "1 KiB by ref", tensor, number, "an int by ref", "<= 1.3")
+
+        def passed(size: int) -> Call:
+            return lambda: second.drop(first.make(size))
+
+        async def copied() -> float:
+            return 1.3 * await seconds_of_one(passed(0), _REPEATS) + 2 * await Copy(_MIB).seconds()
+
+        await _compare(bench, "1 KiB by ref", passed(_KIB), passed(0), "an int by ref", "<= 1.3")
+        large = partial(seconds_of_one, passed(_MIB), _REPEATS)
+        await bench.compare("1 MiB by ref", large, copied, "1.3 ints by ref and two memcpy", "<= 1.0")
         known = one(1)
         await known
         with_ref, plain = partial(_cpu, lambda: third.drop(known)), partial(_cpu, lambda: third.drop(1))

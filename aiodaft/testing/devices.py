@@ -54,7 +54,7 @@ def use_host_devices(*devices: int) -> HostDriver:
         driver.identities = []
     accelerators = HostAccelerators(driver)
     current_process().part(Store).use_accelerators(accelerators)
-    host_accelerators.add(accelerators)
+    host_accelerators.add(weakref.ref(accelerators, host_accelerators.discard))
     return driver
 
 

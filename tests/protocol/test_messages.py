@@ -57,6 +57,7 @@ _EXAMPLES: dict[int, Message] = {
 
 # Fields that may be of several types: (kind, position, what else may stand there).
 _ALTERNATIVES: list[tuple[int, int, Any]] = [
+    (m.CALL, 4, b"payload"),
     *((kind, place, value) for kind, place in ((m.REPLY, 2), (m.GIVEN, 3))
       for value in (None, False, -1, (1 << 64) - 1, 0.5, "", b"")),
     (m.SEND, 5, 2500),

@@ -23,6 +23,7 @@ _CONTROLLER_1: Final[list[tuple[str, Message]]] = [
         "95010110a36164649701fecb4004000000000000a378c3a9c40200ffc0c3",
         (1, 1, 16, "add", (1, -2, 2.5, "x\xe9", b"\x00\xff", None, True)),
     ),
+    ("95010210a3616464c403039080", (1, 2, 16, "add", b"\x03\x90\x80")),
     ("9b020210a375736500c0c4020090c0909000", (2, 2, 16, "use", 0, None, b"\x00\x90", None, (), (), 0)),
     # Grants, descriptors of refs, a deadline, a second attempt.
     (

@@ -10,6 +10,7 @@ import pytest
 from log_ear import listening
 from rooms import ELSEWHERE, THERE, Bench, turns
 
+import aiodaft
 from aiodaft import Actor, method
 from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.connections import messages as m
@@ -156,6 +157,16 @@ async def error_of(ref: Ref[Any]) -> DaftError:
     with pytest.raises(DaftError) as caught:
         await ref
     return caught.value
+
+
+async def test_small_and_keyword_arguments_need_no_other_message_than_plain_ones(office: Office) -> None:
+    desk = office.handle()
+    refs = [desk.note(1), desk.note([1, {"a": (2,)}]), desk.note(word=1), desk.note(word=[1])]
+    assert office.kinds_to(THERE)[1:] == [m.CALL] * len(refs)
+    async with aiodaft.deadline(10):
+        refs.append(desk.note([1]))
+    refs.append(desk.note(object()))
+    assert office.kinds_to(THERE) == [m.SEND, m.SEND]
 
 
 async def test_a_call_waits_while_the_argument_of_an_earlier_one_is_copied(office: Office) -> None:

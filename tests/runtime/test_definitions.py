@@ -291,14 +291,14 @@ def test_a_function_of_main_goes_by_its_name_and_a_lambda_by_value(monkeypatch: 
         return x + 1
 
     helper.__module__, helper.__qualname__ = "__main__", "helper"
-    assert encode_small(helper, (helper,), by_name=True) is None
+    assert encode_small((helper,), by_name=True) is None
     monkeypatch.setattr(sys.modules["__main__"], "helper", helper, raising=False)
-    small = encode_small([helper, 1], (helper, 1), by_name=True)
+    small = encode_small(([helper, 1],), by_name=True)
     assert small is not None
-    assert small.payload[0] == NAMED
-    assert [each.thing for each in small.defined] == [helper]
-    assert decode(small.payload) == [helper, 1]
-    assert encode_small(helper, (helper,), by_name=False) is None
-    # Importable, and made for one call.
-    for function in (has_name, lambda: 1):
-        assert encode_small(function, (function,), by_name=True) is None
+    payload, defined = small
+    assert payload[0] == NAMED
+    assert [each.thing for each in defined] == [helper]
+    assert decode(payload) == [helper, 1]
+    assert encode_small((helper,), by_name=False) is None
+    # It is made for one call.
+    assert encode_small((lambda: 1,), by_name=True) is None

@@ -11,6 +11,7 @@ import importlib
 import pathlib
 import sys
 import threading
+import tracemalloc
 import types
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from datetime import UTC, datetime
@@ -26,8 +27,9 @@ from hypothesis import strategies as st
 
 import aiodaft
 from aiodaft._runtime.serialization.decoder import decode
+from aiodaft._runtime.serialization.encoder import PLAIN as PLAIN_PAYLOAD
 from aiodaft._runtime.serialization.encoder import Names, encode
-from aiodaft._runtime.serialization.small import SMALL
+from aiodaft._runtime.serialization.small import SMALL, encode_small
 
 
 def round_trip(value: Any, *, patient: bool = False) -> Any:
@@ -115,11 +117,11 @@ PLAIN: list[Any] = [
 SMALL_VALUES = [
     *PLAIN[: PLAIN.index(bytearray(b"mutable"))], b"x" * 60_000, [1, "a", None], ((1, 2), [3]), {"a": {"b": (True, 1)}},
     [True, 1, 1.0], Color.RED, Level.LOW, Mode.READ, Config("a", (1, 2), {"k": [1]}), [Pair(1, Pair([2], Color.GREEN))],
-    {1: 2, True + 1: 3, None: [2**70]}, [()], [[]] * 1,
+    {1: 2, True + 1: 3, None: [2**70]}, [()], [[]] * 1, {1, (2, 3)}, frozenset(), Pair, int, dataclasses.replace,
 ]  # fmt: skip
 _twice: list[Any] = [1]
 FULL_VALUES = [
-    b"x" * 70_000, "x" * 70_000, list(range(65)), [[]] * 65, [_twice, _twice], Pair(_twice, _twice), {(1,): 2}, {1},
+    b"x" * 70_000, "x" * 70_000, list(range(65)), [[]] * 65, [_twice, _twice], Pair(_twice, _twice), {(1,): 2},
     Stack([1]), [Stack()], OrderedDict(a=1), Mode.READ | Mode.WRITE, Masked(1, 2), Slotted(1), Point(1, 2), Text("s"),
     [b"x" * 40_000] * 2, types.SimpleNamespace(a=1), np.array(["text"]), np.zeros((3, 3)).T[1:], np.zeros(0),
     np.zeros(2, ">f4"), torch.zeros(0), torch.zeros(20_000), torch.ones(4, 3).t(), torch.ones(2, requires_grad=True),
@@ -172,6 +174,30 @@ def test_a_class_that_its_name_does_not_lead_to_any_more_is_no_small_one(monkeyp
     assert is_small(old)
     monkeypatch.setattr(sys.modules[__name__], "Pair", dataclasses.make_dataclass("Pair", ["left"]))
     assert not is_small(old)
+
+
+def test_a_dataclass_that_gets_a_hook_of_pickle_is_no_small_one_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_small(Pair(1))
+    monkeypatch.setattr(Pair, "__getstate__", Masked.__getstate__, raising=False)
+    assert not is_small(Pair(1))
+    assert round_trip(Pair(1)).right == "masked"
+
+
+@pytest.mark.parametrize("place", ["alone", "list", "dict", "key", "dataclass"])
+@pytest.mark.parametrize("text", ["x" * 10_000_000, b"x" * 10_000_000], ids=["str", "bytes"])
+def test_long_text_is_refused_before_it_is_copied(text: Any, place: str) -> None:
+    value = {"alone": text, "list": [1, text], "dict": {"a": text}, "key": {text: 1}, "dataclass": Pair([text])}[place]
+    tracemalloc.start()
+    try:
+        assert encode_small((value,), by_name=False) is None
+        assert tracemalloc.get_traced_memory()[1] < len(text) // 10
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_was_found_not_to_be_small_is_not_tried_again() -> None:
+    assert encode([1], names=Names("value")).payload[0] == SMALL
+    assert encode([1], names=Names("value"), small=False).payload[0] == PLAIN_PAYLOAD
 
 
 def test_objects_that_are_there_twice_stay_one_object_in_a_dataclass() -> None:

@@ -11,15 +11,16 @@ import msgpack as _untyped_msgpack  # pyright: ignore[reportMissingTypeStubs]
 from aiodaft.exceptions import RemoteProtocolError
 
 __all__ = [
+    "BIG_INT",
     "MAX_FRAME",
     "Ext",
     "FrameDecoder",
     "FrameEncoder",
-    "big_int",
+    "big_int_of",
     "ext",
+    "new_packer",
     "pack",
     "pack_exts",
-    "packer",
     "unpack",
     "unpacker",
 ]
@@ -122,51 +123,49 @@ def big_int(value: Any) -> Any:
     raise TypeError(f"cannot pack {type(value).__name__}")
 
 
-def packer(default: Callable[[Any], Any]) -> partial[Any]:
-    """Makes packers: their `pack` encodes plain data, `Ext`, and what `default` turns into these.
-
-    A packer is for one value: `default` may make another one meanwhile.
-    """
-    # The default size of a packer's buffer is one that the system maps and unmaps each time.
-    return partial(
-        msgpack.Packer, default=default, strict_types=True, unicode_errors="surrogatepass", buf_size=_FIRST_BUFFER
-    )
-
-
-_plain_packer: Final = packer(big_int)
+# Makes packers, whose `pack` encodes plain data: None, bool, int, float, str, bytes, list, dict and `Ext`; one for one
+# value. The default size of its buffer is one that the system maps and unmaps each time.
+new_packer: Final[Callable[[], Any]] = partial(
+    msgpack.Packer, default=big_int, strict_types=True, unicode_errors="surrogatepass", buf_size=_FIRST_BUFFER
+)
 
 
 def pack(value: Any) -> bytes:
-    """Encode plain data: None, bool, int, float, str, bytes, list, dict and `Ext`."""
-    packed: bytes = _plain_packer().pack(value)
+    """Encode plain data."""
+    packed: bytes = new_packer().pack(value)
     return packed
 
 
 def pack_exts(code: int, value: Any) -> Any:
     """Encode plain data as one extension value."""
-    return ext((code, pack(value)))
+    return ext((code, new_packer().pack(value)))
 
 
 def _no_extensions(code: int, content: bytes) -> Any:
     raise ValueError(f"unexpected extension {code}")
 
 
-def unpacker(ext_hook: ExtHook = _no_extensions) -> partial[Any]:
-    """Decodes the output of `pack`; `ext_hook` decodes extensions other than big integers."""
+def big_int_of(content: bytes) -> int:
+    """The integer that has this content as extension `BIG_INT`."""
+    return int(content, 16)
 
-    def hook(code: int, content: bytes) -> Any:
-        return int(content, 16) if code == BIG_INT else ext_hook(code, content)
 
-    return partial(msgpack.unpackb, ext_hook=hook, strict_map_key=False, unicode_errors="surrogatepass")
+def _with_big_ints(ext_hook: ExtHook) -> ExtHook:
+    return lambda code, content: big_int_of(content) if code == BIG_INT else ext_hook(code, content)
+
+
+def unpacker(ext_hook: ExtHook) -> partial[Any]:
+    """Decodes the output of `pack`; `ext_hook` decodes all extensions."""
+    return partial(msgpack.unpackb, ext_hook=ext_hook, strict_map_key=False, unicode_errors="surrogatepass")
 
 
 def unpack(data: bytes | memoryview, ext_hook: ExtHook = _no_extensions) -> Any:
-    """Decode the output of `pack`."""
-    return unpacker(ext_hook)(data)
+    """Decode the output of `pack`; `ext_hook` decodes extensions other than big integers."""
+    return unpacker(_with_big_ints(ext_hook))(data)
 
 
 def unpack_stream(data: memoryview, ext_hook: ExtHook) -> Iterator[Any]:
     """Decode packed values that stand one after the other."""
-    unpack_all = msgpack.Unpacker(**unpacker(ext_hook).keywords, max_buffer_size=len(data) + 1)
+    unpack_all = msgpack.Unpacker(**unpacker(_with_big_ints(ext_hook)).keywords, max_buffer_size=len(data) + 1)
     unpack_all.feed(data)
     yield from unpack_all

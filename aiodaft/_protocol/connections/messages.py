@@ -4,7 +4,7 @@
 Kind       From -> to            Fields
 ========== ===================== ================================================================================
 HELLO      each side, once       oldest and newest wire version that it speaks, its id, its pid
-CALL       caller -> callee      call id, actor, method, plain positional arguments
+CALL       caller -> callee      call id, actor, method, plain positional arguments, or the payload of small arguments
 APPLY      caller -> callee      call id, actor, method, plain positional arguments, *awaited refs* among them
 SEND       caller -> callee      call id, actor, method, mode (WANT_*), microseconds left, *value* (the arguments),
                                  descriptors of awaited refs, number of earlier attempts
@@ -129,7 +129,7 @@ _BLOBS: Final = (_None, bytes, tuple)
 # The types that each field may have.
 _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     HELLO: (_INT, _INT, _STR, _INT),
-    CALL: (_INT, _INT, _STR, _TUPLE),
+    CALL: (_INT, _INT, _STR, (tuple, bytes)),
     SEND: (_INT, _INT, _STR, _INT, (_None, int), _BYTES, _BLOBS, _TUPLE, _TUPLE, _INT),
     REPLY: (_INT, _PLAIN),
     RESULT: (_INT, _BYTES, _BLOBS, _TUPLE),

@@ -335,13 +335,13 @@ class HostedActor:
                 answer = (self._fail_late, call)
             elif call.responder.is_local or is_plain(result):
                 answer = (call.responder.answer, call, result)
-            elif (small := encode_small(result, (result,), by_name=True)) is not None:
+            elif (small := encode_small((result,), by_name=True)) is not None:
                 answer = (call.responder.answer_stored, call, small)
             else:
                 stored = (
-                    self._store.keep_patiently(result, call.label, call.spec.transport)
+                    self._store.keep_patiently(result, call.label, call.spec.transport, small=False)
                     if on_thread
-                    else await self.capture(result, call.label, "result", call.spec.transport)
+                    else await self.capture(result, call.label, "result", call.spec.transport, small=False)
                 )
                 answer = (call.responder.answer_stored, call, stored)
         except (SystemExit, KeyboardInterrupt) as error:
@@ -390,7 +390,7 @@ class HostedActor:
         args, call.kwargs = store.decode_now(received, values, received.refs, patient=patient)
         call.args = tuple(args)
 
-    async def capture(self, result: Any, label: str, what: str, via: str | None) -> StoredValue:
+    async def capture(self, result: Any, label: str, what: str, via: str | None, *, small: bool = True) -> StoredValue:
         """Encode a result or item, and copy it, unless it is borrowed, before other code of the actor can change it.
 
         If other calls of the actor are under way, only a copy on the loop is safe.
@@ -398,7 +398,7 @@ class HostedActor:
         store = self._store
         lender = result if isinstance(result, Borrowed) else None
         value = result if lender is None else lender.value
-        stored = await store.keep_anywhere(value, Names(label, ((what, value),)), via=via, lender=lender)
+        stored = await store.keep_anywhere(value, Names(label, ((what, value),)), via=via, lender=lender, small=small)
         if stored.lent or store.pack_now(stored):
             return stored
         if len(self.running) > 1:

@@ -51,6 +51,8 @@ class Inbound:
         _, number, actor, name, args = message
         call = self._accept(connection, number, actor, name, WANT_REPLY, args)
         if call is not None:
+            if args.__class__ is bytes:
+                call.received = ReceivedValue(args, None, [], [], connection.definitions.heard)
             call.hosted.deliver(call)
 
     def apply_came(self, connection: Connection, message: Message) -> None:

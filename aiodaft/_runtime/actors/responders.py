@@ -60,15 +60,16 @@ class RemoteResponder:
 
     def answer_stored(self, call: InboundCall, stored: StoredValue | Small) -> None:
         self.calls.pop(call.number, None)
-        if isinstance(stored, Small):
-            received = ReceivedValue(stored.payload, None, [], [])
+        if isinstance(stored, tuple):
+            payload, defined = stored
+            received = ReceivedValue(payload, None, [], [])
             if call.pulled:
                 call.tell_pullers(StoredValue.again(received))
             if call.handle(ANSWER):
-                if stored.defined:
-                    self._connection.tell(stored.defined)
-                self._connection.send(m.result(call.number, (stored.payload, None, ())))
-                if len(stored.payload) <= _SMALL and not stored.defined:
+                if defined:
+                    self._connection.tell(defined)
+                self._connection.send(m.result(call.number, (payload, None, ())))
+                if len(payload) <= _SMALL and not defined:
                     self._remember(call, received)
             return
         if not call.handle(ANSWER) or self._connection.lost is not None:

@@ -24,8 +24,9 @@ from aiodaft._runtime.platform.context import current_deadline, time_left
 from aiodaft._runtime.serialization.encoder import Names, all_plain
 from aiodaft._runtime.serialization.errors import add_note, passed_on
 from aiodaft._runtime.serialization.pickling import TooLong
-from aiodaft._runtime.serialization.small import Small, encode_small
+from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.exceptions import BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
+from aiodaft.ref import Ref
 
 
 class Submitted(Entry, Protocol):
@@ -86,15 +87,15 @@ class Outgoing:
                 return
             if not isinstance(state, TellState):
                 state.connection = connection
-            plain = request.mode == WANT_REPLY and not request.kwargs and deadline is None and not request.attempt
-            if plain and all_plain(args):
+            short = request.mode == WANT_REPLY and deadline is None and not request.attempt
+            if short and not request.kwargs and all_plain(args):
                 message = (CALL, request.number, target.actor, request.spec.name, args)
                 if target.actor < FIRST_USER_ACTOR:
                     connection.submit_own(request.number, state, message)
                 else:
                     connection.submit(request.number, state, message, 0, request.had_turn)
             else:
-                self._submit_encoded(connection, request, plain)
+                self._submit_encoded(connection, request, short)
         except Overloaded as error:
             raise Overloaded(f"{request.spec.label} of {target.label} is refused: {error}") from None
 
@@ -154,23 +155,33 @@ class Outgoing:
 
     # The slower ways.
 
-    def _submit_encoded(self, connection: Connection, request: Request, plain: bool) -> None:
-        if plain and submit_with_refs(self._refs, connection, request):
+    def _submit_encoded(self, connection: Connection, request: Request, short: bool) -> None:
+        """`short`: CALL has fields for all that is to be said of the call, besides its arguments."""
+        args = request.args
+        if (
+            short
+            and not request.kwargs
+            and Ref in map(type, args)
+            and submit_with_refs(self._refs, connection, request)
+        ):
             return
         number, state, stored, store = request.number, request.state, request.stored, self._store
         submit = connection.submit_own if request.target.actor < FIRST_USER_ACTOR else connection.submit
         admitted = request.had_turn
         if stored is None and not request.again:
-            small = _encode_small(request, by_name=True)
+            small = encode_small(args, request.kwargs, by_name=True)
             if small is not None:
-                if small.defined:
-                    connection.tell(small.defined)
-                args_field = (small.payload, None, (), ())
-                submit(number, state, self._send(request, args_field), len(small.payload), admitted)
+                payload, defined = small
+                if defined:
+                    connection.tell(defined)
+                message: Message = (CALL, number, request.target.actor, request.spec.name, payload)
+                if not short:
+                    message = self._send(request, (payload, None, (), ()))
+                submit(number, state, message, len(payload), admitted)
                 return
         if stored is None:
             try:
-                stored = store.keep(*_value_of(request), resolve=True)
+                stored = store.keep(*_value_of(request), resolve=True, small=request.again)
             except TooLong:
                 self._note_streams(request)
                 submit(number, state, None, 0, admitted)
@@ -181,12 +192,13 @@ class Outgoing:
                 return
             request.stored = stored
         try:
-            message = self._message(connection, request, stored) if store.pack_now(stored) and stored.ready else None
+            ready = store.pack_now(stored) and stored.ready
+            full = self._message(connection, request, stored) if ready else None
         except (BorrowError, ResourceExhausted) as error:
             _fail_unpacked(request, stored, error)
             return
-        if message is not None:
-            submit(number, state, message, stored.encoded.size, admitted)
+        if full is not None:
+            submit(number, state, full, stored.encoded.size, admitted)
         else:
             submit(number, state, None, 0, admitted)
             self._process.tasks.create_task(self._pack_then_send(connection, request, stored), name="copy arguments")
@@ -197,7 +209,8 @@ class Outgoing:
 
     async def _encode_then_send(self, connection: Connection, request: Request) -> None:
         try:
-            stored = await self._store.keep_anywhere(*_value_of(request), resolve=True, streams=request.streams)
+            value, names = _value_of(request)
+            stored = await self._store.keep_anywhere(value, names, resolve=True, streams=request.streams, small=False)
         except Exception as error:  # noqa: BLE001 - the call fails with it
             self._fail_unsent(connection, request, error)
             return
@@ -295,9 +308,9 @@ class Outgoing:
             raise RuntimeError(f"{label} was called on another event loop than the one its runtime was started on")
         # A `def` method calls another actor: the loop does the sending, of small arguments as they are now.
         if not all_plain(request.args) or request.kwargs:
-            small = _encode_small(request, by_name=False)
+            small = encode_small(request.args, request.kwargs, by_name=False)
             if small is not None:
-                request.stored = StoredValue.again(ReceivedValue(small.payload, None, [], []))
+                request.stored = StoredValue.again(ReceivedValue(small[0], None, [], []))
         context = current_call.get()
 
         def submit() -> None:
@@ -313,11 +326,6 @@ class Outgoing:
                 current_call.reset(token)
 
         self._process.call_soon(submit)
-
-
-def _encode_small(request: Request, *, by_name: bool) -> Small | None:
-    args, kwargs = request.args, request.kwargs
-    return encode_small([list(args), kwargs], (*args, *kwargs.values()), by_name=by_name)
 
 
 def _value_of(request: Request) -> tuple[Any, Names]:

@@ -113,6 +113,7 @@ class Store:
         lender: Borrowed[Any] | None = None,
         resolve: bool = False,
         patient: bool = False,
+        small: bool = True,
     ) -> StoredValue:
         """Encode a value; see `serialization.encode`. Safe in any thread."""
 
@@ -122,7 +123,7 @@ class Store:
         # A transport that the user chose also moves values on accelerators.
         find_device = self._find_device if self._direct and via is None else nowhere
         places = Places(find_block, find_device, lend=lender is not None, home=self._process)
-        encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient)
+        encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient, small=small)
         return StoredValue(encoded, lender, via, self._devices if encoded.on_device else None, self.call_soon)
 
     def _find_block(self, source: Source, name: str) -> Block | None:
@@ -144,6 +145,7 @@ class Store:
         lender: Borrowed[Any] | None = None,
         resolve: bool = False,
         streams: Sequence[Any] | None = None,
+        small: bool = True,
     ) -> StoredValue:
         """Encode a value here if that is quick, else in the helper thread.
 
@@ -151,10 +153,12 @@ class Store:
         """
         keep = partial(self.keep, value, names, via=via, lender=lender, resolve=resolve)
         try:
-            return keep()
+            return keep(small=small)
         except TooLong:
             streams = self.current_streams() if streams is None else streams
-            return await self._helper_thread.run(partial(self._run_in_order, streams, partial(keep, patient=True)))
+            return await self._helper_thread.run(
+                partial(self._run_in_order, streams, partial(keep, patient=True, small=False))
+            )
 
     def _run_in_order(self, streams: Sequence[Any], job: Callable[[], T]) -> T:
         if not streams:
@@ -183,11 +187,12 @@ class Store:
         await self.pack(stored)
         await stored.wait_filled()
 
-    def keep_patiently(self, result: Any, label: str, via: str | None) -> StoredValue:
+    def keep_patiently(self, result: Any, label: str, via: str | None, *, small: bool = True) -> StoredValue:
         """Encode a result, and pack it if it is not lent. May take long: not on the loop."""
         lender = result if isinstance(result, Borrowed) else None
         value = result if lender is None else lender.value
-        stored = self.keep(value, Names(label, (("result", value),)), via=via, lender=lender, patient=True)
+        names = Names(label, (("result", value),))
+        stored = self.keep(value, names, via=via, lender=lender, patient=True, small=small)
         if not stored.lent:
             self.pack_here(stored)
         return stored

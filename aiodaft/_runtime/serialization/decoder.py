@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
 
-from aiodaft._protocol.connections.codec import Ext, pack, pack_exts, unpack, unpack_stream
+from aiodaft._protocol.connections.codec import (
+    BIG_INT,
+    Ext,
+    big_int_of,
+    pack,
+    pack_exts,
+    unpack,
+    unpack_stream,
+    unpacker,
+)
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization import encoder as wire
+from aiodaft._runtime.serialization import small as codes
 from aiodaft._runtime.serialization.containers import rebuild_dataclass
-from aiodaft._runtime.serialization.definitions import Definition
+from aiodaft._runtime.serialization.definitions import Definition, find
 from aiodaft._runtime.serialization.pickling import unpickle, yield_gil
-from aiodaft._runtime.serialization.small import NAMED, SMALL, TUPLE, decode_named, unpack_small
+from aiodaft._runtime.serialization.small import NAMED, SMALL
 from aiodaft._runtime.serialization.tensors import Spec, TensorMaker
 from aiodaft.exceptions import SerializationError
 from aiodaft_transport.memory.address import address_of, copy_memory
@@ -25,9 +37,8 @@ _new_bytearray: Final = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.restype = ctypes.py_object
 _new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
 
-
-_REFUSED: Final = "a received value cannot be rebuilt here"
-_SOLE_TENSOR: Final = pack(pack_exts(wire.TENSOR, 0))
+_NOTHING: Final[Mapping[bytes, Definition]] = MappingProxyType({})
+_SOLE_TENSOR: Final = pack(pack_exts(codes.TENSOR, 0))
 
 
 def is_heavy(payload: bytes) -> bool:
@@ -46,61 +57,67 @@ def sole_tensor(payload: bytes) -> Spec | None:
 class Decoder:
     """Decodes one value."""
 
-    def __init__(
-        self,
-        blobs: Sequence[memoryview],
-        slots: Sequence[Any],
-        refs: Sequence[Any],
-        origin: Callable[[int], Any],
-        pause: Callable[[], None] | None,
-        home: Process | None,
-    ) -> None:
-        self.home = home
-        self._blobs = blobs
-        self._slots = slots
-        self._refs = refs
-        self._origin = origin
-        self._pause = pause
-        self._table: list[list[int]] = []
-        self._tensors: TensorMaker | None = None
+    # What values beside a small one need.
+    home: Process | None = None
+    blobs: Sequence[memoryview] = ()
+    slots: Sequence[Any] = ()
+    refs: Sequence[Any] = ()
+    pause: Callable[[], None] | None = None
+    tensors: TensorMaker | None = None
+    _table: Sequence[Sequence[int]] = ()
 
-    def decode(self, payload: bytes) -> Any:
+    def __init__(self, heard: Mapping[bytes, Definition] = _NOTHING) -> None:
+        self._heard = heard
+        self.unpack: Callable[[bytes | memoryview], Any] = unpacker(self._extension)
+
+    def close(self) -> None:
+        """Let go what refers to this object, and so would keep the buffers alive."""
+        self.tensors = None
+        del self.unpack
+
+    def decode(self, payload: bytes, origin: Callable[[int], Any] | None = None) -> Any:
         """Return the value."""
-        try:
-            return self._decode(payload)
-        finally:
-            # It refers to this object, and so would keep the buffers alive.
-            self._tensors = None
-
-    def _decode(self, payload: bytes) -> Any:
-        kind, body = payload[0] & ~wire.HEAVY, memoryview(payload)[1:]
-        if kind == wire.PLAIN:
-            return unpack(body, self._extension)
-        self._table, specs, *rest = unpack(body, self._extension)
-        self._tensors = TensorMaker(specs, self.buffer, self._origin)
-        return unpack(rest[0] if rest else self.buffer(-1), self._extension)
+        body = memoryview(payload)[1:]
+        if payload[0] & ~wire.HEAVY in _WHOLE:
+            return self.unpack(body)
+        self._table, specs, *rest = self.unpack(body)
+        self.tensors = TensorMaker(specs, self.buffer, origin or _no_origin)
+        return self.unpack(rest[0] if rest else self.buffer(-1))
 
     def buffer(self, index: int) -> memoryview:
         """One of the value's buffers."""
         blob, offset, nbytes = self._table[index]
-        return self._blobs[blob][offset : offset + nbytes] if nbytes else memoryview(b"")
+        return self.blobs[blob][offset : offset + nbytes] if nbytes else memoryview(b"")
 
     def tensor(self, index: int) -> Any:
         """The tensor with this number."""
-        assert self._tensors is not None
-        return self._tensors.make(index)
+        assert self.tensors is not None
+        return self.tensors.make(index)
 
     def ref(self, index: int) -> Any:
         """The ref with this number."""
-        return self._refs[index]
+        return self.refs[index]
+
+    def thing(self, where: str | bytes) -> Any:
+        """The class or function at a place that `SmallEncoder.where` gave."""
+        if not isinstance(where, str):
+            return find(where, self._heard)
+        module, _, name = where.partition(":")
+        # As in pickle: it waits if another thread is importing the module.
+        __import__(module)
+        return attrgetter(name)(sys.modules[module])
 
     def _extension(self, code: int, content: bytes) -> Any:
-        return _EXTENSIONS[code](self, unpack(content, self._extension))
+        if code == BIG_INT:
+            return big_int_of(content)
+        parts = self.unpack(content)
+        kind = _TYPES.get(code)
+        return _EXTENSIONS[code](self, parts) if kind is None else kind(parts)
 
     def load_pickle(self, content: list[Any]) -> Any:
         data, first, count = content
         buffers = [self.buffer(index) for index in range(first, first + count)]
-        return unpickle(self.buffer(data) if isinstance(data, int) else data, buffers, self, self._pause)
+        return unpickle(self.buffer(data) if isinstance(data, int) else data, buffers, self, self.pause)
 
     def load_buffer(self, content: list[Any]) -> bytes | bytearray:
         index, mutable = content
@@ -114,32 +131,53 @@ class Decoder:
         items: list[Any] = []
         for chunk in unpack_stream(self.buffer(index), self._extension):
             items += chunk
-            if self._pause is not None:
-                self._pause()
+            if self.pause is not None:
+                self.pause()
         return items if kind == "l" else dict(zip(items[::2], items[1::2], strict=True))
 
-    def load_dataclass(self, content: list[Any]) -> Any:
-        cls, fields = content
-        return rebuild_dataclass(cls, fields)
+    def load_record(self, content: list[Any]) -> Any:
+        where, state = content
+        record = object.__new__(self.thing(where))
+        record.__dict__.update(state)
+        return record
 
-    def load_slot(self, index: int) -> Any:
-        return self._slots[index]
+    def load_tensor(self, content: list[Any]) -> Any:
+        import torch  # noqa: PLC0415 - optional package
+
+        dtype, shape, data = content
+        tensor = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
+        return tensor if len(shape) == 1 else tensor.view(shape)
+
+    def load_array(self, content: list[Any]) -> Any:
+        dtype, shape, data = content
+        array = self.thing("numpy:frombuffer")(bytearray(data), dtype)
+        return array if len(shape) == 1 else array.reshape(shape)
 
 
-_EXTENSIONS: Final[dict[int, Callable[[Decoder, Any], Any]]] = {
-    TUPLE: lambda decoder, items: tuple(items),
-    wire.SET: lambda decoder, items: set(items),
-    wire.FROZENSET: lambda decoder, items: frozenset(items),
-    wire.BYTEARRAY: lambda decoder, content: bytearray(content),
-    wire.BUFFER: Decoder.load_buffer,
-    wire.TENSOR: Decoder.tensor,
-    wire.SLOT: Decoder.load_slot,
-    wire.REF: Decoder.ref,
-    wire.PICKLE: Decoder.load_pickle,
-    wire.DATACLASS: Decoder.load_dataclass,
-    wire.NAMEDTUPLE: lambda decoder, content: content[0](*content[1]),
-    wire.CHUNKS: Decoder.load_chunks,
+_TYPES: Final[Mapping[int, Callable[[Any], Any]]] = {
+    codes.TUPLE: tuple,
+    codes.SET: set,
+    codes.FROZENSET: frozenset,
+    codes.BYTEARRAY: bytearray,
 }
+_EXTENSIONS: Final[Mapping[int, Callable[[Decoder, Any], Any]]] = {
+    codes.BUFFER: Decoder.load_buffer,
+    codes.TENSOR: Decoder.tensor,
+    codes.SLOT: lambda decoder, index: decoder.slots[index],
+    codes.REF: Decoder.ref,
+    codes.PICKLE: Decoder.load_pickle,
+    codes.DATACLASS: lambda _, content: rebuild_dataclass(*content),
+    codes.NAMEDTUPLE: lambda _, content: content[0](*content[1]),
+    codes.CHUNKS: Decoder.load_chunks,
+    codes.RECORD: Decoder.load_record,
+    codes.MEMBER: lambda decoder, content: decoder.thing(content[0])[content[1]],
+    codes.ARRAY: Decoder.load_array,
+    codes.SMALL_TENSOR: Decoder.load_tensor,
+    codes.THING: Decoder.thing,
+}
+# Kinds of payloads that are the skeleton alone.
+_WHOLE: Final = frozenset({wire.PLAIN, SMALL, NAMED})
+_unpack_small: Final = Decoder().unpack
 
 
 def decode(
@@ -148,7 +186,7 @@ def decode(
     *,
     slots: Sequence[Any] = (),
     refs: Sequence[Any] = (),
-    origin: Callable[[int], Any] = lambda index: None,
+    origin: Callable[[int], Any] | None = None,
     patient: bool = False,
     home: Process | None = None,
 ) -> Any:
@@ -166,17 +204,34 @@ def decode(
     Raises:
         SerializationError: A class is missing here, or something in the value refuses to be built.
     """
-    if payload[0] in (SMALL, NAMED):
-        return decode_small(payload)
-    try:
-        return Decoder(blobs, slots, refs, origin, yield_gil if patient else None, home).decode(payload)
-    except Exception as error:
-        raise SerializationError(f"{_REFUSED}: {error}") from error
+    decoder = Decoder()
+    decoder.blobs, decoder.slots, decoder.refs, decoder.home = blobs, slots, refs, home
+    decoder.pause = yield_gil if patient else None
+    return _decoded(decoder, payload, origin)
 
 
-def decode_small(payload: bytes, heard: Mapping[bytes, Definition] = MappingProxyType({})) -> Any:
+def decode_small(payload: bytes, heard: Mapping[bytes, Definition] = _NOTHING) -> Any:
     """Decode a small value, with what the names in it stand for; raises what `decode` does."""
+    if payload[0] == NAMED:
+        return _decoded(Decoder(heard), payload)
     try:
-        return unpack_small(memoryview(payload)[1:]) if payload[0] == SMALL else decode_named(payload, heard)
+        return _unpack_small(memoryview(payload)[1:])
     except Exception as error:
-        raise SerializationError(f"{_REFUSED}: {error}") from error
+        raise _refused(error) from error
+
+
+def _decoded(decoder: Decoder, payload: bytes, origin: Callable[[int], Any] | None = None) -> Any:
+    try:
+        return decoder.decode(payload, origin)
+    except Exception as error:
+        raise _refused(error) from error
+    finally:
+        decoder.close()
+
+
+def _refused(error: Exception) -> SerializationError:
+    return SerializationError(f"a received value cannot be rebuilt here: {error}")
+
+
+def _no_origin(index: int) -> Any:
+    return None

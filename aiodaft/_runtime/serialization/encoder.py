@@ -8,34 +8,23 @@ notebooks. Beyond a budget of time `encode` raises `TooLong`. The caller then re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Final, NamedTuple, cast
 
 from aiodaft._protocol.connections.codec import pack, pack_exts
 from aiodaft._protocol.connections.messages import INLINE_LIMIT, PLAIN_TEXT_LIMIT
 from aiodaft._protocol.objects.blobs import blob_table, lay_out
+from aiodaft._runtime.serialization import small as codes
 from aiodaft._runtime.serialization.containers import FLAT, contains_ref, field_names
 from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
 from aiodaft._runtime.serialization.encoded import Encoded, Source
 from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into, yield_gil
-from aiodaft._runtime.serialization.small import TUPLE, encode_small
+from aiodaft._runtime.serialization.small import SmallEncoder, encode_small
 from aiodaft._runtime.serialization.tensors import Places, TensorTable, is_dense_tensor
 from aiodaft.exceptions import SerializationError
 from aiodaft.ref import Ref, parts_of
 
-# Extension codes; 1 is the codec's own for big integers, and small values have theirs.
-SET: Final = 3
-FROZENSET: Final = 4
-BYTEARRAY: Final = 5
-BUFFER: Final = 6
-TENSOR: Final = 7
-SLOT: Final = 8
-REF: Final = 9
-PICKLE: Final = 10
-DATACLASS: Final = 11
-NAMEDTUPLE: Final = 12
-CHUNKS: Final = 13
-# The first byte of a payload: its kind, if it is not SMALL.
+# The first byte of a payload: its kind, if it is not that of a small one.
 PLAIN: Final = 0  # the skeleton
 TABLE: Final = 1  # [offsets, specs of tensors, skeleton]
 FAR: Final = 2  # [offsets, specs of tensors], and the skeleton is the last buffer
@@ -51,6 +40,7 @@ _BUDGET: Final = 50_000
 CHUNK: Final = 10_000
 # Containers with more objects than this are pickled as a whole: one pickle costs less than many.
 _PICKLED_TOGETHER: Final = 16
+_TRANSPARENT: Final = FLAT | {list, dict, tuple, set, frozenset, bytes, bytearray}
 
 
 class Names(NamedTuple):
@@ -62,10 +52,13 @@ class Names(NamedTuple):
     to: str = ""
 
 
-class Encoder:
-    """Encodes one value."""
+class Encoder(SmallEncoder):
+    """Encodes one value of any kind."""
+
+    free = FLAT
 
     def __init__(self, places: Places, *, resolve: bool, patient: bool) -> None:
+        super().__init__()
         self.resolve = resolve
         self.patient = patient
         self.heavy = False
@@ -102,20 +95,6 @@ class Encoder:
             self.refs.clear()
         # Deep or cyclic: pickle remembers the objects that it has seen. Its errors get no context.
         return pack(self._pickle(value))
-
-    def walk(self, value: Any) -> Any:
-        """Turn a value into plain data and extensions."""
-        kind = type(value)
-        if kind in FLAT:
-            return value
-        if kind is list:
-            return self._walk_list(value)
-        if kind is dict:
-            return self._walk_dict(value)
-        handler = _HANDLERS.get(kind)
-        if handler is not None:
-            return handler(self, value)
-        return self._walk_other(value)
 
     def add_source(self, buffer: Any) -> int:
         """Take a separate buffer and return its number."""
@@ -158,17 +137,17 @@ class Encoder:
             self._budget = _BUDGET
             yield_gil()
 
-    def _walk_list(self, value: list[Any]) -> Any:
+    def sequence(self, value: Any) -> Any:
         self._spend(len(value))
         if self.patient and len(value) > CHUNK:
-            return self._chunks("l", value)
+            return self._chunks("l", list(value))
         if FLAT.issuperset(map(type, value)):
-            return value
+            return value if type(value) is list else list(value)
         if len(value) > _PICKLED_TOGETHER and self._is_opaque(value):
             return self._pickle(value)
         return [self.walk(item) for item in value]
 
-    def _walk_dict(self, value: dict[Any, Any]) -> Any:
+    def mapping(self, value: dict[Any, Any]) -> Any:
         self._spend(len(value))
         if self.patient and len(value) > CHUNK:
             return self._chunks("d", [part for item in value.items() for part in item])
@@ -180,9 +159,12 @@ class Encoder:
 
     def _is_opaque(self, items: Collection[Any]) -> bool:
         """Whether some items have to be pickled and no item has a ref to resolve."""
-        kinds = {kind for kind in map(type, items) if kind not in FLAT and kind not in _HANDLERS}
-        opaque = kinds - {list, dict} and not all(map(is_dense_tensor, items))
-        return bool(opaque) and not (self.resolve and any(map(contains_ref, items)))
+        opaque = set(map(type, items)) - _TRANSPARENT
+        return (
+            bool(opaque)
+            and not all(map(is_dense_tensor, items))
+            and not (self.resolve and any(map(contains_ref, items)))
+        )
 
     def _chunks(self, kind: str, items: list[Any]) -> Any:
         """Encode a long container in pieces, in a separate buffer: packing it at once would hold the interpreter."""
@@ -190,66 +172,53 @@ class Encoder:
         out = bytearray()
         for start in range(0, len(items), CHUNK):
             part = items[start : start + CHUNK]
-            out += pack(self._walk_list(part))
+            out += pack(self.sequence(part))
             yield_gil()
-        return pack_exts(CHUNKS, [kind, self.add_source(memoryview(out))])
+        return pack_exts(codes.CHUNKS, [kind, self.add_source(memoryview(out))])
 
-    def _walk_other(self, value: Any) -> Any:
-        kind = type(value)
+    def text(self, value: Any) -> Any:
+        if len(value) <= _BUFFER_LIMIT:
+            return value
+        return pack_exts(codes.BUFFER, [self.add_bytes(value), False])
+
+    def bytearray(self, value: bytearray) -> Any:
+        if len(value) <= _BUFFER_LIMIT:
+            return pack_exts(codes.BYTEARRAY, bytes(value))
+        return pack_exts(codes.BUFFER, [self.add_bytes(value), True])
+
+    def other(self, value: Any) -> Any:
         if is_dense_tensor(value):
-            return pack_exts(TENSOR, self.tensors.add(value))
+            return pack_exts(codes.TENSOR, self.tensors.add(value))
         if isinstance(value, Ref):
             return self._walk_ref(value)
         if self.resolve and contains_ref(value):
+            cls = self.thing(type(value))
             if isinstance(value, tuple):
-                return pack_exts(NAMEDTUPLE, [self._pickle(kind), [self.walk(item) for item in value]])
+                return pack_exts(codes.NAMEDTUPLE, [cls, [self.walk(item) for item in value]])
             fields = {name: self.walk(getattr(value, name)) for name in field_names(value)}
-            return pack_exts(DATACLASS, [self._pickle(kind), fields])
+            return pack_exts(codes.DATACLASS, [cls, fields])
         return self._pickle(value)
+
+    tensor = array = record = other
 
     def _walk_ref(self, ref: Ref[Any]) -> Any:
         if self.resolve and (parts := parts_of(ref)) is not None:
             return [self.walk(part) for part in parts]
         if not self.resolve:
-            return pack_exts(REF, self.add_ref(ref))
+            return pack_exts(codes.REF, self.add_ref(ref))
         self._check_ref(ref)
         self.slots.append(ref)
-        return pack_exts(SLOT, len(self.slots) - 1)
+        return pack_exts(codes.SLOT, len(self.slots) - 1)
 
     def _pickle(self, value: Any) -> Any:
         first = len(self.sources)
         data = pickle_into(self, value)
         count = len(self.sources) - first
         if len(data) <= _BUFFER_LIMIT:
-            return pack_exts(PICKLE, [data, first, count])
+            return pack_exts(codes.PICKLE, [data, first, count])
         if len(data) > INLINE_LIMIT:
             self.heavy = True
-        return pack_exts(PICKLE, [self.add_source(data), first, count])
-
-
-def _walk_bytes(encoder: Encoder, value: bytes) -> Any:
-    if len(value) <= _BUFFER_LIMIT:
-        return value
-    return pack_exts(BUFFER, [encoder.add_bytes(value), False])
-
-
-def _walk_bytearray(encoder: Encoder, value: bytearray) -> Any:
-    if len(value) <= _BUFFER_LIMIT:
-        return pack_exts(BYTEARRAY, bytes(value))
-    return pack_exts(BUFFER, [encoder.add_bytes(value), True])
-
-
-def _walk_items(code: int) -> Callable[[Encoder, Any], Any]:
-    return lambda encoder, value: pack_exts(code, encoder.walk(list(value)))
-
-
-_HANDLERS: Final[dict[type, Callable[[Encoder, Any], Any]]] = {
-    bytes: _walk_bytes,
-    bytearray: _walk_bytearray,
-    tuple: _walk_items(TUPLE),
-    set: _walk_items(SET),
-    frozenset: _walk_items(FROZENSET),
-}
+        return pack_exts(codes.PICKLE, [self.add_source(data), first, count])
 
 
 def encode(
@@ -259,6 +228,7 @@ def encode(
     places: Places = Places(),  # noqa: B008 - it does not change
     resolve: bool = False,
     patient: bool = False,
+    small: bool = True,
 ) -> Encoded:
     """Encode a value.
 
@@ -268,15 +238,15 @@ def encode(
         places: The tensors that may stay where they are.
         resolve: Whether refs in plain containers stand for their values.
         patient: Whether this thread may take long.
+        small: Whether it may be small; False if `encode_small` was tried.
 
     Raises:
         SerializationError: A part of it cannot travel; the message has the path to the part.
         TooLong: It takes long, and `patient` is not set.
     """
-
-    small = encode_small(value, (value,), by_name=False)
-    if small is not None:
-        return Encoded(small.payload)
+    found = encode_small((value,), by_name=False) if small else None
+    if found is not None:
+        return Encoded(found[0])
 
     def attempt(part: Any) -> Encoded:
         return Encoder(places, resolve=resolve, patient=patient).encode(part)

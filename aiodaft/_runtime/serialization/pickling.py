@@ -193,12 +193,16 @@ def _module_can_be_found(name: str) -> bool:
 
 def importable(value: type | FunctionType) -> bool:
     """Whether another process can import this class or function by its name."""
-    module = value.__module__
-    if module == "__main__" or module not in sys.modules or "<locals>" in value.__qualname__:
+    module, name = value.__module__, value.__qualname__
+    if module == "__main__":
         return False
-    found: Any = sys.modules[module]
-    for part in value.__qualname__.split("."):
-        found = getattr(found, part, None)
+    found: Any = sys.modules.get(module)
+    # The usual case is the cheap one.
+    if "." not in name:
+        found = getattr(found, name, None)
+    else:
+        for part in name.split("."):
+            found = getattr(found, part, None)
     return found is value and _module_can_be_found(module)
 
 

@@ -42,6 +42,8 @@ _SPECS: Final = "__aiodaft_specs__"
 # The name of the method that reads an attribute of a hosted object; no attribute can have this name.
 ATTRIBUTE: Final = "."
 
+_MOST_SHAPES: Final = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -62,7 +64,7 @@ class MethodSpec:
     """A remote method, for caller and callee."""
 
     __slots__ = (
-        "_hidden", "_signature", "fn", "high", "is_stream", "label", "low", "name", "retries", "rules",
+        "_fitting", "_hidden", "_signature", "fn", "high", "is_stream", "label", "low", "name", "retries", "rules",
         "transport",
     )  # fmt: skip
 
@@ -80,6 +82,8 @@ class MethodSpec:
         fewest, most = _arity(fn) if transport is None else (1.0, 0.0)
         self.low, self.high = fewest, most
         self._signature: inspect.Signature | None = None
+        # Calls that fit the signature: the number of positional arguments, and the names of the others.
+        self._fitting: set[tuple[object, ...]] = set()
 
     def argument(self, index: int) -> str:
         """The name of a positional argument in errors."""
@@ -89,6 +93,9 @@ class MethodSpec:
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise TypeError or Unreachable, at the caller's line, if the call must fail."""
         if not kwargs and self.low <= len(args) <= self.high:
+            return
+        shape = len(args), *kwargs
+        if shape in self._fitting:
             return
         if self.transport is not None:
             check_name(self.transport)
@@ -100,6 +107,8 @@ class MethodSpec:
             signature.bind(None, *args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.label}{signature}: {error}") from None
+        if self.transport is None and len(self._fitting) < _MOST_SHAPES:
+            self._fitting.add(shape)
 
     @property
     def signature(self) -> inspect.Signature | None:

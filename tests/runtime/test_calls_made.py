@@ -169,6 +169,16 @@ async def test_small_and_keyword_arguments_need_no_other_message_than_plain_ones
     assert office.kinds_to(THERE) == [m.SEND, m.SEND]
 
 
+async def test_a_call_that_fitted_says_nothing_of_another(office: Office) -> None:
+    desk = office.handle()
+    for _ in range(2):
+        desk.note(word=1)
+        for args, kwargs in (((), {"other": 1}), ((1,), {"word": 1}), ((), {"word": 1, "other": 1}), ((1, 2), {})):
+            with pytest.raises(TypeError, match="Desk.note"):
+                desk.note(*args, **kwargs)
+    assert office.kinds_to(THERE)[1:] == [m.CALL] * 2
+
+
 async def test_a_call_waits_while_the_argument_of_an_earlier_one_is_copied(office: Office) -> None:
     desk = office.handle()
     refs = [desk.note(LARGE), desk.note("second")]

@@ -14,12 +14,12 @@ import os
 import pickle
 import sys
 from abc import get_cache_token
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from itertools import repeat
 from types import BuiltinFunctionType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any, Final, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakValueDictionary, ref
 
 from aiodaft._protocol.connections.messages import INLINE_LIMIT
 from aiodaft._runtime.serialization.pickling import importable
@@ -54,42 +54,43 @@ class Definition:
 class _Record:
     """What is remembered of a class or function, with what it referred to when it was pickled."""
 
-    __slots__ = ("_before", "_gone", "_kept", "_looks", "changes", "name", "source", "token")
+    __slots__ = ("_before", "_gone", "_kept", "_look", "changes", "name", "source", "token")
 
-    def __init__(self, token: bytes, source: bytes, name: bytes, looks: list[_Look], changes: int = 0) -> None:
+    def __init__(self, token: bytes, source: bytes, name: bytes, survey: _Survey, changes: int = 0) -> None:
         self.token = token
         self.source = source
         self.name = name
         self.changes = changes
-        self._looks = looks
+        self._look = survey.look
+        found = survey.look()
         # Only the identities of classes and functions: it must not keep them alive. When one of them is gone, another
         # object may get its identity.
         self._gone: list[object] = []
-        found = [look() for look in looks]
-        self._before = [list(map(id, values)) for values in found]
-        things = [type(value) if isinstance(value, Enum) else value for values in found for value in values]
+        self._before = list(map(id, found))
+        frozen = [value for value in found if id(value) not in survey.skipped]
+        things = [type(value) if isinstance(value, Enum) else value for value in frozen]
         self._kept = [
             ref(thing, self._gone.append) if isinstance(thing, type | FunctionType) else thing for thing in things
         ]
 
-    @property
     def holds(self) -> bool:
         """Whether it is what it was when it was pickled."""
-        return not self._gone and [list(map(id, look())) for look in self._looks] == self._before
+        return not self._gone and list(map(id, self._look())) == self._before
 
 
-# None: it has no name.
-_records: Final[WeakKeyDictionary[Thing, _Record | None]] = WeakKeyDictionary()
+# By weak references. None: it has no name.
+_records: Final[dict[ref[Thing], _Record | None]] = {}
 _by_name: Final[WeakValueDictionary[bytes, Thing]] = WeakValueDictionary()
 
 
 def named(thing: Thing) -> Named | None:
     """The name of a class or function; None if it has to be pickled by value."""
-    record = _records.get(thing)
-    if record is None or not record.holds:
-        if record is None and thing in _records:
+    key = ref(thing)
+    record = _records.get(key)
+    if record is None or not record.holds():
+        if record is None and key in _records:
             return None
-        record = _records[thing] = _recorded(thing, record)
+        record = _records[ref(thing, _records.pop)] = _recorded(thing, record)
         if record is None:
             return None
         _by_name[record.name] = thing
@@ -98,8 +99,8 @@ def named(thing: Thing) -> Named | None:
 
 def _recorded(thing: Thing, earlier: _Record | None) -> _Record | None:
     changes = 0 if earlier is None else earlier.changes + 1
-    looks = _looks_at(thing)
-    if looks is None or changes > _MOST_CHANGES:
+    survey = _surveyed(thing)
+    if survey is None or changes > _MOST_CHANGES:
         return None
     from hashlib import blake2b  # noqa: PLC0415 - slow to import, and few calls need it
 
@@ -110,14 +111,7 @@ def _recorded(thing: Thing, earlier: _Record | None) -> _Record | None:
         return None
     # Two functions of the same text have two names: each is taken back when its own function is gone.
     token = os.urandom(8) if earlier is None else earlier.token
-    return _Record(token, source, blake2b(token + source, digest_size=16).digest(), looks, changes)
-
-
-def name_of(thing: Thing) -> bytes:
-    """The name that `named` gave last."""
-    record = _records[thing]
-    assert record is not None
-    return record.name
+    return _Record(token, source, blake2b(token + source, digest_size=16).digest(), survey, changes)
 
 
 def find(name: bytes, heard: Mapping[bytes, Definition]) -> Any:
@@ -127,22 +121,21 @@ def find(name: bytes, heard: Mapping[bytes, Definition]) -> Any:
         definition = heard[name]
         thing = pickle.loads(definition.source)
         # A class that has changed at its sender, or that comes back, is still one class here.
-        earlier = _records.get(thing)
+        key = ref(thing)
+        earlier = _records.get(key)
         if earlier is not None:
             _by_name.pop(earlier.name, None)
-        if thing not in _records:
+        if key not in _records:
             # No more than one holds it: two processes that told each other would hold it for ever.
             definition.made = thing
-        looks = _looks_at(thing)
-        _records[thing] = None if looks is None else _Record(os.urandom(8), definition.source, name, looks)
+        survey = _surveyed(thing)
+        record = None if survey is None else _Record(os.urandom(8), definition.source, name, survey)
+        _records[ref(thing, _records.pop)] = record
         _by_name[name] = thing
     return thing
 
 
 # What a class or function refers to, and whether that may change unseen.
-
-# Gives it, to be compared with what it was; holds no class or function, and no namespace that has them.
-_Look: TypeAlias = Callable[[], list[Any]]
 
 
 @dataclasses.dataclass
@@ -178,76 +171,104 @@ class _Changeable(Exception):
     """It may change unseen."""
 
 
-def _looks_at(thing: Thing) -> list[_Look] | None:
-    """How to see whether something has changed; None if that cannot be seen."""
+def _surveyed(thing: Thing) -> _Survey | None:
+    """What shows whether something has changed; None if that cannot be seen."""
     survey = _Survey()
     try:
-        survey.thing(thing)
+        survey.follow(thing)
     except _Changeable:
         return None
-    return survey.looks
+    return survey
 
 
 class _Survey:
+    """A class or function, and the classes and functions that it refers to; it holds none of them, and no namespace."""
+
     def __init__(self) -> None:
-        self.looks: list[_Look] = []
+        # Each with the names of its wrapped attributes, and of its members.
+        self._classes: list[tuple[ref[type], list[str], list[str]]] = []
+        # Each with the names of the globals that it uses.
+        self._functions: list[tuple[ref[FunctionType], list[str]]] = []
+        # Classes may be registered with an abstract one.
+        self._registered: object = None
+        # What was not looked at, because it does not change, and may keep a class alive.
+        self.skipped: set[int] = set()
         self._seen: set[int] = set()
 
-    def values(self, values: Iterable[Any]) -> None:
-        """Look at what a class or function refers to."""
-        for value in values:
-            if isinstance(value, type | FunctionType) and not importable(value):
-                self.thing(value)
-            elif isinstance(value, Enum) and not importable(type(value)):
-                self.thing(type(value))
-            elif not _is_frozen(value):
-                raise _Changeable
-
-    def thing(self, thing: Thing) -> None:
-        """Look at a class or function."""
-        if id(thing) in self._seen:
-            return
-        self._seen.add(id(thing))
-        look = self._class(thing) if isinstance(thing, type) else self._function(thing)
-        if look is not None:
-            self.values(look())
-            self.looks.append(look)
-
-    @staticmethod
-    def _class(cls: type) -> _Look:
-        if issubclass(cls, Actor):
-            raise _Changeable
-        length, found = len(vars(cls)), ref(cls)
-        # The other attributes of an enumeration are made of its members.
-        members = list(getattr(cls, "_member_map_", ()))
-        wrapped = [name for name, member in vars(cls).items() if type(member) in _WRAPPERS]
-        names = [
-            name
-            for name, member in vars(cls).items()
-            if name not in wrapped and (type(member) is FunctionType if members else not _is_made_with(name, member))
-        ]
-        # Classes that are registered with an abstract one.
-        registered = get_cache_token() if "_abc_impl" in vars(cls) else None
-
-        def look() -> list[Any]:
-            living: Any = found()
-            now = vars(living)
-            refers = [type(living), len(now) == length, *living.__bases__, *map(now.get, names)]
+    def look(self) -> list[Any]:
+        """What they refer to. One function, because it runs for each value that has a name."""
+        refers: list[Any] = []
+        if self._registered is not None:
+            refers.append(get_cache_token() == self._registered)
+        for found_class, wrapped, members in self._classes:
+            cls: Any = found_class()
+            now = vars(cls)
+            refers.append(type(cls))
+            refers += cls.__bases__
+            refers += now.values()
             for name in wrapped:
                 member = now.get(name)
                 parts = _WRAPPERS.get(type(member))
-                refers += [member] if parts is None else [type(member), *parts(member)]
-            refers += [living._member_map_[name]._value_ for name in members]
-            if registered is not None:
-                refers.append(get_cache_token() == registered)
-            return refers
+                refers += () if parts is None else parts(member)
+            refers += [cls._member_map_[name]._value_ for name in members]
+        for found, used in self._functions:
+            function: Any = found()
+            refers.append(function.__code__)
+            refers += function.__defaults__ or ()
+            refers += function.__dict__.values()
+            # A name of the builtins may become a global one.
+            if used:
+                refers += map(function.__globals__.get, used, repeat(_ABSENT))
+            if function.__kwdefaults__:
+                refers += function.__kwdefaults__.values()
+            if function.__closure__:
+                refers += [cell.cell_contents for cell in function.__closure__]
+        return refers
 
-        return look
+    def follow(self, thing: Thing) -> None:
+        """Take a class or function, and what it refers to."""
+        self._seen.add(id(thing))
+        fresh = [thing]
+        while fresh:
+            for each in fresh:
+                if isinstance(each, type):
+                    self._take_class(each)
+                else:
+                    self._take_function(each)
+            fresh = [found for value in self.look() if (found := self._unseen(value)) is not None]
 
-    def _function(self, function: FunctionType) -> _Look | None:
-        if function.__code__ == _REPR:
-            self.values((function.__dict__["__wrapped__"],))
+    def _unseen(self, value: Any) -> Thing | None:
+        if isinstance(value, Enum) and not importable(type(value)):
+            value = type(value)
+        if id(value) in self._seen:
             return None
+        self._seen.add(id(value))
+        if isinstance(value, type | FunctionType) and not importable(value):
+            return value
+        if not _is_frozen(value):
+            raise _Changeable
+        return None
+
+    def _take_class(self, cls: type) -> None:
+        if issubclass(cls, Actor):
+            raise _Changeable
+        # The other attributes of an enumeration are made of its members.
+        members = list(getattr(cls, "_member_map_", ()))
+        wrapped = [name for name, member in vars(cls).items() if type(member) in _WRAPPERS]
+        skipped = {
+            id(member)
+            for name, member in vars(cls).items()
+            if name in wrapped or (type(member) is not FunctionType if members else _is_made_with(name, member))
+        }
+        self.skipped |= skipped
+        self._seen |= skipped
+        if "_abc_impl" in vars(cls):
+            self._registered = get_cache_token()
+        self._classes.append((ref(cls), wrapped, members))
+
+    def _take_function(self, function: FunctionType) -> None:
+        if function.__code__ == _REPR:
+            function = function.__dict__["__wrapped__"]
         free = function.__code__.co_freevars
         used: set[str] = set()
         for step in (step for code in _codes_in(function.__code__) for step in dis.get_instructions(code)):
@@ -258,20 +279,7 @@ class _Survey:
         if function.__dict__.keys() - {"__wrapped__"}:
             # It may count its calls there.
             raise _Changeable
-        found = ref(function)
-
-        def look() -> list[Any]:
-            now: Any = found()
-            refers = [now.__code__, *(now.__defaults__ or ()), *now.__dict__.values()]
-            if now.__kwdefaults__:
-                refers += now.__kwdefaults__.values()
-            # A name of the builtins may become a global one.
-            refers += map(now.__globals__.get, used, repeat(_ABSENT))
-            if free:
-                refers += [cell.cell_contents for cell in now.__closure__]
-            return refers
-
-        return look
+        self._functions.append((ref(function), sorted(used)))
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:

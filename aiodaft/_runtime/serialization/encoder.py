@@ -58,7 +58,6 @@ class Encoder(SmallEncoder):
     free = FLAT
 
     def __init__(self, places: Places, *, resolve: bool, patient: bool) -> None:
-        super().__init__()
         self.resolve = resolve
         self.patient = patient
         self.heavy = False

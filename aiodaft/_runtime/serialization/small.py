@@ -65,11 +65,10 @@ class SmallEncoder:
     # The types of parts that are plain data.
     free = _NUMBERS
 
-    def __init__(self, *, by_name: bool = False) -> None:
-        # Takes what is named; None if nothing may be.
-        self.defined: list[Named] | None = [] if by_name else None
-        self._room = INLINE_LIMIT
-        self._seen: set[int] = set()
+    # Takes what is named; None if nothing may be.
+    defined: list[Named] | None = None
+    _room = INLINE_LIMIT
+    _seen: set[int] | None = None
 
     def walk(self, value: Any) -> Any:
         """What takes the place of a part."""
@@ -87,8 +86,10 @@ class SmallEncoder:
 
     def _enter(self, value: Any, parts: Collection[Any]) -> bool:
         """Account for something with parts. Returns whether these are plain."""
-        seen = self._seen
         # On the path of many calls: like `_take`.
+        seen = self._seen
+        if seen is None:
+            seen = self._seen = set()
         if len(parts) > _MOST or id(value) in seen or len(seen) == _MOST:
             raise NotSmall
         seen.add(id(value))
@@ -113,9 +114,10 @@ class SmallEncoder:
     def _take(self, key: int, nbytes: int) -> None:
         """Account for something that may be there once."""
         self._room -= nbytes
-        if self._room < 0 or key in self._seen or len(self._seen) == _MOST:
+        seen = self._seen = self._seen or set()
+        if self._room < 0 or key in seen or len(seen) == _MOST:
             raise NotSmall
-        self._seen.add(key)
+        seen.add(key)
 
     def sequence(self, value: Any) -> Any:
         """The parts of a list, a tuple or a set as a list."""
@@ -145,7 +147,7 @@ class SmallEncoder:
             return self.other(value)
         if not self._enter(value, state.values()):
             state = self._walk_values(state)
-        return pack_exts(RECORD, [where, state])
+        return ext((RECORD, new_packer().pack([where, state])))
 
     def member(self, value: Any) -> Any:
         """A member of an enumeration."""
@@ -196,8 +198,13 @@ class SmallEncoder:
 
     def where(self, thing: Thing) -> str | bytes | None:
         """Where the receiver finds a class or function: its module and name, or a name that it was told."""
+        place = _places.get(ref(thing))
+        if place is not None and getattr(sys.modules.get(place[0]), place[1], None) is thing:
+            return place[2]
         if importable(thing):
-            return f"{thing.__module__}:{thing.__qualname__}"
+            module, name = thing.__module__, thing.__qualname__
+            place = _places[ref(thing, _places.pop)] = module, name, f"{module}:{name}"
+            return place[2]
         # A lambda, or a function in another, is usually made for one call.
         if self.defined is None or (type(thing) is FunctionType and not _is_global(thing)):
             return None
@@ -213,9 +220,14 @@ def encode_small(parts: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 
     `by_name`: The receiver is told what names stand for.
     """
-    encoder = SmallEncoder(by_name=by_name)
+    encoder = SmallEncoder()
+    if by_name:
+        encoder.defined = []
+    walked: Any = []
     try:
-        walked: Any = [part if type(part) in _NUMBERS else encoder.walk(part) for part in parts]
+        # No comprehension, which would be one more function for each call.
+        for part in parts:
+            walked.append(part if type(part) in _NUMBERS else encoder.walk(part))
         if kwargs is None:
             (walked,) = walked
         else:
@@ -240,6 +252,8 @@ _METHODS: Final[Mapping[type, str]] = {
     str: "text", bytes: "text", bytearray: "bytearray", type: "thing", FunctionType: "thing"
 }  # fmt: skip
 _found: Final[dict[ref[type], str]] = {}
+# Module, name and both, of importable classes and functions.
+_places: Final[dict[ref[Any], tuple[str, str, str]]] = {}
 
 
 def _find_method(cls: type) -> str:

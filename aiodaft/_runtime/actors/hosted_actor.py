@@ -321,8 +321,8 @@ class HostedActor:
         on_thread = call.rules.on_thread
         self._enter(call)
         ran = False
-        # What gives the answer, and with what.
-        answer: tuple[Any, ...]
+        answer: Callable[[InboundCall, Any], object]
+        given: Any
         try:
             if call.received is not None:
                 self._decode_arguments(call)
@@ -332,28 +332,28 @@ class HostedActor:
                 result = await (_give_items(call, result) if call.spec.is_stream else result)
             if call.stage is LATE:
                 # It returned a result after its deadline.
-                answer = (self._fail_late, call)
+                answer, given = self._fail_late, None
             elif call.responder.is_local or is_plain(result):
-                answer = (call.responder.answer, call, result)
+                answer, given = call.responder.answer, result
             elif (small := encode_small((result,), by_name=True)) is not None:
-                answer = (call.responder.answer_stored, call, small)
+                answer, given = call.responder.answer_stored, small
             else:
                 stored = (
                     self._store.keep_patiently(result, call.label, call.spec.transport, small=False)
                     if on_thread
                     else await self.capture(result, call.label, "result", call.spec.transport, small=False)
                 )
-                answer = (call.responder.answer_stored, call, stored)
+                answer, given = call.responder.answer_stored, stored
         except (SystemExit, KeyboardInterrupt) as error:
-            answer = (self._host.on_exit, error)
+            answer, given = (lambda _, error: self._host.on_exit(error)), error
         except BaseException as error:  # noqa: BLE001 - the caller gets every error of a method
-            answer = (self._failed, call, error, ran)
+            answer, given = partial(self._failed, ran=ran), error
         if on_thread:
-            self.thread.to_loop(partial(self._end, call, *answer))
+            self.thread.to_loop(partial(self._end, call, answer, given))
         else:
-            self._end(call, *answer)
+            self._end(call, answer, given)
         # The error's frames lead here: they must not lead back to the error.
-        del answer
+        del answer, given
 
     def _run_on_thread(self, call: InboundCall) -> None:
         if call.take():
@@ -500,11 +500,11 @@ class HostedActor:
         error.actor = self.name
         call.responder.fail(call, error, executed=executed)
 
-    def _end(self, call: InboundCall, answer: Callable[..., object] | None = None, *given: Any) -> None:
+    def _end(self, call: InboundCall, answer: Callable[..., object] | None = None, given: Any = None) -> None:
         """Answer a started call that is over, and start waiting calls. Runs on the loop."""
         try:
             if answer is not None:
-                answer(*given)
+                answer(call, given)
         finally:
             del self.running[call]
             self.done += 1

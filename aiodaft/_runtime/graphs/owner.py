@@ -440,7 +440,7 @@ class OwnerRun(OwnedRun):
         """Encode the inputs. Returns the long ones with their positions, for the helper thread."""
         if all_plain(args):
             self.is_plain = True
-            self.inputs.extend(args)
+            self.inputs = [*args]
             return []
         long: list[tuple[int, Any]] = []
         for index, arg in enumerate(args):
@@ -477,9 +477,10 @@ class OwnerRun(OwnedRun):
 
     def drop_inputs(self) -> None:
         """The inputs were sent, or never will be."""
-        for value in self.inputs:
-            if type(value) is GraphValue and value.stored is not None:
-                value.stored.release()
+        if not self.is_plain:
+            for value in self.inputs:
+                if type(value) is GraphValue and value.stored is not None:
+                    value.stored.release()
         self.inputs = []
 
     # Results.

@@ -176,7 +176,7 @@ class ParticipantRun(Share[Flowing]):
         """Take values that another process sent."""
         for item in items:
             if len(item) == m.PLAIN_VALUE:
-                self._take(*item)
+                self._take(item[0], item[1])
             elif (value := value_of(item)) is not None:
                 self._take(item[0], value)
             else:
@@ -189,8 +189,11 @@ class ParticipantRun(Share[Flowing]):
     def _take(self, index: int, value: Flowing, *, at_once: bool = True) -> None:
         if type(value) is GraphValue:
             value.uses = self.participant.plan.uses[index]
-        self._start(self.take(index, value), at_once=at_once)
-        self._forget_if_done()
+        ready = self.take(index, value)
+        if ready:
+            self._start(ready, at_once=at_once)
+        if not self.to_come:
+            self._forget_if_done()
 
     def _start(self, segments: Sequence[int], *, at_once: bool = True) -> None:
         """Start segments that waited for a value (for `at_once` see `HostedActor.look_again`)."""
@@ -392,11 +395,14 @@ class StrandCall(InboundCall):
             try:
                 if step.is_noted:
                     await call._approach(step)
-                args, kwargs = [*map(values.__getitem__, step.slots)] if step.is_bare else (), _NO_KWARGS
-                if not step.is_bare or GraphValue in map(type, args):
+                result: Any
+                if step.only is None or type(argument := values[step.only]) is GraphValue:
                     args, kwargs = await call._arguments(step)
-                executed = True
-                result: Any = step.fn(instance, *args, **kwargs)
+                    executed = True
+                    result = step.fn(instance, *args, **kwargs)
+                else:
+                    executed = True
+                    result = step.fn(instance, argument)
                 if not on_thread:
                     result = await result
                 if call.stage is LATE:
@@ -462,7 +468,7 @@ class StrandCall(InboundCall):
                 await value.fetch_own(self.strand.context.objects)
 
     async def _arguments(self, step: BoundStep) -> tuple[Any, Any]:
-        """Make the arguments of a step, if they are not just plain values. Waits only on the loop."""
+        """Make the arguments of a step. Waits only on the loop."""
         on_thread = self.rules.on_thread
         try:
             return self._decode(step, patient=on_thread)
@@ -492,7 +498,7 @@ class StrandCall(InboundCall):
             taken = [value.take(store, patient=patient) if type(value) is GraphValue else value for value in taken]
             for _, value in encoded:
                 value.used()
-        return step.data.make(store, taken, patient=patient)
+        return (taken, _NO_KWARGS) if step.is_bare else step.data.make(store, taken, patient=patient)
 
     def _named(self, step: BoundStep) -> str:
         return f"{step.label} of {self.hosted.name}"

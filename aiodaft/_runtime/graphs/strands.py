@@ -37,8 +37,10 @@ class BoundStep:
         self.line = step.line
         self.data = step.data
         self.slots = step.data.slots
-        # The arguments are values of the graph, as they are.
-        self.is_bare = step.data.is_bare and len(step.data.needs) == len(step.data.slots)
+        # The arguments are values of the graph or of refs from outside, as they are.
+        self.is_bare = step.data.is_bare
+        # The value that is its only argument.
+        self.only = self.slots[0] if self.is_bare and len(self.slots) == 1 and self.slots[0] >= 0 else None
         self.is_output = self.result.output is not None
         self.leaves_segment = self.result.leaves_segment
         self.fn = method.fn

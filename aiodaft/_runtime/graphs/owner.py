@@ -166,8 +166,8 @@ class GraphOwner:
             # First, so that the participants work while this makes the refs.
             self._send(run)
         refs: dict[int, Ref[Any]] = {}
-        for (value, (target, spec, connection)), result in zip(deployment.results.items(), run.numbers, strict=True):
-            state = run.states[value] = ResultState(target, spec, result)
+        for position, (value, (target, spec, connection)) in enumerate(deployment.results.items()):
+            state = run.states[value] = ResultState(target, spec, run.numbers[position])
             state.run = run
             refs[value] = Ref(state)
             if at_once:
@@ -234,14 +234,13 @@ class GraphOwner:
         left = None if run.deadline is None else time_left(run.deadline, context.process.loop.time)
         oldest = next(iter(self._runs.all))
         for route, needed, positions in deployment.run_routes:
-            # Without a comprehension, which would be one more function to enter.
-            chosen = zip(needed, map(inputs.__getitem__, needed), strict=True)
+            # Comprehensions, which take a third of the time of `zip` and `map`.
             if run.is_plain:
-                items = tuple(chosen)
+                items = tuple([(index, inputs[index]) for index in needed])
             else:
                 refs = context.objects.refs
-                items = tuple([item_of(value, index, refs, route, executed=False) for index, value in chosen])
-            numbers = tuple(map(run.numbers.__getitem__, positions))
+                items = tuple([item_of(inputs[index], index, refs, route, executed=False) for index in needed])
+            numbers = tuple([run.numbers[position] for position in positions])
             route.send_in_turn((m.RUN, deployment.number, run.number, oldest, left, numbers, items))
             if route.lost is not None:
                 context.when_explained(route, partial(self._lost_unsent, run, route.remote))

@@ -385,7 +385,7 @@ class StrandCall(InboundCall):
         """
         # It would keep itself alive.
         call.args = ()
-        values, on_thread = call.run.values, call.rules.on_thread
+        values, missing, on_thread = call.run.values, call.run.missing, call.rules.on_thread
         value: Flowing
         for step in call.strand.steps:
             if call.stage in GIVEN_UP:
@@ -393,8 +393,13 @@ class StrandCall(InboundCall):
                 raise asyncio.CancelledError
             executed = False
             try:
-                if step.is_noted:
-                    await call._approach(step)
+                if step.segment is not None and missing[step.segment]:
+                    await call._pause(step.segment)
+                    # Not if this wait is cancelled: the step has not begun.
+                    call.waits_at = None
+                if step is call.strand.last:
+                    # Calls behind a strand of several steps may start.
+                    call.hosted.last_begun(call)
                 result: Any
                 if step.only is None or type(argument := values[step.only]) is GraphValue:
                     args, kwargs = await call._arguments(step)
@@ -408,10 +413,8 @@ class StrandCall(InboundCall):
                 if call.stage is LATE:
                     return
                 value = result if is_plain(result) else GraphValue(stored=await call._store(step, result))
-            except BaseException as error:
-                if call._is_ended_by(error):
-                    raise
-                value, call.waits_at = call._failure(step, error, executed), None
+            except BaseException as error:  # noqa: BLE001 - raised again there if it ends the strand
+                value, call.waits_at = call._caught(step, error, executed), None
             values[step.index] = value
             if on_thread:
                 call._collect(step, value)
@@ -423,17 +426,11 @@ class StrandCall(InboundCall):
                 if step.leaves_segment and call.stage not in ANSWERED:
                     call.run.tell(step, value)
 
-    async def _approach(self, step: BoundStep) -> None:
-        """Wait for the values of the segment that a step begins; note that the last step of the strand begins."""
-        segment = step.segment
-        if segment is not None and self.run.missing[segment]:
-            self.pause = Wakeup(self.strand.context.objects.wakeups)
-            self.waits_at = segment
-            await self.pause
-            # Not if this wait is cancelled: the step has not begun.
-            self.waits_at = None
-        if step is self.strand.last:
-            self.hosted.last_begun(self)
+    def _pause(self, segment: int) -> Wakeup:
+        """What wakes the strand when a segment has its values."""
+        self.waits_at = segment
+        self.pause = wakeup = Wakeup(self.strand.context.objects.wakeups)
+        return wakeup
 
     def _collect(self, step: BoundStep, value: Flowing) -> None:
         """On the thread: leave a result to the loop."""
@@ -503,7 +500,10 @@ class StrandCall(InboundCall):
     def _named(self, step: BoundStep) -> str:
         return f"{step.label} of {self.hosted.name}"
 
-    def _failure(self, step: BoundStep, error: BaseException, executed: bool) -> GraphValue:
+    def _caught(self, step: BoundStep, error: BaseException, executed: bool) -> GraphValue:
+        """The error of a step as its value; raised again if it ends the strand."""
+        if self._is_ended_by(error):
+            raise
         if isinstance(error, InputFailed):
             return GraphValue.of_error(error.error, executed=False)
         caught = as_call_error(error, f"raised by {step.label} in {self.hosted.where}")

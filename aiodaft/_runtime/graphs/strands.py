@@ -45,8 +45,6 @@ class BoundStep:
         self.leaves_segment = self.result.leaves_segment
         self.fn = method.fn
         self.transport = method.transport
-        # Whether the strand waits before it, or the actor notes that it begins.
-        self.is_noted = False
         # The values of refs from outside the graph.
         self.outside: list[GraphValue] = []
         self.sources = plan.labels
@@ -84,10 +82,8 @@ class BoundStrand:
             BoundStep(plan, position, begins.get(position), self._method(step), routes)
             for position, step in zip(positions, steps, strict=True)
         ]
-        # The calls behind a strand of several steps may start when the last step has begun.
+        # The last one of several steps.
         self.last = self.steps[-1] if len(steps) > 1 else None
-        for step in self.steps:
-            step.is_noted = step.segment is not None or step is self.last
         rules = steps[0].rules
         self.rules = Rules(rules.name, rules.on_thread, rules.ordered, rules.concurrency, segment=len(steps) > 1)
 

@@ -75,13 +75,13 @@ class Decoder:
         self.tensors = None
         del self.unpack
 
-    def decode(self, payload: bytes, origin: Callable[[int], Any] | None = None) -> Any:
+    def decode(self, payload: bytes, origin: Callable[[int], Any]) -> Any:
         """Return the value."""
         body = memoryview(payload)[1:]
         if payload[0] & ~wire.HEAVY in _WHOLE:
             return self.unpack(body)
         self._table, specs, *rest = self.unpack(body)
-        self.tensors = TensorMaker(specs, self.buffer, origin or _no_origin)
+        self.tensors = TensorMaker(specs, self.buffer, origin)
         return self.unpack(rest[0] if rest else self.buffer(-1))
 
     def buffer(self, index: int) -> memoryview:
@@ -144,14 +144,14 @@ class Decoder:
     def load_tensor(self, content: list[Any]) -> Any:
         import torch  # noqa: PLC0415 - optional package
 
-        dtype, shape, data = content
+        dtype, data, *shape = content
         tensor = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
-        return tensor if len(shape) == 1 else tensor.view(shape)
+        return tensor.view(shape[0]) if shape else tensor
 
     def load_array(self, content: list[Any]) -> Any:
-        dtype, shape, data = content
+        dtype, data, *shape = content
         array = self.thing("numpy:frombuffer")(bytearray(data), dtype)
-        return array if len(shape) == 1 else array.reshape(shape)
+        return array.reshape(shape[0]) if shape else array
 
 
 _TYPES: Final[Mapping[int, Callable[[Any], Any]]] = {
@@ -177,7 +177,7 @@ _EXTENSIONS: Final[Mapping[int, Callable[[Decoder, Any], Any]]] = {
 }
 # Kinds of payloads that are the skeleton alone.
 _WHOLE: Final = frozenset({wire.PLAIN, SMALL, NAMED})
-_unpack_small: Final = Decoder().unpack
+_SMALL_DECODER: Final = Decoder()
 
 
 def decode(
@@ -186,7 +186,7 @@ def decode(
     *,
     slots: Sequence[Any] = (),
     refs: Sequence[Any] = (),
-    origin: Callable[[int], Any] | None = None,
+    origin: Callable[[int], Any] = lambda index: None,
     patient: bool = False,
     home: Process | None = None,
 ) -> Any:
@@ -207,20 +207,6 @@ def decode(
     decoder = Decoder()
     decoder.blobs, decoder.slots, decoder.refs, decoder.home = blobs, slots, refs, home
     decoder.pause = yield_gil if patient else None
-    return _decoded(decoder, payload, origin)
-
-
-def decode_small(payload: bytes, heard: Mapping[bytes, Definition] = _NOTHING) -> Any:
-    """Decode a small value, with what the names in it stand for; raises what `decode` does."""
-    if payload[0] == NAMED:
-        return _decoded(Decoder(heard), payload)
-    try:
-        return _unpack_small(memoryview(payload)[1:])
-    except Exception as error:
-        raise _refused(error) from error
-
-
-def _decoded(decoder: Decoder, payload: bytes, origin: Callable[[int], Any] | None = None) -> Any:
     try:
         return decoder.decode(payload, origin)
     except Exception as error:
@@ -229,9 +215,17 @@ def _decoded(decoder: Decoder, payload: bytes, origin: Callable[[int], Any] | No
         decoder.close()
 
 
+def decode_small(payload: bytes, heard: Mapping[bytes, Definition] = _NOTHING) -> Any:
+    """Decode a small value, with what the names in it stand for; raises what `decode` does."""
+    decoder = _SMALL_DECODER if payload[0] == SMALL else Decoder(heard)
+    try:
+        return decoder.unpack(memoryview(payload)[1:])
+    except Exception as error:
+        raise _refused(error) from error
+    finally:
+        if decoder is not _SMALL_DECODER:
+            decoder.close()
+
+
 def _refused(error: Exception) -> SerializationError:
     return SerializationError(f"a received value cannot be rebuilt here: {error}")
-
-
-def _no_origin(index: int) -> Any:
-    return None

@@ -210,7 +210,8 @@ class _Survey:
                 member = now.get(name)
                 parts = _WRAPPERS.get(type(member))
                 refers += () if parts is None else parts(member)
-            refers += [cls._member_map_[name]._value_ for name in members]
+            for name in members:
+                refers.append(cls._member_map_[name]._value_)
         for found, used in self._functions:
             function: Any = found()
             refers.append(function.__code__)
@@ -221,8 +222,8 @@ class _Survey:
                 refers += map(function.__globals__.get, used, repeat(_ABSENT))
             if function.__kwdefaults__:
                 refers += function.__kwdefaults__.values()
-            if function.__closure__:
-                refers += [cell.cell_contents for cell in function.__closure__]
+            for cell in function.__closure__ or ():
+                refers.append(cell.cell_contents)
         return refers
 
     def follow(self, thing: Thing) -> None:

@@ -41,6 +41,7 @@ _NAMED_HEAD: Final = bytes((NAMED,))
 ) = range(2, 19)  # fmt: skip
 # Elements of a container; and containers, tensors and arrays of a value.
 _MOST: Final = 64
+_TEXT: Final = frozenset({str})
 _NUMBERS: Final = FLAT - {str}
 _PLAIN: Final = FLAT | {bytes}
 _SEQUENCES: Final[Mapping[type, int]] = {tuple: TUPLE, set: SET, frozenset: FROZENSET}
@@ -90,7 +91,7 @@ class SmallEncoder:
         seen = self._seen
         if seen is None:
             seen = self._seen = set()
-        if len(parts) > _MOST or id(value) in seen or len(seen) == _MOST:
+        if len(parts) > _MOST or id(value) in seen or len(seen) == _MOST or self._room < 0:
             raise NotSmall
         seen.add(id(value))
         kinds = set(map(type, parts))
@@ -126,9 +127,13 @@ class SmallEncoder:
         return [part if type(part) in _NUMBERS else self.walk(part) for part in value]
 
     def mapping(self, value: dict[Any, Any]) -> Any:
-        if not FLAT.issuperset(map(type, value)):
+        keys = set(map(type, value))
+        if keys == _TEXT:
+            self._room -= sum(map(len, value))
+        elif keys <= FLAT:
+            self._take_text(value)
+        else:
             raise NotSmall
-        self._take_text(value)
         return value if self._enter(value, value.values()) else self._walk_values(value)
 
     def _walk_values(self, value: dict[Any, Any]) -> dict[Any, Any]:
@@ -174,14 +179,14 @@ class SmallEncoder:
             or value.requires_grad
             or value.is_nested
             or not value.is_contiguous()
-            or value.is_conj()
             or value.is_neg()
             or (host_accelerators and _is_on_accelerator(value))
         ):
             raise NotSmall
         # Views of one storage stay views of one storage.
         self._take(address - value.storage_offset() * value.element_size(), nbytes := value.nbytes)
-        return pack_exts(SMALL_TENSOR, [dtype, list(value.shape), _bytes_at(address, nbytes)])
+        shape = () if value.dim() == 1 else (list(value.shape),)
+        return ext((SMALL_TENSOR, new_packer().pack([dtype, _bytes_at(address, nbytes), *shape])))
 
     def array(self, value: Any) -> Any:
         dtype = value.dtype
@@ -189,7 +194,8 @@ class SmallEncoder:
         if not (value.flags.carray and dtype.isbuiltin == 1 and not dtype.hasobject and value.nbytes > 0):
             raise NotSmall
         self._take(id(value), value.nbytes)
-        return pack_exts(ARRAY, [dtype.str, list(value.shape), value.tobytes()])
+        shape = () if value.ndim == 1 else (list(value.shape),)
+        return ext((ARRAY, new_packer().pack([dtype.str, value.tobytes(), *shape])))
 
     def other(self, value: Any) -> Any:
         raise NotSmall

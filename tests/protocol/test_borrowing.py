@@ -44,8 +44,11 @@ def test_a_ref_is_found_while_a_call_has_it_as_an_argument(table: Borrowing[Valu
     value = Value()
     table.use(ONE, value)
     assert (table.find(HERE, ONE), value.in_use, value.shared) == (value, True, False)
+    # A borrowed ref, which its owner gave the same number, is used no more.
+    table.unused(ONE, borrowed(table))
+    assert table.find(HERE, ONE) is value
     value.end_use(None)
-    table.unused(ONE)
+    table.unused(ONE, value)
     assert (table.find(HERE, ONE), value.in_use) == (None, False)
 
 

@@ -49,9 +49,10 @@ class Borrowing(Generic[ValueT]):
         value.uses += 1
         self.used[number] = value
 
-    def unused(self, number: CallId) -> None:
-        """No call under way has a ref as an argument."""
-        self.used.pop(number, None)
+    def unused(self, number: CallId, value: ValueT) -> None:
+        """No call under way has a ref as an argument; it may be another process's."""
+        if self.used.get(number) is value:
+            del self.used[number]
 
     def forget(self, number: CallId) -> None:
         """A ref of this process is freed."""

@@ -216,7 +216,7 @@ class RefState(Value):
         if self.end_use(error):
             self.mark_seen()
         if not self.uses:
-            self.objects.borrowing.unused(self.number)
+            self.objects.borrowing.unused(self.number, self)
         self.free_if_unheld()
 
     def free_now(self) -> None:

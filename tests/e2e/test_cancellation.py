@@ -145,6 +145,28 @@ async def test_ref_cancel_always_cancels(rt: aiodaft.Runtime) -> None:
     assert await sleeper.history() == ["sleep began", "sleep cleaned up"]
 
 
+@pytest.mark.parametrize("lets_go", [True, False])
+async def test_calls_that_wait_for_a_cancelled_result_do_not_get_what_is_dropped(
+    hasty_rt: aiodaft.Runtime, lets_go: bool
+) -> None:
+    stubborn, other = await hasty_rt.spawn(Subject), await hasty_rt.spawn(Subject)
+    neighbour = await hasty_rt.on(with_=stubborn).spawn(Subject)
+    # The two processes know each other.
+    await other.use(stubborn.make())
+    ref = stubborn.stubborn(other)
+    used = [actor.use(argument) for actor in (other, neighbour) for argument in (ref, [ref])]
+    await stubborn.has_begun()
+    assert ref.cancel()
+    used.append(other.use(ref))
+    if lets_go:
+        await stubborn.let_go()
+    for waiting in (ref, *used):
+        with pytest.raises(aiodaft.CallCancelled):
+            await waiting
+    await stubborn.let_go()
+    assert (await other.history(), await neighbour.history()) == (["used"], [])
+
+
 async def test_the_death_of_an_actor_does_not_change_the_answer_of_a_cancelled_call(rt: aiodaft.Runtime) -> None:
     sleeper = await rt.spawn(Sleeper)
     refs = [sleeper.stubborn(60), sleeper.stubborn(60)]

@@ -14,6 +14,13 @@ from failing import CustomError, Failing
 import aiodaft
 
 
+async def error_of(ref: aiodaft.Ref[Any]) -> BaseException:
+    await ref.ready()
+    error = ref.exception()
+    assert error is not None
+    return error
+
+
 async def test_a_remote_exception_has_its_own_type_frames_and_a_note(rt: aiodaft.Runtime) -> None:
     failing = await rt.spawn(Failing)
     with pytest.raises(ValueError, match="bad value") as caught:
@@ -117,6 +124,31 @@ async def test_an_argument_that_has_failed_already_fails_the_call_without_sendin
     )
     assert caught.value.__notes__[1:] == [f"{path} of Failing-1"]
     assert await b.count() == 0
+
+
+async def test_each_call_that_needs_a_failed_result_gets_an_error_of_its_own(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.spawn(Failing), await rt.spawn(Failing)
+    near = [await rt.on(with_=a).spawn(Failing) for _ in range(2)]
+    bad = a.raise_later()
+    consumers = [*near, b]
+    under_way = [consumer.use(argument) for consumer in consumers for argument in (bad, [bad])]
+    await a.raise_now()
+    failed = [await error_of(ref) for ref in (bad, *under_way)]
+    after = [await error_of(consumer.use(bad)) for consumer in consumers]
+    raised = failed[0].__notes__
+    assert len(raised) == 1
+    result = "which did not run: its argument is the result of Failing.raise_later of Failing-1"
+    for number, error in zip((3, 3, 4, 4, 2, 2, 3, 4, 2), (*failed[1:], *after), strict=True):
+        assert error.__notes__ == [*raised, f"needed by Failing.use of Failing-{number}, {result}"]
+    assert (await error_of(bad)).__notes__ == raised
+
+
+async def test_each_call_in_one_process_that_needs_a_failed_result_gets_an_error_of_its_own(
+    rt: aiodaft.Runtime,
+) -> None:
+    a = await rt.spawn(Failing)
+    near = await rt.on(with_=a).spawn(Failing)
+    assert await near.notes_of_consumers(a) == [1, 2, 2, 1]
 
 
 async def test_actors_and_groups_go_on_after_an_error(rt: aiodaft.Runtime) -> None:

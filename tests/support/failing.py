@@ -41,6 +41,7 @@ class Failing(Actor):
 
     def __init__(self) -> None:
         self.calls = 0
+        self.gate = asyncio.Event()
 
     @method
     async def raise_value_error(self, text: str = "bad value") -> int:
@@ -95,9 +96,25 @@ class Failing(Actor):
             raise ValueError("the effect") from error
 
     @method
+    async def raise_later(self) -> int:
+        await self.gate.wait()
+        raise ValueError("bad value")
+
+    @method
+    async def raise_now(self) -> None:
+        self.gate.set()
+
+    @method
     async def use(self, value: Any) -> Any:
         self.calls += 1
         return value
+
+    @method
+    async def notes_of_consumers(self, other: Failing) -> list[int]:
+        """How many notes have the errors of a call, of two others that need its result, and of the first one again."""
+        bad = other.raise_value_error()
+        errors = await asyncio.gather(bad, other.use(bad), other.use([bad]), bad, return_exceptions=True)
+        return [len(error.__notes__) for error in errors if isinstance(error, ValueError)]
 
     @method
     async def count(self) -> int:

@@ -18,7 +18,7 @@ from aiodaft._runtime.objects.transfer import Delivery, Place, Transfer
 from aiodaft._runtime.platform.tasks import run_through
 from aiodaft._runtime.serialization.containers import resolved
 from aiodaft._runtime.serialization.decoder import is_heavy
-from aiodaft._runtime.serialization.errors import add_note, passed_on
+from aiodaft._runtime.serialization.errors import needed_by, passed_on
 
 
 class Arguments:
@@ -71,8 +71,7 @@ class Arguments:
             received = await self._receive(one, place)
             value = await self._store.decode(received, refs=received.refs)
         except Exception as error:  # noqa: BLE001 - the call fails with it
-            _note_need(error, call, one[-1])
-            self._fail(call, error)
+            self._fail(call, needed_by(error, _name(call), one[-1]))
         else:
             self._put(call, one, value)
 
@@ -146,16 +145,15 @@ class Arguments:
         owner, number, producer, label = slot
         try:
             return await self._transfer.pull(owner, number, producer)
-        except Exception as error:
-            _note_need(error, call, label)
-            raise
+        except Exception as error:  # noqa: BLE001 - the call fails with it
+            failed = needed_by(error, _name(call), label)
+        raise failed
 
     async def _resolve(self, call: InboundCall) -> None:
         try:
             call.args, call.kwargs = await resolved((call.args, call.kwargs))
         except Exception as error:  # noqa: BLE001 - the call fails with it
-            add_note(error, f"needed by {call.label} of {call.hosted.name}, which did not run")
-            self._fail(call, error)
+            self._fail(call, needed_by(error, _name(call)))
         else:
             self._ready(call)
 
@@ -174,9 +172,8 @@ class Arguments:
             call.hosted.look_again()
 
 
-def _note_need(error: BaseException, call: InboundCall, label: str) -> None:
-    consumer = f"{call.label} of {call.hosted.name}"
-    add_note(error, f"needed by {consumer}, which did not run: its argument is the result of {label}")
+def _name(call: InboundCall) -> str:
+    return f"{call.label} of {call.hosted.name}"
 
 
 def _drop(_: object) -> None:

@@ -107,6 +107,8 @@ class Inbound:
         call = self.find(connection.remote, m.read_cancel(message))
         if call is not None:
             call.hosted.cancel(call)
+            # The caller drops its result, and does not wait for its end for ever.
+            call.tell_pullers(call.caller)
 
     def credit_came(self, connection: Connection, message: Message) -> None:
         """CREDIT came; the stream may be over by now."""

@@ -108,6 +108,9 @@ class CallState(RefState):
         connection = self.connection
         if self.status is not PENDING or connection is None or connection.lost is not None or not connection.connected:
             return None
+        if self._cancelling:
+            # Its result will be dropped.
+            return None
         return None if connection.session.is_waiting(self.number) else connection.remote
 
     def forward_to(self, consumer: PeerId) -> None:

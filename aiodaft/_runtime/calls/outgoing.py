@@ -22,7 +22,7 @@ from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import current_deadline, time_left
 from aiodaft._runtime.serialization.encoder import Names, all_plain
-from aiodaft._runtime.serialization.errors import add_note, passed_on
+from aiodaft._runtime.serialization.errors import needed_by, passed_on
 from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.exceptions import BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
@@ -267,11 +267,8 @@ class Outgoing:
         for used in inputs:
             if used.error is not None:
                 used.mark_seen()
-                what = f"{request.spec.label} of {request.target.label}"
-                add_note(
-                    used.error, f"needed by {what}, which did not run: its argument is the result of {used.origin}"
-                )
-                request.state.on_error(passed_on(used.error, executed=False))
+                error = needed_by(used.error, f"{request.spec.label} of {request.target.label}", used.origin)
+                request.state.on_error(passed_on(error, executed=False))
                 return False
         for used in inputs:
             used.add_use()

@@ -12,6 +12,10 @@ from aiodaft.ref import Ref
 class InboundProducer(Protocol):
     """A call that is queued or runs in this process, and makes a value."""
 
+    @property
+    def given_up(self) -> bool:
+        """Whether its result is not wanted: only its caller says how it ends."""
+
     def add_puller(self, found: Callable[[Any], object]) -> None:
         """Call `found` with the place of the value once the call has ended."""
 

@@ -302,10 +302,10 @@ class Transfer:
         owner, number = key
         if owner != self._process.id:
             call = self._running_call(owner, number)
-            if call is not None:
+            if call is not None and not call.given_up:
                 call.add_puller(found)
             else:
-                # The value is not here yet, or no longer: the owner knows where it is.
+                # The value is not here yet, or no longer, or never: the owner knows where it is.
                 found(owner)
             return
         state = self._refs.find(number)

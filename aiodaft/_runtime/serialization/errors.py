@@ -111,6 +111,17 @@ def unsent(error: BaseException) -> BaseException:
     return copy_error(error).with_executed(False)
 
 
+def needed_by(error: BaseException, consumer: str, source: str = "") -> BaseException:
+    """The error of a call that does not run, because its argument, the result of `source`, has failed.
+
+    An exception of its own: the error may be that of other calls, too.
+    """
+    own = decode_error(encode_error(error))
+    which = f": its argument is the result of {source}" if source else ""
+    add_note(own, f"needed by {consumer}, which did not run{which}")
+    return own
+
+
 def take_frames(error: BaseException) -> list[tuple[BaseException, Any]]:
     """Take the tracebacks off an exception and its causes, because frames hold variables.
 

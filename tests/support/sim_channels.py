@@ -143,7 +143,8 @@ class ChannelProgram(Program):
             await what
 
     def _patience(self) -> float:
-        return self.rng.expovariate(50) if self.rng.random() < self.cancels else 60.0
+        # Mostly about as long as a message takes, so that a task often gives up just when one comes.
+        return self.rng.expovariate(self.rng.choice((50, 1000, 1000))) if self.rng.random() < self.cancels else 60.0
 
     def _judge(self, cargo: Cargo) -> None:
         """Once the channel is over: was each item seen once, and in its place?"""

@@ -55,7 +55,7 @@ async def run(bench: Bench) -> None:
 
         await _compare(bench, "1 KiB by ref", passed(_KIB), passed(0), "an int by ref", "<= 1.3")
         large = partial(seconds_of_one, passed(_MIB), _REPEATS)
-        await bench.compare("1 MiB by ref", large, copied, "1.3 ints by ref and two memcpy", "<= 1.0")
+        await bench.compare("1 MiB by ref", large, copied, "1.3 ints, two memcpy", "<= 1.0")
         known = one(1)
         await known
         with_ref, plain = partial(_cpu, lambda: third.drop(known)), partial(_cpu, lambda: third.drop(1))

@@ -219,7 +219,7 @@ class SimulatedLoop(AutojumpLoop):
         """Drop everything. Collected tasks run their `finally` blocks now, without effect on the simulation."""
         self.close()
         # Nothing else refers to some of the tasks.
-        left = [task for process in self.processes for task in process.tasks if not task.done()]
+        left = self._unfinished()
         self._graves.clear()
         self._timers.clear()
         self.readers.clear()
@@ -230,13 +230,21 @@ class SimulatedLoop(AutojumpLoop):
         with quiet():
             # What they still do needs no loop of its own.
             asyncio._set_running_loop(self)
+            closed: set[asyncio.Task[Any]] = set()
             while left:
-                with suppress(BaseException):
-                    left.pop().get_coro().close()
+                # Their last steps may start others.
+                for task in left:
+                    closed.add(task)
+                    with suppress(BaseException):
+                        task.get_coro().close()
+                left = self._unfinished() - closed
             asyncio._set_running_loop(None)
         # What ends leaves something to be collected as well.
         collect()
         collect()
+
+    def _unfinished(self) -> set[asyncio.Task[Any]]:
+        return {task for process in self.processes for task in process.tasks if not task.done()}
 
 
 @contextmanager

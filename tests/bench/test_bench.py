@@ -38,7 +38,7 @@ def test_the_command_prints_json_with_floors_from_the_same_run() -> None:
 async def test_calls_through_refs_are_compared_with_the_same_work_without() -> None:
     bench = Bench(1)
     await refs.run(bench)
-    floors = ["await each", "await each", "one", "8 plain calls", "an int by ref", "1.3 ints by ref and two memcpy", "plain call"]
+    floors = ["await each", "await each", "one", "8 plain calls", "an int by ref", "1.3 ints, two memcpy", "plain call"]
     assert [result.floor_name for result in bench.results] == floors
     assert all(result.budget and result.value > 0 for result in bench.results)
 

@@ -196,9 +196,8 @@ def test_a_bug_planted_in_channels_is_found(
 
 def finds(seen: str, program: type[Program]) -> bool:
     with warnings.catch_warnings():
-        # Of runtimes that the bug has kept from being closed, and of their tasks.
+        # Of runtimes that the bug has kept from being closed.
         warnings.simplefilter("ignore", ResourceWarning)
-        warnings.simplefilter("ignore", RuntimeWarning)
         found = any(seen in wrong for seed in range(400) for wrong in program(seed).run())
         collect()
     return found

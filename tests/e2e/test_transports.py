@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from actors import Echo
 from inside import peer_of
+from receiving import Receiver
 
 import aiodaft
 from aiodaft import Actor, method
@@ -75,3 +77,21 @@ async def test_the_environment_chooses_for_everything(monkeypatch: pytest.Monkey
     monkeypatch.setenv("AIODAFT_TRANSPORT", "pigeon")
     with pytest.raises(Unreachable, match="pigeon"):
         aiodaft.Runtime()
+
+
+async def test_memory_that_is_mapped_is_fetched_without_a_task() -> None:
+    async with aiodaft.Runtime(transport="shm") as rt:
+        sender, receiver = await rt.spawn(Receiver), await rt.spawn(Receiver)
+        value = torch.ones(50_000)
+        # The memory is mapped at the first use.
+        await receiver.total(value)
+        await receiver.total(sender.ones(50_000))
+        await receiver.count_tasks()
+        await receiver.total(value)
+        assert await receiver.count_tasks() == 0
+        total = receiver.total(sender.ones_once_opened(50_000))
+        # The call is there before its argument.
+        await receiver.count_tasks()
+        await sender.open()
+        assert await total == 50_000
+        assert await receiver.count_tasks() == 0

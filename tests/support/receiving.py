@@ -21,6 +21,8 @@ class Receiver(Actor):
     def __init__(self) -> None:
         self._targets: list[memoryview] = []
         self._fetched = threading.Event()
+        self._opened = asyncio.Event()
+        self._tasks = 0
 
     @method
     async def make(self, *sizes: int) -> list[torch.Tensor]:
@@ -29,6 +31,27 @@ class Receiver(Actor):
     @method
     async def ones(self, size: int) -> torch.Tensor:
         return torch.ones(size)
+
+    @method
+    async def ones_once_opened(self, size: int) -> torch.Tensor:
+        await self._opened.wait()
+        return torch.ones(size)
+
+    @method(ordered=False)
+    async def open(self) -> None:
+        self._opened.set()
+
+    @method(ordered=False)
+    async def count_tasks(self) -> int:
+        """How many tasks this process has made since the last call of this."""
+        made, self._tasks = self._tasks, 0
+
+        def make(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
+            self._tasks += 1
+            return asyncio.Task(coro, loop=loop, **options)
+
+        asyncio.get_running_loop().set_task_factory(make)
+        return made
 
     @method
     async def echo(self, value: Any) -> Any:
@@ -62,20 +85,26 @@ class Receiver(Actor):
             view: memoryview = await fetch(grant, control)
             return view
 
-        transport.fetch = fetch_with_others
+        transport.fetch, transport.fetch_now = fetch_with_others, lambda grant, control: None
 
     @method
     async def watch_fetches(self) -> None:
         """Note when a fetch has ended."""
         transport: Any = current_peer().store.transport
-        fetch = transport.fetch
+        fetch, fetch_now = transport.fetch, transport.fetch_now
+
+        def noted_fetch_now(grant: Any, control: Any) -> memoryview | None:
+            view: memoryview | None = fetch_now(grant, control)
+            if view is not None:
+                self._fetched.set()
+            return view
 
         async def noted_fetch(grant: Any, control: Any) -> memoryview:
             view: memoryview = await fetch(grant, control)
             self._fetched.set()
             return view
 
-        transport.fetch = noted_fetch
+        transport.fetch, transport.fetch_now = noted_fetch, noted_fetch_now
 
     @method
     async def run_until_fetched(self) -> None:

@@ -88,6 +88,9 @@ class Office:
     def fetch(self, grant: Grant, name: str = "consumer") -> memoryview:
         return at_once(self.consumers[name].fetch(grant, self.back[name]))
 
+    def fetch_now(self, grant: Grant, name: str = "consumer") -> memoryview | None:
+        return self.consumers[name].fetch_now(grant, self.back[name])
+
     def give(self, content: bytes, name: str = "consumer") -> tuple[Block, memoryview]:
         """A block with that content, and what a consumer sees of it."""
         block = self.producer.allocate(len(content))

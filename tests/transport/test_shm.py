@@ -90,6 +90,25 @@ def test_one_block_granted_twice_to_one_peer_gives_two_private_views() -> None:
         assert mappings() == 4
 
 
+def test_a_block_is_fetched_at_once_through_an_idle_mapping() -> None:
+    with opened_office() as office:
+        block = office.producer.allocate(8192)
+        block.view[:] = content(8192)
+        grant = office.grant(block)
+        assert office.fetch_now(grant) is None
+        view = office.fetch(grant)
+        again = office.grant(block)
+        assert office.fetch_now(again) is None
+        del view
+        office.desk.settle()
+        view = office.fetch_now(again)
+        assert view == content(8192)
+        assert mappings() == 2
+        view = None
+        office.desk.settle()
+        assert block.grants == 0
+
+
 def test_readers_in_two_processes_do_not_see_each_others_writes() -> None:
     with opened_office("one", "two") as office:
         block, first = office.give(content(8192), "one")

@@ -44,6 +44,7 @@ def test_a_forged_grant_is_refused_and_harms_nothing(kind: str) -> None:
         with pytest.raises(GrantError, match="unknown segment"):
             office.fetch(FORGED[kind](*grant))
         assert office.fetch(grant) == content(100_000)
+        assert office.fetch_now(FORGED[kind](*grant)) is None
 
 
 def test_a_grant_of_a_block_that_was_given_up_is_refused() -> None:

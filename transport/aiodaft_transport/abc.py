@@ -89,6 +89,10 @@ class Transport(Protocol):
         """
         ...
 
+    def fetch_now(self, grant: Grant, control: Control) -> memoryview | None:
+        """The same, if it needs no more than a view of memory that is mapped here; else None, and nothing is done."""
+        ...
+
     def fetch_into(self, grant: Grant, control: Control, target: memoryview) -> Awaitable[None]:
         """Bring the granted bytes into memory of the caller, which is as large as the granted block.
 

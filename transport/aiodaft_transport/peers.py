@@ -114,6 +114,9 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
             self.decline(grant, control)
             raise
 
+    def fetch_now(self, grant: Grant, control: Control) -> memoryview | None:
+        return None
+
     def register(self, address: int, nbytes: int) -> None:
         if self._regions is not None:
             self._regions.add(address, nbytes)

@@ -72,12 +72,18 @@ class _RemoteSegment:
         self.size = size
         self.mappings: list[_Mapping] = []
 
-    def mapping_for(self, offset: int) -> _Mapping:
+    def idle_mapping(self, offset: int) -> _Mapping | None:
         for mapping in self.mappings:
             if offset not in mapping.busy:
                 return mapping
-        self.mappings.append(_Mapping(self.fd, self.size))
-        return self.mappings[-1]
+        return None
+
+    def mapping_for(self, offset: int) -> _Mapping:
+        mapping = self.idle_mapping(offset)
+        if mapping is None:
+            mapping = _Mapping(self.fd, self.size)
+            self.mappings.append(mapping)
+        return mapping
 
     def close(self) -> None:
         os.close(self.fd)
@@ -113,12 +119,26 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
         return self.arena.allocate(nbytes)
 
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
-        segment_id, offset, nbytes, number = cast(tuple[int, int, int, int], grant)
+        segment_id, offset, _, _ = cast(tuple[int, int, int, int], grant)
         with self._declining(grant, control, OSError):
             if control.peer in self.remotes and segment_id in self.remotes[control.peer].missed:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             remote, segment = self.source_of(grant, control)
-            mapping: _Mapping = segment.mapping_for(offset)
+            mapping = segment.mapping_for(offset)
+        return self._view(remote, mapping, grant)
+
+    def fetch_now(self, grant: Grant, control: Control) -> memoryview | None:
+        segment_id, offset, nbytes, _ = cast(tuple[int, int, int, int], grant)
+        remote = self.remotes.get(control.peer)
+        segment = None if remote is None else remote.segments.get(segment_id)
+        # What is wrong with a grant is an error of `fetch`.
+        if remote is None or segment is None or not 0 <= offset < offset + nbytes <= segment.size:
+            return None
+        mapping = segment.idle_mapping(offset)
+        return None if mapping is None else self._view(remote, mapping, grant)
+
+    def _view(self, remote: _Remote, mapping: _Mapping, grant: Grant) -> memoryview:
+        _, offset, nbytes, number = cast(tuple[int, int, int, int], grant)
         mapping.busy.add(offset)
         forks = self._forks.value
 
@@ -190,9 +210,11 @@ def private_pages(address: int, pages: int) -> Iterator[int]:
 
     Source: Documentation/admin-guide/mm/pagemap.rst of the Linux kernel.
     """
-    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-        pagemap.seek(address // PAGESIZE * 8)
-        entries = pagemap.read(pages * 8)
+    pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        entries = os.pread(pagemap, pages * 8, address // PAGESIZE * 8)
+    finally:
+        os.close(pagemap)
     flags = entries[7::8].translate(_IS_PRIVATE)
     index = flags.find(1)
     while index >= 0:

@@ -59,7 +59,7 @@ class Arguments:
     def _came(self, call: InboundCall, one: Awaited, place: Place | Delivery) -> None:
         if type(place) is Plain:
             self._put(call, one, place.value)
-        elif call.stage is FETCHING and isinstance(place, Delivery) and place.is_whole:
+        elif call.stage is FETCHING and isinstance(place, Delivery) and place.fetch_now():
             run_through(self._bring(call, one, place))
         else:
             bringing = self._bring(call, one, place)
@@ -96,10 +96,12 @@ class Arguments:
 
     def fetch(self, call: InboundCall, args: Delivery, slots: tuple[Any, ...]) -> None:
         """Fetch the buffers and the awaited refs of a delivered call."""
-        task = self._process.tasks.create_task(
-            self._fetch(call, args, slots), name=f"fetch the arguments of {call.label}"
-        )
-        call.fetching = (task,)
+        fetching = self._fetch(call, args, slots)
+        if not slots and args.fetch_now():
+            run_through(fetching)
+        else:
+            task = self._process.tasks.create_task(fetching, name=f"fetch the arguments of {call.label}")
+            call.fetching = (task,)
 
     def resolve(self, call: InboundCall) -> None:
         """Replace the refs among the arguments of a delivered call of this process."""

@@ -77,15 +77,18 @@ class RemoteResponder:
             stored.release()
             call.tell_pullers(call.caller)
             return
-        if stored.ready and stored.is_inline:
+        stays = not (stored.ready and stored.is_inline)
+        if stays:
+            self._store.entries[call.caller, call.number] = stored
+        # First, because calls wait for it there.
+        call.tell_pullers(stored)
+        if stays:
+            self._connection.send(m.stored(call.number, stored.size))
+        else:
             refs = self._pinned(call, stored)
             self._connection.send(m.result(call.number, (stored.payload, stored.inline, refs)))
-            if stored.is_free and stored.encoded.size <= _SMALL:
+            if stored.is_free and stored.size <= _SMALL:
                 self._remember(call, stored)
-        else:
-            self._store.entries[call.caller, call.number] = stored
-            self._connection.send(m.stored(call.number, stored.encoded.size))
-        call.tell_pullers(stored)
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         if call.handle(ANSWER):

@@ -198,7 +198,7 @@ class Outgoing:
             _fail_unpacked(request, stored, error)
             return
         if full is not None:
-            submit(number, state, full, stored.encoded.size, admitted)
+            submit(number, state, full, stored.size, admitted)
         else:
             submit(number, state, None, 0, admitted)
             self._process.tasks.create_task(self._pack_then_send(connection, request, stored), name="copy arguments")
@@ -236,7 +236,7 @@ class Outgoing:
             _let_go(request, stored)
             self._fail_unsent(connection, request, error)
         else:
-            connection.provide(request.number, message, stored.encoded.size)
+            connection.provide(request.number, message, stored.size)
 
     def _fail_unsent(self, connection: Connection, request: Request, error: Exception) -> None:
         # If it is not there any more, it was cancelled.

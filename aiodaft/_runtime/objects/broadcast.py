@@ -104,7 +104,7 @@ class Relays:
         if root is None or key in store.entries or not fetching.wants_copy:
             return
         stored = StoredValue.copy_of(received, via, root)
-        if store.relayed_bytes() + stored.encoded.size > self._room:
+        if store.relayed_bytes() + stored.size > self._room:
             self._send_away(key, fetching)
             return
         # Processes that ask meanwhile find it, and wait until it is packed.

@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 from aiodaft._runtime.platform.threads import SYNC_COPY
-from aiodaft._runtime.serialization.decoder import sole_tensor
+from aiodaft._runtime.serialization.decoder import is_tensor, spec_of
 from aiodaft._runtime.serialization.tensors import fills_its_span, is_dense_tensor, loaded_torch, same_strides
 
 if TYPE_CHECKING:
@@ -45,10 +45,9 @@ class IntoTensor:
         Raises:
             ValueError: It is a tensor of another shape or dtype.
         """
-        spec = sole_tensor(payload)
-        if spec is None:
+        if not is_tensor(payload):
             return False
-        _, dtype, size, stride, start, _, _ = spec
+        _, dtype, size, stride, start, _, _ = spec_of(payload)
         target = self.target
         self._check(size, f"torch.{dtype}")
         alike = not start and nbytes == target.nbytes and same_strides(size, stride, target.stride())

@@ -273,11 +273,11 @@ class Store:
             stored.release()
 
     def stored_bytes(self) -> int:
-        return sum(stored.encoded.size for stored in self.entries.values())
+        return sum(stored.size for stored in self.entries.values())
 
     def relayed_bytes(self) -> int:
         """Bytes of copies that are stored for other consumers."""
-        return sum(stored.encoded.size for stored in self.entries.values() if stored.root is not None)
+        return sum(stored.size for stored in self.entries.values() if stored.root is not None)
 
     def drop_relayed(self, key: Key, root: PeerId) -> None:
         """Free the copy of a value that its producer has freed."""

@@ -62,6 +62,9 @@ class StoredValue:
         if devices is not None:
             self._captured = devices.take(encoded)
         self.encoded = encoded
+        self.size = encoded.size
+        # Whether the value travels inside a message.
+        self.is_inline = devices is None and self.size <= INLINE_LIMIT and not encoded.is_apart
         self.payload = encoded.payload
         self.refs = encoded.refs
         self.origins = [source.origin for source in encoded.sources]
@@ -112,19 +115,14 @@ class StoredValue:
 
     def blobs(self) -> list[tuple[Any, Pullable]]:
         """The packed buffers, each with the transport that grants it to peers."""
-        host, device = self._transport, None if self._devices is None else self._devices.transport
+        host = self._transport
         blobs: list[tuple[Any, Pullable]] = [] if self.block is None else [(host, self.block)]
+        if not self.lent and self._devices is None:
+            return blobs
+        device = None if self._devices is None else self._devices.transport
         apart = [source for source in self.encoded.sources if source.block is not None]
         blobs += [(host if source.device is None else device, cast("Pullable", source.block)) for source in apart]
         return blobs + [(device, block) for block in self._captured]
-
-    @property
-    def is_inline(self) -> bool:
-        """Whether the value travels inside a message."""
-        encoded = self.encoded
-        if self._devices is not None or encoded.size > INLINE_LIMIT:
-            return False
-        return not any(source.is_apart for source in encoded.sources)
 
     @property
     def is_free(self) -> bool:
@@ -134,7 +132,7 @@ class StoredValue:
     @property
     def ready(self) -> bool:
         """Whether it can be granted without waiting."""
-        return self.packed and all(block.settled for block in self._device_blocks)
+        return self.packed and (self._devices is None or all(block.settled for block in self._device_blocks))
 
     def can_be_relayed(self, smallest: int) -> bool:
         """Whether consumers may pass it on: it is one blob of at least `smallest` bytes, and the transport sends bytes.
@@ -209,7 +207,8 @@ class StoredValue:
         traffic = connection.traffic
         traffic.payloads_sent += len(blobs)
         traffic.payload_sent += sum(block.nbytes for _, block in blobs)
-        traffic.device_sent += sum(block.nbytes for block in self._device_blocks)
+        if self._devices is not None:
+            traffic.device_sent += sum(block.nbytes for block in self._device_blocks)
         granted: list[tuple[str, Grant]] = []
         try:
             for transport, block in blobs:
@@ -227,7 +226,7 @@ class StoredValue:
         return tuple(granted)
 
     def _refused(self, error: OSError) -> ResourceExhausted:
-        return exhausted(error, f"a value of {self.encoded.size:,} bytes cannot be sent")
+        return exhausted(error, f"a value of {self.size:,} bytes cannot be sent")
 
     def origin(self, index: int) -> Any:
         """The object that buffer `index` was made of, if it is unchanged."""

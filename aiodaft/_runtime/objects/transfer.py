@@ -54,7 +54,7 @@ class Delivery:
     when the delivery is dropped.
     """
 
-    __slots__ = ("_store", "connection", "granted", "inline", "payload", "refs")
+    __slots__ = ("_store", "blobs", "connection", "granted", "inline", "payload", "refs")
 
     def __init__(self, store: Store, connection: Route, payload: bytes, blobs: Any, refs: tuple[Any, ...]) -> None:
         self._store = store
@@ -64,11 +64,27 @@ class Delivery:
         self.inline: bytes | None = None if isinstance(blobs, tuple) else blobs
         # What no transport has begun to fetch: it is responsible for the blob from then on.
         self.granted: deque[Blob] = deque(blobs if isinstance(blobs, tuple) else ())
+        # What was fetched.
+        self.blobs: list[Any] = []
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing has to be fetched, registered or decoded elsewhere: to receive and decode it never waits."""
-        return not (self.granted or self.refs or is_heavy(self.payload))
+    def fetch_now(self) -> bool:
+        """Fetch what is mapped here. Returns whether to receive and decode it never waits."""
+        while self.granted:
+            name, grant = self.granted[0]
+            blob = self._store.transport_named(name).fetch_now(grant, self.connection)
+            if blob is None:
+                return False
+            self.granted.popleft()
+            self.fetched(name, grant, blob)
+        return not (self.refs or is_heavy(self.payload))
+
+    def fetched(self, name: str, grant: Grant, blob: Any) -> None:
+        """A blob is here."""
+        traffic, size = self.connection.traffic, size_of(grant)
+        traffic.payloads_received += 1
+        traffic.payload_received += size
+        traffic.device_received += size if name == DEVICE_NAME else 0
+        self.blobs.append(blob)
 
     def decline(self) -> None:
         """Give back what was not fetched. Idempotent."""
@@ -233,11 +249,10 @@ class Transfer:
             PeerLost, ActorDied: The process that has the value ended, or the transfer failed although it lives.
             ResourceExhausted: This process has no memory or descriptor for it.
         """
-        blobs: list[Any] = []
         try:
-            refs = await self._refs.adopt(delivery.refs, delivery.connection)
+            refs = await self._refs.adopt(delivery.refs, delivery.connection) if delivery.refs else []
             while delivery.granted:
-                blobs.append(await self._fetch(delivery, into))
+                await self._fetch(delivery, into)
         except (Unreachable, DeviceError):
             raise
         except TransportError as error:
@@ -247,15 +262,15 @@ class Transfer:
             raise exhausted(error, f"a value from {delivery.connection.remote} cannot be received") from error
         finally:
             delivery.decline()
-        return ReceivedValue(delivery.payload, delivery.inline, blobs, refs)
+        return ReceivedValue(delivery.payload, delivery.inline, delivery.blobs, refs)
 
-    async def _fetch(self, delivery: Delivery, into: IntoTensor | None) -> Any:
+    async def _fetch(self, delivery: Delivery, into: IntoTensor | None) -> None:
         """Fetch the next blob, into the tensor if it fits."""
         (name, grant), connection = delivery.granted[0], delivery.connection
-        transport, size = self._store.transport_named(name), size_of(grant)
+        transport = self._store.transport_named(name)
         try:
             memory = None
-            if into is not None and into.fits(delivery.payload, size):
+            if into is not None and into.fits(delivery.payload, size_of(grant)):
                 memory = self._store.memory_in(into.target, name, grant, connection)
             delivery.granted.popleft()
             if into is None or memory is None:
@@ -267,10 +282,7 @@ class Transfer:
             if name == DEVICE_NAME:
                 add_note(error, _THROUGH_HOST)
             raise
-        connection.traffic.payloads_received += 1
-        connection.traffic.payload_received += size
-        connection.traffic.device_received += size if name == DEVICE_NAME else 0
-        return view
+        delivery.fetched(name, grant, view)
 
     async def _locate_here(self, key: Key) -> Place:
         place: asyncio.Future[Place] = self._process.loop.create_future()

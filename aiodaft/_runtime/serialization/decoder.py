@@ -9,16 +9,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
 
-from aiodaft._protocol.connections.codec import (
-    BIG_INT,
-    Ext,
-    big_int_of,
-    pack,
-    pack_exts,
-    unpack,
-    unpack_stream,
-    unpacker,
-)
+from aiodaft._protocol.connections.codec import BIG_INT, big_int_of, unpack_stream, unpacker
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization import encoder as wire
 from aiodaft._runtime.serialization import small as codes
@@ -26,7 +17,7 @@ from aiodaft._runtime.serialization.containers import rebuild_dataclass
 from aiodaft._runtime.serialization.definitions import Definition, find
 from aiodaft._runtime.serialization.pickling import unpickle, yield_gil
 from aiodaft._runtime.serialization.small import NAMED, SMALL
-from aiodaft._runtime.serialization.tensors import Spec, TensorMaker
+from aiodaft._runtime.serialization.tensors import Spec, TensorMaker, as_bytes, tensor_in
 from aiodaft.exceptions import SerializationError
 from aiodaft_transport.memory.address import address_of, copy_memory
 
@@ -38,7 +29,6 @@ _new_bytearray.restype = ctypes.py_object
 _new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
 
 _NOTHING: Final[Mapping[bytes, Definition]] = MappingProxyType({})
-_SOLE_TENSOR: Final = pack(pack_exts(codes.TENSOR, 0))
 
 
 def is_heavy(payload: bytes) -> bool:
@@ -46,12 +36,15 @@ def is_heavy(payload: bytes) -> bool:
     return bool(payload[0] & wire.HEAVY)
 
 
-def sole_tensor(payload: bytes) -> Spec | None:
-    """The spec of the tensor, if the value is one tensor and nothing else."""
-    if payload[0] != wire.TABLE:
-        return None
-    table, specs, skeleton = unpack(memoryview(payload)[1:], Ext)
-    return specs[0] if len(table) == len(specs) == 1 and skeleton == _SOLE_TENSOR else None
+def is_tensor(payload: bytes) -> bool:
+    """Whether the value is one tensor and nothing else."""
+    return payload[0] == wire.SOLE
+
+
+def spec_of(payload: bytes) -> Spec:
+    """The spec of the value that is one tensor."""
+    spec: Spec = _SMALL_DECODER.unpack(memoryview(payload)[1:])
+    return spec
 
 
 class Decoder:
@@ -204,6 +197,8 @@ def decode(
     Raises:
         SerializationError: A class is missing here, or something in the value refuses to be built.
     """
+    if is_tensor(payload):
+        return _decode_tensor(payload, blobs, origin)
     decoder = Decoder()
     decoder.blobs, decoder.slots, decoder.refs, decoder.home = blobs, slots, refs, home
     decoder.pause = yield_gil if patient else None
@@ -213,6 +208,16 @@ def decode(
         raise _refused(error) from error
     finally:
         decoder.close()
+
+
+def _decode_tensor(payload: bytes, blobs: Sequence[Any], origin: Callable[[int], Any]) -> Any:
+    original = origin(0)
+    if original is not None:
+        return original
+    try:
+        return tensor_in(as_bytes(blobs[0] if blobs else memoryview(b"")), spec_of(payload))
+    except Exception as error:
+        raise _refused(error) from error
 
 
 def decode_small(payload: bytes, heard: Mapping[bytes, Definition] = _NOTHING) -> Any:

@@ -89,6 +89,11 @@ class Encoded:
         return len(self.payload) + sum(source.nbytes for source in self.sources)
 
     @property
+    def is_apart(self) -> bool:
+        """Whether a buffer is a separate blob."""
+        return any(source.is_apart for source in self.sources)
+
+    @property
     def lent(self) -> bool:
         """Whether a buffer is read in place, so that its owner must not write to it."""
         return any(source.lent for source in self.sources)

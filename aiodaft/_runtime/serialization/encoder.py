@@ -9,7 +9,7 @@ notebooks. Beyond a budget of time `encode` raises `TooLong`. The caller then re
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from aiodaft._protocol.connections.codec import pack, pack_exts
 from aiodaft._protocol.connections.messages import INLINE_LIMIT, PLAIN_TEXT_LIMIT
@@ -20,15 +20,19 @@ from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_p
 from aiodaft._runtime.serialization.encoded import Encoded, Source
 from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into, yield_gil
 from aiodaft._runtime.serialization.small import SmallEncoder, encode_small
-from aiodaft._runtime.serialization.tensors import Places, TensorTable, is_dense_tensor
+from aiodaft._runtime.serialization.tensors import Places, TensorTable, is_dense_tensor, whole_tensor
 from aiodaft.exceptions import SerializationError
 from aiodaft.ref import Ref, parts_of
+
+if TYPE_CHECKING:
+    import torch
 
 # The first byte of a payload: its kind, if it is not that of a small one.
 PLAIN: Final = 0  # the skeleton
 TABLE: Final = 1  # [offsets, specs of tensors, skeleton]
 FAR: Final = 2  # [offsets, specs of tensors], and the skeleton is the last buffer
 HEAVY: Final = 4  # decoding takes long: not on a loop
+SOLE: Final = 9  # the spec of the only tensor, in the only blob
 # Bytes from which on a separate buffer pays.
 _BUFFER_LIMIT: Final = 16 << 10
 # More bytes than this are not copied on a loop.
@@ -248,6 +252,8 @@ def encode(
         return Encoded(found[0])
 
     def attempt(part: Any) -> Encoded:
+        if is_dense_tensor(part):
+            return _encode_tensor(part, places)
         return Encoder(places, resolve=resolve, patient=patient).encode(part)
 
     try:
@@ -261,6 +267,20 @@ def encode(
     path, reason = find_path(names.parts, attempt)
     refused = f"{path} of {names.whole} cannot travel{to}: {reason or failed}{advice_on(failed)}"
     raise SerializationError(refused) from cause_of(failed)
+
+
+def _encode_tensor(tensor: torch.Tensor, places: Places) -> Encoded:
+    sources: list[Source] = []
+    found = whole_tensor(tensor, places)
+    if found is not None:
+        source, spec = found
+        sources.append(source)
+    else:
+        table = TensorTable(places)
+        table.add(tensor)
+        (spec,) = table.finish(sources)
+    offsets, nbytes, device_nbytes = lay_out(sources)
+    return Encoded(bytes((SOLE,)) + pack(spec), sources, offsets, nbytes, device_nbytes)
 
 
 def is_plain(value: Any) -> bool:

@@ -172,7 +172,8 @@ class SmallEncoder:
         dtype = _dtype_names.get(value.dtype)
         address = value.data_ptr()
         if (
-            dtype is None
+            (nbytes := value.nbytes) > self._room
+            or dtype is None
             # Not empty, and its memory was not freed.
             or not address
             or not value.is_cpu
@@ -184,7 +185,7 @@ class SmallEncoder:
         ):
             raise NotSmall
         # Views of one storage stay views of one storage.
-        self._take(address - value.storage_offset() * value.element_size(), nbytes := value.nbytes)
+        self._take(address - value.storage_offset() * value.element_size(), nbytes)
         shape = () if value.dim() == 1 else (list(value.shape),)
         return ext((SMALL_TENSOR, new_packer().pack([dtype, _bytes_at(address, nbytes), *shape])))
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.encoded import Source
@@ -61,6 +61,36 @@ class Places(NamedTuple):
     find_device: Callable[[torch.Tensor], int | None] = nowhere
     lend: bool = False
     home: Process | None = None
+
+
+def whole_tensor(tensor: torch.Tensor, places: Places) -> tuple[Source, Spec] | None:
+    """The memory and the spec of a dense tensor of the host without gaps; None for any other tensor."""
+    address = tensor.data_ptr()
+    if (
+        not (address and tensor.is_cpu and tensor.is_contiguous())
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or places.find_device(tensor) is not None
+    ):
+        return None
+    # Not the tensor, which may get other memory.
+    source = Source(tensor.nbytes, address, tensor.untyped_storage())
+    source.block = places.find_block(source)
+    source.lent = source.block is not None
+    source.version = _version_counter(tensor)
+    source.origin = _origin(tensor)
+    return source, _spec(0, tensor, tensor.stride(), 0, tensor)
+
+
+def _spec(buffer: int, tensor: torch.Tensor, stride: Sequence[int], start: int, original: torch.Tensor) -> Spec:
+    torch = loaded_torch()
+    assert torch is not None
+    flags = original.requires_grad * _REQUIRES_GRAD + (type(original) is torch.nn.Parameter) * _PARAMETER
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    device = "" if original.is_cpu else original.device.type
+    return [buffer, dtype, list(tensor.shape), list(stride), start, flags, device]
 
 
 class TensorTable:
@@ -127,16 +157,9 @@ class TensorTable:
         if len(group) == 1:
             source.origin = _origin(original)
         for (index, tensor), (start, _) in zip(group, extents, strict=True):
-            stride = _contiguous_stride(tensor.shape) if compact else list(tensor.stride())
-            specs[index] = [
-                len(sources),
-                str(tensor.dtype).removeprefix("torch."),
-                list(tensor.shape),
-                stride,
-                0 if compact else start - low,
-                self._flags(index),
-                _device_name(self._originals[index]),
-            ]
+            stride = _contiguous_stride(tensor.shape) if compact else tensor.stride()
+            first_byte = 0 if compact else start - low
+            specs[index] = _spec(len(sources), tensor, stride, first_byte, self._originals[index])
         sources.append(source)
 
     def _find_place(self, source: Source) -> None:
@@ -145,12 +168,6 @@ class TensorTable:
         elif source.nbytes:
             source.block = self._places.find_block(source)
             source.lent = source.block is not None
-
-    def _flags(self, index: int) -> int:
-        original = self._originals[index]
-        torch = loaded_torch()
-        assert torch is not None
-        return original.requires_grad * _REQUIRES_GRAD + isinstance(original, torch.nn.Parameter) * _PARAMETER
 
 
 class TensorMaker:
@@ -170,30 +187,47 @@ class TensorMaker:
         return self._made[index]
 
     def _build(self, index: int) -> torch.Tensor:
-        import torch  # noqa: PLC0415 - optional package
-
-        buffer, dtype_name, size, stride, start, flags, device = self._specs[index]
-        original = self._origin(buffer)
+        spec = self._specs[index]
+        buffer = spec[0]
+        original: torch.Tensor | None = self._origin(buffer)
         if original is not None:
-            tensor: torch.Tensor = original
-            return tensor
-        dtype = getattr(torch, dtype_name)
-        nbytes = len(self._buffer(buffer))
-        if not nbytes:
-            tensor = torch.empty_strided(size, stride, dtype=dtype)
-        else:
-            if buffer not in self._bases:
-                memory = self._buffer(buffer)
-                # Memory that was received on an accelerator is a tensor already.
-                host = isinstance(memory, memoryview)
-                self._bases[buffer] = torch.frombuffer(memory, dtype=torch.uint8) if host else memory
-            end = start + _span(size, stride) * dtype.itemsize
-            tensor = self._bases[buffer][start:end].view(dtype).as_strided(size, stride)
-        if device and tensor.device.type != device:
-            tensor = tensor.to(device)
-        if flags & _PARAMETER:
-            return torch.nn.Parameter(tensor, requires_grad=bool(flags & _REQUIRES_GRAD))
-        return tensor.requires_grad_() if flags & _REQUIRES_GRAD else tensor
+            return original
+        if buffer not in self._bases:
+            self._bases[buffer] = as_bytes(self._buffer(buffer))
+        return tensor_in(self._bases[buffer], spec)
+
+
+def as_bytes(memory: Any) -> torch.Tensor:
+    """Memory as a tensor of bytes."""
+    import torch  # noqa: PLC0415 - optional package
+
+    # Memory that was received on an accelerator is one already.
+    if isinstance(memory, memoryview):
+        memory = torch.frombuffer(memory, dtype=torch.uint8) if memory.nbytes else torch.empty(0, dtype=torch.uint8)
+    return cast("torch.Tensor", memory)
+
+
+def tensor_in(memory: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """The tensor with this spec in memory, or an empty one if there is no memory."""
+    import torch  # noqa: PLC0415 - optional package
+
+    _, dtype_name, size, stride, start, flags, device = spec
+    dtype = getattr(torch, dtype_name)
+    nbytes = memory.numel()
+    if not nbytes:
+        tensor = torch.empty_strided(size, stride, dtype=dtype)
+    else:
+        end = start + _span(size, stride) * dtype.itemsize
+        if end - start != nbytes:
+            memory = memory[start:end]
+        tensor = memory if dtype is torch.uint8 else memory.view(dtype)
+        if stride != [1]:
+            tensor = tensor.as_strided(size, stride)
+    if device and tensor.device.type != device:
+        tensor = tensor.to(device)
+    if flags & _PARAMETER:
+        return torch.nn.Parameter(tensor, requires_grad=bool(flags & _REQUIRES_GRAD))
+    return tensor.requires_grad_() if flags & _REQUIRES_GRAD else tensor
 
 
 def fills_its_span(tensor: torch.Tensor) -> bool:
@@ -310,7 +344,3 @@ def _origin(tensor: torch.Tensor) -> Callable[[], Any]:
         return alive if alive is not None and expected is not None and alive._version == expected else None
 
     return origin
-
-
-def _device_name(tensor: torch.Tensor) -> str:
-    return "" if tensor.device.type == "cpu" else tensor.device.type

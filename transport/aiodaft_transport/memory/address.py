@@ -15,6 +15,8 @@ ALIGNMENT: Final = 64
 # Between chunks a cancelled copy can stop and another thread's copy gets its turn.
 _CHUNK: Final = 4 << 20
 _PyBUF_SIMPLE: Final = 0
+# The exposed views, which are not hashable, by the ids of these.
+_exposed: Final[dict[int, weakref.ref[Any]]] = {}
 
 
 class _PyBuffer(ctypes.Structure):
@@ -83,5 +85,12 @@ def exposed_view(region: mmap, offset: int, nbytes: int, on_dropped: Callable[[]
     It may run in any thread and while garbage is collected, so it must do no more than put something on a queue.
     """
     exporter = (ctypes.c_char * nbytes).from_buffer(region, offset)
-    weakref.finalize(exporter, on_dropped).atexit = False
+
+    def dropped(view: weakref.ref[Any]) -> None:
+        del _exposed[id(view)]
+        on_dropped()
+
+    # `weakref.finalize` costs several times as much.
+    view = weakref.ref(exporter, dropped)
+    _exposed[id(view)] = view
     return memoryview(exporter).cast("B")

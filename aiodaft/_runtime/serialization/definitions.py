@@ -254,7 +254,7 @@ class _Survey:
         if issubclass(cls, Actor):
             raise _Changeable
         # The other attributes of an enumeration are made of its members.
-        members = list(getattr(cls, "_member_map_", ()))
+        members: list[str] = list(getattr(cls, "_member_map_", ()))
         wrapped = [name for name, member in vars(cls).items() if type(member) in _WRAPPERS]
         skipped = {
             id(member)

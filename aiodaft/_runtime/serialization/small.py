@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copyreg import dispatch_table
 from dataclasses import is_dataclass
 from enum import Enum
@@ -41,7 +41,8 @@ _NAMED_HEAD: Final = bytes((NAMED,))
 ) = range(2, 19)  # fmt: skip
 # Elements of a container; and containers, tensors and arrays of a value.
 _MOST: Final = 64
-_TEXT: Final = frozenset({str})
+_STR: Final = frozenset({str})
+_TEXT: Final = frozenset({str, bytes})
 _NUMBERS: Final = FLAT - {str}
 _PLAIN: Final = FLAT | {bytes}
 _SEQUENCES: Final[Mapping[type, int]] = {tuple: TUPLE, set: SET, frozenset: FROZENSET}
@@ -98,19 +99,12 @@ class SmallEncoder:
         if not kinds <= _NUMBERS:
             if not kinds <= _PLAIN:
                 return False
-            self._take_text(parts)
+            for part in parts:
+                if type(part) in _TEXT:
+                    self._room -= len(part)
+            if self._room < 0:
+                raise NotSmall
         return True
-
-    def _take_text(self, parts: Iterable[Any]) -> None:
-        """Account for the strings and bytes among some parts."""
-        room = self._room
-        for part in parts:
-            kind = type(part)
-            if kind is str or kind is bytes:
-                room -= len(part)
-        self._room = room
-        if room < 0:
-            raise NotSmall
 
     def _take(self, key: int, nbytes: int) -> None:
         """Account for something that may be there once."""
@@ -127,11 +121,10 @@ class SmallEncoder:
         return [part if type(part) in _NUMBERS else self.walk(part) for part in value]
 
     def mapping(self, value: dict[Any, Any]) -> Any:
-        keys = set(map(type, value))
-        if keys == _TEXT:
+        if _STR.issuperset(map(type, value)):
             self._room -= sum(map(len, value))
-        elif keys <= FLAT:
-            self._take_text(value)
+        elif FLAT.issuperset(map(type, value)):
+            self._room -= sum(len(key) for key in value if type(key) is str)
         else:
             raise NotSmall
         return value if self._enter(value, value.values()) else self._walk_values(value)
@@ -141,7 +134,9 @@ class SmallEncoder:
 
     def text(self, value: Any) -> Any:
         """A string or bytes."""
-        self._take_text((value,))
+        if len(value) > self._room:
+            raise NotSmall
+        self._room -= len(value)
         return value
 
     def record(self, value: Any) -> Any:

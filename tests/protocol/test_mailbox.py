@@ -77,6 +77,31 @@ def test_the_only_call_that_waits_is_taken_out_when_its_arguments_are_here() -> 
     assert not mailbox.holds_some
 
 
+def test_unordered_calls_that_wait_for_arguments_are_not_looked_at_again_and_again() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    calls = [call(ordered=False, ready=False) for _ in range(3)]
+    kept(mailbox, *calls)
+    running = call(ordered=False)
+    started(mailbox, running)
+    assert not mailbox.finished(running)
+    for one in calls[1], calls[0], calls[2]:
+        one.stage = QUEUED
+        assert mailbox.take_ready(one)
+        assert not mailbox.finished(one)
+    assert not mailbox.holds_some
+
+
+def test_an_unordered_call_that_is_ready_waits_for_a_place() -> None:
+    mailbox: Mailbox[Call] = Mailbox()
+    running, waits = call(ordered=False, concurrency=1), call(ordered=False, concurrency=1, ready=False)
+    started(mailbox, running)
+    kept(mailbox, waits)
+    waits.stage = QUEUED
+    assert not mailbox.take_ready(waits)
+    assert mailbox.finished(running)
+    assert [*mailbox.startable()] == [waits]
+
+
 @pytest.mark.parametrize("other", [call(), call("b", ready=False), call(ordered=False, ready=False)])
 def test_with_others_that_wait_a_ready_call_starts_in_its_turn(other: Call) -> None:
     mailbox: Mailbox[Call] = Mailbox()

@@ -102,7 +102,13 @@ class Mailbox(Generic[EntryT]):
         return False
 
     def take_ready(self, entry: EntryT) -> bool:
-        """Take out a call that became ready, if it is the only one that waits and starts now; else see `startable`."""
+        """Take out a call that became ready, if it starts now and blocks no other; else see `startable`."""
+        if not entry.rules.ordered:
+            if not self._may_start(entry):
+                return False
+            self._unordered.remove(entry)
+            self._start(entry)
+            return True
         caller = entry.caller
         lane = self._lanes.get(caller)
         if lane is None or len(self._lanes) > 1 or len(lane) > 1 or self._unordered or not self._may_start(entry):
@@ -112,14 +118,14 @@ class Mailbox(Generic[EntryT]):
         return True
 
     def finished(self, entry: EntryT) -> bool:
-        """Remove a started call that ended: True if calls wait, which may be `startable` now."""
+        """Remove a started call that ended: True if calls wait that may be `startable` now."""
         rules = entry.rules
         if self._last.get(entry.caller) is entry:
             del self._last[entry.caller]
         if rules.concurrency is not None:
             self._running[rules.name] -= 1
-        # `holds_some`, inlined: every call runs this.
-        return bool(self._lanes or self._unordered)
+        # Without order, a call waits for others only if its method has a limit.
+        return bool(self._lanes or (self._unordered and rules.concurrency is not None))
 
     def hold(self) -> None:
         """Start nothing until `unhold`: a result is being captured, and no call may change it meanwhile."""

@@ -60,7 +60,7 @@ class Arguments:
         if type(place) is Plain:
             self._put(call, one, place.value)
         elif call.stage is FETCHING and isinstance(place, Delivery) and place.fetch_now():
-            run_through(self._bring(call, one, place))
+            self._decode(call, one, place.received())
         else:
             bringing = self._bring(call, one, place)
             task = self._process.tasks.create_task(bringing, name=f"bring an argument of {call.label}")
@@ -75,9 +75,20 @@ class Arguments:
         else:
             self._put(call, one, value)
 
+    def _decode(self, call: InboundCall, one: Awaited, received: ReceivedValue) -> None:
+        """The same with a value that is here, and quickly decoded."""
+        try:
+            value = self._store.decode_now(received)
+        except Exception as error:  # noqa: BLE001 - the call fails with it
+            self._fail(call, needed_by(error, _name(call), one[-1]))
+        else:
+            self._put(call, one, value)
+
     async def _receive(self, one: Awaited, place: Place | Delivery) -> ReceivedValue:
         if isinstance(place, BaseException):
             raise place
+        if isinstance(place, ReceivedValue):
+            return place
         if isinstance(place, Delivery):
             return await self._transfer.receive(place)
         if isinstance(place, StoredValue):

@@ -15,6 +15,7 @@ from aiodaft._runtime.objects.ref_table import RefTable
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.objects.transfer import Place
 from aiodaft._runtime.serialization.errors import encode_error, passed_on
 from aiodaft._runtime.serialization.small import Small
 from aiodaft.ref import Borrowed
@@ -64,7 +65,7 @@ class RemoteResponder:
             payload, defined = stored
             received = ReceivedValue(payload, None, [], [])
             if call.pulled:
-                call.tell_pullers(StoredValue.again(received))
+                call.tell_pullers(StoredValue.again(received) if defined else received)
             if call.handle(ANSWER):
                 if defined:
                     self._connection.tell(defined)
@@ -101,16 +102,14 @@ class RemoteResponder:
         if len(self._last) > _REMEMBERED:
             self._before, self._last = self._last, {}
 
-    def recall(self, number: CallId) -> StoredValue | Plain | None:
+    def recall(self, number: CallId) -> Place | None:
         """The result of a call that was just answered, if it is small."""
         found = self._last.get(number, _NONE)
         if found is _NONE:
             found = self._before.get(number, _NONE)
         if found is _NONE:
             return None
-        if isinstance(found, ReceivedValue):
-            return StoredValue.again(found)
-        return found if isinstance(found, StoredValue) else Plain(found)
+        return found if isinstance(found, StoredValue | ReceivedValue) else Plain(found)
 
     async def item(self, call: InboundCall, value: Any) -> None:
         stored = await call.hosted.capture(value, call.label, "item", call.spec.transport)

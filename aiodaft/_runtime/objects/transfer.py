@@ -39,7 +39,7 @@ from aiodaft_transport import DEVICE_NAME, DeviceError, Grant, TransportError, U
 Blob: TypeAlias = tuple[str, Grant]
 # The process to ask for a value, or why there is none.
 Elsewhere: TypeAlias = PeerId | BaseException
-Place: TypeAlias = StoredValue | Plain | Elsewhere
+Place: TypeAlias = StoredValue | ReceivedValue | Plain | Elsewhere
 
 _THROUGH_HOST: Final = (
     "the value is in the memory of a GPU: return x.cpu(), or send it through host memory "
@@ -77,6 +77,10 @@ class Delivery:
             self.granted.popleft()
             self.fetched(name, grant, blob)
         return not (self.refs or is_heavy(self.payload))
+
+    def received(self) -> ReceivedValue:
+        """The value, once all of it was fetched; it has no refs."""
+        return ReceivedValue(self.payload, self.inline, self.blobs, [])
 
     def fetched(self, name: str, grant: Grant, blob: Any) -> None:
         """A blob is here."""
@@ -141,6 +145,8 @@ class Transfer:
                 place = await self._locate_here(key)
                 if isinstance(place, StoredValue):
                     return await self.take_own(place, into)
+                if isinstance(place, ReceivedValue):
+                    return place
                 if isinstance(place, Plain):
                     return _received(place)
                 route.handle(place, None)
@@ -359,6 +365,8 @@ class Transfer:
             return
         if isinstance(place, Plain):
             connection.send(m.given(*key, place.value))
+        elif isinstance(place, ReceivedValue):
+            connection.send((m.VALUE, *key, place.payload, None, ()))
         elif isinstance(place, BaseException):
             connection.send((m.BROKEN, *key, encode_error(place)))
         elif not isinstance(place, StoredValue):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aiodaft._protocol.connections.pace import ALONE, POLL, SWITCH, Idle, Pace
+from aiodaft._protocol.connections.pace import ALONE, POLL, SLICE, SWITCH, Idle, Pace
 
 
 def paced(gap: float, count: int = 100) -> tuple[Pace, float]:
@@ -52,5 +52,14 @@ def test_a_process_yields_when_an_answer_takes_its_time_or_others_want_the_proce
     assert pace.idle(now + 2 * ALONE) is Idle.YIELD
     pace.yielded(2 * SWITCH)
     assert pace.idle(now) is Idle.YIELD
+    pace.yielded(SWITCH / 2)
+    assert pace.idle(now) is Idle.LOOK
+
+
+def test_a_process_sleeps_when_others_use_up_their_time_slices_until_a_message_comes() -> None:
+    pace, now = paced(POLL / 10)
+    pace.yielded(2 * SLICE)
+    assert pace.idle(now) is Idle.SLEEP
+    pace.came(now)
     pace.yielded(SWITCH / 2)
     assert pace.idle(now) is Idle.LOOK

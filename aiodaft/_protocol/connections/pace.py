@@ -16,8 +16,11 @@ POLL: Final = 300e-6
 ALONE: Final = 10e-6
 # If yielding takes more seconds than this, another process ran.
 SWITCH: Final = 3e-6
+# If it takes more than this, others use up their time slices: a wake-up would have come sooner.
+SLICE: Final = 100e-6
 # Longer gaps count as this many seconds.
 _LONG: Final = 1e-3
+_NEVER: Final = float("-inf")
 # Weight of a new gap in the average.
 _WEIGHT: Final = 1 / 8
 
@@ -63,3 +66,6 @@ class Pace:
     def yielded(self, seconds: float) -> None:
         """Other processes could run for so long; one that ran may be about to answer."""
         self.crowded = seconds > SWITCH
+        if seconds > SLICE:
+            # Sleep at the next look, and let it count as a long gap.
+            self.since = _NEVER

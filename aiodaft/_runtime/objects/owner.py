@@ -15,6 +15,7 @@ class InboundProducer(Protocol):
     @property
     def given_up(self) -> bool:
         """Whether its result is not wanted: only its caller says how it ends."""
+        ...
 
     def add_puller(self, found: Callable[[Any], object]) -> None:
         """Call `found` with the place of the value once the call has ended."""

@@ -8,6 +8,7 @@ import os
 
 import pytest
 from actors import Box, Echo, Relay
+from failing import Failing
 from inside import peer_of
 from leaks import resident
 from log_ear import listening
@@ -149,3 +150,25 @@ async def test_dropping_a_ref_of_a_dead_owner_logs_nothing() -> None:
                 await relay.drop_held()
             assert await echo.echo(1) == 1
     assert ear.lines == []
+
+
+@pytest.mark.parametrize("inside", [False, True])
+async def test_a_call_with_a_failed_argument_lets_go_of_the_others_without_the_garbage_collector(
+    rt: aiodaft.Runtime, inside: bool
+) -> None:
+    echo, consumer, producer = await rt.spawn(Echo), await rt.spawn(Failing), await rt.spawn(Failing)
+    big = echo.echo(bytes(1_000_000))
+    # The processes know each other.
+    await consumer.use(big, producer.use(1))
+    await consumer.stop_collecting()
+    missing = producer.wait()
+    used = consumer.use(*([argument] if inside else argument for argument in (big, missing)))
+    # The large one is there.
+    await rt.info(consumer)
+    await echo.pid()
+    await rt.info(consumer)
+    await rt.kill(producer)
+    with pytest.raises(aiodaft.ActorDied):
+        await used
+    async with asyncio.timeout(10):
+        await big.released()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import gc
 import os
 import signal
 import sys
@@ -105,9 +106,14 @@ class Failing(Actor):
         self.gate.set()
 
     @method
-    async def use(self, value: Any) -> Any:
+    async def use(self, value: Any, *others: Any) -> Any:
         self.calls += 1
         return value
+
+    @method
+    async def stop_collecting(self) -> None:
+        """What is in a circle stays from now on."""
+        gc.disable()
 
     @method
     async def notes_of_consumers(self, other: Failing) -> list[int]:

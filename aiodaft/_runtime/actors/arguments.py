@@ -67,6 +67,9 @@ class Arguments:
             call.fetching = (*call.fetching, task)
 
     async def _bring(self, call: InboundCall, one: Awaited, place: Place | Delivery) -> None:
+        if isinstance(place, BaseException):
+            self._fail(call, needed_by(place, _name(call), one[-1]))
+            return
         try:
             received = await self._receive(one, place)
             value = await self._store.decode(received, refs=received.refs)
@@ -85,15 +88,13 @@ class Arguments:
             self._put(call, one, value)
 
     async def _receive(self, one: Awaited, place: Place | Delivery) -> ReceivedValue:
-        if isinstance(place, BaseException):
-            raise place
         if isinstance(place, ReceivedValue):
             return place
         if isinstance(place, Delivery):
             return await self._transfer.receive(place)
         if isinstance(place, StoredValue):
             return await self._transfer.take_own(place)
-        assert not isinstance(place, Plain)
+        assert not isinstance(place, Plain | BaseException)
         _, owner, number, _, _ = one
         return await self._transfer.pull(owner, number, place)
 
@@ -138,6 +139,8 @@ class Arguments:
                 # The call was cancelled.
                 raise
             self._fail(call, error)
+            # The frames lead to the values that came: a circle would keep them.
+            BaseException.with_traceback(error, None)
         else:
             self._ready(call)
 
@@ -160,7 +163,11 @@ class Arguments:
             return await self._transfer.pull(owner, number, producer)
         except Exception as error:  # noqa: BLE001 - the call fails with it
             failed = needed_by(error, _name(call), label)
-        raise failed
+        try:
+            raise failed
+        finally:
+            # Its frames lead here.
+            del failed
 
     async def _resolve(self, call: InboundCall) -> None:
         try:

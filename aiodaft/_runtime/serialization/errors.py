@@ -117,6 +117,10 @@ def needed_by(error: BaseException, consumer: str, source: str = "") -> BaseExce
     An exception of its own: the error may be that of other calls, too.
     """
     own = decode_error(encode_error(error))
+    frames = error.__traceback__
+    if frames is not None and frames.tb_frame.f_code.co_filename.startswith(_RUNTIME):
+        # No frame is the user's; these lead to the other arguments, which a circle would keep.
+        BaseException.with_traceback(error, None)
     which = f": its argument is the result of {source}" if source else ""
     add_note(own, f"needed by {consumer}, which did not run{which}")
     return own

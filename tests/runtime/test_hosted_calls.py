@@ -304,6 +304,34 @@ async def test_a_process_that_pulls_the_result_of_a_caller_that_is_gone_is_sent_
         await turns()
 
 
+async def test_what_a_cancelled_call_returns_is_not_sent_and_cannot_be_pulled(home: Home) -> None:
+    number = home.call("slow_to_stop")
+    call = home.inbound.find(THERE, CallId(number))
+    assert call is not None
+    await turns()
+    places: list[Any] = []
+    call.add_puller(places.append)
+    home.cancel(number)
+    home.desk.cleaned.set()
+    assert await home.wire.result(number) is None
+    (responder,) = home.inbound.responders()
+    assert (places, responder.recall(CallId(number))) == ([THERE], None)
+
+
+async def test_an_encoded_result_of_a_cancelled_call_is_not_kept(home: Home) -> None:
+    number = home.call("slow_to_stop")
+    call = home.inbound.find(THERE, CallId(number))
+    assert call is not None
+    await turns()
+    home.cancel(number)
+    call.responder.answer_stored(call, home.store.keep(["a result"], Names("result")))
+    assert await home.wire.result(number) is None
+    assert not home.store.entries
+    home.desk.cleaned.set()
+    while home.hosted.running:
+        await turns()
+
+
 async def test_calls_that_lead_nowhere_are_turned_away(home: Home) -> None:
     with pytest.raises(AttributeError, match="Desk-1 has no remote method 'nothing'"):
         await home.wire.result(home.call("nothing"))

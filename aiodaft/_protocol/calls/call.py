@@ -95,6 +95,8 @@ class Life:
     # `begun`: its first line has run. `last_begun`: the first line of the last step of a segment has run.
     begun = False
     last_begun = False
+    # Its caller has cancelled it, and drops what it returns.
+    dropped = False
 
     def handle(self, event: Event) -> bool:
         """Move on; False if the event comes too late."""

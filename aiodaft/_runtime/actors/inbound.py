@@ -108,6 +108,7 @@ class Inbound:
         if call is not None:
             call.hosted.cancel(call)
             # The caller drops its result, and does not wait for its end for ever.
+            call.dropped = True
             call.tell_pullers(call.caller)
 
     def credit_came(self, connection: Connection, message: Message) -> None:

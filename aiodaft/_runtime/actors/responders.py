@@ -48,6 +48,9 @@ class RemoteResponder:
         self.calls, self.pins, self._last, self._before = {}, {}, {}, {}
 
     def answer(self, call: InboundCall, result: Any) -> None:
+        if call.dropped:
+            self._answer_dropped(call)
+            return
         if call.pulled:
             # First, because calls wait for it there.
             call.tell_pullers(Plain(result))
@@ -61,6 +64,11 @@ class RemoteResponder:
 
     def answer_stored(self, call: InboundCall, stored: StoredValue | Small) -> None:
         self.calls.pop(call.number, None)
+        if call.dropped:
+            if isinstance(stored, StoredValue):
+                stored.release()
+            self._answer_dropped(call)
+            return
         if isinstance(stored, tuple):
             payload, defined = stored
             received = ReceivedValue(payload, None, [], [])
@@ -90,6 +98,13 @@ class RemoteResponder:
             self._connection.send(m.result(call.number, (stored.payload, stored.inline, refs)))
             if stored.is_free and stored.size <= _SMALL:
                 self._remember(call, stored)
+
+    def _answer_dropped(self, call: InboundCall) -> None:
+        """The caller only waits for the end of the call; and no other process may get the result."""
+        if call.handle(ANSWER):
+            self.calls.pop(call.number, None)
+            self._connection.send((m.REPLY, call.number, None))
+        call.tell_pullers(call.caller)
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         if call.handle(ANSWER):

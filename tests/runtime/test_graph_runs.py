@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import pytest
@@ -41,6 +42,14 @@ class Desk(Actor):
     async def wait(self, word: Any) -> Any:
         self.seen.append(word)
         await self.gate.wait()
+        return word
+
+    @method
+    async def stay(self, word: Any) -> Any:
+        """Does not let itself be cancelled."""
+        while not self.gate.is_set():
+            with suppress(asyncio.CancelledError):
+                await self.gate.wait()
         return word
 
     @method
@@ -321,6 +330,22 @@ async def test_what_is_behind_such_a_run_waits_for_its_last_step(site: Site) -> 
         site.actors[1].gate.set()
         assert [await ref, await behind] == ["x", "behind"]
     assert site.actors[0].seen == ["x", "x", "behind"]
+
+
+async def test_a_step_that_was_given_up_and_goes_on_holds_up_no_later_run(site: Site) -> None:
+    a, b = site.a, site.b
+    async with (
+        aiodaft.compile(lambda x: a.note(b.note(a.stay(x)))) as graph,
+        aiodaft.compile(lambda x: a.note(x)) as one,
+    ):
+        ref, behind = graph("x"), one("behind")
+        await turns(8)
+        assert site.actors[0].seen == []
+        ref.cancel()
+        assert await behind == "behind"
+        site.actors[0].gate.set()
+        with pytest.raises(CallCancelled):
+            await ref
 
 
 @pytest.mark.parametrize("how", ["cancelled", "late", "the actor is stopped", "the other process is lost"])

@@ -386,6 +386,14 @@ def test_two_slices_far_apart_do_not_send_what_is_between_them() -> None:
     assert encoded.nbytes < 1000
 
 
+def test_two_tensors_of_one_storage_are_two_objects() -> None:
+    base = torch.zeros(16, dtype=torch.uint8)
+    one, other = round_trip([base, base.view(-1)])
+    assert one is not other
+    one[0] = 1
+    assert other[0] == 1
+
+
 def test_views_with_different_dtypes_share_memory() -> None:
     base = torch.zeros(16, dtype=torch.uint8)
     got = round_trip([base, base[8:].view(torch.float32)])

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, cast
 
-from aiodaft._protocol.calls.call import ANSWER, ANSWERED, FETCHED, FETCHING, GIVEN_UP, LATE, NEXT
+from aiodaft._protocol.calls.call import ANSWER, ANSWERED, CANCEL, FETCHED, FETCHING, GIVEN_UP, LATE, NEXT, Event
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import WANT_REPLY
 from aiodaft._protocol.diagnostics.deadlock import CallAt
@@ -366,6 +366,13 @@ class StrandCall(InboundCall):
         segment = needs.plan.segments[self.strand.first if self.waits_at is None else self.waits_at]
         return [needs.maker_of(self.run.number, value) for value in self.run.awaits(segment.needs)]
 
+    def handle(self, event: Event) -> bool:
+        """Move on. A strand that was given up holds up no later call, also if its step does not end."""
+        moves = super().handle(event)
+        if moves and event is CANCEL and self.begun:
+            self.hosted.last_begun(self)
+        return moves
+
     # Execution.
 
     def deliver(self) -> None:
@@ -386,7 +393,11 @@ class StrandCall(InboundCall):
         # It would keep itself alive.
         call.args = ()
         values, missing, on_thread = call.run.values, call.run.missing, call.rules.on_thread
-        value: Flowing
+        argument: Any
+        args: Any
+        kwargs: Any
+        result: Any
+        value: Any
         for step in call.strand.steps:
             if call.stage in GIVEN_UP:
                 # The step before ignored its cancellation, or ran on the thread.
@@ -394,13 +405,14 @@ class StrandCall(InboundCall):
             executed = False
             try:
                 if step.segment is not None and missing[step.segment]:
+                    # Of the step before: they must not live as long as this wait.
+                    argument = args = kwargs = result = value = None
                     await call._pause(step.segment)
                     # Not if this wait is cancelled: the step has not begun.
                     call.waits_at = None
                 if step is call.strand.last:
                     # Calls behind a strand of several steps may start.
                     call.hosted.last_begun(call)
-                result: Any
                 if step.only is None or type(argument := values[step.only]) is GraphValue:
                     args, kwargs = await call._arguments(step)
                     executed = True

@@ -220,7 +220,8 @@ def tensor_in(memory: torch.Tensor, spec: Spec) -> torch.Tensor:
         end = start + _span(size, stride) * dtype.itemsize
         if end - start != nbytes:
             memory = memory[start:end]
-        tensor = memory if dtype is torch.uint8 else memory.view(dtype)
+        # Also of the same type: other tensors of this storage are other objects.
+        tensor = memory.view(dtype)
         if stride != [1]:
             tensor = tensor.as_strided(size, stride)
     if device and tensor.device.type != device:

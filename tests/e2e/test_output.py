@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from printers import Printer
@@ -27,9 +28,13 @@ class Terminal:
         """Wait until there is something to be seen."""
         while out not in self.out or err not in self.err:
             await asyncio.sleep(0)
-            more = self._capfd.readouterr()
-            self.out += more.out
-            self.err += more.err
+            # `readouterr` would cut off what is printed between its read and its truncate.
+            capture: Any = self._capfd._capture  # noqa: SLF001 - there is no other way to its files
+            self.out, self.err = (_content(one.tmpfile.fileno()) for one in (capture.out, capture.err))
+
+
+def _content(fd: int) -> str:
+    return os.pread(fd, 1 << 20, 0).decode()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Distributed actors, futures and tasks for asyncio: one plain async program drives many processes and GPUs."""
 
 from aiodaft import exceptions
+from aiodaft._protocol.connections.versions import __version__
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.supervision.supervision import Backoff, Restart
 from aiodaft._runtime.connections.traffic import Traffic
@@ -13,13 +14,19 @@ from aiodaft.exceptions import (
     BorrowError,
     CallCancelled,
     ChannelClosed,
+    CoordinatorUnavailable,
+    CorruptState,
     CyclicGraph,
     DaftError,
     DeadlineExceeded,
     DeadlockDetected,
     InsufficientResources,
+    KeyFileError,
+    LaunchFailed,
+    LeaseLost,
     NameNotFound,
     NameTaken,
+    NotAuthenticated,
     Overloaded,
     OwnerDied,
     PeerLost,
@@ -30,21 +37,21 @@ from aiodaft.exceptions import (
     SerializationError,
     SpawnFailed,
     StaleHandle,
+    VersionMismatch,
 )
 from aiodaft.graph import Graph, compile
 from aiodaft.group import Group
 from aiodaft.info import ActorInfo
+from aiodaft.inside import current_runtime
 from aiodaft.memory import Registration, empty, register
 from aiodaft.methods import method
-from aiodaft.placement import Placement, Spawned
+from aiodaft.placement import Mesh, Placement, Slice, Spawned
 from aiodaft.program import run, start, stop
 from aiodaft.ref import Ref, Refs, Stream, borrow, lazy
 from aiodaft.runtime import Runtime
 from aiodaft.scope import Scope
 from aiodaft.service import Service, ServiceGroup
 from aiodaft.web import cancel_on_disconnect
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Actor",
@@ -55,6 +62,8 @@ __all__ = [
     "CallCancelled",
     "Channel",
     "ChannelClosed",
+    "CoordinatorUnavailable",
+    "CorruptState",
     "CyclicGraph",
     "DaftError",
     "DeadlineExceeded",
@@ -62,8 +71,13 @@ __all__ = [
     "Graph",
     "Group",
     "InsufficientResources",
+    "KeyFileError",
+    "LaunchFailed",
+    "LeaseLost",
+    "Mesh",
     "NameNotFound",
     "NameTaken",
+    "NotAuthenticated",
     "Overloaded",
     "OwnerDied",
     "Patience",
@@ -82,15 +96,19 @@ __all__ = [
     "SerializationError",
     "Service",
     "ServiceGroup",
+    "Slice",
     "SpawnFailed",
     "Spawned",
     "StaleHandle",
     "Stream",
     "Traffic",
+    "VersionMismatch",
+    "__version__",
     "borrow",
     "cancel_on_disconnect",
     "compile",
     "current_attempt",
+    "current_runtime",
     "deadline",
     "empty",
     "exceptions",

@@ -6,6 +6,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from aiodaft._runtime.channels import Channels
 from aiodaft._runtime.process import current_process
+from aiodaft._runtime.serialization.building import builder
 from aiodaft._runtime.serialization.pickling import home
 from aiodaft.exceptions import ChannelClosed
 from aiodaft.ref import Ref
@@ -90,6 +91,7 @@ class Channel(Generic[T]):
         return _rebuild, (endpoint.id, endpoint.hand_on(), endpoint.ref)
 
 
+@builder
 def _rebuild(channel_id: Any, keeper: Any, ref: Ref[None]) -> Channel[Any]:
     channel: Channel[Any] = Channel.__new__(Channel)
     channel._endpoint = home().part(Channels).endpoint(channel_id, keeper, ref)

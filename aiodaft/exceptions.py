@@ -4,11 +4,12 @@ What a remote method raises arrives as its own type; these are the errors of the
 
 DaftError
 ├── SerializationError, CyclicGraph, ResourceExhausted, BorrowError, RemoteError
-├── DeadlineExceeded, DeadlockDetected, CallCancelled
+├── DeadlineExceeded, DeadlockDetected, CallCancelled, KeyFileError, CorruptState, LaunchFailed
 ├── Closed               you closed what you use
 │   └── RuntimeClosed, ChannelClosed
 ├── NotDelivered         the call never ran
-│   └── Overloaded, InsufficientResources, SpawnFailed, StaleHandle, NameTaken, NameNotFound
+│   └── Overloaded, InsufficientResources, SpawnFailed, StaleHandle, NameTaken, NameNotFound, NotAuthenticated,
+│       VersionMismatch, LeaseLost, CoordinatorUnavailable
 ├── OutcomeUnknown       it may or may not have run
 │   ├── ActorDied
 │   │   └── RestartLimitReached
@@ -117,6 +118,28 @@ class NameNotFound(NotDelivered, LookupError):
     """No actor has this name."""
 
 
+class NotAuthenticated(NotDelivered):
+    """The process at the other end of a connection could not prove that it belongs to this cluster."""
+
+
+class VersionMismatch(NotDelivered):
+    """The releases of aiodaft, or the versions of Python, of this process and the cluster do not work together."""
+
+
+class LeaseLost(NotDelivered):
+    """The coordinator does not count the node among its members any more, or has ended the reservation of a name.
+
+    An actor with a name refuses calls with this while that may be so: another one may have the name.
+    """
+
+
+class CoordinatorUnavailable(NotDelivered):
+    """The coordinator cannot store anything now, or another one has taken its place.
+
+    Calls between actors go on. What cannot be stored was not granted; if that is not certain, `executed` is None.
+    """
+
+
 class OutcomeUnknown(DaftError):
     """Something broke while the call was under way: it may or may not have run.
 
@@ -217,6 +240,24 @@ class RemoteError(DaftError):
     executed = True
     type_name: str = ""
     traceback: str = ""
+
+
+class KeyFileError(DaftError, ValueError):
+    """The key file of a cluster is missing, readable by others, or damaged; the message says what to do."""
+
+    executed = False
+
+
+class CorruptState(DaftError):
+    """What the coordinator has stored cannot be read, or is no state of a coordinator. It is left as it is."""
+
+    executed = False
+
+
+class LaunchFailed(DaftError):
+    """A node of a cluster could not be started on a machine; the message says on which, and how its start ended."""
+
+    executed = False
 
 
 class BorrowError(DaftError):

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from functools import partial
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
 
+from aiodaft._runtime.serialization.building import builder
 from aiodaft.actor import CallTarget, target_of
 from aiodaft.methods import MethodSpec, Sig, StreamSig, specs_of
 from aiodaft.ref import Ref, Refs, Stream
@@ -31,6 +32,7 @@ _RESULT_BYTES: Final = 256 << 20
 _NO_CALLS: Final[Mapping[CallTarget, int]] = {}
 
 
+@builder
 class Group(Generic[ActorT]):
     """Actors of one class, numbered by rank.
 

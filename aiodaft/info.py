@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from aiodaft._protocol.calls.following import NOWHERE
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.controller import Controller
+from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.diagnostics.process_stack import is_answered
 from aiodaft._runtime.node.worker import WorkerProcess
+from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.tasks import logger
-from aiodaft.exceptions import DaftError
+from aiodaft.exceptions import DaftError, OutcomeUnknown
 from aiodaft.ref import Ref
 
 __all__ = ["ActorInfo", "look_at"]
@@ -64,14 +67,23 @@ class ActorInfo:
     last_error: BaseException | None = None
 
 
-async def look_at(controller: Controller, target: Target, cls: type) -> ActorInfo:
+async def look_at(controller: Owner, target: Target, cls: type) -> ActorInfo:
     """Ask an actor's process how it is doing; if that does not answer within a second, its node."""
-    node, node_name = controller.node, controller.options.process.node
-    names = await controller.coordinator.names_of(*target.identity)
+    names: tuple[str, ...] = ()
+    await controller.ready()
+    named: Ref[tuple[str, ...]] = controller.coordinator.names_of(*target.identity)
+    # The coordinator of a cluster may be silent, or gone for a while.
+    if await is_answered(named, controller.process.env.timeouts.report):
+        with suppress(OutcomeUnknown):
+            names = await named
     child = controller.directory.find(target)
-    before: WorkerProcess | None = await node.process_of(target.remote)
+    if child is None and isinstance(target, FollowingTarget):
+        with suppress(DaftError):
+            target.move(await target.locate(wait=False))
+    before = await _process(controller, target)
     report = None if before is None else await _report(controller, target)
-    process = await node.process_of(target.remote)
+    process = await _process(controller, target)
+    node_name = controller.nodes.name_of(target.remote if child is None else child.place.peer)
     restarts: dict[str, Any] = {}
     if child is not None:
         restarts = {"epoch": child.epoch, "restarts": child.restarts, "last_error": child.last_error}
@@ -96,10 +108,21 @@ async def look_at(controller: Controller, target: Target, cls: type) -> ActorInf
     )
 
 
-async def _report(controller: Controller, target: Target) -> dict[str, Any] | None:
+async def _process(controller: Owner, target: Target) -> WorkerProcess | None:
+    """What its node knows of its process; None if the process, or the node, is gone."""
+    if isinstance(target, FollowingTarget) and target.place.peer == NOWHERE:
+        return None
+    try:
+        return await controller.nodes.of(target.remote).process_of(target.remote)
+    except OutcomeUnknown as error:
+        logger.debug("the node of %s is gone: %s", target.label, error)
+        return None
+
+
+async def _report(controller: Owner, target: Target) -> dict[str, Any] | None:
     """The report of its process; None if the actor is gone, nothing in it if the process did not answer in time."""
     report: Ref[dict[str, Any]] = controller.agent_of(target.remote).report(target.actor)
-    if not await is_answered(report, controller.options.env.timeouts.report):
+    if not await is_answered(report, controller.process.env.timeouts.report):
         return {}
     try:
         return await report

@@ -1,23 +1,27 @@
-"""Spawning and placement: `rt.on(gpus=1, with_=other).spawn(Model, ...)`."""
+"""Spawning and placement: `rt.on(gpus=1, near=other).spawn(Model, ...)`, `rt.mesh(hosts=2, gpus=8)`."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar, cast
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 from aiodaft._protocol.calls.mailbox import check_max_queue
+from aiodaft._protocol.coordination.records import check_name
 from aiodaft._protocol.node.liveness import Patience
+from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.supervision.supervision import Kind, Restart, check_alone
+from aiodaft._runtime.node.node_agent import NodeAgent
+from aiodaft._runtime.placing import FixedSites, Site
 from aiodaft._runtime.scope_actors import Constraints
-from aiodaft.actor import Actor, Handle
+from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.group import Group
 from aiodaft.methods import signature_of
 from aiodaft.service import Service, ServiceGroup
 
-__all__ = ["Placement", "Spawned"]
+__all__ = ["Mesh", "Placement", "Slice", "Spawned"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,11 +80,16 @@ class SpawningScope(Protocol):
     async def spawn_one(
         self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints, label: str = ""
     ) -> Handle: ...
+    async def get_or_spawn(
+        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
+    ) -> Handle: ...
     async def spawn_group(
         self, n: int, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
     ) -> Group[Any]: ...
+    async def spawn_mesh(self, hosts: int, demand: Demand, constraints: Constraints) -> Mesh: ...
     async def stop(self, actor: object) -> None: ...
     async def stop_group(self, group: Group[Any]) -> None: ...
+    async def stop_mesh(self, mesh: Mesh) -> None: ...
 
 
 class Spawner(ABC):
@@ -101,6 +110,13 @@ class Spawner(ABC):
         patience: Patience | None = None,
         restart: Restart | Kind | None = None,
         max_queue: int | None = None,
+        labels: Mapping[str, str] | None = None,
+        near: object = None,
+        apart_from: object = None,
+        spread: bool = False,
+        wait: float | None = None,
+        name: str | None = None,
+        lifetime: Literal["cluster"] | None = None,
     ) -> Placement:
         """Say where the next actors go.
 
@@ -110,7 +126,7 @@ class Spawner(ABC):
                 default, usually all processors. Overrides the class line.
             gpus: GPUs each of them needs: whole ones are exclusive, a fraction shares one.
             resources: Other things each needs, as declared by `Runtime(resources=...)`.
-            node: Name of the machine.
+            node: Name of the node, which is a machine.
             with_: An actor to share the process with: refs between them cost nothing.
             patience: How long to wait for an actor that does not answer; in a shared process, the longest patience
                 counts. Overrides the class line.
@@ -119,15 +135,37 @@ class Spawner(ABC):
             max_queue: Calls of all callers that may wait at each of them: one more is refused at once with
                 `Overloaded`. Overrides the class line. Steps of compiled graphs do not count, and are not refused:
                 `max_in_flight` bounds them. See also `method`.
+            labels: Labels that the node must have, as given by `Runtime(labels=...)`.
+            near: An actor, or a group, list or tuple of actors: one of them must be on the same node.
+            apart_from: An actor, or a group, list or tuple of actors: none of them may be on the same node.
+            spread: Whether to take the emptiest nodes, with as few actors of a group on each as possible. Otherwise
+                actors are packed: onto the fewest nodes, the fullest that have room.
+            wait: Seconds to wait for resources that are in use. Without it there is an error at once.
+            name: The name of the actor, for `lookup`. Spawning raises NameTaken if another actor has it.
+            lifetime: "cluster": the actor outlives its program, until it is stopped or its node ends. It needs a name,
+                and is not restarted.
 
         Raises:
-            ValueError: An amount is not a number, or negative; or the policy is for siblings.
+            TypeError: An argument is of another type; the message names it.
+            ValueError: An amount is not a number, or negative; the policy is for siblings; or a constraint cannot be
+                combined with `with_`.
         """
-        scope, _ = self._spawning()
+        scope, given = self._spawning()
         if restart is not None:
             check_alone(Restart(restart) if isinstance(restart, str) else restart)
         check_max_queue(max_queue, "on")
-        constraints = Constraints(cpus, gpus, resources, node, with_, patience, restart, max_queue)
+        _check_where(node, labels, spread, wait)
+        if name is not None:
+            check_name(name)
+        if lifetime not in {None, "cluster"}:
+            raise ValueError(f'lifetime={lifetime!r:.80} is not "cluster"')
+        constraints = Constraints(
+            cpus, gpus, resources, node, with_, patience, restart, max_queue,
+            None if labels is None else dict(labels), _actors_in(near, "near"), _actors_in(apart_from, "apart_from"),
+            spread, wait, name, lifetime, given.within,
+        )  # fmt: skip
+        if with_ is not None:
+            _check_beside(constraints)
         # Raises for invalid amounts at the caller's line.
         constraints.demand(Actor)
         return Placement(scope, constraints)
@@ -138,7 +176,8 @@ class Spawner(ABC):
         Raises:
             TypeError: `cls` is not an actor class, or the arguments do not fit its constructor. Raised at once; the
                 following errors are raised when the result is awaited.
-            InsufficientResources: The resources do not exist, or are in use.
+            InsufficientResources: No node meets the constraints, or the resources are in use; the message says why.
+            ActorDied: The actor that it is to be with or near to is gone.
             SerializationError: The class or an argument cannot travel.
             SpawnFailed: The process did not start, or cannot import the class.
             Exception: What the constructor raised.
@@ -150,6 +189,21 @@ class Spawner(ABC):
             return cast("ActorT", await scope.spawn_one(actor_class, args, kwargs, constraints))
 
         return Spawned(f"spawn({actor_class.__name__})", start, scope.stop)
+
+    async def get_or_create(self, name: str, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs) -> ActorT:
+        """Find the actor with a name, or make it as `spawn` does: of many callers, in any process, only one makes it.
+
+        Raises:
+            TypeError: The actor with that name is of another class.
+            ValueError: The name is not valid.
+            Exception: As `spawn`.
+
+        Cancellation: an actor that is being made is taken back.
+        """
+        scope, constraints = self._spawning()
+        actor_class = _check_class(cls, args, kwargs, plain="host")
+        constraints = constraints._replace(name=check_name(name))
+        return cast("ActorT", await scope.get_or_spawn(actor_class, args, kwargs, constraints))
 
     def host(self, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[Service[T]]:
         """Make an instance of any class in a process of its own; `service.call(Class.method, ...)` calls it.
@@ -166,7 +220,7 @@ class Spawner(ABC):
         return Spawned(f"host({hosted_class.__name__})", start, lambda service: scope.stop(service.handle))
 
     def group(self, n: int, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[Group[ActorT]]:
-        """Make n actors of one class; none if one fails.
+        """Make n actors of one class; none if one fails, or if there is no room for all.
 
         Raises:
             Exception: As `spawn`.
@@ -174,17 +228,46 @@ class Spawner(ABC):
         return self._group("group", n, _check_class(cls, args, kwargs, plain="host_group"), args, kwargs)
 
     def host_group(self, n: int, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[ServiceGroup[T]]:
-        """Make n instances of any class; none if one fails.
+        """Make n instances of any class; none if one fails, or if there is no room for all.
 
         Raises:
             Exception: As `spawn`.
         """
         return self._group("host_group", n, _check_class(cls, args, kwargs), args, kwargs)
 
+    def mesh(self, hosts: int, gpus: int = 0) -> Spawned[Mesh]:
+        """Reserve a slice of each of several nodes, on which actors are placed later: all slices or none.
+
+        `on(cpus=..., resources=...)` adds what each slice has besides GPUs, and `on` also says on which nodes, and how
+        long to wait.
+
+        Args:
+            hosts: The number of slices, each on a node of its own.
+            gpus: GPUs of each slice.
+
+        Raises:
+            ValueError: A number is not valid, or a constraint is one of actors. Raised at once; the following error is
+                raised when the result is awaited.
+            InsufficientResources: There are not so many nodes with room for a slice.
+        """
+        scope, constraints = self._spawning()
+        for name, value, least in (("hosts", hosts, 1), ("gpus", gpus, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r}: a mesh needs a whole number that is at least {least}")
+        _check_mesh(constraints)
+        demand = Demand(constraints.cpus or 0.0, gpus, dict(constraints.resources or {}))
+
+        def start() -> Coroutine[Any, Any, Mesh]:
+            return scope.spawn_mesh(hosts, demand, constraints)
+
+        return Spawned(f"mesh({hosts}, {gpus})", start, scope.stop_mesh)
+
     def _group(self, what: str, n: int, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Spawned[Any]:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"a group has a positive number of members, not {n!r}")
         scope, constraints = self._spawning()
+        if constraints.is_named:
+            raise ValueError("on(name=..., lifetime=...) is for one actor, not for a group")
 
         def start() -> Coroutine[Any, Any, Group[Any]]:
             return scope.spawn_group(n, cls, args, kwargs, constraints)
@@ -201,6 +284,117 @@ class Placement(Spawner):
 
     def _spawning(self) -> tuple[SpawningScope, Constraints]:
         return self._scope, self._constraints
+
+
+class Slice(Spawner):
+    """The share of a mesh on one node; spawn on it as with the runtime.
+
+    Actors take what they need from the slice; what the slice has none of, such as CPUs, from its node.
+
+    Attributes:
+        node: The name of the node.
+        gpus: The numbers of its GPUs there.
+    """
+
+    def __init__(self, scope: SpawningScope, site: Site[NodeAgent], gpus: tuple[int, ...]) -> None:
+        self._scope = scope
+        self._site = site
+        self.node = site.name
+        self.gpus = gpus
+
+    def _spawning(self) -> tuple[SpawningScope, Constraints]:
+        return self._scope, Constraints(within=FixedSites((self._site,)))
+
+    def __repr__(self) -> str:
+        return f"<Slice of {self.node}, GPUs {list(self.gpus)}>"
+
+
+class Mesh(Spawner):
+    """Slices of several nodes; spawn on all of them as with the runtime, or on one: `mesh[0].group(8, Shard)`.
+
+    The mesh owns the actors on it: `stop_mesh`, the end of an `async with` or of the scope stops them and releases the
+    slices. A group on the whole mesh fills one slice after the other.
+
+    Attributes:
+        slices: The slices.
+    """
+
+    def __init__(self, scope: SpawningScope, sites: Sequence[tuple[Site[NodeAgent], tuple[int, ...]]]) -> None:
+        self._scope = scope
+        self._sites = FixedSites(tuple(site for site, _ in sites))
+        self.slices = tuple(Slice(scope, site, gpus) for site, gpus in sites)
+
+    def _spawning(self) -> tuple[SpawningScope, Constraints]:
+        return self._scope, Constraints(within=self._sites)
+
+    def __getitem__(self, index: int) -> Slice:
+        return self.slices[index]
+
+    def __len__(self) -> int:
+        return len(self.slices)
+
+    def __iter__(self) -> Iterator[Slice]:
+        return iter(self.slices)
+
+    def __repr__(self) -> str:
+        return f"<Mesh of {', '.join(f'{one.node} with {len(one.gpus)} GPUs' for one in self.slices)}>"
+
+
+def _check_where(node: object, labels: object, spread: object, wait: object) -> None:
+    """Raise TypeError or ValueError for constraints that no node could meet."""
+    if node is not None and not isinstance(node, str):
+        raise TypeError(f"node={node!r:.80}: the name of a node is a string")
+    if labels is not None:
+        check_labels(labels)
+    if not isinstance(spread, bool):
+        raise TypeError(f"spread={spread!r:.80}: True or False is needed")
+    if wait is None:
+        return
+    if isinstance(wait, bool) or not isinstance(wait, int | float):
+        raise TypeError(f"wait={wait!r:.80}: a number of seconds is needed")
+    if not 0 <= wait < float("inf"):
+        raise ValueError(f"wait={wait!r}: a number of seconds that is not negative is needed")
+
+
+def check_labels(labels: object) -> Mapping[str, str]:
+    """Return labels; raise TypeError unless they map strings to strings."""
+    if not isinstance(labels, Mapping):
+        raise TypeError(f"labels={labels!r:.80}: a dict is needed, such as {{'zone': 'a'}}")
+    for key, value in labels.items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise TypeError(f"labels: {key!r:.80}: {value!r:.80} is not a string with a string")
+    return labels
+
+
+def _actors_in(given: object, name: str) -> tuple[object, ...]:
+    """The handles that an argument has; raise TypeError if it has anything else."""
+    if given is None:
+        return ()
+    actors = tuple(given) if isinstance(given, Group | list | tuple) else (given,)
+    for actor in actors:
+        try:
+            target_of(actor.handle if isinstance(actor, Service) else actor)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+    return actors
+
+
+def _check_beside(constraints: Constraints) -> None:
+    [actor] = _actors_in([constraints.beside], "with_")
+    for name in ("node", "labels", "near", "apart_from", "spread"):
+        if getattr(constraints, name):
+            raise ValueError(f"{name} cannot be combined with with_: the process of {actor!r} has its place")
+
+
+def _check_mesh(constraints: Constraints) -> None:
+    if constraints.within is not None:
+        raise ValueError("a mesh is not made of slices of another one")
+    given = {"gpus": constraints.gpus, "with_": constraints.beside, "patience": constraints.patience,
+             "restart": constraints.restart, "max_queue": constraints.max_queue, "name": constraints.name,
+             "lifetime": constraints.lifetime}  # fmt: skip
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"on({name}=...) is for actors, not for a mesh: give it to `on` of the mesh or a slice")
 
 
 def _check_class(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: str = "") -> type:

@@ -32,13 +32,13 @@ async def start(**options: Any) -> Runtime:
     """
     global _started, _options
     runtime = _started
-    if runtime is not None and runtime._controller.is_stranded:
-        runtime._controller.abandon()
-    if runtime is None or runtime._controller.is_closed:
+    if runtime is not None and runtime._opened.is_stranded:
+        runtime._opened.abandon()
+    if runtime is None or runtime._opened.is_closed:
         runtime = Runtime(**{"unhandled": "log", **options})
         await runtime.__aenter__()
         _started, _options = runtime, options
-    runtime._controller.check_loop("the started runtime cannot be used")
+    runtime._opened.check_loop("the started runtime cannot be used")
     if options and options != _options:
         raise RuntimeError(
             f"a runtime is open already, started with {_listed(_options)}, not with {_listed(options)}: "
@@ -62,12 +62,12 @@ async def stop() -> None:
     runtime = _started
     if runtime is None:
         return
-    if runtime._controller.is_stranded:
+    if runtime._opened.is_stranded:
         # The notebook's kernel, or `asyncio.run`, has replaced the loop.
         _started = None
-        runtime._controller.abandon()
+        runtime._opened.abandon()
         return
-    runtime._controller.check_loop("the started runtime cannot be stopped")
+    runtime._opened.check_loop("the started runtime cannot be stopped")
     _started = None
     await runtime.aclose()
 

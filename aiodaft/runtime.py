@@ -9,29 +9,38 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
-from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.connections.address import parse_address
+from aiodaft._protocol.coordination.records import check_name as check_actor_name
+from aiodaft._protocol.coordination.records import check_prefix
+from aiodaft._protocol.ids import ActorId, PeerId, node_of
 from aiodaft._protocol.node.liveness import Patience
-from aiodaft._protocol.node.naming import check_name as check_actor_name
-from aiodaft._protocol.node.resources import Resources, gpu_names, id_named
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
+from aiodaft._runtime.node.local_node import Machine
+from aiodaft._runtime.node.node_agent import NodeOptions
 from aiodaft._runtime.node.pid_namespace import prefix_of
+from aiodaft._runtime.node.shipped_code import ShippedCode
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
-from aiodaft._runtime.platform.gpu_claims import GpuClaims
 from aiodaft._runtime.platform.tasks import shield_from_anyio
-from aiodaft._runtime.process import ProcessOptions
+from aiodaft._runtime.process import MSGPACK, ProcessOptions
 from aiodaft._runtime.serialization.errors import give_frames, take_frames
-from aiodaft.actor import Actor, Handle, class_of
+from aiodaft.actor import Actor, class_of
 from aiodaft.exceptions import OutcomeUnknown
+from aiodaft.naming import found, register
+from aiodaft.placement import check_labels
 from aiodaft.ref import Ref
 from aiodaft.scope import Scope, handle_of
 from aiodaft.stack import RuntimeStack
 from aiodaft_transport import check_name, default_name
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.connections.far import Network
 
 __all__ = ["Runtime", "has_uvloop"]
 
@@ -49,6 +58,9 @@ class Runtime(Scope):
     raises only that.
 
     Args:
+        address: Where a node of a cluster listens, such as "tcp://10.0.0.1:7777". Default: $AIODAFT_ADDRESS, or this
+            machine alone.
+        key_file: The key of the cluster. Default: $AIODAFT_KEY_FILE, or ~/.config/aiodaft/key.
         cpus: CPUs to offer. Default: the process's affinity.
         gpus: GPUs to offer. Default: all GPUs of the machine. Give a number to develop without GPUs.
         share_gpus: Whether other runtimes may give the same GPUs to their actors at the same time. By default a runtime
@@ -56,6 +68,7 @@ class Runtime(Scope):
             raises `InsufficientResources`, which names the process. An actor that opens a runtime on its own GPUs
             needs True there.
         resources: Other resources, such as `{"disk": 2}`; actors reserve them by `rt.on(resources=...)`.
+        labels: Labels of this machine, such as `{"zone": "a"}`, for `rt.on(labels=...)`.
         transport: The transport of payloads: "shm", "ucx" or "tcp". Default: $AIODAFT_TRANSPORT, or the best of the
             machine; then CUDA tensors go from GPU to GPU.
         preload: Modules that workers share instead of each importing them. Default: numpy and torch, if they are
@@ -73,6 +86,9 @@ class Runtime(Scope):
             after 30 s if it is stopped. A class line and `rt.on(patience=...)` override this.
         unhandled: "raise": log errors that no code has seen, and raise them when the block ends. "log": only log them,
             for servers that run for months.
+        codec: "msgpack": no process pickles or unpickles, and none runs code that is sent. Arguments and results are
+            then plain data, arrays, tensors, refs, handles, and dataclasses, named tuples, enums and exceptions of
+            classes that every process can import. A process has runtimes of one codec at a time.
         env: Clock, randomness and ids, for simulations.
 
     Raises:
@@ -82,11 +98,14 @@ class Runtime(Scope):
 
     def __init__(
         self,
+        address: str | None = None,
         *,
+        key_file: str | os.PathLike[str] | None = None,
         cpus: float | None = None,
         gpus: int | None = None,
         share_gpus: bool = False,
         resources: Mapping[str, float] | None = None,
+        labels: Mapping[str, str] | None = None,
         transport: str | None = None,
         preload: tuple[str, ...] | None = None,
         fork: bool | None = None,
@@ -97,42 +116,63 @@ class Runtime(Scope):
         max_pending: int = 1_000_000,
         patience: Patience | None = None,
         unhandled: Literal["raise", "log"] = "raise",
+        codec: Literal["pickle", "msgpack"] = "pickle",
         env: Env | None = None,
     ) -> None:
         _check_options(max_pending, stop_grace, cancel_grace, unhandled)
         self._raises_unhandled = unhandled == "raise"
         # Frames of the errors that the end of the block raises.
         self._frames: list[tuple[BaseException, Any]] = []
+        address = address or os.environ.get("AIODAFT_ADDRESS")
         asked = transport or os.environ.get("AIODAFT_TRANSPORT")
         env = env or Env()
-        machine = env.gpus()
-        names = gpu_names(machine, os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
-        claims = GpuClaims([] if share_gpus else [id_named(name, machine) for name in names])
-        amounts: Resources[ActorId] = Resources(
-            cpus=len(os.sched_getaffinity(0)) if cpus is None else cpus,
-            gpus=len(names) if gpus is None else gpus,
-            custom=resources,
-            claims=claims,
-        )
+        machine = Machine(env, cpus, gpus, resources, share_gpus=share_gpus)
         peer, chosen = env.new_peer_id("controller"), check_name(asked or default_name())
         options = ControllerOptions(
-            process=ProcessOptions(peer, env.hostname(), peer, chosen, not asked, cancel_grace, max_pending),
-            stop_grace=stop_grace,
-            isolation=prefix_of(isolation),
-            patience=patience or Patience(),
-            preload=preload,
-            fork=sys.platform == "linux" if fork is None else fork,
-            uvloop=has_uvloop() if uvloop is None else uvloop,
-            gpu_names=names,
+            process=ProcessOptions(
+                peer,
+                env.hostname(),
+                peer,
+                peer,
+                peer,
+                peer,
+                chosen,
+                not asked,
+                cancel_grace,
+                max_pending,
+                codec,
+                stop_grace,
+                astuple(patience or Patience()),
+            ),
+            node=NodeOptions(
+                sys.platform == "linux" if fork is None else fork,
+                preload,
+                prefix_of(isolation),
+                has_uvloop() if uvloop is None else uvloop,
+            ),
+            labels=dict(check_labels(labels or {})),
             env=env,
+            cluster=None if not address else _cluster_at(address, key_file, env),
         )
-        super().__init__(Controller(options, amounts, claims))
+        super().__init__(Controller(options, machine))
 
     # The block.
 
+    @property
+    def _opened(self) -> Controller:
+        return cast("Controller", self._controller)
+
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        self._controller.open(self)
+        controller = self._opened
+        await controller.find_cluster()
+        controller.open(self)
+        controller.process.provide(Runtime, self)
+        try:
+            await controller.join_cluster()
+        except BaseException:
+            await controller.aclose()
+            raise
         return self
 
     async def __aexit__(
@@ -142,7 +182,7 @@ class Runtime(Scope):
             await super().__aexit__(error_type, error, traceback)
         finally:
             with shield_from_anyio():
-                await self._controller.aclose()
+                await self._opened.aclose()
 
     async def aclose(self) -> None:
         """Close a runtime that was opened without a block. Idempotent.
@@ -158,6 +198,12 @@ class Runtime(Scope):
         scope = self._owner_of(remote, actor)
         if scope is not None:
             scope.fail(error, "an actor died while no call was under way")
+
+    def node_gone(self, name: str, error: OutcomeUnknown, idle: Callable[[PeerId], bool]) -> None:
+        """Tell the scopes of actors on a node that is gone, as far as no call to them is under way."""
+        for scope, (remote, _) in list(self._owners()):
+            if node_of(remote) == name and idle(remote):
+                scope.fail(error, "a node was lost while no call to an actor there was under way")
 
     # Errors that no code has seen.
 
@@ -197,6 +243,31 @@ class Runtime(Scope):
             self._controller.objects.refs.put(value, "put", None if transport is None else check_name(transport))
         )
 
+    async def ship(self, path: str | os.PathLike[str]) -> None:
+        """Send code with the actors that are spawned from now on: their processes import it before anything else.
+
+        Each machine gets it once, with the first actor there, and removes it when this runtime has ended. Once a path
+        is shipped again, new actors get what is there then.
+
+        Args:
+            path: A folder of modules and packages, one package (a folder with `__init__.py`), or one module (`*.py`).
+                Files and folders with a leading dot and compiled files are left out. At most 10,000 files of 64 MiB.
+
+        Raises:
+            OSError: It does not exist, or cannot be read.
+            RuntimeError: This is the runtime of an actor: what that spawns imports what its program has shipped.
+            ValueError: It is too large, or a link leads out of it; or the codec of the runtime is "msgpack", with which
+                no code is sent.
+        """
+        self._controller.check_running("code cannot be shipped")
+        process = self._controller.process
+        if process.options.codec == MSGPACK:
+            raise ValueError('Runtime(codec="msgpack") sends no code: install it on every machine')
+        shipped = process.find(ShippedCode)
+        if shipped is None:
+            raise RuntimeError("an actor ships no code: what it spawns imports what its program has shipped")
+        await shipped.offer(os.fspath(path))
+
     async def name(self, actor: object, name: str) -> None:
         """Give an actor a name: `lookup` finds it by that name as long as it lives.
 
@@ -208,10 +279,11 @@ class Runtime(Scope):
         check_actor_name(name)
         target, cls = self._target(actor), class_of(handle_of(actor))
         controller = self._controller
+        await controller.ready()
         if controller.directory.find(target) is None:
             # Raises if the actor is gone; it would keep the name forever.
             await controller.agent_of(target.remote).report(target.actor)
-        await controller.coordinator.register(name, *target.identity, target.label, _class_names(cls))
+        await register(controller, target, cls, name)
 
     async def lookup(self, name: str, cls: type[ActorT]) -> ActorT:
         """Find the actor with a name.
@@ -221,15 +293,16 @@ class Runtime(Scope):
             TypeError: The actor is of another class.
             ActorDied: The actor is gone, and is not restarted.
         """
-        controller = self._controller
-        found = await controller.coordinator.lookup(check_actor_name(name))
-        if _class_names(cls)[0] not in found.class_names:
-            raise TypeError(f"{name!r} is {found.label}, which is no {cls.__name__}")
-        if found.peer == controller.process.id:
-            target = await controller.directory.address(found.actor)
-        else:
-            target = controller.target(found.peer, found.actor, found.label, self)
-        return cast("ActorT", Handle(target, cls))
+        named = await self._controller.coordinator.lookup(check_actor_name(name))
+        return cast("ActorT", await found(self._controller, named, cls, self))
+
+    async def names(self, prefix: str = "") -> tuple[str, ...]:
+        """The names of actors that begin like this, in alphabetical order.
+
+        Raises:
+            ValueError: No name can begin like this.
+        """
+        return tuple(named.name for named in await self._controller.coordinator.names(check_prefix(prefix)))
 
     def traffic(self) -> Traffic:
         """The traffic of this process with actors since the runtime was opened.
@@ -253,17 +326,28 @@ class Runtime(Scope):
         return await self._controller.stack(patience)
 
     async def resources(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """The machine's resources: total, and free."""
-        return await self._controller.node.resources()
+        """The resources of this machine, or of the node that this program is attached to: total, and free."""
+        controller = self._controller
+        return await controller.nodes.of(controller.process.id).resources()
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), "aclose", "lookup", "name", "put", "resources", "stack", "traffic"]
+        return [*super().__dir__(), "aclose", "lookup", "name", "names", "put", "resources", "ship", "stack", "traffic"]
 
     def __repr__(self) -> str:
         controller = self._controller
         state = "open" if controller.is_open else "closed" if controller.is_closed else "not open"
         name = controller.name and f"{controller.name} "
         return f"<Runtime {name}{state}, {len(self._scope_actors)} actors>"
+
+
+def _cluster_at(address: str, key_file: str | os.PathLike[str] | None, env: Env) -> tuple[str, Network]:
+    """Where a node listens, and the way to it."""
+    if env.network is not None:
+        return address, env.network
+    from aiodaft._runtime.connections.identity import load_identity  # noqa: PLC0415 - TLS is slow to load
+    from aiodaft._runtime.connections.network import TcpNetwork  # noqa: PLC0415 - as above
+
+    return str(parse_address(address)), TcpNetwork(load_identity(key_file))
 
 
 def _check_options(max_pending: object, stop_grace: object, cancel_grace: object, unhandled: object) -> None:
@@ -279,7 +363,3 @@ def _check_options(max_pending: object, stop_grace: object, cancel_grace: object
 def has_uvloop() -> bool:
     """Whether uvloop is installed."""
     return importlib.util.find_spec("uvloop") is not None
-
-
-def _class_names(cls: type) -> tuple[str, ...]:
-    return tuple(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar, cast
 
 from aiodaft._protocol.diagnostics.unhandled import Unhandled
 from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.node.resources import Demand
+from aiodaft._protocol.placement.request import Anchor, Request, Where
 from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
-from aiodaft._runtime.controller import Controller
 from aiodaft._runtime.objects.ref_state import RefState
+from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import logger, see_through, shield_from_anyio
-from aiodaft._runtime.scope_actors import Constraints, ScopeActors
+from aiodaft._runtime.scope_actors import Constraints, Reserved, ScopeActors
 from aiodaft._runtime.supervision.child_spec import ChildSpec
 from aiodaft.actor import Actor, Handle, class_of, target_of
-from aiodaft.exceptions import CallCancelled, OutcomeUnknown, RuntimeClosed
+from aiodaft.exceptions import (
+    ActorDied,
+    CallCancelled,
+    InsufficientResources,
+    NameTaken,
+    OutcomeUnknown,
+    RuntimeClosed,
+)
 from aiodaft.group import Group
 from aiodaft.info import ActorInfo, look_at
-from aiodaft.placement import Spawner
+from aiodaft.naming import found, register, reserved
+from aiodaft.placement import Mesh, Spawner
 from aiodaft.service import Service, ServiceGroup
 
 __all__ = ["Scope"]
@@ -39,7 +52,7 @@ class Scope(Spawner):
     refs in an ExceptionGroup. A `Runtime` does not cancel its body.
     """
 
-    def __init__(self, controller: Controller, parent: Scope | None = None, restart: Restart | None = None) -> None:
+    def __init__(self, controller: Owner, parent: Scope | None = None, restart: Restart | None = None) -> None:
         self._controller = controller
         self._parent = parent
         self._scope_actors = ScopeActors(controller, self, restart)
@@ -110,11 +123,12 @@ class Scope(Spawner):
         if not closing.cancelled():
             # If the runtime was closed meanwhile, it is cancelled.
             closing.result()
-        if self._parent is not None:
+        if self._parent is not None and self in self._parent._children:
             self._parent._children.remove(self)
         return interrupted
 
     async def _close_all(self, *, graceful: bool) -> None:
+        self._scope_actors.stop_waiting()
         for child in reversed(self._children):
             child._closing = True
             await child._close_all(graceful=graceful)
@@ -135,7 +149,8 @@ class Scope(Spawner):
 
     def __dir__(self) -> list[str]:
         return [
-            "group", "host", "host_group", "info", "kill", "on", "rebind", "scope", "spawn", "stop", "stop_group",
+            "group", "host", "host_group", "info", "kill", "mesh", "on", "rebind", "scope", "spawn", "stop",
+            "stop_group", "stop_mesh",
         ]  # fmt: skip
 
     def __reduce__(self) -> NoReturn:
@@ -195,6 +210,14 @@ class Scope(Spawner):
         found = (child._owner_of(remote, actor) for child in self._children)
         return next((scope for scope in found if scope is not None), None)
 
+    def _owners(self) -> Iterator[tuple[Scope, tuple[PeerId, ActorId]]]:
+        """The actors of this scope and of those in it that are not supervised, each with its scope."""
+        for target in self._scope_actors:
+            if not isinstance(target, FollowingTarget):
+                yield self, target.identity
+        for child in self._children:
+            yield from child._owners()
+
     def check_open(self, what: str) -> None:
         """Raise RuntimeClosed unless the scope is open."""
         if self._closing:
@@ -205,18 +228,63 @@ class Scope(Spawner):
         return self, Constraints()
 
     async def spawn_one(
-        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints, label: str = ""
+        self,
+        cls: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        constraints: Constraints,
+        label: str = "",
+        reserved: Reserved | None = None,
     ) -> Handle:
         """Make an actor; awaiting `spawn` does this."""
-        what = f"{cls.__name__} cannot be spawned"
+        if constraints.is_named:
+            return await self._spawn_named(cls, args, kwargs, constraints, anew=True)
+        return await self._spawn(cls, args, kwargs, constraints, label, reserved)
+
+    async def get_or_spawn(
+        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
+    ) -> Handle:
+        """Find the actor with the name among the constraints, or make it; awaiting `get_or_create` does this."""
+        return await self._spawn_named(cls, args, kwargs, constraints, anew=False)
+
+    async def _spawn_named(
+        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints, *, anew: bool
+    ) -> Handle:
+        what, controller = f"{cls.__name__} cannot be spawned", self._controller
         self.check_open(what)
-        node = self._controller.options.process.node
-        if constraints.node not in (None, node):
-            raise ValueError(f"{what}: there is no node {constraints.node!r}; this runtime has {node!r}")
-        beside = None if constraints.beside is None else self._target(constraints.beside)
+        name = self._scope_actors.check_named(cls, constraints)
+        async with reserved(controller, name, cls) as held:
+            if held.reserved:
+                handle = await self._spawn(cls, args, kwargs, constraints)
+                target = self._target(handle)
+                try:
+                    await register(controller, target, cls, name, held.epoch)
+                    self.check_open(what)
+                    if constraints.lifetime is not None:
+                        await controller.nodes.of(target.remote).keep(target.remote)
+                except BaseException:
+                    if not controller.is_closed:
+                        await self._stop_handles([handle])
+                    raise
+                return handle
+        if anew:
+            raise NameTaken(f"the name {name!r} belongs to {held.label}")
+        return await found(controller, held, cls, self)
+
+    async def _spawn(
+        self,
+        cls: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        constraints: Constraints,
+        label: str = "",
+        reserved: Reserved | None = None,
+    ) -> Handle:
+        self.check_open(f"{cls.__name__} cannot be spawned")
         label = label or self._controller.new_label(cls)
+        request = partial(self._request, label, constraints.demand(cls), constraints)
         spec = ChildSpec(cls, label, args, kwargs, constraints.max_queue_with(cls))
-        return await self._scope_actors.make(spec, constraints, beside)
+        return await self._scope_actors.make(spec, constraints, self._beside(constraints), reserved, request)
 
     async def spawn_group(
         self, n: int, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
@@ -224,25 +292,77 @@ class Scope(Spawner):
         """Make a group of actors or services; awaiting `group` and `host_group` does this."""
 
         async def grow(first: int, count: int) -> list[Any]:
+            self.check_open(f"{cls.__name__} cannot be spawned")
             base = self._controller.new_label(cls)
-            made: dict[int, Handle] = {}
+            labels = [f"{base}[{rank}]" for rank in range(first, first + count)]
+            request = await self._request(base, constraints.demand(cls), constraints, count)
+            reserved = await self._scope_actors.reserve(request, labels, constraints, self._beside(constraints))
+            made: dict[str, Handle] = {}
 
-            async def make(rank: int) -> None:
-                made[rank] = await self.spawn_one(cls, args, kwargs, constraints, f"{base}[{rank}]")
+            async def make(label: str, share: Reserved) -> None:
+                made[label] = await self.spawn_one(cls, args, kwargs, constraints, label, share)
 
-            ranks = range(first, first + count)
             try:
                 # Waits for all, even if one fails or all are cancelled: a cancelled spawn stops its actor.
-                results = await asyncio.gather(*map(make, ranks), return_exceptions=True)
+                results = await asyncio.gather(*map(make, labels, reserved), return_exceptions=True)
                 for error in filter(None, results):
                     raise error
             except BaseException:
-                await self._stop_handles([made[rank] for rank in ranks if rank in made])
+                self._scope_actors.release(reserved)
+                await self._stop_handles([made[label] for label in labels if label in made])
                 raise
-            return [made[rank] for rank in ranks]
+            return [made[label] for label in labels]
 
         kind = Group if issubclass(cls, Actor) else ServiceGroup
         return kind(await grow(0, n), cls, grow, self._stop_handles)
+
+    async def spawn_mesh(self, hosts: int, demand: Demand, constraints: Constraints) -> Mesh:
+        """Reserve the slices of a mesh; awaiting `mesh` does this."""
+        label = f"mesh of {hosts} x {demand.gpus:g} GPUs"
+        self.check_open(f"a {label} cannot be reserved")
+        request = await self._request(label, demand, constraints, hosts)
+        scope = _MeshScope(self._controller, self)
+        self._children.append(scope)
+        try:
+            sites = await scope._scope_actors.carve(replace(request, own_nodes=True), constraints)
+        except BaseException:
+            if scope in self._children:
+                self._children.remove(scope)
+            raise
+        return Mesh(scope, sites)
+
+    async def _request(self, label: str, demand: Demand, constraints: Constraints, count: int = 1) -> Request:
+        """What actors need, and where the actors are that they are to be near to or apart from.
+
+        Raises:
+            ActorDied: No actor that they are to be near to is there.
+            InsufficientResources: They are to share a process, and need GPUs.
+        """
+        await self._controller.ready()
+        if constraints.beside is not None:
+            if demand.gpus:
+                raise InsufficientResources(
+                    f"{label} lives in the process of another actor and shares its GPUs: ask for none"
+                )
+            return Request(label, demand, count)
+        near, apart_from = await self._anchors(constraints.near), await self._anchors(constraints.apart_from)
+        if constraints.near and not near:
+            gone = " and ".join(self._target(actor).label for actor in constraints.near)
+            raise ActorDied(f"{label} was to be near to {gone}, which is gone", executed=False)
+        where = Where(constraints.node, constraints.labels or {}, near, apart_from)
+        return Request(label, demand, count, where, constraints.spread)
+
+    async def _anchors(self, actors: tuple[object, ...]) -> tuple[Anchor, ...]:
+        """Where these actors are; without those that are gone."""
+        found: list[Anchor] = []
+        for target in map(self._target, actors):
+            peer = await self._controller.directory.last_process(target)
+            if peer is not None:
+                found.append(Anchor(target.label, self._controller.nodes.name_of(peer)))
+        return tuple(found)
+
+    def _beside(self, constraints: Constraints) -> Target | None:
+        return None if constraints.beside is None else self._target(constraints.beside)
 
     # Stopping.
 
@@ -267,6 +387,18 @@ class Scope(Spawner):
         Cancellation: the remaining members are killed, and all are gone when this raises.
         """
         await self._stop_handles(list(group))
+
+    async def stop_mesh(self, mesh: Mesh) -> None:
+        """Stop the actors on a mesh, the last one first, and release its slices. Idempotent.
+
+        Cancellation: the actors are killed, and are gone when this raises.
+        """
+        scope = mesh._scope if isinstance(mesh, Mesh) else None
+        if not isinstance(scope, Scope) or scope._controller is not self._controller:
+            raise ValueError(f"{mesh!r:.80} is no mesh of this runtime")
+        interrupted = await scope._close(graceful=True)
+        if interrupted is not None:
+            raise interrupted
 
     async def _stop_handles(self, handles: list[Any]) -> None:
         """Stop actors, the last one first. Cancellation: see `stop_group`."""
@@ -293,7 +425,7 @@ class Scope(Spawner):
             ActorDied: The actor is gone, and is not restarted.
         """
         handle, target = handle_of(actor), self._target(actor)
-        if not isinstance(target, FollowingTarget):
+        if not isinstance(target, FollowingTarget) or target.owner != self._controller.process.id:
             return actor
         address = await self._controller.directory.address(target.number)
         if address is target_of(handle):
@@ -307,6 +439,26 @@ class Scope(Spawner):
         if target.caller.process is not self._controller.process:
             raise ValueError(f"{target.label} belongs to another runtime, that of {target.caller.process.runtime_name}")
         return target.followed if isinstance(target, PinnedTarget) else target
+
+
+class _MeshScope(Scope):
+    """Owns the slices of a mesh and the actors on them; their errors are those of the scope around it."""
+
+    def fail(self, error: BaseException, what: str) -> None:
+        if not self._comes_of_closing(error):
+            self._around.fail(error, what)
+
+    def hold(self, state: RefState) -> None:
+        if not self._comes_of_closing(state.error):
+            self._around.hold(state)
+
+    def settle(self, state: RefState) -> None:
+        self._around.settle(state)
+
+    @property
+    def _around(self) -> Scope:
+        assert self._parent is not None
+        return self._parent
 
 
 def handle_of(actor: object) -> object:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeAlias, TypeVar, cast, overload
 
+from aiodaft._runtime.serialization.building import builder
 from aiodaft.actor import target_of
 from aiodaft.group import Group, Items
 from aiodaft.methods import ATTRIBUTE, MethodSpec, PlainMethods, Sig, StreamSig, is_private
@@ -24,6 +25,7 @@ Async: TypeAlias = Callable[P, Coroutine[Any, Any, R]]
 AsyncGen: TypeAlias = Callable[P, AsyncIterator[R]]
 
 
+@builder
 class Service(Generic[T]):
     """Handle of an instance that `rt.host` made: `await service.call(LLM.generate, prompts)`."""
 
@@ -110,6 +112,7 @@ class Service(Generic[T]):
             raise TypeError(f"{self!r} is not callable: use `service.call({self._class.__name__}.__call__, ...)`")
 
 
+@builder
 class ServiceGroup(Group[Service[T]]):
     """Instances of one class that `rt.host_group` made, with ranks: a `Group` of services.
 

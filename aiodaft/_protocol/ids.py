@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NewType
 
-# A process: unique in its cluster and in time.
+# A process: unique in its cluster and in time. In a cluster, the name of its node follows an @.
 PeerId = NewType("PeerId", str)
 # One incarnation of an actor: its number, which stays, in the low bits, and its epoch, which grows with each restart. A
 # message to one incarnation can never reach another.
@@ -18,9 +18,36 @@ CHANNELS: Final = ActorId(3)
 NODE: Final = ActorId(1)
 COORDINATOR: Final = ActorId(2)
 SUPERVISOR: Final = ActorId(4)
+CODE: Final = ActorId(5)
 FIRST_USER_ACTOR: Final = ActorId(16)
 
 _EPOCH_SHIFT: Final = 32
+_UPPER_HALF: Final = 1 << 31
+
+
+def node_of(peer: PeerId) -> str:
+    """The name of the node where a process is; "" in a runtime of one machine."""
+    return peer.partition("@")[2]
+
+
+def is_attached(peer: PeerId) -> bool:
+    """Whether a process is a controller that uses a cluster: no node has started it, and none can connect to it."""
+    return peer.startswith("controller-") and "@" in peer
+
+
+def is_node(peer: PeerId) -> bool:
+    """Whether a process serves a machine of a cluster."""
+    return peer.startswith("node-")
+
+
+def is_worker(peer: PeerId) -> bool:
+    """Whether a node has started a process, and knows when it ends."""
+    return peer.startswith("worker-")
+
+
+def can_share_memory(first: PeerId, second: PeerId) -> bool:
+    """Whether two processes belong to one node, which hands each the descriptors of the other."""
+    return node_of(first) == node_of(second) and not is_attached(first) and not is_attached(second)
 
 
 def incarnation(actor: ActorId, epoch: int) -> ActorId:
@@ -31,6 +58,14 @@ def incarnation(actor: ActorId, epoch: int) -> ActorId:
 def number_of(actor: ActorId) -> ActorId:
     """The id of an actor's first incarnation, the same for all of them."""
     return ActorId(actor & (1 << _EPOCH_SHIFT) - 1)
+
+
+def first_number_beside(actor: ActorId) -> int:
+    """The first number for actors that the process of this actor owns: that process hosts none with such numbers.
+
+    All actors of one process have the same owner, and so numbers of the same half.
+    """
+    return FIRST_USER_ACTOR if actor & _UPPER_HALF else _UPPER_HALF
 
 
 def epoch_of(actor: ActorId) -> int:

@@ -2,46 +2,87 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from typing import Any, Final, cast
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any, Final, Protocol, cast
 
 from aiodaft._protocol.calls.mailbox import BoundedMailbox
 from aiodaft._protocol.diagnostics.deadlock import CallAt, Waiting
-from aiodaft._protocol.ids import AGENT, ActorId, CallId, PeerId, incarnation
+from aiodaft._protocol.ids import AGENT, ActorId, CallId, PeerId, incarnation, node_of
+from aiodaft._runtime.actors.fence import Fence
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller
+from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
 from aiodaft._runtime.diagnostics.process_stack import stack_here
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.serialization.errors import add_note
+from aiodaft._runtime.serialization.origin import Origin, check_origin
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, WaitingCall
 from aiodaft.methods import PlainMethods, method, specs_of
 from aiodaft.stack import ProcessStack
 
+# The actor that is made here.
+being_made: ContextVar[HostedActor | None] = ContextVar("aiodaft_being_made", default=None)
 # Running calls that a report names.
 _SHOWN: Final = 100
+
+
+class Ways(Protocol):
+    """How this process reaches others of a cluster, also those that cannot connect to it."""
+
+    def connect(self, remote: PeerId) -> None: ...
+
+    async def answer_with_stream(self, remote: PeerId, number: int) -> None: ...
+
+    async def lose_node(self, name: str, process: PeerId | None) -> None: ...
+
+    @property
+    def fence(self) -> Fence: ...
 
 
 class Agent(Actor):
     """Serves the other processes of the runtime, by ordinary calls."""
 
-    def __init__(self, host: Host, objects: Objects, graphs: Graphs, deadlocks: Deadlocks) -> None:
+    def __init__(
+        self,
+        host: Host,
+        objects: Objects,
+        graphs: Graphs,
+        deadlocks: Deadlocks,
+        ways: Ways,
+        followers: Followers,
+    ) -> None:
         self._host = host
         self._objects = objects
         self._graphs = graphs
         self._deadlocks = deadlocks
+        self._ways = ways
+        self._followers = followers
 
     @method
     async def host(
-        self, actor: int, label: str, max_queue: int | None, cls: type, /, *args: Any, **kwargs: Any
+        self,
+        actor: int,
+        label: str,
+        max_queue: int | None,
+        origin: Origin | None,
+        cls: type,
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Make an actor here. Its constructor runs on the actor's own thread, so that it does not stall the loop.
 
-        The number of the attempt is the epoch of the incarnation.
+        The number of the attempt is the epoch of the incarnation. `origin` is where the program has the class from.
         """
+        if origin is not None:
+            check_origin(cls, origin, label, node_of(self._host.process.id))
         epoch = serving().attempt
         specs = specs_of(cls) if issubclass(cls, Actor) else {}
         find_spec = specs.get if issubclass(cls, Actor) else PlainMethods(cls).find
@@ -49,26 +90,47 @@ class Agent(Actor):
         if max_queue is not None or any(spec.rules.max_queue is not None for spec in specs.values()):
             hosted.mailbox = hosted.bounds = BoundedMailbox(max_queue)
         try:
+            being_made.set(hosted)
             hosted.instance = await hosted.thread.run(lambda: cls(*args, **kwargs))
             await hosted.enter_instance()
             if epoch and issubclass(cls, Actor):
                 await _tell_restarted(hosted, cls, epoch)
         except BaseException as error:
             hosted.thread.close()
+            if hosted.stop_spawned is not None:
+                await hosted.stop_spawned()
             process = self._host.process
             add_note(error, f"raised while {label} was made (pid {process.pid}, {process.options.node})")
             raise
         self._host.actors[hosted.id] = hosted
 
     @method
-    async def stop(self, actor: int, reason: str, grace: float) -> None:
-        """Stop an actor; see `HostedActor.stop`. Does nothing if it is gone."""
+    async def stop(self, actor: int, reason: str, grace: float, mover: str = "") -> None:
+        """Stop an actor; see `HostedActor.stop`. Does nothing if it is gone.
+
+        If its owner, the `mover`, moves it to another process, this returns when all that are connected know.
+        """
         hosted = self._host.actors.get(ActorId(actor))
         if hosted is not None:
+            told = [agent.left(mover, actor) for agent in self._others()] if mover else []
             try:
-                await hosted.stop(reason, grace)
+                await hosted.stop(reason, grace, moves=bool(mover))
+                if hosted.stop_spawned is not None:
+                    await hosted.stop_spawned()
             finally:
                 self._host.remove(hosted)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._host.process.grace):
+                    await asyncio.gather(*told, return_exceptions=True)
+
+    def _others(self) -> list[Agent]:
+        caller = self._followers.caller
+        return [agent_of(caller, remote) for remote, there in caller.connections.items() if there.is_up]
+
+    @method
+    async def left(self, owner: str, actor: int) -> None:
+        """An actor leaves the calling process for another one, as its owner wants."""
+        self._followers.left(PeerId(owner), ActorId(actor), serving().caller)
 
     @method
     async def report(self, actor: int) -> dict[str, Any]:
@@ -90,6 +152,34 @@ class Agent(Actor):
     @method(ordered=False)
     async def answer(self) -> None:
         """Answer, which shows that this process and the connection to it work."""
+
+    @method(ordered=False)
+    async def connect(self, remote: str) -> None:
+        """Connect to a process that cannot connect to this one: this one is in no node."""
+        self._ways.connect(PeerId(remote))
+
+    @method(ordered=False)
+    async def open_stream(self, number: int) -> None:
+        """Open a stream for payload to the calling process, for the same reason; it has asked for it under a number."""
+        await self._ways.answer_with_stream(serving().caller, number)
+
+    @method(ordered=False)
+    async def lose_node(self, name: str, process: str | None) -> None:
+        """A node is no member any more; the node agent tells its workers."""
+        await self._ways.lose_node(name, None if process is None else PeerId(process))
+
+    @method(ordered=False)
+    async def prolong(self, until: float) -> None:
+        """Let actors with names serve until then; the node agent tells its workers when it has renewed its lease."""
+        self._ways.fence.prolong(until)
+
+    @method(ordered=False)
+    async def guard(self, actor: int, until: float) -> None:
+        """An actor has got a name: it serves only under a lease."""
+        self._ways.fence.prolong(until)
+        hosted = self._host.actors.get(ActorId(actor))
+        if hosted is not None:
+            self._ways.fence.guard(hosted)
 
     # Deadlocks and stacks. These calls wait for nothing, and need no turn.
 
@@ -145,6 +235,12 @@ class Agent(Actor):
         """Wait for the call behind a ref. Returns whether there is a value."""
         state = self._objects.refs.find(CallId(number))
         return state is not None and await state.wait_ended()
+
+    @method
+    async def unneeded(self) -> None:
+        """Wait until no other process needs a value that this one stores, or a ref that it owns."""
+        while self._objects.store.entries or self._objects.refs.are_lent:
+            await self._objects.store.wait_freed()
 
     @method
     async def unread(self, owner: str, number: int) -> None:

@@ -30,6 +30,7 @@ from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.context import current_deadline
+from aiodaft._runtime.serialization.building import builder
 from aiodaft._runtime.serialization.encoder import is_plain
 from aiodaft._runtime.serialization.errors import add_note
 from aiodaft.actor import Actor
@@ -38,6 +39,7 @@ from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 
 
+@builder
 class QueuedItem:
     """An item that needs encoding. A large one stays with its sender until it is received.
 
@@ -64,6 +66,7 @@ class QueuedItem:
         return await (source if isinstance(source, Ref) else store.decode(source, refs=source.refs))
 
 
+@builder
 def _small_item(payload: bytes, inline: bytes | None, refs: list[Ref[Any]]) -> QueuedItem:
     return QueuedItem(ReceivedValue(payload, inline, [], refs))
 

@@ -12,33 +12,27 @@ from __future__ import annotations
 import asyncio
 import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Mapping
 from enum import Enum, auto
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
-from aiodaft._protocol.calls.following import Location
-from aiodaft._protocol.ids import COORDINATOR, NODE, SUPERVISOR, ActorId, PeerId
-from aiodaft._protocol.node.liveness import Patience
-from aiodaft._protocol.node.resources import Resources
-from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.calls.following import FollowingTarget
-from aiodaft._runtime.connections.connection import Connection
+from aiodaft._protocol.coordination.records import Member
+from aiodaft._protocol.ids import COORDINATOR, PeerId
+from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.diagnostics.attach import answer
-from aiodaft._runtime.diagnostics.process_stack import is_answered, stack_here
-from aiodaft._runtime.node.coordinator import Coordinator
-from aiodaft._runtime.node.launcher import WorkerLauncher
-from aiodaft._runtime.node.node_agent import NodeAgent
-from aiodaft._runtime.node.worker import WorkerProcess
-from aiodaft._runtime.objects.ref_state import UnhandledErrors
+from aiodaft._runtime.node.local_node import LocalNode, Machine
+from aiodaft._runtime.node.node_agent import NodeOptions
+from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
-from aiodaft._runtime.platform.gpu_claims import GpuClaims
-from aiodaft._runtime.process import Process, ProcessOptions, closed, opened
-from aiodaft._runtime.supervision.directory import Directory
-from aiodaft.exceptions import DaftError, OutcomeUnknown, ProtocolError, RuntimeClosed
-from aiodaft.stack import ProcessStack, RuntimeStack
+from aiodaft._runtime.process import ProcessOptions, check_codec, closed, opened
+from aiodaft._runtime.supervision.directory import Root
+from aiodaft.exceptions import RuntimeClosed
 from aiodaft_transport import Key
+
+if TYPE_CHECKING:
+    from aiodaft._runtime.connections.far import Network
+    from aiodaft._runtime.node.attachment import Attachment, Cluster
 
 T = TypeVar("T")
 
@@ -59,109 +53,91 @@ class ControllerOptions(NamedTuple):
     """What `Runtime(...)` was given, with the defaults filled in."""
 
     process: ProcessOptions
-    stop_grace: float
-    isolation: tuple[str, ...]
-    patience: Patience
-    preload: tuple[str, ...] | None
-    fork: bool
-    uvloop: bool
-    gpu_names: Sequence[str]
+    node: NodeOptions
+    # Of this machine.
+    labels: Mapping[str, str]
     env: Env
+    # The address of a node of a cluster, and the way to it; None: this machine alone.
+    cluster: tuple[str, Network] | None
 
 
-class Root(Protocol):
-    """What a controller tells the runtime's outermost scope."""
+class Controller(Owner):
+    """Peer, node, coordinator and directory of one runtime."""
 
-    def fail(self, error: BaseException, what: str) -> None: ...
+    site: LocalNode | Attachment
 
-    def actor_died(self, remote: PeerId, actor: ActorId, error: OutcomeUnknown) -> None: ...
-
-
-class Controller:
-    """Peer, launcher, node agent, coordinator, directory and GPU claims of one runtime."""
-
-    peer: Peer
-    process: Process
-    launcher: WorkerLauncher
-    node: NodeAgent
-    coordinator: Coordinator
-    directory: Directory
-
-    def __init__(self, options: ControllerOptions, resources: Resources[ActorId], claims: GpuClaims) -> None:
+    def __init__(self, options: ControllerOptions, machine: Machine) -> None:
+        super().__init__()
         self.options = options
-        self._resources = resources
-        self._claims = claims
+        self._machine = machine
+        self._cluster: Cluster | None = None
         self._stage = Stage.NEW
         self._why_closed = "the runtime is not open yet"
-        self._labels: Counter[str] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def find_cluster(self) -> None:
+        """Ask the node at the given address which cluster it serves. Nothing in a runtime of one machine.
+
+        Raises:
+            PeerLost: No node of this cluster answers there.
+        """
+        if self.options.cluster is not None:
+            from aiodaft._runtime.node.attachment import find_cluster  # noqa: PLC0415 - TLS is slow to load
+
+            process = self.options.process
+            cluster = self._cluster = await find_cluster(*self.options.cluster, process.id)
+            welcome = cluster.welcome
+            local = PeerId(f"{process.id}@{welcome.node_name}")
+            process = process._replace(
+                id=local,
+                cluster=cluster.network.cluster,
+                owner=local,
+                agent=welcome.node,
+                coordinator=welcome.coordinator,
+            )
+            self.options = self.options._replace(process=process)
+
+    async def ready(self) -> None:
+        """Do nothing: `join_cluster` has learned of them."""
+
+    async def join_cluster(self) -> None:
+        """Learn of the nodes of the cluster, once this is open. Raises DaftError if that is not possible."""
+        if self._cluster is not None:
+            await cast("Attachment", self.site).ready()
 
     def open(self, root: Root) -> None:
         """Start everything on the running loop.
 
         Raises:
             RuntimeClosed: It was opened before.
+            ValueError: A runtime with another codec is open.
         """
         if self._stage is not Stage.NEW:
             raise RuntimeClosed("a runtime is opened once; make a new one")
         options = self.options
-        peer_id = options.process.id
-        peer = self.peer = Peer(options.process, Key(options.env.token(32)), options.env)
-        process = self.process = peer.process
+        check_codec(options.process.codec)
+        cluster = self._cluster
+        key = Key(options.env.token(32)) if cluster is None else cluster.network.key
+        peer = Peer(options.process, key, options.env)
+        process = peer.process
         self._loop = process.loop
-        self.objects = peer.objects
-        self.connections = peer.connections
-        self.agent_of = peer.agent_of
-        launcher: Callable[..., WorkerLauncher] = options.env.launcher or WorkerLauncher
-        self.launcher = launcher(
-            process.loop,
-            fork=options.fork,
-            preload=options.preload,
-            prefix=options.isolation,
-            timeouts=options.env.timeouts,
-        )
-        self.launcher.on_stack_request = self._show_stacks
-        agent = self._make_agent(root)
-        self.node = cast("NodeAgent", peer.caller.handle(peer_id, NODE, "node agent", NodeAgent))
-        self.coordinator = cast("Coordinator", peer.caller.handle(peer_id, COORDINATOR, "coordinator", Coordinator))
-        self.directory = Directory(peer.caller, self.node)
-        self.directory.on_over = lambda number: self.coordinator.release.tell(peer_id, number)
-        peer.add_actor(NODE, "node agent", agent)
-        peer.add_actor(COORDINATOR, "coordinator", Coordinator())
-        peer.add_actor(SUPERVISOR, "supervisor", self.directory)
+        self._own(peer, root)
+        if cluster is None:
+            self.nodes.add(Member("", process.id, "", options.labels))
+            site = self.site = LocalNode(peer, self.nodes, self.contact, self._machine, options.node)
+            site.launcher.on_stack_request = self._show_stacks
+            site.owners.here = self.directory
+            peer.add_actor(COORDINATOR, "coordinator", Coordinator())
+        else:
+            from aiodaft._runtime.node.attachment import Attachment  # noqa: PLC0415 - TLS is slow to load
+
+            self.site = Attachment(peer, self.nodes, self.contact, cluster)
+            self.site.on_back = self._node_back
         peer.objects.on_unheld = root.fail
         peer.on_forked = self._stay_behind
         opened(process, peer.stay_behind)
         self._stage = Stage.OPEN
         self._left_open = weakref.finalize(root, _warn_left_open)
-
-    def _make_agent(self, root: Root) -> NodeAgent:
-        options, peer = self.options, self.peer
-        agent = NodeAgent(
-            peer.process,
-            peer.connections,
-            self.launcher,
-            self._resources,
-            options.gpu_names,
-            uvloop=options.uvloop,
-            patience=options.patience,
-        )
-        agent.on_died = root.actor_died
-        agent.on_unheld = root.fail
-        agent.on_ended = self._process_ended
-
-        async def explain(connection: Connection, reason: Exception) -> DaftError:
-            ending = await agent.exit_report(connection.remote, peer.graphs.in_flight(connection))
-            # A process that breaks the protocol is cut off and ends; callers need to know the former.
-            return reason if isinstance(reason, ProtocolError) else ending
-
-        peer.connections.explain = explain
-        return agent
-
-    def _process_ended(self, remote: PeerId, error: OutcomeUnknown, wanted: bool) -> None:
-        if self._stage is Stage.OPEN:
-            self.coordinator.release.tell(remote, None)
-            self.directory.process_ended(remote, error, wanted)
 
     # Closing.
 
@@ -182,21 +158,18 @@ class Controller:
             try:
                 await self.peer.aclose(why)
             finally:
-                await self.launcher.aclose()
-                self._claims.close()
+                await self.site.aclose()
 
     def abandon(self) -> None:
         """End the processes of a runtime without a running loop. Blocks until they have ended."""
         why = "the event loop it was opened on is gone"
         if self._end(why):
             self.peer.abandon(why)
-            self.launcher.abandon()
-            self._claims.close()
+            self.site.abandon()
 
     def _stay_behind(self) -> None:
         if self._end("it stayed behind in the process that this one was forked from", Stage.LEFT_BEHIND):
-            self.launcher.stay_behind()
-            self._claims.close()
+            self.site.stay_behind()
 
     # The stage.
 
@@ -242,8 +215,6 @@ class Controller:
             "`asyncio.run_coroutine_threadsafe`"
         )
 
-    # What scopes use.
-
     def start_task(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Start a task that does not end with the task that asks for it.
 
@@ -254,38 +225,6 @@ class Controller:
             coro.close()
             raise RuntimeClosed(self._why_closed)
         return self.process.tasks.start(coro, name=name)
-
-    def target(self, remote: PeerId, actor: ActorId, label: str, sink: UnhandledErrors | None = None) -> Target:
-        """An actor, as this process calls it; `sink` gets the errors that no code sees."""
-        return Target(self.peer.caller, remote, actor, label, sink)
-
-    def follow(self, location: Location, label: str, sink: UnhandledErrors) -> FollowingTarget:
-        """A supervised actor, as this process calls it."""
-        return self.peer.followers.get(self.process.id, location, label, sink)
-
-    def new_label(self, cls: type) -> str:
-        """The name of the next actor of a class, such as "Model-2"."""
-        self._labels[cls.__name__] += 1
-        return f"{cls.__name__}-{self._labels[cls.__name__]}"
-
-    async def stack(self, patience: float) -> RuntimeStack:
-        """The stacks of every process, each of which gets `patience` seconds to answer; then the kernel is asked."""
-        waits, now = self.peer.deadlocks.waits, self.process.env.monotonic
-
-        async def ask(process: WorkerProcess) -> ProcessStack | None:
-            asked_at = now()
-            asked = self.agent_of(process.id).stack()
-            if not await is_answered(asked, patience):
-                dump = await self.node.dump(process.id)
-                return ProcessStack(process.id, process.pid, process.actors, now() - asked_at, dump=dump)
-            try:
-                return await asked
-            except DaftError:
-                # The process has ended.
-                return None
-
-        others = await asyncio.gather(*map(ask, await self.node.processes()))
-        return RuntimeStack((stack_here(waits), *filter(None, others)))
 
     def _show_stacks(self, fork_server: int) -> None:
         async def text() -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.connections import messages as m
-from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, SUPERVISOR, ActorId, CallId, PeerId
+from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, SUPERVISOR, ActorId, CallId, PeerId, is_attached
 from aiodaft._runtime.actors.blocking import block_on
+from aiodaft._runtime.actors.fence import Fence
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.agent import Agent, agent_of
@@ -20,6 +22,7 @@ from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.channels import Channels, leaving_of
 from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.connections.connections import Connections
+from aiodaft._runtime.connections.data_streams import UNASKED
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
@@ -30,17 +33,33 @@ from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import Process, ProcessOptions
 from aiodaft.actor import Actor
-from aiodaft.exceptions import DaftError, RemoteProtocolError, RuntimeClosed
+from aiodaft.exceptions import DaftError, OutcomeUnknown, RemoteProtocolError, RuntimeClosed
 from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 from aiodaft_transport import Key, Transport, open_transport
 
 
 class NodeContact(Actor):
-    """What every process asks of the node agent, which implements it."""
+    """What every process asks of a node agent, which implements it."""
 
     @method
-    async def introduce(self, other: str) -> None:
+    async def introduce(self, other: str) -> str:
+        """Connect the calling process with another one; returns the address to connect to if no socket comes."""
+        raise NotImplementedError
+
+    @method
+    async def open_stream(self, other: str, number: int) -> str:
+        """As `introduce`, for a stream for payload."""
+        raise NotImplementedError
+
+    @method
+    async def locate(self, owner: str, number: int, wait: bool) -> Location:
+        """Ask a controller, to which other controllers cannot connect; see `OwnerContact`."""
+        raise NotImplementedError
+
+    @method
+    async def wait_end(self, peer: str) -> None:
+        """Wait until a process that the node has started is gone."""
         raise NotImplementedError
 
     @method
@@ -48,18 +67,46 @@ class NodeContact(Actor):
         """Return the error for the callers of a process that ended with `in_flight` calls of them."""
         raise NotImplementedError
 
-    @method
-    async def unheld(self, encoded: bytes, what: str) -> None:
-        raise NotImplementedError
 
-
-class Locator(Actor):
-    """What callers of a supervised actor ask its owner; `Directory` implements it."""
+class OwnerContact(Actor):
+    """What other processes ask and tell the owner of actors; `Directory` implements it."""
 
     @method
     async def locate(self, number: int, wait: bool) -> Location:
-        """Where an actor is; if it is down, and `wait`, as soon as it is up."""
+        """Where a supervised actor is; if it is down, and `wait`, as soon as it is up."""
         raise NotImplementedError
+
+    @method
+    async def process_ended(self, peer: str, error: OutcomeUnknown, wanted: bool) -> None:
+        """A worker ended: the error for callers of its actors, and whether the runtime wanted its end."""
+        raise NotImplementedError
+
+    @method
+    async def actor_died(self, peer: str, actor: int, error: OutcomeUnknown) -> None:
+        """An actor's process ended by accident, and no call failed because of that."""
+        raise NotImplementedError
+
+    @method
+    async def node_draining(self, node: str, grace: float) -> None:
+        """A node, served by this process, is being drained: its actors have so many seconds to go to others."""
+        raise NotImplementedError
+
+    @method
+    async def unheld(self, encoded: bytes, what: str) -> None:
+        """An error that no code in a worker saw; `what` says what failed."""
+        raise NotImplementedError
+
+
+class Addresses(Protocol):
+    """What a process knows of the nodes of its cluster."""
+
+    def address_of(self, peer: PeerId) -> str:
+        """Where the node of a process listens.
+
+        Raises:
+            PeerLost: The node is not in the cluster any more.
+        """
+        ...
 
 
 class Peer:
@@ -68,6 +115,7 @@ class Peer:
     def __init__(self, options: ProcessOptions, key: Key, env: Env) -> None:
         self.process = process = Process(options, key, env)
         self.connections = Connections(process, self)
+        process.connect = self.connections.data_streams.open
         self.store = Store(process, self._open_transport)
         self.objects = Objects(process, self.connections, self.store, self)
         self.refs = self.objects.refs
@@ -78,8 +126,8 @@ class Peer:
         self.caller = Caller(process, self.connections, self.objects, self.actors)
         self.sender = Outgoing(self.caller, self.inbound)
         self.agent_of = partial(agent_of, self.caller)
-        home = process.options.home
-        self.node = cast("NodeContact", self.caller.handle(home, NODE, "node agent", NodeContact))
+        self.fence = Fence(process, self._hear_from_node)
+        self.node = cast("NodeContact", self.caller.handle(process.options.agent, NODE, "node agent", NodeContact))
         self.followers = Followers(self.caller, self._locate)
         self.replies = Replies(self.objects)
         self.graphs = Graphs(
@@ -88,11 +136,14 @@ class Peer:
         waits = WaitGraph(self.host, self.connections, self.graphs, self.inbound.find)
         self.deadlocks = Deadlocks(waits, self.agent_of)
         self.host.suspect = self.deadlocks.suspect
+        # What a process of a cluster that no node has started knows of the nodes; others ask their node agent.
+        self.nodes: Addresses | None = None
         # Told, in a forked child, that it stayed behind.
         self.on_forked: Callable[[], object] = lambda: None
         self.channels = Channels(self.caller)
         self.connections.handlers += self._handlers()
-        self.add_actor(AGENT, "agent", Agent(self.host, self.objects, self.graphs, self.deadlocks))
+        agent = Agent(self.host, self.objects, self.graphs, self.deadlocks, self, self.followers)
+        self.add_actor(AGENT, "agent", agent)
         process.provide(Peer, self)
         process.provide(Store, self.store)
         process.provide(Caller, self.caller)
@@ -109,14 +160,55 @@ class Peer:
         self.actors[actor] = hosted
         return hosted
 
+    def owner(self, controller: PeerId) -> OwnerContact:
+        """What a controller answers as the owner of actors."""
+        return cast("OwnerContact", self.caller.handle(controller, SUPERVISOR, "supervisor", OwnerContact))
+
     def _locate(self, owner: PeerId, number: ActorId, wait: bool) -> Ref[Location]:
-        locator = cast("Locator", self.caller.handle(owner, SUPERVISOR, "supervisor", Locator))
-        return locator.locate(number, wait)
+        if is_attached(owner) and is_attached(self.process.id) and owner != self.process.id:
+            return self.node.locate(owner, number, wait)
+        return self.owner(owner).locate(number, wait)
 
     # What connections need.
 
-    def introduce(self, remote: PeerId) -> Awaitable[object]:
-        return self.node.introduce(remote)
+    def introduce(self, remote: PeerId) -> Awaitable[str]:
+        return self.node.introduce(remote) if self.nodes is None else self._address_of(remote)
+
+    async def ask_stream(self, remote: PeerId, number: int) -> None:
+        if is_attached(remote):
+            await self.agent_of(remote).open_stream(number)
+            return
+        address = await (self.node.open_stream(remote, number) if self.nodes is None else self._address_of(remote))
+        if address:
+            self.connections.data_streams.came(remote, number, await self._open_far_stream(remote, address, UNASKED))
+
+    async def answer_with_stream(self, remote: PeerId, number: int) -> None:
+        """Open the stream that another process has asked for, which cannot connect to this one."""
+        stream = await self._open_far_stream(remote, await self._address_of(remote), number)
+        self.connections.data_streams.came(remote, UNASKED, stream)
+
+    async def lose_node(self, name: str, process: PeerId | None) -> None:
+        """A node is no member any more; nothing happens if it is heard nevertheless."""
+        if not await self.connections.hears_from(name):
+            self.connections.lose_node(name, process)
+
+    def _hear_from_node(self) -> None:
+        self.connections.to(self.process.options.agent).catch_up()
+
+    async def _open_far_stream(self, remote: PeerId, address: str, number: int) -> socket.socket:
+        assert self.connections.far is not None
+        return await self.connections.far.open_stream(remote, address, number)
+
+    def take_stream(self, remote: PeerId, stream: socket.socket) -> None:
+        self.store.transport_named("tcp").stream_came(remote, stream)
+
+    async def _address_of(self, remote: PeerId) -> str:
+        assert self.nodes is not None
+        return self.nodes.address_of(remote)
+
+    def connect(self, remote: PeerId) -> None:
+        """Connect to another process, if this one is not connected."""
+        self.connections.to(remote)
 
     def ask(self, remote: PeerId) -> Awaitable[object]:
         return self.agent_of(remote).answer()
@@ -168,6 +260,9 @@ class Peer:
             m.RELEASE: self.store.release_came,
             m.NOTE: self.connections.note_came,
             m.INTRODUCE: self.connections.introduction_came,
+            m.ADMIT: self.connections.admission_came,
+            m.DATA: self.connections.stream_came,
+            m.REACH: self.connections.reach_came,
             m.BYE: self.connections.bye_came,
             m.DEFINE: Connection.define_came,
             m.FORGET: Connection.forget_came,
@@ -211,7 +306,7 @@ class Peer:
         return block_on(self.process, ref)
 
     def _open_transport(self, name: str) -> Transport:
-        return open_transport(name, self.process, self.process.key, local=self.process.id)
+        return open_transport(name, self.process)
 
     def leave(self, reason: str) -> None:
         """Close this process's ends of its connections without the loop, which has ended or belongs to the parent."""

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import astuple
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.node.code import Code
+from aiodaft._protocol.node.liveness import Patience
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.fork_hooks import when_forked
 from aiodaft._runtime.platform.tasks import TaskOwner
@@ -23,6 +27,9 @@ from aiodaft_transport import Key
 
 PartT = TypeVar("PartT")
 
+PICKLE: Final = "pickle"
+MSGPACK: Final = "msgpack"
+
 
 class ProcessOptions(NamedTuple):
     """How a process takes part in a runtime.
@@ -30,20 +37,33 @@ class ProcessOptions(NamedTuple):
     Attributes:
         id: Its id among its peers.
         node: Name of the machine.
-        home: The process that has the node agent.
+        cluster: Name of the runtime, or of the cluster that it is part of; handles work inside it.
+        owner: The controller whose end ends this process.
+        agent: The process with the node agent of the machine.
+        coordinator: The process with the coordinator.
         transport: How payloads leave the process.
-        direct: Whether tensors in GPU memory go from GPU to GPU instead of through that transport.
+        direct: Whether the user has chosen none: tensors in GPU memory go from GPU to GPU, and values to other machines
+            over the best transport that leads there.
         grace: Seconds that cancelled calls get for their cleanup.
         max_pending: Calls to one process that may be without an answer.
+        codec: "pickle", or "msgpack": no process of the runtime pickles or unpickles.
+        stop_grace: Seconds that calls under way get when their actor is stopped.
+        patience: The limits of the `Patience` with its actors.
     """
 
     id: PeerId
     node: str
-    home: PeerId
+    cluster: str
+    owner: PeerId
+    agent: PeerId
+    coordinator: PeerId
     transport: str
     direct: bool
     grace: float
     max_pending: int
+    codec: str = PICKLE
+    stop_grace: float = 5.0
+    patience: Sequence[float | None] = astuple(Patience())
 
 
 class Process:
@@ -55,6 +75,12 @@ class Process:
     def __init__(self, options: ProcessOptions, key: Key, env: Env) -> None:
         self.options = options
         self.id = options.id
+        # Opens a stream to a process, for a transport; Peer fills it in.
+        self.connect: Callable[[str], Awaitable[socket.socket]]
+        # Another process, after the coordinator was started again.
+        self.coordinator = options.coordinator
+        # What the actors that this process spawns import before anything else.
+        self.code = Code(options.id)
         self.grace = options.grace
         self.env = env
         self.pid = env.pid()
@@ -72,7 +98,7 @@ class Process:
     @property
     def runtime_name(self) -> str:
         """What errors call the runtime that this process is part of."""
-        return self.options.home if self.closed is None else f"{self.options.home}, which is closed"
+        return self.options.owner if self.closed is None else f"{self.options.owner}, which is closed"
 
     @property
     def is_here(self) -> bool:
@@ -105,6 +131,10 @@ class Process:
         """The part of this process that is of a class."""
         return cast("PartT", self._parts[kind])
 
+    def find(self, kind: type[PartT]) -> PartT | None:
+        """The same; None if there is none."""
+        return cast("PartT | None", self._parts.get(kind))
+
 
 _context_process: ContextVar[Process | None] = ContextVar("aiodaft_process", default=None)
 # The open runtimes' processes, oldest first, and what each does in a forked child. A worker has exactly one.
@@ -121,6 +151,22 @@ def opened(process: Process, stay_behind: Callable[[], object]) -> None:
 def closed(process: Process) -> None:
     """Undo `opened`. Idempotent."""
     _open.pop(process, None)
+
+
+def check_codec(codec: str) -> None:
+    """Raise ValueError for an unknown codec, or one that no runtime may have beside the open ones."""
+    if codec not in {PICKLE, MSGPACK}:
+        raise ValueError(f"a codec is {PICKLE!r} or {MSGPACK!r}, not {codec!r}")
+    if any(process.options.codec != codec for process in _open):
+        raise ValueError(
+            f"a runtime with another codec than {codec!r} is open: a process either unpickles what it receives or not"
+        )
+
+
+def refuses_pickle() -> bool:
+    """Whether this process neither pickles nor unpickles: the codec of its runtimes is "msgpack"."""
+    # A copy: helper threads ask, too.
+    return any(process.options.codec == MSGPACK for process in tuple(_open))
 
 
 def _stay_behind() -> None:

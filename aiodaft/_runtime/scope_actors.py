@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from aiodaft._protocol.calls.following import Location
-from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.ids import ActorId, PeerId, epoch_of, incarnation, node_of
 from aiodaft._protocol.node.liveness import Patience
-from aiodaft._protocol.node.resources import Demand
+from aiodaft._protocol.node.resources import Demand, Wish
+from aiodaft._protocol.placement.request import Request
 from aiodaft._protocol.supervision.supervision import Kind, Restart, supervision_of
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.calls.following import PinnedTarget
-from aiodaft._runtime.controller import Controller
+from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
 from aiodaft._runtime.node.environment import WorkerEnvironment
-from aiodaft._runtime.node.worker import Conditions, Place
+from aiodaft._runtime.node.node_agent import NodeAgent
+from aiodaft._runtime.node.worker import Conditions, Place, Tenant
 from aiodaft._runtime.objects.ref_state import UnhandledErrors
+from aiodaft._runtime.owning import Owner
+from aiodaft._runtime.placing import FixedSites, Order, Site, Sites, Waiting
 from aiodaft._runtime.platform.tasks import shield_from_anyio
 from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, ChildSpec, stop_actor, stop_in_turn
 from aiodaft._runtime.supervision.supervisor import Child, Supervisor
 from aiodaft.actor import Handle
-from aiodaft.exceptions import CallCancelled, SerializationError, SpawnFailed
+from aiodaft.exceptions import (
+    ActorDied,
+    CallCancelled,
+    CoordinatorUnavailable,
+    DaftError,
+    InsufficientResources,
+    OutcomeUnknown,
+    RuntimeClosed,
+    SerializationError,
+    SpawnFailed,
+)
 from aiodaft.ref import Ref
+
+T = TypeVar("T")
 
 
 class Constraints(NamedTuple):
@@ -37,6 +54,20 @@ class Constraints(NamedTuple):
     patience: Patience | None = None
     restart: Restart | Kind | None = None
     max_queue: int | None = None
+    labels: Mapping[str, str] | None = None
+    near: tuple[Any, ...] = ()
+    apart_from: tuple[Any, ...] = ()
+    spread: bool = False
+    wait: float | None = None
+    name: str | None = None
+    lifetime: str | None = None
+    # The slices of a mesh; None: the nodes.
+    within: FixedSites[NodeAgent] | None = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether they are those of an actor with a name, which a lifetime needs, too."""
+        return self.name is not None or self.lifetime is not None
 
     def demand(self, cls: type) -> Demand:
         """The resources that an actor of this class needs."""
@@ -59,6 +90,29 @@ class Constraints(NamedTuple):
         return self.max_queue or getattr(cls, "__aiodaft_max_queue__", None)
 
 
+class Reserved(NamedTuple):
+    """The share of an actor that is not made yet, and the node or slice that has reserved it."""
+
+    site: Site[NodeAgent]
+    wish: Wish[Tenant]
+
+
+class Start(NamedTuple):
+    """How a node is to start an actor.
+
+    Attributes:
+        host: The process to share; None for a new one.
+        conditions: The conditions for the process of each incarnation.
+        keep: Whether the actor may be restarted.
+        epoch: The number of its incarnation.
+    """
+
+    host: PeerId | None
+    conditions: Conditions
+    keep: bool
+    epoch: int = 0
+
+
 class OwningScope(UnhandledErrors, Protocol):
     """What actors need of their scope."""
 
@@ -68,7 +122,7 @@ class OwningScope(UnhandledErrors, Protocol):
 class ScopeActors:
     """The actors that one scope owns."""
 
-    def __init__(self, controller: Controller, scope: OwningScope, restart: Restart | None) -> None:
+    def __init__(self, controller: Owner, scope: OwningScope, restart: Restart | None) -> None:
         self._controller = controller
         self._scope = scope
         self._restart = restart
@@ -77,6 +131,10 @@ class ScopeActors:
         self._owned: dict[tuple[PeerId, ActorId], Target] = {}
         # Actors that are being made, by the call that makes them.
         self._making: dict[Ref[Any], Target] = {}
+        # The slices of a mesh, if this is the scope of one.
+        self._slices: list[Reserved] = []
+        # Set when nothing waits for resources any more.
+        self._over = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._owned)
@@ -90,24 +148,78 @@ class ScopeActors:
 
     # Making.
 
-    async def make(self, spec: ChildSpec, constraints: Constraints, beside: Target | None) -> Handle:
+    def check_named(self, cls: type, constraints: Constraints) -> str:
+        """The name of an actor that is to have one. Raises ValueError if its lifetime is not possible."""
+        if constraints.lifetime is not None:
+            why = self._why_not_outlives(cls, constraints)
+            if why is not None:
+                raise ValueError(f'{cls.__name__} cannot have lifetime="cluster": {why}')
+        assert constraints.name is not None
+        return constraints.name
+
+    def _why_not_outlives(self, cls: type, constraints: Constraints) -> str | None:
+        if not node_of(self._controller.process.id):
+            return 'there is no cluster, only this program; attach it to one by Runtime("tcp://...")'
+        if constraints.name is None:
+            return "it needs a name, by `on(name=...)` or `get_or_create`"
+        if constraints.beside is not None or constraints.within is not None:
+            return "it cannot share what its program has, a process or a slice of a mesh"
+        found = supervision_of(constraints.restart, getattr(cls, "__aiodaft_restart__", None), self._restart)
+        if found is not None and found.kind != "temporary":
+            return 'no program is left to restart it; say `on(restart="temporary")` if its class or scope has a policy'
+        return None
+
+    async def make(
+        self,
+        spec: ChildSpec,
+        constraints: Constraints,
+        beside: Target | None,
+        reserved: Reserved | None,
+        request: Callable[[], Awaitable[Request]],
+    ) -> Handle:
         """Make an actor; if that fails, free its place.
+
+        Args:
+            spec: How to make it.
+            constraints: What `on` was given.
+            beside: The actor of which it shares the process.
+            reserved: Its share, if that is reserved.
+            request: Says what it needs; also later, when its node is lost.
 
         Cancellation: the actor is taken back.
         """
         controller, cls, label = self._controller, spec.cls, spec.label
         watched = self._supervision(cls, constraints)
         host = None if beside is None else await controller.directory.host_of(beside)
-        place = await self._find_place(spec, constraints, host, keep=watched is not None)
+        environment = WorkerEnvironment.here() if host is None else None
+        patience = constraints.patience_with(cls) or (controller.patience if host is None else None)
+        outlives = constraints.lifetime is not None
+        conditions = Conditions(patience, environment, controller.process.options, controller.process.code, outlives)
+        start = Start(host, conditions, watched is not None)
+        if reserved is not None:
+            place = await self._start(reserved, start)
+        else:
+            wanted = await request()
+            place = await self._find_place(
+                Wish(controller.new_tenant(), label, wanted.demand), wanted, constraints, start
+            )
         if watched is None:
             target = controller.target(place.peer, place.actor, label, self._scope)
             await self._host(target, spec)
-            self._owned[target.identity] = target
+            if not outlives:
+                self._owned[target.identity] = target
             return Handle(target, cls)
         supervisor, kind = watched
         location = Location(place.peer, place.actor)
-        followed = controller.follow(location, label, self._scope)
-        child = controller.directory.begin(Child(followed, spec, supervisor, beside))
+        followed = controller.follow(controller.process.id, location, label, self._scope)
+
+        async def move(actor: ActorId, host: PeerId | None) -> Place:
+            wanted = await request()
+            wish = Wish(Tenant.of(controller.process.id, actor), label, wanted.demand)
+            again = start._replace(host=host, epoch=epoch_of(actor))
+            return await self._find_place(wish, wanted, constraints, again)
+
+        child = controller.directory.begin(Child(followed, spec, supervisor, beside, move))
         try:
             await self._host(followed, spec, again=True)
         except BaseException:
@@ -119,6 +231,8 @@ class ScopeActors:
 
     def _supervision(self, cls: type, constraints: Constraints) -> tuple[Supervisor, Kind] | None:
         """An actor's supervisor and its kind of restart; None if it is not supervised."""
+        if constraints.lifetime is not None:
+            return None
         found = supervision_of(constraints.restart, getattr(cls, "__aiodaft_restart__", None), self._restart)
         if found is None:
             return None
@@ -129,21 +243,94 @@ class ScopeActors:
 
     def _new_supervisor(self, policy: Restart) -> Supervisor:
         controller = self._controller
-        return controller.directory.new_supervisor(policy, controller.options.stop_grace, self._scope.fail)
+        return controller.directory.new_supervisor(policy, controller.process.options.stop_grace, self._scope.fail)
 
-    async def _find_place(self, spec: ChildSpec, constraints: Constraints, host: PeerId | None, *, keep: bool) -> Place:
-        cls = spec.cls
-        environment = WorkerEnvironment.here() if host is None else None
-        conditions = Conditions(constraints.patience_with(cls), environment)
-        placing: Ref[Place] = self._controller.node.place(spec.label, constraints.demand(cls), host, conditions, keep)
+    async def _find_place(self, wish: Wish[Tenant], request: Request, constraints: Constraints, start: Start) -> Place:
+        async def attempt(site: Site[NodeAgent], ranks: Sequence[int]) -> list[Place]:
+            return [await self._start(Reserved(site, wish), start)]
+
+        order = Order(request, self._sites(constraints, start.host), attempt, lambda site, ranks: None)
+        [(_, place)] = await self._place(order, constraints.wait)
+        return place
+
+    async def _start(self, reserved: Reserved, start: Start) -> Place:
+        site, wish = reserved
+        placing: Ref[Place] = site.agent.place(wish, site.within, start.host, start.conditions, start.keep, start.epoch)
         try:
             return await placing
         except asyncio.CancelledError:
             if placing.done() and placing.exception() is None:
                 # The place was found while the cancellation was on its way: only this code can free it.
                 place = await placing
-                await self._undo(self._controller.target(place.peer, place.actor, spec.label, self._scope))
+                await self._undo(self._controller.target(place.peer, place.actor, wish.label, self._scope))
+            else:
+                taking = self._take_back(site, wish, start.epoch)
+                self._controller.process.create_task(taking, name=f"take back {wish.label}")
             raise
+
+    async def _take_back(self, site: Site[NodeAgent], wish: Wish[Tenant], epoch: int) -> None:
+        """Free a place that was found while the cancellation was on its way to the node, if there is one."""
+        with suppress(DaftError):
+            for process in await site.agent.processes():
+                if process.owner == wish.holder.owner and wish.label in process.actors:
+                    actor = incarnation(wish.holder.number, epoch)
+                    await self._controller.nodes.vacate(process.id, actor, WHY_STOPPED)
+
+    def _sites(self, constraints: Constraints, host: PeerId | None) -> Sites[NodeAgent]:
+        nodes = self._controller.nodes
+        return (constraints.within or nodes) if host is None else FixedSites((nodes.site_of(host),))
+
+    async def _place(self, order: Order[NodeAgent, T], wait: float | None) -> list[tuple[Site[NodeAgent], T]]:
+        waiting = None if wait is None else Waiting(wait, self._over)
+        try:
+            return await self._controller.placing.place(order, waiting)
+        except InsufficientResources:
+            self._scope.check_open(f"{order.request.label} cannot be placed")
+            raise
+
+    async def reserve(
+        self, request: Request, labels: Sequence[str], constraints: Constraints, beside: Target | None
+    ) -> list[Reserved]:
+        """Reserve the shares of a gang: all of them or none.
+
+        Args:
+            request: What the gang needs.
+            labels: The names of its members.
+            constraints: What `on` was given.
+            beside: The actor of which they share the process.
+
+        Cancellation: nothing is reserved.
+        """
+        wishes = [Wish(self._controller.new_tenant(), label, request.demand) for label in labels]
+
+        async def attempt(site: Site[NodeAgent], ranks: Sequence[int]) -> list[Wish[Tenant]]:
+            found = [wishes[rank] for rank in ranks]
+            await site.agent.reserve(found, site.within)
+            return found
+
+        host = None if beside is None else await self._controller.directory.host_of(beside)
+        order = Order(request, self._sites(constraints, host), attempt, partial(_release, wishes))
+        return [Reserved(*placed) for placed in await self._place(order, constraints.wait)]
+
+    def release(self, reserved: Iterable[Reserved]) -> None:
+        """Give back the shares among these that no actor has. Idempotent."""
+        for site, wish in reserved:
+            _release([wish], site, [0])
+
+    async def carve(self, request: Request, constraints: Constraints) -> list[tuple[Site[NodeAgent], tuple[int, ...]]]:
+        """Reserve slices, which `stop_all` releases; returns them with the numbers of their GPUs.
+
+        Cancellation: nothing is reserved.
+        """
+        wishes = [Wish(self._controller.new_tenant(), request.label, request.demand) for _ in range(request.count)]
+
+        async def attempt(site: Site[NodeAgent], ranks: Sequence[int]) -> list[tuple[int, ...]]:
+            return [await site.agent.carve(wishes[rank]) for rank in ranks]
+
+        order = Order(request, self._sites(constraints, None), attempt, partial(_release, wishes))
+        placed = await self._place(order, constraints.wait)
+        self._slices = [Reserved(site, wish) for (site, _), wish in zip(placed, wishes, strict=True)]
+        return [(site._replace(within=wish.holder), gpus) for (site, gpus), wish in zip(placed, wishes, strict=True)]
 
     async def _host(self, target: Target, spec: ChildSpec, *, again: bool = False) -> None:
         what = f"{spec.cls.__name__} cannot be spawned"
@@ -160,9 +347,11 @@ class ScopeActors:
             await self._undo(target)
             if isinstance(error, CallCancelled):
                 self._scope.check_open(what)
-            if isinstance(error, SerializationError) and isinstance(error.__cause__, ImportError):
+            if isinstance(error, SerializationError) and _lacks_code(error.__cause__):
+                where = self._controller.nodes.name_of(target.remote)
                 raise SpawnFailed(
-                    f"{spec.label} cannot be made: its process cannot load what it needs: {error}"
+                    f"{spec.label} cannot be made on {where}, which cannot load what it needs: {error.__cause__}. "
+                    "Send the code with `await rt.ship(...)`, or install it there"
                 ) from error
             raise
 
@@ -175,23 +364,48 @@ class ScopeActors:
 
     async def stop(self, targets: Sequence[Target]) -> None:
         """Stop actors in this order, each within the grace time. Idempotent."""
-        for target in targets:
+        await self._controller.ready()
+        there = [target for target in targets if await self._is_there(target)]
+        for target in there:
             target.stopped = True
-        await self._end(targets, graceful=True)
+        await self._end(there, graceful=True)
+
+    async def _is_there(self, target: Target) -> bool:
+        """Whether an actor can be ended; one that another process supervises is found first."""
+        if isinstance(target, FollowingTarget) and target.owner != self._controller.process.id:
+            try:
+                target.move(await target.locate(wait=True))
+            except ActorDied:
+                # Its owner is gone.
+                return False
+            return target.ended is None
+        return True
 
     async def kill(self, target: Target) -> None:
         """End an actor's process at once. Idempotent."""
         controller = self._controller
+        try:
+            await controller.ready()
+            if not await self._is_there(target):
+                return
+        except RuntimeClosed:
+            # The end of the runtime is that of its actors.
+            return
         child = controller.directory.retire(target)
-        await controller.node.kill(target.remote if child is None else child.place.peer, "killed by its owner")
+        peer = target.remote if child is None else child.place.peer
+        await controller.nodes.kill(peer, "killed by its owner")
         if child is not None:
             await child.settled()
         self._owned.pop(target.identity, None)
 
     async def kill_all(self) -> None:
         """End the processes of all actors; `stop_all` still has to free their places."""
-        node = self._controller.node
-        await asyncio.gather(*(node.kill(target.remote, "its scope was cancelled").ready() for target in self))
+        nodes, why = self._controller.nodes, "its scope was cancelled"
+        await asyncio.gather(*(nodes.kill(target.remote, why) for target in self))
+
+    def stop_waiting(self) -> None:
+        """End what waits for resources."""
+        self._over.set()
 
     async def stop_all(self, *, graceful: bool) -> None:
         """Take back the actors that are being made, then stop all others: the last one first, or all at once."""
@@ -201,6 +415,7 @@ class ScopeActors:
         await asyncio.gather(*(ref.ready() for ref in making))
         await asyncio.gather(*(self._vacate(target) for target in making.values()))
         await self._end(list(self), graceful=graceful)
+        self.release(self._slices)
 
     async def _end(self, targets: Sequence[Target], *, graceful: bool) -> None:
         controller = self._controller
@@ -208,7 +423,7 @@ class ScopeActors:
         await asyncio.gather(*(child.settled() for child in children))
         caller = controller.peer.caller
         if graceful:
-            answers = await stop_in_turn(caller, targets, WHY_STOPPED, controller.options.stop_grace)
+            answers = await stop_in_turn(caller, targets, WHY_STOPPED, controller.process.options.stop_grace)
         else:
             answers = await asyncio.gather(*(stop_actor(caller, target, WHY_STOPPED, 0) for target in targets))
         await asyncio.gather(*map(self._vacate, targets, answers))
@@ -216,6 +431,24 @@ class ScopeActors:
     async def _vacate(self, target: Target, answers: bool = True) -> None:
         self._owned.pop(target.identity, None)
         controller = self._controller
-        await controller.coordinator.release(*target.identity)
-        await controller.node.vacate(target.remote, target.actor, WHY_STOPPED, answers=answers)
+        with suppress(OutcomeUnknown, CoordinatorUnavailable, RuntimeClosed):
+            # A coordinator that is gone finds out when it comes back.
+            try:
+                async with asyncio.timeout(controller.process.grace):
+                    await controller.coordinator.release(*target.identity)
+            except TimeoutError:
+                controller.coordinator.release.tell(*target.identity)
+        await controller.nodes.vacate(target.remote, target.actor, WHY_STOPPED, answers=answers)
+        controller.placing.forget(controller.nodes.name_of(target.remote))
         controller.directory.close(target)
+
+
+def _lacks_code(error: BaseException | None) -> bool:
+    # An older version of a module may not have the class.
+    return isinstance(error, ImportError) or (isinstance(error, AttributeError) and "module '" in str(error))
+
+
+def _release(wishes: Sequence[Wish[Tenant]], site: Site[NodeAgent], ranks: Sequence[int]) -> None:
+    # What a lost node had reserved is gone with it.
+    with suppress(DaftError):
+        site.agent.release.tell([wishes[rank].holder for rank in ranks])

@@ -10,7 +10,7 @@ from typing import Final
 
 from aiodaft.program import run
 
-from . import calls, compare, graphs, payloads, processes, refs, scale, transports, values
+from . import calls, compare, graphs, hosts, payloads, processes, refs, scale, transports, values
 from .results import Bench, Result, as_json, table
 
 _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
@@ -23,6 +23,7 @@ _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
     "payloads": payloads.run,
     "transport": transports.run,
     "scale": scale.run,
+    "hosts": hosts.run,
 }
 
 

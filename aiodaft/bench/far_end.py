@@ -11,19 +11,19 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from aiodaft_transport import Key, open_transport
+from aiodaft_transport import open_transport
 
 from .floors import serving
 
 _PACKET: Final = 64 << 10
 _SOCKET_BUFFER: Final = 4 << 20
-_NOTE, _ASK, _ANSWER = b"N", b"Q", b"A"
+_NOTE, _STREAM, _ASK, _ANSWER = b"N", b"S", b"Q", b"A"
 
 
 class FarEnd:
     """The other process: the host and the connection of this process's transport, over a socket that keeps messages."""
 
-    def __init__(self, name: str, local: str, peer: str, connection: socket.socket, pid: int = 0) -> None:
+    def __init__(self, name: str, peer: str, connection: socket.socket, pid: int = 0) -> None:
         self.peer = peer
         self.pid = pid
         self.on_ask: Callable[[list[Any]], object] = list
@@ -32,7 +32,7 @@ class FarEnd:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self.lost = self._loop.create_future()
-        self.transport = open_transport(name, self, Key(bytes(32)), local=local)
+        self.transport = open_transport(name, self)
         self._loop.add_reader(connection.fileno(), self._readable)
 
     def call_soon(self, callback: Callable[[], object], /) -> None:
@@ -42,6 +42,15 @@ class FarEnd:
         task = self._loop.create_task(coro, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def connect(self, peer: str, /) -> socket.socket:
+        """A TCP connection; the other process gets its other end."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            ours = socket.create_connection(listener.getsockname())
+            theirs, _ = listener.accept()
+        with theirs:
+            socket.send_fds(self._socket, [_STREAM], [theirs.fileno()])
+        return ours
 
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -75,6 +84,8 @@ class FarEnd:
             self.lost.set_result(None)
         elif kind == _NOTE:
             self.transport.note_received(self, content, fds)
+        elif kind == _STREAM:
+            self.transport.stream_came(self.peer, socket.socket(fileno=fds[0]))
         elif kind == _ASK:
             self.on_ask(json.loads(content))
         elif self._answer is not None:
@@ -83,7 +94,7 @@ class FarEnd:
 
 async def serve(fd: str, name: str) -> None:
     """The other process."""
-    near = FarEnd(name, "far", "near", socket.socket(fileno=int(fd)))
+    near = FarEnd(name, "near", socket.socket(fileno=int(fd)))
     blocks: dict[int, Any] = {}
 
     def asked(content: list[Any]) -> None:
@@ -123,7 +134,7 @@ async def open_far_end(name: str) -> AsyncGenerator[FarEnd, None]:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     async with serving("far_end", theirs.fileno(), args=(name,)) as pid:
         theirs.close()
-        far = FarEnd(name, "near", "far", mine, pid)
+        far = FarEnd(name, "far", mine, pid)
         try:
             yield far
         finally:

@@ -78,7 +78,7 @@ async def serve(fd: str) -> None:
 
 
 class Echo:
-    """A process that sends back what it gets, over a unix socket."""
+    """A process that sends back what it gets."""
 
     def __init__(self, connection: _Connection, pid: int) -> None:
         self._connection = connection
@@ -117,11 +117,24 @@ async def open_echo() -> AsyncGenerator[Echo, None]:
     mine, theirs = socket.socketpair()
     async with serving("floors", theirs.fileno()) as pid:
         theirs.close()
-        connection = await _connect(mine)
-        try:
-            yield Echo(connection, pid)
-        finally:
-            connection.transport.close()
+        async with echo_over(mine, pid) as echo:
+            yield echo
+
+
+@asynccontextmanager
+async def echo_over(sock: socket.socket, pid: int = 0) -> AsyncGenerator[Echo, None]:
+    """What is at the other end of a connection sends back what it gets."""
+    connection = await _connect(sock)
+    try:
+        yield Echo(connection, pid)
+    finally:
+        connection.transport.close()
+
+
+async def open_server(host: str) -> int:
+    """Send back what comes to a port of this process; the port."""
+    server = await asyncio.get_running_loop().create_server(_Connection, host, 0)
+    return int(server.sockets[0].getsockname()[1])
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""`aiodaft doctor`: tries each feature on this machine, and prints which work and why others do not."""
+"""`aiodaft doctor`: tries what this machine and the hosts of a cluster can do, and prints what works and why not."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import importlib.metadata
 import operator
@@ -20,23 +21,47 @@ from aiodaft.runtime import Runtime
 from aiodaft_transport import NAMES, TransportError, default_name
 from aiodaft_transport.cuda.libcuda import CudaDriver
 
+from .between_hosts import examine_hosts
+from .cluster import add_address as add_cluster
+from .interfaces import interfaces
+
 _SIZE: Final = 1 << 20
 _PATIENCE: Final = 20.0
 
 
-async def examine() -> int:
-    """Print the findings; 0 if actors work here, else 1."""
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `aiodaft doctor`."""
+    add_cluster(parser)
+    parser.add_argument("nodes", nargs="*", help="the nodes to look at; default: all of the cluster")
+
+
+async def examine(arguments: argparse.Namespace) -> int:
+    """Print the findings on this machine or on a cluster, or both if only the environment names one.
+
+    Returns the exit status: 0 if actors work on this machine, and all of the cluster.
+    """
+    # What is tried on this machine needs no cluster.
+    address = os.environ.pop("AIODAFT_ADDRESS", None)
+    works = arguments.address is not None or await _examine_machine()
+    if address := arguments.address or address:
+        works &= await examine_hosts(address, arguments.key_file, arguments.nodes)
+    return 0 if works else 1
+
+
+async def _examine_machine() -> bool:
     _say("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("uvloop", "torch", "numpy"):
         _say(package, _version(package) or "not installed")
     _say("gpus", str(len(gpu_names(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")))))
     _say("cpus", str(len(os.sched_getaffinity(0))))
+    shown = [f"{name} {' '.join(ips)}" for name, ips in interfaces().items()]
+    _say("interfaces", ", ".join(shown))
     _say("open files", f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} per process")
     working = 0
     for name in NAMES:
         working += await _try(name, partial(_message, name), ", the default" if name == default_name() else "")
     await _try("cuda", _cuda_tensor, ", for CUDA tensors")
-    return 0 if working else 1
+    return working > 0
 
 
 async def _try(name: str, trip: Callable[[], Awaitable[float]], note: str) -> bool:

@@ -21,7 +21,7 @@ from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft.exceptions import SpawnFailed
 from aiodaft.testing.network import SimulatedNetwork
-from aiodaft.testing.simulated_loop import SimulatedLoop, SimulatedProcess
+from aiodaft.testing.simulated_loop import SimulatedLoop, SimulatedProcess, settle
 
 # Pids from here on belong to no process of the machine.
 FIRST_PID: Final = 10_000_000
@@ -116,6 +116,7 @@ class SimulatedLauncher:
         self._env = env
         self._loop = loop
         self._home = loop.current
+        self._home.on_death.append(self._home_died)
         self._last_number = 0
         self.workers: dict[PeerId, SimulatedWorker] = {}
         # What runs in all started workers, also in ended ones.
@@ -129,10 +130,12 @@ class SimulatedLauncher:
         """Start a worker; see `WorkerLauncher.spawn`."""
         await asyncio.sleep(self._loop.rng.random() * 0.001)
         self._last_number += 1
-        process = self._loop.new_process(f"worker{self._last_number}")
+        home = self._home
+        suffix = f"@{home.host}" if home.host else ""
+        process = self._loop.new_process(f"worker{self._last_number}{suffix}", home.host)
         worker = self.workers[settings.options.id] = SimulatedWorker(settings.options.id, label, process, self._loop)
         worker.pid = FIRST_PID + self._last_number
-        ours, theirs = self._network.connect(self._home, process)
+        ours, theirs = self._network.connect(home, process)
         self._loop.later(self._loop.rng.random() * 0.01, self._begin, worker, settings.packed(), theirs)
         return worker, ours
 
@@ -148,7 +151,7 @@ class SimulatedLauncher:
             self.ended(worker.process, status, None)
 
         self._loop.start(worker.process, live())
-        self._loop.within(self._home, _settle, worker.started, None)
+        self._loop.within(self._home, settle, worker.started, None)
 
     def kill(self, worker: SimulatedWorker, number: int = signal.SIGKILL) -> None:
         """Send a signal, which takes a while."""
@@ -177,8 +180,8 @@ class SimulatedLauncher:
         if self.workers.pop(worker.id, None) is None:
             return
         worker.fail(SpawnFailed("the worker did not start"))
-        _settle(worker.ended, ending)
         self.on_ended(worker, ending)
+        settle(worker.ended, ending)
 
     async def aclose(self) -> None:
         """Kill every worker and wait until they have ended."""
@@ -190,7 +193,7 @@ class SimulatedLauncher:
     def abandon(self) -> None:
         """There is nothing to end."""
 
-
-def _settle(future: asyncio.Future[Any], value: Any) -> None:
-    if not future.done():
-        future.set_result(value)
+    def _home_died(self) -> None:
+        """The kernel kills the fork server and the workers."""
+        for worker in self.workers.values():
+            self._loop.kill(worker.process)

@@ -59,10 +59,18 @@ class End:
         self.ended = False
         self.broken = False
 
+    # What a read raises when nothing more will come; None: it is the end of the stream.
+    error: OSError | None = None
+
     @property
     def room(self) -> int:
         """Bytes that the other side can write to this end now."""
         return self.net.conditions.room - self.load
+
+    @property
+    def refuses(self) -> bool:
+        """Whether nothing can be written here."""
+        return self.closed or self.broken or self.other.closed
 
     def close(self) -> None:
         """The last descriptor is closed: the other side reads what is under way, and then the end."""
@@ -110,6 +118,8 @@ class End:
 class SimulatedSocket:
     """What a process holds of an end; the part of `socket.socket` that links use."""
 
+    family = socket.AF_UNIX
+
     def __init__(self, end: End, fd: int) -> None:
         self.end = end
         self._fd = fd
@@ -120,13 +130,13 @@ class SimulatedSocket:
     def setblocking(self, flag: bool) -> None:
         assert not flag
 
-    def send(self, data: Any) -> int:
+    def send(self, data: Any, flags: int = 0) -> int:
         return self.sendmsg([data])
 
     def sendmsg(self, buffers: list[Any], ancillary: Any = ()) -> int:
         (data,) = buffers
         target = self.end.other
-        if self.end.closed or self.end.broken or target.closed:
+        if self.end.refuses:
             raise BrokenPipeError("the other side is gone")
         sent = min(len(data), target.room)
         if sent <= 0:
@@ -136,14 +146,19 @@ class SimulatedSocket:
         target.travel(Packet(bytes(data[:sent]), fds))
         return sent
 
-    def recvmsg_into(self, buffers: list[bytearray], space: int = 0) -> tuple[int, list[Any], int, None]:
+    def recv_into(self, buffer: Any) -> int:
+        return self.recvmsg_into([buffer])[0]
+
+    def recvmsg_into(self, buffers: list[Any], space: int = 0) -> tuple[int, list[Any], int, None]:
         end, net = self.end, self.end.net
         if not end.arrived:
+            if end.error is not None:
+                raise end.error
             if end.ended:
                 return 0, [], 0, None
             raise BlockingIOError
         packet = end.arrived.popleft()
-        count = min(len(buffers[0]), len(packet.data))
+        count = min(sum(map(len, buffers)), len(packet.data))
         if count > 1 and net.loop.rng.random() < net.conditions.chop:
             count = net.loop.rng.randrange(1, count + 1)
         if count < len(packet.data):
@@ -152,7 +167,10 @@ class SimulatedSocket:
         net.own(packet.fds)
         if net._writable(end.other):
             net.wake(end.other)
-        buffers[0][:count] = packet.data[:count]
+        left = memoryview(packet.data)[:count]
+        for buffer in buffers:
+            size = min(len(buffer), len(left))
+            buffer[:size], left = left[:size], left[size:]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", packet.fds).tobytes())] if packet.fds else []
         return count, rights, 0, None
 
@@ -160,6 +178,15 @@ class SimulatedSocket:
         assert (level, option) == (socket.SOL_SOCKET, socket.SO_ERROR)
         # The next read tells.
         return 0
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        """Nothing here depends on options."""
+
+    def shutdown(self, how: int) -> None:
+        assert how == socket.SHUT_RDWR
+        self.end.ended = self.end.broken = True
+        self.end.other.travel(None)
+        self.end.net.wake(self.end)
 
     def close(self) -> None:
         self.end.net.close(self._fd)
@@ -187,9 +214,15 @@ class SimulatedNetwork(Sockets):
 
     def connect(self, first: SimulatedProcess, second: SimulatedProcess) -> tuple[socket.socket, socket.socket]:
         """Two connected sockets, one in each process."""
-        ends = End(self), End(self)
-        ends[0].other, ends[1].other = ends[1], ends[0]
-        self.ends.append(ends[0])
+        return self.join(End(self), first, End(self), second)
+
+    def join(
+        self, one: End, first: SimulatedProcess, other: End, second: SimulatedProcess
+    ) -> tuple[socket.socket, socket.socket]:
+        """The same with these ends."""
+        ends = one, other
+        one.other, other.other = other, one
+        self.ends.append(one)
         ours = SimulatedSocket(ends[0], self._new_fd(ends[0], first))
         theirs = SimulatedSocket(ends[1], self._new_fd(ends[1], second))
         return _as_socket(ours), _as_socket(theirs)
@@ -233,7 +266,7 @@ class SimulatedNetwork(Sockets):
 
     def _writable(self, end: End) -> bool:
         # As unix sockets are: not for a few bytes.
-        return end.other.room * 2 > self.conditions.room or end.other.closed or end.broken
+        return end.other.room * 2 > self.conditions.room or end.refuses
 
     def drop(self, end: End) -> None:
         """Drop the unread data of an end, and close its descriptors."""

@@ -11,6 +11,7 @@ import gc
 import heapq
 import itertools
 import random
+import socket
 import sys
 import warnings
 import weakref
@@ -31,14 +32,18 @@ Ts = TypeVarTuple("Ts")
 class SimulatedProcess:
     """What runs in one simulated process, which can be stopped or killed as a whole."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, host: str = "") -> None:
         self.name = name
+        # The machine that it runs on, where there are several.
+        self.host = host
         self.alive = True
         self.paused = False
         self.ready: deque[asyncio.Handle] = deque()
         self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         # Closed by the kernel when the process ends.
         self.on_death: list[Callable[[], object]] = []
+        # Whether the loop has it among those that may run.
+        self.queued = False
 
     @property
     def runnable(self) -> bool:
@@ -60,6 +65,8 @@ class SimulatedLoop(AutojumpLoop):
         self.outside = SimulatedProcess("outside")
         self.processes = [self.outside]
         self.current = self.outside
+        # At least those that can run.
+        self._runnable: list[SimulatedProcess] = []
         # What happened, in short: equal for equal seeds.
         self.trace: list[tuple[Any, ...]] = []
         self.problems: list[str] = []
@@ -74,8 +81,8 @@ class SimulatedLoop(AutojumpLoop):
 
     # Processes.
 
-    def new_process(self, name: str) -> SimulatedProcess:
-        process = SimulatedProcess(name)
+    def new_process(self, name: str, host: str = "") -> SimulatedProcess:
+        process = SimulatedProcess(name, host)
         self.processes.append(process)
         return process
 
@@ -90,7 +97,13 @@ class SimulatedLoop(AutojumpLoop):
     def within(self, process: SimulatedProcess, callback: Callable[..., object], *args: Any) -> None:
         """Run something in the next turn of a process."""
         if process.alive:
-            process.ready.append(asyncio.Handle(callback, args, self, Context()))
+            self._push(process, asyncio.Handle(callback, args, self, Context()))
+
+    def _push(self, process: SimulatedProcess, handle: asyncio.Handle) -> None:
+        process.ready.append(handle)
+        if not process.queued:
+            process.queued = True
+            self._runnable.append(process)
 
     def later(self, seconds: float, callback: Callable[..., object], *args: Any) -> None:
         """Let something happen that is not part of any process."""
@@ -111,6 +124,18 @@ class SimulatedLoop(AutojumpLoop):
         for callback in process.on_death:
             callback()
 
+    def pause(self, process: SimulatedProcess, seconds: float) -> None:
+        """Stop a process, as SIGSTOP does, and let it go on some time later."""
+        self.note("pause", process.name, seconds)
+        process.paused = True
+        self.later(seconds, self._resume, process)
+
+    def _resume(self, process: SimulatedProcess) -> None:
+        process.paused = False
+        if process.ready and not process.queued:
+            process.queued = True
+            self._runnable.append(process)
+
     def note(self, *what: Any) -> None:
         self.trace.append((round(self._now, 9), self.current.name, *what))
 
@@ -129,7 +154,7 @@ class SimulatedLoop(AutojumpLoop):
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         if self.current.alive and not self.is_closed():
-            self.current.ready.append(handle)
+            self._push(self.current, handle)
         return handle
 
     call_soon_threadsafe = call_soon
@@ -170,6 +195,39 @@ class SimulatedLoop(AutojumpLoop):
     def remove_writer(self, fd: Any) -> bool:
         return self.writers.pop(fd, None) is not None
 
+    async def sock_recv(self, sock: socket.socket, nbytes: int) -> bytes:
+        buffer = bytearray(nbytes)
+        return bytes(buffer[: await self.sock_recv_into(sock, buffer)])
+
+    async def sock_recv_into(self, sock: socket.socket, buf: Any) -> int:
+        return await self._when_ready(sock, lambda: sock.recv_into(buf), self.add_reader, self.remove_reader)
+
+    async def sock_sendall(self, sock: socket.socket, data: Any) -> None:
+        left = memoryview(data).cast("B")
+        while left:
+            part = left
+            sent = await self._when_ready(sock, lambda: sock.send(part), self.add_writer, self.remove_writer)  # noqa: B023 - it is called here only
+            left = left[sent:]
+
+    async def _when_ready(
+        self,
+        sock: socket.socket,
+        step: Callable[[], T],
+        watch: Callable[..., object],
+        forget: Callable[[int], object],
+    ) -> T:
+        """Do something with a socket as soon as it does not block."""
+        while True:
+            try:
+                return step()
+            except BlockingIOError:
+                fd, ready = sock.fileno(), self.create_future()
+            watch(fd, settle, ready, None)
+            try:
+                await ready
+            finally:
+                forget(fd)
+
     def add_signal_handler(self, sig: int, callback: Callable[[*Ts], object], *args: *Ts) -> None:
         """Signals are sent by other means."""
 
@@ -180,11 +238,11 @@ class SimulatedLoop(AutojumpLoop):
     # Running.
 
     def _run_once(self) -> None:
-        runnable = [process for process in self.processes if process.runnable]
-        if not runnable:
+        process = self._choose()
+        if process is None:
             self._jump()
             return
-        process = self.current = self.rng.choice(runnable) if len(runnable) > 1 else runnable[0]
+        self.current = process
         for _ in range(len(process.ready)):
             if not process.alive or self._stopping:
                 break
@@ -192,6 +250,19 @@ class SimulatedLoop(AutojumpLoop):
             if not handle.cancelled():
                 handle._run()
         self.current = self.outside
+
+    def _choose(self) -> SimulatedProcess | None:
+        """The process that has the next turn; None if none can run."""
+        runnable = self._runnable
+        while runnable:
+            index = int(self.rng.random() * len(runnable)) if len(runnable) > 1 else 0
+            process = runnable[index]
+            if process.runnable:
+                return process
+            process.queued = False
+            runnable[index] = runnable[-1]
+            runnable.pop()
+        return None
 
     def _jump(self) -> None:
         while self._timers:
@@ -202,7 +273,7 @@ class SimulatedLoop(AutojumpLoop):
                 break
             if process.alive:
                 self._now = max(self._now, when)
-                process.ready.append(handle)
+                self._push(process, handle)
                 return
             self._graves.append(handle)
         raise Hang("a task waits, and nothing will ever wake it")
@@ -245,6 +316,11 @@ class SimulatedLoop(AutojumpLoop):
 
     def _unfinished(self) -> set[asyncio.Task[Any]]:
         return {task for process in self.processes for task in process.tasks if not task.done()}
+
+
+def settle(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from clusters import cluster_of
 
 from aiodaft.bench import refs, scale
 from aiodaft.bench.compare import comparison
@@ -44,11 +45,30 @@ async def test_calls_through_refs_are_compared_with_the_same_work_without() -> N
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_what_one_of_many_takes_is_compared_with_one_of_few() -> None:
     bench = Bench(1)
     await scale.run(bench, share=0.02)
     assert [result.floor_name for result in bench.results] == ["2", "2", "20", "200", "2", "2"]
     assert all(result.budget == "<= 1.5" and result.value > 0 for result in bench.results)
+
+
+@pytest.mark.timeout(60)
+def test_another_host_is_compared_with_bare_sockets_and_needs_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster_of(tmp_path / "key", "n1") as cluster:
+        for name, value in cluster.environment.items():
+            monkeypatch.setenv(name, value)
+        ended = run_bench("hosts", "--turns", "1", "--json")
+    assert ended.returncode == 0, ended.stderr
+    results = json.loads(ended.stdout)["results"]
+    assert [result["floor_name"] for result in results] == ["bare TCP echo"] * 2 + ["bare sockets"] * 3
+    assert all(result["value"] > 0 and result["floor"] > 0 for result in results)
+    monkeypatch.delenv("AIODAFT_ADDRESS")
+    alone = run_bench("hosts", "--turns", "1", "--json")
+    assert json.loads(alone.stdout)["results"] == []
+    assert b"hosts needs $AIODAFT_ADDRESS" in alone.stderr
 
 
 def test_an_unknown_suite_is_refused() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from actors import Echo, Log, Relay, Sleeper, Streamer
-from inside import awaited, controller_of, fork_server_of
+from inside import awaited, controller_of, fork_server_of, launcher_of
 from leaks import is_alive
 from probes import Probe
 
@@ -276,7 +276,7 @@ async def test_spawns_under_way_fail_with_the_fork_server(rt: aiodaft.Runtime) -
     spawning = [asyncio.get_running_loop().create_task(awaited(rt.on(gpus=1).spawn(Probe))) for _ in range(4)]
     # The orders are out, and nothing has come back.
     os.kill(fork_server_of(rt), signal.SIGSTOP)
-    while len(controller_of(rt).launcher.workers) < 4:
+    while len(launcher_of(rt).workers) < 4:
         await asyncio.sleep(0)
     os.kill(fork_server_of(rt), signal.SIGKILL)
     async with asyncio.timeout(10):

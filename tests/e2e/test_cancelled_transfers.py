@@ -194,7 +194,7 @@ async def test_a_value_that_cannot_be_granted_as_a_whole_is_not_granted_in_part(
     tensors = [aiodaft.empty((MEDIUM,)) for _ in range(2)]
     stored = peer.store.keep(tensors, Names("tensors"))
     peer.store.pack_here(stored)
-    (_, first), (_, second) = stored.blobs()
+    (first, _), (second, _) = stored.blobs()
     second.release()
     with pytest.raises(GrantError):
         stored.blobs_for(peer.connections.loopback)
@@ -205,6 +205,8 @@ class Breaking:
     """A connection that breaks when a transport sends a note."""
 
     remote = peer = PeerId("gone")
+    shares_memory = True
+    reached_by = ()
     lost: Exception | None = None
 
     def __init__(self, transport: Transport) -> None:
@@ -224,8 +226,8 @@ async def test_a_process_that_is_lost_while_it_is_told_of_a_value_is_granted_not
     tensors = [aiodaft.empty((MEDIUM,)) for _ in range(2)]
     stored = peer.store.keep(tensors, Names("tensors"))
     peer.store.pack_here(stored)
-    (transport, first), (_, second) = stored.blobs()
-    connection: Any = Breaking(transport)
+    (first, _), (second, _) = stored.blobs()
+    connection: Any = Breaking(peer.store.transport)
     assert stored.blobs_for(connection) is None
     assert connection.lost is not None
     assert (first.grants, second.grants) == (0, 0)

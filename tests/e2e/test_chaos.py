@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from chaos import run
+from chaos.command import main
 from chaos.deeds import WrongValue
 from chaos.judge import Hang, judge
 from chaos.plan import ACTORS, Deed, Fault, Harm, Op, Round, rounds, transport_of
@@ -32,7 +33,12 @@ def test_payloads_travel_in_every_way() -> None:
 
 
 def test_a_process_gets_no_descriptors_for_a_moment() -> None:
-    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    # Once it answers, it has loaded its libraries.
+    child.stdin.write(b"?")
+    assert child.stdout.read(1) == b"?"
     before = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)
     with _no_more_descriptors(child.pid):
         assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE) == (3, before[1])
@@ -92,6 +98,14 @@ async def test_a_little_chaos(tmp_path: Path) -> None:
     assert report.faults == {"kill": 1, "freeze": 1}
     assert report.returns == 1
     assert report.outcomes["value"] > 0
+
+
+def test_a_little_chaos_of_simulated_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--hosts", "4", "--seed", "3", "--minutes", "0"])
+    assert not ended.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["1 programs on 4 simulated hosts", "  broken promises of --seed 3: 0"]
 
 
 @pytest.mark.soak

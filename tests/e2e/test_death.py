@@ -12,7 +12,7 @@ import pytest
 from actors import Box, Echo, Relay, Sleeper
 from cgroups import little_memory, move
 from failing import Failing
-from inside import controller_of, fork_server_of, timeouts_of
+from inside import agent_of, fork_server_of, timeouts_of
 
 import aiodaft
 from aiodaft._runtime.platform.linux import UNKNOWN, status_of
@@ -95,7 +95,7 @@ async def kill_one_of_four(rt: aiodaft.Runtime, group: Path) -> None:
 async def test_the_last_method_is_known_for_every_caller(rt: aiodaft.Runtime) -> None:
     b, a = await rt.on(patience=aiodaft.Patience(0.1, None)).spawn(Sleeper), await rt.spawn(Sleeper)
     ref = a.call(b, 60)
-    while (await controller_of(rt).node.process_of(target_of(b).remote)).heartbeat.last_method != "Sleeper.sleep":
+    while (await agent_of(rt).process_of(target_of(b).remote)).heartbeat.last_method != "Sleeper.sleep":
         pass
     os.kill((await rt.info(b)).pid, signal.SIGKILL)
     with pytest.raises(aiodaft.ActorDied, match=r"under way: Sleeper.sleep, for [\d.]+ s or more") as caught:

@@ -178,4 +178,4 @@ async def test_an_actor_never_ends_with_code_0_because_its_connection_broke(rt: 
     with pytest.raises(aiodaft.ActorDied) as caught:
         await actor.release()
     assert caught.value.exit_code == 1
-    assert any("the connection to the controller broke" in line for line in caught.value.last_lines)
+    assert any("the connection to the node agent broke" in line for line in caught.value.last_lines)

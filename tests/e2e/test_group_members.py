@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from actors import Echo
-from inside import controller_of
+from inside import agent_of
 from supervised import Balancer, Late, Lingerer, Mortal
 
 import aiodaft
@@ -197,5 +197,5 @@ async def test_cancelling_the_end_of_a_group_leaves_no_member(
         ending.cancel()
     await asyncio.wait([ending])
     assert ending.cancelled()
-    assert await controller_of(rt).node.processes() == ()
+    assert await agent_of(rt).processes() == ()
     assert (await rt.resources())[1]["gpus"] == 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from actors import Box, Echo, NeedsGpu
-from inside import actors_of, controller_of
+from inside import actors_of, agent_of
 from leaks import is_alive
 from probes import FirstIsQuick, Member
 
@@ -385,5 +385,5 @@ async def test_a_group_leaves_no_member_when_its_making_is_cancelled(rt: aiodaft
     making.cancel()
     await asyncio.wait([making])
     assert making.cancelled()
-    assert await controller_of(rt).node.processes() == ()
+    assert await agent_of(rt).processes() == ()
     assert not len(actors_of(rt))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from actors import Echo, Relay
-from inside import controller_of, fork_server_of, peer_of, timeouts_of
+from inside import agent_of, fork_server_of, peer_of, timeouts_of
 from leaks import is_alive
 from stuck import Stuck, Unhurried
 from supervised import AT_ONCE
@@ -176,7 +176,7 @@ async def test_a_controller_that_is_blocked_accuses_no_process(
     echo = await rt.on(patience=Patience(None, 0.8)).spawn(Echo)
     # A notebook cell that computes, for longer than any actor may be silent.
     threading.Event().wait(1.2)
-    while (seen := await controller_of(rt).node.process_of(target_of(echo).remote)) and seen.heartbeat.silent_for > 0.4:
+    while (seen := await agent_of(rt).process_of(target_of(echo).remote)) and seen.heartbeat.silent_for > 0.4:
         pass
     assert seen is not None
     assert await echo.echo("still here") == "still here"

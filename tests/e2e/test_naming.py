@@ -12,6 +12,7 @@ import pytest
 from actors import Echo, Entered, Log, NeedsGpu, Plain, Relay, Sleeper
 from inside import controller_of, peer_of
 from leaks import is_alive
+from parents import Child, Parent, Waiting, words_in
 from probes import Derived, Half, HalfChild, Kind, Member, Probe
 
 import aiodaft
@@ -35,6 +36,19 @@ async def test_a_missing_name_is_an_error_at_once_that_lists_the_others(rt: aiod
         await rt.lookup("router", Echo)
     assert isinstance(caught.value, aiodaft.DaftError)
     assert caught.value.executed is False
+
+
+async def test_names_are_listed_by_what_they_begin_with(rt: aiodaft.Runtime) -> None:
+    assert await rt.names() == ()
+    echo = await rt.spawn(Echo)
+    for name in ("b.2", "a", "b.1"):
+        await rt.name(echo, name)
+    assert await rt.names() == ("a", "b.1", "b.2")
+    assert await rt.names("b.") == ("b.1", "b.2")
+    with pytest.raises(ValueError, match="no actor's name begins with 'b/'"):
+        await rt.names("b/")
+    await rt.stop(echo)
+    assert await rt.names() == ()
 
 
 async def test_a_handle_of_a_base_class_calls_the_methods_of_the_actor_from_any_process(rt: aiodaft.Runtime) -> None:
@@ -120,6 +134,56 @@ async def test_naming_an_actor_that_is_gone_is_refused(rt: aiodaft.Runtime) -> N
             await rt.name(gone, "ghost")
     with pytest.raises(aiodaft.NameNotFound):
         await rt.lookup("ghost", Echo)
+
+
+async def test_of_many_that_want_an_actor_with_a_name_one_makes_it(rt: aiodaft.Runtime) -> None:
+    parent = await rt.spawn(Parent)
+    wanted = [rt.get_or_create("one", Child, 5) for _ in range(10)]
+    *made, theirs = await asyncio.gather(*wanted, parent.get_or_create("one", 7))
+    assert len({await child.pid() for child in (*made, theirs)}) == 1
+    assert await theirs.increment() in {6, 8}
+    with pytest.raises(TypeError, match="which is no Parent"):
+        await rt.get_or_create("one", Parent)
+    with pytest.raises(ValueError, match="cannot name an actor"):
+        await rt.get_or_create("a/b", Child)
+    supervised = await rt.on(restart="permanent").get_or_create("two", Child, 1)
+    assert await (await parent.get_or_create("two", 7)).increment() == 2
+    assert await supervised.increment() == 3
+
+
+async def test_an_actor_is_spawned_with_a_name_or_not_at_all(rt: aiodaft.Runtime) -> None:
+    async with rt.on(name="router").spawn(Child) as router:
+        assert await rt.lookup("router", Child) == router
+        with pytest.raises(aiodaft.NameTaken, match="'router' belongs to Child-1"):
+            await rt.on(name="router").spawn(Child)
+        assert (await rt.info(router)).names == ("router",)
+    assert await rt.names() == ()
+    for wrong in ({"name": "a/b"}, {"lifetime": "forever"}):
+        with pytest.raises(ValueError, match='cannot name an actor|is not "cluster"'):
+            rt.on(**wrong)
+    with pytest.raises(ValueError, match="is for one actor, not for a group"):
+        rt.on(name="router").group(2, Child)
+    with pytest.raises(ValueError, match="there is no cluster, only this program"):
+        await rt.on(name="router", lifetime="cluster").spawn(Child)
+
+
+async def test_a_name_is_free_again_when_its_actor_could_not_be_made(rt: aiodaft.Runtime, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot begin at -1"):
+        await rt.get_or_create("one", Child, -1)
+    gate, pid_file = tmp_path / "gate", tmp_path / "pid"
+    os.mkfifo(gate)
+    async with asyncio.TaskGroup() as tasks:
+        making = tasks.create_task(rt.get_or_create("one", Waiting, str(pid_file), str(gate)))
+        while not (words := words_in(pid_file)):
+            await asyncio.sleep(0)
+        # It waits for the one that makes it.
+        waiting = tasks.create_task(rt.get_or_create("one", Child, 3))
+        given_up = tasks.create_task(rt.get_or_create("one", Child, 4))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        making.cancel()
+    assert await waiting.result().increment() == 4
+    assert not is_alive(int(words[0]))
 
 
 async def test_the_coordinator_takes_no_part_in_calls(rt: aiodaft.Runtime) -> None:

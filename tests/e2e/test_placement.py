@@ -155,6 +155,20 @@ async def test_workers_see_their_own_gpus_only(rt: aiodaft.Runtime) -> None:
     assert (await rt.info(second)).gpus == (1, 2)
 
 
+async def test_actors_on_a_mesh_see_the_gpus_of_their_slice(rt: aiodaft.Runtime) -> None:
+    first = await rt.spawn(NeedsGpu)
+    async with rt.mesh(hosts=1, gpus=2) as mesh:
+        on_mesh = await mesh[0].group(2, NeedsGpu)
+        assert await on_mesh.all(NeedsGpu.visible) == ["1", "2"]
+        assert await (await rt.spawn(NeedsGpu)).visible() == "3"
+        with pytest.raises(aiodaft.InsufficientResources, match="has 2, of which 0 free"):
+            await mesh[0].spawn(NeedsGpu)
+    with pytest.raises(aiodaft.ActorDied):
+        await on_mesh[0].visible()
+    again = rt.on(near=first, wait=10).group(2, NeedsGpu)
+    assert await (await again).all(NeedsGpu.visible) == ["1", "2"]
+
+
 async def test_cpus_are_the_number_of_threads_unless_the_user_has_set_that(monkeypatch: pytest.MonkeyPatch) -> None:
     for users in (None, "3"):
         with monkeypatch.context() as patch:
@@ -245,7 +259,7 @@ async def test_neighbours_pass_the_object_itself(rt: aiodaft.Runtime, padding: i
 async def test_a_node_is_named_or_refused(rt: aiodaft.Runtime) -> None:
     name = controller_of(rt).options.process.node
     assert await (await rt.on(node=name).spawn(Echo)).echo(1) == 1
-    with pytest.raises(ValueError, match=f"there is no node 'mars'; this runtime has '{name}'"):
+    with pytest.raises(aiodaft.InsufficientResources, match=f"there is no node 'mars'; there is {name}"):
         await rt.on(node="mars").spawn(Echo)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from actors import Echo, Entered, Sleeper
-from inside import awaited, controller_of, fork_server_of, timeouts_of
+from inside import agent_of, awaited, controller_of, fork_server_of, timeouts_of
 from leaks import descendants, is_alive
 from odd_actors import Parent
 from stuck import Stuck
@@ -107,7 +107,7 @@ async def test_spawns_that_are_cancelled_leave_no_process_also_if_the_fork_serve
     for task in spawning:
         task.cancel()
     await asyncio.wait(spawning)
-    assert await controller_of(rt).node.processes() == ()
+    assert await agent_of(rt).processes() == ()
     os.kill(fork_server_of(rt), signal.SIGCONT)
     # It has done what it was told before.
     await rt.stop(await rt.spawn(Echo))
@@ -119,7 +119,7 @@ async def test_spawns_that_are_cancelled_leave_no_process_also_if_the_fork_serve
 async def test_a_runtime_can_be_closed_when_its_fork_server_died_before_it_said_anything() -> None:
     async with aiodaft.Runtime() as rt:
         spawning = asyncio.get_running_loop().create_task(awaited(rt.spawn(Echo)))
-        while controller_of(rt).launcher.pid is None:
+        while controller_of(rt).site.launcher.pid is None:
             await asyncio.sleep(0)
         os.kill(fork_server_of(rt), signal.SIGKILL)
         with pytest.raises(aiodaft.SpawnFailed):
@@ -205,7 +205,7 @@ async def test_a_stopped_fork_server_is_reported_and_then_fails_what_waits_for_i
     while f"the fork server (pid {fork_server}) answers again" not in caplog.text:
         await asyncio.sleep(0)
     assert await (await rt.spawn(Echo)).echo("works again") == "works again"
-    assert len(await controller_of(rt).node.processes()) == 2
+    assert len(await agent_of(rt).processes()) == 2
 
 
 async def test_a_fork_server_that_is_stuck_in_an_import_fails_what_waits_for_it(

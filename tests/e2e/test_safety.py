@@ -6,6 +6,7 @@ import base64
 import os
 from pathlib import Path
 
+import pytest
 from actors import Echo
 from inside import peer_of
 from leaks import descendants, open_files
@@ -33,8 +34,9 @@ def command_line_and_environment(pid: int) -> list[bytes]:
     return [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
 
 
-async def test_f81_no_process_of_a_runtime_listens() -> None:
-    async with aiodaft.Runtime(preload=(), transport="shm") as rt, rt.spawn(Echo) as a, rt.spawn(Echo) as b:
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_f81_no_process_of_a_runtime_listens(transport: str) -> None:
+    async with aiodaft.Runtime(preload=(), transport=transport) as rt, rt.spawn(Echo) as a, rt.spawn(Echo) as b:
         assert len(await b.echo(a.echo(bytes(1 << 20)))) == 1 << 20
         # The fork server and two actors.
         processes = [os.getpid(), *descendants()]

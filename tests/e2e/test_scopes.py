@@ -272,8 +272,9 @@ async def test_a_scope_raises_unseen_errors_when_its_runtime_was_closed_before()
 
 def test_completion_shows_what_is_for_users() -> None:
     rt = aiodaft.Runtime()
-    of_scopes = {"group", "host", "host_group", "info", "kill", "on", "rebind", "scope", "spawn", "stop", "stop_group"}
-    of_runtimes = {"aclose", "lookup", "name", "put", "resources", "stack", "traffic"}
+    of_scopes = {"group", "host", "host_group", "info", "kill", "mesh", "on", "rebind", "scope", "spawn", "stop"}
+    of_scopes |= {"stop_group", "stop_mesh"}
+    of_runtimes = {"aclose", "lookup", "name", "names", "put", "resources", "ship", "stack", "traffic"}
     assert set(dir(Scope(rt))) == of_scopes
     assert set(dir(rt)) == of_scopes | of_runtimes
     assert all(getattr(rt, name).__doc__ for name in dir(rt))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from clusters import cluster_of
 from cuda_actors import GpuKeeper
 from dtypes import DTYPES, as_bytes
 
@@ -68,6 +70,17 @@ async def test_a_tensor_comes_to_the_controller_and_goes_back(rt: aiodaft.Runtim
         assert await ref.into(target) is target
         assert target.min() == target.max() == 6.0
     assert torch.equal(await ref.into(torch.zeros(MIB)), target.cpu())
+
+
+async def test_a_tensor_goes_from_node_to_node_through_memory_of_the_host(tmp_path: Path) -> None:
+    with cluster_of(tmp_path / "key", "n1", "n2") as cluster:
+        async with aiodaft.Runtime(cluster.address, key_file=cluster.key_file) as rt:
+            a, b = [await rt.on(node=name).spawn(GpuKeeper) for name in ("n1", "n2")]
+            kind, _, total = await b.where(a.make(16 * MIB, 1.0))
+            assert (kind, total) == ("cuda", 16.0 * MIB)
+            payload, direct = await a.traffic()
+            assert payload == 64 << 20
+            assert direct == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -112,6 +112,52 @@ def test_no_deaths_and_departures_make_processes_wait_in_a_circle() -> None:
             assert not any(waits_in_a_circle(waiting, other) for other in waiting)
 
 
+def on(node: str, count: int) -> list[PeerId]:
+    return [PeerId(f"worker-{number}@{node}") for number in range(count)]
+
+
+def test_the_first_process_of_each_machine_keeps_a_copy_that_the_others_there_read() -> None:
+    fanout = Fanout(shared=True)
+    machines = [on(node, 4) for node in ("n2", "n3", "n4")]
+    for keeper, *others in machines:
+        fanout.join(keeper)
+        assert fanout.keeps(keeper)
+        for name in others:
+            assert fanout.join(name) == keeper
+            assert not fanout.keeps(name)
+            # It has the value, and no copy for others.
+            fanout.leave(name)
+    assert fanout.sent == SENDS
+    assert fanout.members == [keeper for keeper, *_ in machines]
+
+
+def test_no_machine_gets_a_value_from_a_process_that_only_reads_it() -> None:
+    fanout = Fanout(shared=True)
+    for name in (*on("n2", 3), *on("n3", 3)):
+        fanout.join(name)
+    keepers = [on("n2", 1)[0], on("n3", 1)[0]]
+    assert [fanout.join(name) in keepers for name in on("n4", 1)] == [True]
+
+
+def test_a_machine_whose_keeper_failed_gets_another_one() -> None:
+    fanout = Fanout(shared=True)
+    first, second, third = on("n2", 3)
+    fanout.join(first)
+    assert fanout.join(second) == first
+    fanout.fail(second, first)
+    assert fanout.join(second) is None
+    assert fanout.keeps(second)
+    assert fanout.join(third) == second
+
+
+def test_a_controller_keeps_no_copy_as_no_process_can_read_it() -> None:
+    fanout = Fanout(shared=True)
+    first, second = PeerId("controller-1@n2"), PeerId("controller-2@n2")
+    assert fanout.join(first) is None
+    assert not fanout.keeps(first)
+    assert fanout.join(second) is None
+
+
 # A consumer.
 
 ROOT, OTHER = PeerId("root"), PeerId("other")

@@ -53,6 +53,9 @@ _EXAMPLES: dict[int, Message] = {
     m.GIVEN: (m.GIVEN, "peer-a", 7, 3),
     m.DEFINE: (m.DEFINE, b"name", b"source"),
     m.FORGET: (m.FORGET, b"name"),
+    m.ADMIT: (m.ADMIT, "peer-d", b"key"),
+    m.DATA: (m.DATA, "peer-d", 3, b"key"),
+    m.REACH: (m.REACH, ("ucx",)),
 }
 
 # Fields that may be of several types: (kind, position, what else may stand there).

@@ -79,6 +79,14 @@ def test_processes_that_name_each_other_end_the_pull() -> None:
             route.handle(named, None)
 
 
+def test_a_producer_that_is_lost_again_and_again_is_the_error() -> None:
+    route = pull()
+    with pytest.raises(KeyError, match="broken"):
+        for _ in range(MAX_HOPS):
+            route.handle(ERROR, None, lost=True)
+            route.handle(PRODUCER, None)
+
+
 @pytest.mark.parametrize("owner", [OWNER, LOCAL, PRODUCER])
 def test_every_sequence_of_answers_ends(owner: PeerId) -> None:
     for steps in product(["moved", "broken", "lost"], repeat=5):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodaft._protocol.node.resources import Demand, Resources, gpu_names, id_named
+from aiodaft._protocol.node.resources import Demand, Resources, Wish, gpu_names, id_named
 from aiodaft.exceptions import InsufficientResources
 
 _SLACK = 1e-6
@@ -122,8 +123,11 @@ def test_giving_back_twice_or_without_having_changes_nothing() -> None:
     node = ledger()
     take(node, "one", gpus=1, cpus=4)
     take(node, "two", gpus=1)
-    for who in ("one", "one", "stranger"):
+    node.give_back("one")
+    revision = node.revision
+    for who in ("one", "stranger"):
         node.give_back(who)
+    assert node.revision == revision
     assert node.free() == {"cpus": 8, "gpus": 1}
 
 
@@ -169,6 +173,106 @@ def test_a_refusal_of_what_is_only_taken_gives_no_such_hint() -> None:
         take(node, "two", custom={"tpu": 0.5})
 
 
+# Several at once.
+
+
+def test_several_are_reserved_together_or_not_at_all() -> None:
+    node = ledger(gpus=3)
+    take(node, "other", gpus=1)
+    before, revision = node.free(), node.revision
+    gang = [Wish(f"m{rank}", f"Model[{rank}]", Demand(gpus=1)) for rank in range(3)]
+    with pytest.raises(InsufficientResources) as caught:
+        node.take_all(gang)
+    assert str(caught.value) == (
+        "2 of 3 such actors fit: Model[2] needs gpus=1, but this node has 3, of which 2 free: Other has 1"
+    )
+    # Who waits for room is not woken by the attempt of another.
+    assert (node.free(), node.revision) == (before, revision)
+    assert node.take_all(gang[:2]) == [(1,), (2,)]
+    node.give_back("m0")
+    assert node.revision > revision
+    with pytest.raises(ValueError, match=r"Model\[1\] has its resources already"):
+        node.take_all(gang)
+
+
+def test_the_stock_is_what_is_left() -> None:
+    node = ledger(cpus=4, gpus=3, tpu=2)
+    take(node, "one", cpus=1, gpus=0.25)
+    take(node, "two", gpus=1, custom={"tpu": 1})
+    left = node.stock()
+    assert left.totals == {"cpus": 4, "gpus": 3, "tpu": 2}
+    assert (left.free["cpus"], left.free["tpu"], left.gpus) == (3, 1, (0.75, 0, 1))
+    assert left.room_for(Demand(gpus=0.25), 100) == 7
+    assert left.room_for(Demand(gpus=1), 100) == 1
+    assert left.room_for(Demand(gpus=2), 100) == 0
+    assert left.room_for(Demand(), 100) == 100
+    assert left.room_for(Demand(cpus=1e-320), 100) == 100
+    assert left.room_for(Demand(custom={"tape": 1}), 100) == 0
+    assert left.all_free().room_for(Demand(gpus=1), 100) == 3
+
+
+# Slices.
+
+
+def carved() -> Resources[str]:
+    """A node with a slice of two GPUs and two CPUs."""
+    node = ledger(gpus=4, tpu=1)
+    take(node, "other", gpus=1)
+    assert node.carve("slice", "mesh", Demand(cpus=2, gpus=2)) == (1, 2)
+    return node
+
+
+def test_what_a_slice_has_comes_from_it_and_the_rest_from_the_node() -> None:
+    node = carved()
+    assert node.free() == {"cpus": 6, "gpus": 1, "tpu": 1}
+    assert node.take("a", "A", Demand(cpus=1, gpus=1, custom={"tpu": 1}), "slice") == (1,)
+    assert node.free() == {"cpus": 6, "gpus": 1, "tpu": 0}
+    assert node.share_of("a") == (1, (1,))
+    left = node.stock("slice")
+    assert (left.totals["cpus"], left.free["cpus"], left.free["tpu"], left.gpus) == (2, 1, 0, (0, 1))
+    with pytest.raises(InsufficientResources, match="B needs gpus=2, but this slice of mesh has 2, of which 1 free: A"):
+        node.take("b", "B", Demand(gpus=2), "slice")
+    with pytest.raises(InsufficientResources, match="B needs tpu=1, but this node has 1, of which 0 free: A has 1"):
+        node.take("b", "B", Demand(gpus=1, custom={"tpu": 1}), "slice")
+    assert node.stock("slice") == left
+    node.give_back("a")
+    node.give_back("slice")
+    assert node.free() == {"cpus": 8, "gpus": 3, "tpu": 1}
+
+
+def test_a_slice_has_whole_gpus() -> None:
+    with pytest.raises(ValueError, match="gpus=0.5: a slice has whole GPUs"):
+        ledger().carve("slice", "mesh", Demand(gpus=0.5))
+
+
+def test_a_released_slice_ends_with_its_last_actor() -> None:
+    node = carved()
+    node.take("a", "A", Demand(gpus=1), "slice")
+    node.take("b", "B", Demand(gpus=0.5), "slice")
+    node.give_back("slice")
+    with pytest.raises(InsufficientResources, match="slice of a mesh that is released"):
+        node.take("c", "C", Demand(gpus=0.5), "slice")
+    node.give_back("a")
+    # Another actor of its process still uses the GPU.
+    node.give_back("b", keep_gpus=True)
+    assert node.free()["gpus"] == 1
+    node.give_back("b")
+    assert node.free() == {"cpus": 8, "gpus": 3, "tpu": 1}
+    with pytest.raises(InsufficientResources, match="slice of a mesh that is released"):
+        node.stock("slice")
+
+
+def test_the_gpus_of_a_slice_are_claimed_until_it_ends() -> None:
+    claims = OtherHas()
+    node: Resources[str] = Resources(cpus=1, gpus=2, claims=claims)
+    node.carve("slice", "mesh", Demand(gpus=2))
+    node.take("a", "A", Demand(gpus=1), "slice")
+    node.give_back("a")
+    assert claims.mine == {0, 1}
+    node.give_back("slice")
+    assert claims.mine == set()
+
+
 # Any history.
 
 _demands = st.builds(
@@ -177,6 +281,34 @@ _demands = st.builds(
     gpus=st.sampled_from([0, 0.1, 0.25, 1 / 3, 0.5, 2 / 3, 0.9, 1, 2, 3]),
     custom=st.sampled_from([{}, {"tpu": 0.3}, {"tpu": 1}]),
 )
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from(["s", "t", "a", "b", "c", "d"]), st.sampled_from(["", "s", "t"]), _demands)))
+def test_no_history_with_slices_overcommits_and_everything_comes_back(steps: list[tuple[str, str, Demand]]) -> None:
+    node = ledger(cpus=6, gpus=3, tpu=1)
+    held: dict[str, tuple[str, Demand, tuple[int, ...]]] = {}
+    for who, within, demand in steps:
+        if who in held:
+            node.give_back(who)
+            del held[who]
+        elif who in {"s", "t"}:
+            with suppress(ValueError, InsufficientResources):
+                held[who] = "", demand, node.carve(who, who, demand)
+        elif not within or within in held:
+            with suppress(InsufficientResources):
+                held[who] = within, demand, node.take(who, who, demand, within or None)
+        for gpu in range(3):
+            shares = [(within, min(1, demand.gpus)) for within, demand, gpus in held.values() if gpu in gpus]
+            # Actors in a slice that is released still have their shares.
+            outer = sum(share for within, share in shares if within not in held)
+            assert outer <= 1 + _SLACK
+            assert sum(share for within, share in shares) - outer <= 1 + _SLACK
+        assert min(node.free().values()) >= -_SLACK
+    for who in sorted(held):
+        node.give_back(who)
+    assert node.free() == pytest.approx({"cpus": 6, "gpus": 3, "tpu": 1}, abs=_SLACK)
+    assert len(node) == 0
 
 
 @settings(deadline=None, derandomize=True, database=None, max_examples=200)

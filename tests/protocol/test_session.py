@@ -105,6 +105,11 @@ def test_the_newest_version_that_both_speak_is_spoken(oldest: int, newest: int) 
     assert one.version == m.WIRE_VERSION == 1
 
 
+def test_another_version_is_told_although_its_messages_are_not_known() -> None:
+    with pytest.raises(RemoteProtocolError, match=r"peer-b speaks wire versions 2 to 2, this process 1 to 1: install"):
+        session().receive_data(frames(hello(2, 2), (m.KINDS + 1, {}), (m.CALL,)))
+
+
 @pytest.mark.parametrize(("oldest", "newest"), [(2, 2), (2, 9), (0, 0), (-3, -1), (2, 1), (1 << 63, (1 << 64) - 1)])
 def test_no_version_in_common_is_refused(oldest: int, newest: int) -> None:
     one = session()

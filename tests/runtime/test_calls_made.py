@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
@@ -125,8 +126,8 @@ class Office(Bench):
 
     # As owner of its connections.
 
-    def introduce(self, remote: PeerId) -> Awaitable[object]:
-        return asyncio.sleep(0)
+    def introduce(self, remote: PeerId) -> Awaitable[str]:
+        return asyncio.sleep(0, "")
 
     def ask(self, remote: PeerId) -> Awaitable[object]:
         raise NotImplementedError
@@ -139,6 +140,12 @@ class Office(Bench):
     def revoke(self, connection: Connection, blobs: Any) -> None: ...
 
     def take_note(self, *note: Any) -> None:
+        raise NotImplementedError
+
+    def ask_stream(self, remote: PeerId, number: int) -> Awaitable[object]:
+        raise NotImplementedError
+
+    def take_stream(self, remote: PeerId, stream: socket.socket) -> None:
         raise NotImplementedError
 
     # As owner of its objects.

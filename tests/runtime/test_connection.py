@@ -82,7 +82,7 @@ class Told(TellState):
 
 def connection_of(owner: Owner, *, max_pending: int = 1, window: int = 1) -> Connection:
     session: Session[PendingCall] = Session(HERE, 2, remote=THERE, max_pending=max_pending, window=window)
-    options = ProcessOptions(HERE, "node", HERE, "shm", False, 0, max_pending)
+    options = ProcessOptions(HERE, "node", HERE, HERE, HERE, HERE, "shm", False, 0, max_pending)
     return Connection(
         Process(options, Key(bytes(32)), Env()),
         session,

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 from actors import NeedsGpu
+from inside import awaited
 from probes import Probe
 
 import aiodaft
@@ -95,6 +96,41 @@ async def test_two_runtimes_of_a_machine_do_not_give_away_the_same_gpu(gpu: str)
         assert await (await two.spawn(NeedsGpu)).visible() == "0"
     async with aiodaft.Runtime(preload=(), env=machine(gpu)) as three:
         assert await (await three.spawn(NeedsGpu)).visible() == "0"
+
+
+async def test_a_wait_ends_when_another_runtime_gives_back_a_gpu(gpu: str) -> None:
+    async with (
+        aiodaft.Runtime(preload=(), env=machine(gpu)) as one,
+        aiodaft.Runtime(preload=(), env=machine(gpu)) as two,
+    ):
+        holder = await one.spawn(NeedsGpu)
+        with pytest.raises(aiodaft.InsufficientResources, match=r"in use by .* \(waited 0.01 s\)"):
+            await two.on(wait=0.01).spawn(NeedsGpu)
+        waiting = asyncio.get_running_loop().create_task(awaited(two.on(wait=20).spawn(NeedsGpu)))
+        # It has been refused when both runtimes have answered others.
+        assert (await two.resources())[1] == (await two.resources())[0]
+        await one.stop(holder)
+        assert await (await waiting).visible() == "0"
+
+
+async def test_a_claim_that_was_given_back_ends_the_wait_for_it(gpu: str) -> None:
+    first, second = GpuClaims([gpu]), GpuClaims([gpu])
+    assert first.take(0) is None
+    assert second.take(0) is not None
+    first.give_back(0)
+    await second.given_back()
+    # Nothing is known of others' claims now.
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await second.given_back()
+    assert first.take(0) is None
+    assert second.take(0) is not None
+    waiting = asyncio.get_running_loop().create_task(second.given_back())
+    await asyncio.sleep(0)
+    first.close()
+    await waiting
+    assert second.take(0) is None
+    second.close()
 
 
 async def test_a_runtime_takes_a_gpu_that_no_other_has_or_shares_one(gpu: str) -> None:

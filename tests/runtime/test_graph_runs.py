@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -26,11 +27,16 @@ from aiodaft.ref import Ref
 LARGE = [0] * 60_000
 
 
+class Word:
+    """Can be referred to weakly."""
+
+
 class Desk(Actor):
     """Steps of graphs."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
+        self.words: list[weakref.ref[Word]] = []
         self.gate = asyncio.Event()
 
     @method
@@ -43,6 +49,12 @@ class Desk(Actor):
         self.seen.append(word)
         await self.gate.wait()
         return word
+
+    @method
+    async def weigh(self, word: Word) -> int:
+        """Remembers what it gets, and does not keep it."""
+        self.words.append(weakref.ref(word))
+        return 1
 
     @method
     async def stay(self, word: Any) -> Any:
@@ -346,6 +358,18 @@ async def test_a_step_that_was_given_up_and_goes_on_holds_up_no_later_run(site: 
         site.actors[0].gate.set()
         with pytest.raises(CallCancelled):
             await ref
+
+
+async def test_the_argument_of_a_step_is_freed_while_the_next_one_waits(site: Site) -> None:
+    a, b = site.a, site.b
+    async with aiodaft.compile(lambda x: a.note(b.wait(a.weigh(x)))) as graph:
+        result = graph(Word())
+        await turns(8)
+        assert site.actors[1].seen == [1]
+        gc.collect()
+        assert [word() for word in site.actors[0].words] == [None]
+        site.actors[1].gate.set()
+        assert await result == 1
 
 
 @pytest.mark.parametrize("how", ["cancelled", "late", "the actor is stopped", "the other process is lost"])

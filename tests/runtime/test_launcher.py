@@ -58,7 +58,8 @@ async def launcher_and_server(
 async def spawn(launcher: WorkerLauncher) -> Worker:
     """Order a worker."""
     number = next(_numbers)
-    options = ProcessOptions(PeerId(f"worker-{number}"), "node", PeerId("here"), "none", False, 1, 1)
+    here = PeerId("here")
+    options = ProcessOptions(PeerId(f"worker-{number}"), "node", here, here, here, here, "none", False, 1, 1)
     settings = WorkerSettings(options, bytes(32), False, 0, [])
     worker, connection = await launcher.spawn(settings, WorkerEnvironment.here(), {}, "actor")
     connection.close()

@@ -38,6 +38,7 @@ class Link:
         self.remote = far.process.id
         self.lost: Exception | None = None
         self.traffic = Traffic()
+        self.shares_memory = True
         self.sent: list[int] = []
 
     def send(self, message: m.Message) -> None:
@@ -51,7 +52,7 @@ class Node:
     """A process that has values and connections, and no actors."""
 
     def __init__(self, name: PeerId, nodes: dict[PeerId, Node]) -> None:
-        self.process = Process(ProcessOptions(name, "node", A, "shm", False, 1, 8), Key(bytes(32)), Env())
+        self.process = Process(ProcessOptions(name, "node", A, A, A, A, "shm", False, 1, 8), Key(bytes(32)), Env())
         self._nodes = nodes
         self._links: dict[PeerId, Link] = {}
         self.ring_poller = SimpleNamespace(wakeups=Wakeups(self.process.loop))

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 from actors import Echo
-from rooms import ELSEWHERE, THERE, Bench, turns
+from rooms import ELSEWHERE, HERE, THERE, Bench, turns
 
 from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, incarnation
@@ -19,27 +19,31 @@ from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.node.worker import Place
 from aiodaft._runtime.objects.objects import Objects
-from aiodaft._runtime.peer import Locator
+from aiodaft._runtime.peer import OwnerContact
 from aiodaft._runtime.supervision.child_spec import ChildSpec
 from aiodaft._runtime.supervision.directory import Directory
 from aiodaft._runtime.supervision.supervisor import Child
 from aiodaft.actor import Actor, Handle
-from aiodaft.exceptions import ActorDied, RestartLimitReached, SpawnFailed
+from aiodaft.exceptions import ActorDied, InsufficientResources, PeerLost, RestartLimitReached, SpawnFailed
 from aiodaft.methods import method
 from aiodaft.ref import Ref
 
 ACTOR = FIRST_USER_ACTOR
+# A process on another node.
+FAR = PeerId("worker@other")
 
 
 class Node(Actor):
     """What a supervisor asks of the node agent."""
 
     @method
-    async def place_again(self, label: str, actor: int, beside: str | None) -> Place:
+    async def place_again(self, owner: str, label: str, actor: int, beside: str | None) -> Place:
         raise NotImplementedError
 
     @method
-    async def vacate(self, peer: str, actor: int, reason: str, keep: bool = False, answers: bool = True) -> None:
+    async def vacate(
+        self, owner: str, peer: str, actor: int, reason: str, keep: bool = False, answers: bool = True
+    ) -> None:
         raise NotImplementedError
 
 
@@ -48,7 +52,13 @@ class House(Bench):
 
     def __init__(self, policy: Restart) -> None:
         super().__init__()
-        parts: Any = SimpleNamespace(take_note=None, running_call=None, introduce=lambda remote: asyncio.sleep(0))
+        parts: Any = SimpleNamespace(
+            take_note=None,
+            running_call=None,
+            introduce=lambda remote: asyncio.sleep(0),
+            ask_stream=None,
+            take_stream=None,
+        )
         connections = Connections(self.process, parts)
         connections.to(THERE)
         objects = Objects(self.process, connections, self.store, parts)
@@ -60,10 +70,39 @@ class House(Bench):
         self.calls: list[tuple[str, tuple[Any, ...], PendingCall]] = []
         self.failed: list[BaseException] = []
         self.sender = self
-        self.node: Any = self._handle(Node)
-        self.directory = Directory(cast(Caller, self.caller), self.node)
+        # The process that serves each node.
+        self.servers = {"": HERE, "other": PeerId("node@other")}
+        nodes: Any = SimpleNamespace(
+            of=lambda peer: self._handle(Node),
+            vacate=self._vacate,
+            tell_to_vacate=self._tell_to_vacate,
+            server_of=lambda name: self.servers.get(name),
+            draining={},
+        )
+        # The searches for places on other nodes: the incarnation, the process to share, and the result to be.
+        self.moves: list[tuple[ActorId, PeerId | None, asyncio.Future[Place]]] = []
+        root = SimpleNamespace(fail=lambda error, what: None, actor_died=lambda peer, actor, error: None)
+        self.directory = Directory(cast(Caller, self.caller), nodes, root)
         self.supervisor = self.directory.new_supervisor(policy, 0, lambda error, what: self.failed.append(error))
         self.followers = Followers(cast(Caller, self.caller), self._locate)
+
+    async def _move(self, actor: ActorId, host: PeerId | None) -> Place:
+        found: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        self.moves.append((actor, host, found))
+        return await found
+
+    async def lose_node(self) -> None:
+        """Lose the node of all actors, and wait until a place for one of them is searched for."""
+        self.servers.pop("")
+        self.directory.node_gone("", PeerLost("the node is gone"))
+        while not self.moves:
+            await asyncio.sleep(0)
+
+    def _tell_to_vacate(self, peer: PeerId, actor: ActorId, reason: str) -> None:
+        self._handle(Node).vacate.tell(self.process.id, peer, actor, reason)
+
+    async def _vacate(self, peer: PeerId, actor: ActorId, reason: str, **how: bool) -> None:
+        await self._handle(Node).vacate(self.process.id, peer, actor, reason, **how)
 
     def _handle(self, cls: type) -> Any:
         return Handle(self.target(self.process.id, ActorId(1), "node agent"), cls)
@@ -72,7 +111,7 @@ class House(Bench):
         return Target(self.caller, remote, actor, label, None)
 
     def _locate(self, owner: PeerId, number: ActorId, wait: bool) -> Ref[Location]:
-        located: Ref[Location] = self._handle(Locator).locate(number, wait)
+        located: Ref[Location] = self._handle(OwnerContact).locate(number, wait)
         return located
 
     def submit(self, request: Request) -> None:
@@ -82,7 +121,7 @@ class House(Bench):
         """A supervised actor that is up."""
         followed = self.followers.get(self.process.id, Location(THERE, actor), name)
         spec = ChildSpec(Echo, name, (), {}, None)
-        child = self.directory.begin(Child(followed, spec, self.supervisor, beside))
+        child = self.directory.begin(Child(followed, spec, self.supervisor, beside, self._move))
         spec.make(self.caller, THERE, actor, again=True)
         self.calls.pop()
         self.supervisor.join(child, self.supervisor.policy.kind)
@@ -118,11 +157,11 @@ async def house() -> AsyncIterator[House]:
 
 async def test_an_actor_is_made_again_after_its_process_died_and_waiting_questions_are_answered(house: House) -> None:
     child = house.child()
-    house.directory.process_ended(THERE, died(), wanted=False)
+    await house.directory.process_ended(THERE, died(), wanted=False)
     asking = asyncio.ensure_future(house.directory.locate(ACTOR, True))  # noqa: TID251 - the test waits for it
     assert (await house.directory.locate(ACTOR, False)).peer == NOWHERE
     again = incarnation(ACTOR, 1)
-    assert (await house.answer("place_again", Place(ELSEWHERE, again, ())))[:2] == ("Echo-1", again)
+    assert (await house.answer("place_again", Place(ELSEWHERE, again, ())))[1:3] == ("Echo-1", again)
     assert not asking.done()
     assert (await house.answer("host", None))[:2] == (again, "Echo-1")
     assert await asking == child.target.place == Location(ELSEWHERE, again)
@@ -131,7 +170,7 @@ async def test_an_actor_is_made_again_after_its_process_died_and_waiting_questio
 
 async def test_an_actor_is_not_made_again_after_a_wanted_end(house: House) -> None:
     house.child()
-    house.directory.process_ended(THERE, died(), wanted=True)
+    await house.directory.process_ended(THERE, died(), wanted=True)
     await turns()
     assert isinstance((await house.directory.locate(ACTOR, True)).ended, ActorDied)
     await house.answer("vacate", None)
@@ -140,7 +179,7 @@ async def test_an_actor_is_not_made_again_after_a_wanted_end(house: House) -> No
 
 async def test_the_death_of_another_process_concerns_no_actor_here(house: House) -> None:
     house.child()
-    house.directory.process_ended(ELSEWHERE, died(), wanted=False)
+    await house.directory.process_ended(ELSEWHERE, died(), wanted=False)
     assert (await house.directory.locate(ACTOR, True)).peer == THERE
 
 
@@ -148,7 +187,7 @@ async def test_a_restart_that_fails_counts_as_a_death_and_the_limit_ends_the_act
     child = house.child()
     over: list[ActorId] = []
     house.directory.on_over = over.append
-    house.directory.process_ended(THERE, died(), wanted=False)
+    await house.directory.process_ended(THERE, died(), wanted=False)
     asking = asyncio.ensure_future(house.directory.locate(ACTOR, True))  # noqa: TID251 - the test waits for it
     await house.answer("place_again", SpawnFailed("there is no room"))
     (error,) = house.failed
@@ -156,16 +195,16 @@ async def test_a_restart_that_fails_counts_as_a_death_and_the_limit_ends_the_act
     assert [type(attempt) for attempt in error.attempts] == [ActorDied, SpawnFailed]
     assert (await asking).ended is child.target.ended is error
     # It gives its resources back, and is not known any more.
-    assert (await house.answer("vacate", None))[1] == incarnation(ACTOR, 1)
+    assert (await house.answer("vacate", None))[2] == incarnation(ACTOR, 1)
     assert (over, house.directory.find(child.target), house.calls) == ([ACTOR], None, [])
 
 
 async def test_an_actor_that_dies_while_it_is_made_again_is_not_taken_for_up(house: House) -> None:
     house.child()
-    house.directory.process_ended(THERE, died(), wanted=False)
+    await house.directory.process_ended(THERE, died(), wanted=False)
     again = incarnation(ACTOR, 1)
     await house.answer("place_again", Place(ELSEWHERE, again, ()))
-    house.directory.process_ended(ELSEWHERE, died(), wanted=False)
+    await house.directory.process_ended(ELSEWHERE, died(), wanted=False)
     await house.answer("host", None)
     assert [type(error) for error in house.failed] == [RestartLimitReached]
 
@@ -173,7 +212,7 @@ async def test_an_actor_that_dies_while_it_is_made_again_is_not_taken_for_up(hou
 async def test_a_transient_actor_that_ended_by_itself_is_over(house: House) -> None:
     house = House(Restart(kind="transient"))
     child = house.child()
-    house.directory.process_ended(THERE, died(exit_code=0), wanted=False)
+    await house.directory.process_ended(THERE, died(exit_code=0), wanted=False)
     ended = (await house.directory.locate(ACTOR, True)).ended
     assert isinstance(ended, ActorDied)
     assert ended is child.target.ended
@@ -184,7 +223,7 @@ async def test_a_transient_actor_that_ended_by_itself_is_over(house: House) -> N
 async def test_an_actor_that_is_stopped_while_it_is_down_is_not_made_again(house: House) -> None:
     house = House(Restart(intensity=1, period=60, backoff=Backoff(base=50)))
     child = house.child()
-    house.directory.process_ended(THERE, died(), wanted=False)
+    await house.directory.process_ended(THERE, died(), wanted=False)
     asking = asyncio.ensure_future(house.directory.locate(ACTOR, True))  # noqa: TID251 - the test waits for it
     await turns()
     assert house.directory.retire(child.target) is child
@@ -198,13 +237,13 @@ async def test_an_actor_that_is_stopped_while_it_is_down_is_not_made_again(house
 async def test_a_guest_without_its_host_ends_and_its_siblings_are_made_again(house: House) -> None:
     guest = house.child("Guest-1", beside=Target(house.caller, THERE, ActorId(ACTOR + 1), "Host-1", None))
     other = house.child("Other-1", ActorId(ACTOR + 2))
-    house.directory.process_ended(THERE, died(), wanted=False)
+    await house.directory.process_ended(THERE, died(), wanted=False)
     await house.answer("place_again", died())
     (error,) = house.failed
     assert guest.target.ended is error
     assert str(error) == "Guest-1 cannot be made again: Host-1, in the process of which it lived, is gone"
     again = incarnation(other.number, 1)
-    assert (await house.answer("place_again", Place(ELSEWHERE, again, ())))[0] == "Other-1"
+    assert (await house.answer("place_again", Place(ELSEWHERE, again, ())))[1] == "Other-1"
     await house.answer("vacate", None)
     await house.answer("host", None)
     assert (other.restarts, len(house.failed), house.calls) == (1, 1, [])
@@ -214,10 +253,85 @@ async def test_a_guest_waits_for_a_place_beside_a_host_that_comes_back(house: Ho
     """Its host is supervised: that it was not there at this moment is one more failure."""
     host = house.child("Host-1", ActorId(ACTOR + 1))
     house.child("Guest-1", beside=host.target)
-    house.directory.process_ended(THERE, died(), wanted=False)
+    await house.directory.process_ended(THERE, died(), wanted=False)
     again = incarnation(host.number, 1)
     await house.answer("place_again", Place(ELSEWHERE, again, ()))
     await house.answer("locate", Location(ELSEWHERE, again))
     await house.answer("host", None)
-    assert (await house.answer("place_again", died()))[2] == ELSEWHERE
+    assert (await house.answer("place_again", died()))[3] == ELSEWHERE
     assert [type(error) for error in house.failed] == [RestartLimitReached]
+
+
+# A node that is lost.
+
+
+async def test_an_actor_of_a_lost_node_is_made_on_another_and_then_again_there() -> None:
+    house = House(Restart(intensity=2, period=60, backoff=Backoff(base=0)))
+    child = house.child()
+    await house.lose_node()
+    [(actor, host, found)] = house.moves
+    assert (actor, host) == (incarnation(ACTOR, 1), None)
+    found.set_result(Place(FAR, actor, ()))
+    assert (await house.answer("host", None))[:2] == (actor, "Echo-1")
+    assert child.target.place == Location(FAR, actor)
+    await house.directory.process_ended(FAR, died(), wanted=False)
+    again = Place(FAR, incarnation(ACTOR, 2), ())
+    assert (await house.answer("place_again", again))[1:3] == ("Echo-1", incarnation(ACTOR, 2))
+    assert len(house.moves) == 1
+    await house.process.tasks.aclose()
+
+
+async def test_an_actor_whose_node_has_given_up_its_owner_is_placed_anew() -> None:
+    house = House(Restart(intensity=2, period=60, backoff=Backoff(base=0)))
+    child = house.child()
+    await house.directory.process_ended(child.place.peer, died(), wanted=False)
+    await house.answer("place_again", died())
+    [(actor, host, found)] = house.moves
+    assert (actor, host) == (incarnation(ACTOR, 1), None)
+    found.set_result(Place(FAR, actor, ()))
+    assert (await house.answer("host", None))[:2] == (actor, "Echo-1")
+    assert child.target.place == Location(FAR, actor)
+    await house.process.tasks.aclose()
+
+
+async def test_no_room_on_another_node_counts_as_a_death(house: House) -> None:
+    house.child()
+    await house.lose_node()
+    house.moves[0][2].set_exception(InsufficientResources("there is no room"))
+    await turns()
+    (error,) = house.failed
+    assert isinstance(error, RestartLimitReached)
+    assert [type(attempt) for attempt in error.attempts] == [PeerLost, InsufficientResources]
+
+
+async def test_an_actor_that_is_stopped_while_a_place_is_searched_for_ends_the_search(house: House) -> None:
+    child = house.child()
+    await house.lose_node()
+    house.directory.retire(child.target)
+    await child.settled()
+    assert house.moves[0][2].cancelled()
+    assert "stopped by its owner" in str(child.target.ended)
+    assert house.failed == []
+
+
+async def test_a_guest_of_a_lost_node_follows_its_host(house: House) -> None:
+    host = house.child("Host-1", ActorId(ACTOR + 1))
+    guest = house.child("Guest-1", beside=host.target)
+    await house.lose_node()
+    again = incarnation(host.number, 1)
+    house.moves[0][2].set_result(Place(FAR, again, ()))
+    await house.answer("locate", Location(FAR, again))
+    await house.answer("host", None)
+    _, (actor, process, found) = house.moves
+    assert (actor, process) == (incarnation(guest.number, 1), FAR)
+    found.set_result(Place(FAR, actor, ()))
+    await house.answer("host", None)
+    assert (host.restarts, guest.restarts, house.failed) == (1, 1, [])
+
+
+async def test_a_guest_of_a_lost_host_that_is_not_restarted_ends(house: House) -> None:
+    guest = house.child(beside=Target(house.caller, THERE, ActorId(ACTOR + 1), "Host-1", None))
+    await house.lose_node()
+    house.moves[0][2].set_exception(ActorDied("there is no such process"))
+    await turns()
+    assert "cannot be made again: Host-1" in str(guest.target.ended)

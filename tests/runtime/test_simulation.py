@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -21,7 +20,8 @@ from typing import Any
 
 import pytest
 from sim_channels import ChannelProgram
-from sim_program import Program
+from sim_program import Program, failures, finds
+from sim_spawning import SpawningProgram
 
 from aiodaft._protocol.calls.call import QUEUED
 from aiodaft._protocol.calls.mailbox import Mailbox
@@ -45,19 +45,6 @@ def little_to_collect() -> None:
     gc.freeze()
 
 
-def failures(seeds: range, program: type[Program] = Program) -> dict[int, list[str]]:
-    """The first few seeds that show something wrong."""
-    found: dict[int, list[str]] = {}
-    for seed in seeds:
-        if wrong := program(seed).run():
-            found[seed] = wrong
-        # What a program kept to its end: processes that ended in the middle of anything are no news.
-        collect()
-        if len(found) == 3:
-            break
-    return found
-
-
 # In parts of a second each, so that also a machine with much else to do finishes one within the limit.
 @pytest.mark.parametrize("part", range(12))
 def test_three_hundred_schedules_keep_every_promise(part: int) -> None:
@@ -67,6 +54,11 @@ def test_three_hundred_schedules_keep_every_promise(part: int) -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_a_hundred_schedules_keep_what_channels_promise(part: int) -> None:
     assert failures(range(25 * part, 25 * (part + 1)), ChannelProgram) == {}
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_two_hundred_schedules_of_actors_that_spawn_leave_no_process_and_no_name(part: int) -> None:
+    assert failures(range(50 * part, 50 * (part + 1)), SpawningProgram) == {}
 
 
 @pytest.mark.soak
@@ -192,12 +184,3 @@ def test_a_bug_planted_in_channels_is_found(
 ) -> None:
     monkeypatch.setattr(where, name, bug)
     assert finds(seen, ChannelProgram)
-
-
-def finds(seen: str, program: type[Program]) -> bool:
-    with warnings.catch_warnings():
-        # Of runtimes that the bug has kept from being closed.
-        warnings.simplefilter("ignore", ResourceWarning)
-        found = any(seen in wrong for seed in range(400) for wrong in program(seed).run())
-        collect()
-    return found

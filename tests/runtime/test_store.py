@@ -15,6 +15,7 @@ from aiodaft import BorrowError
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.serialization.encoder import Names, encode
+from aiodaft_transport import Unreachable
 from aiodaft_transport.memory.host_pool import Arena, ArenaBlock
 
 LARGE = 1 << 20  # elements, so that it is not inline
@@ -43,7 +44,7 @@ class Interrupted:
 
 def packed(stored: StoredValue, arena: Arena, happening: Callable[[], object] = lambda: None) -> StoredValue:
     transport: Any = Interrupted(arena, happening)
-    stored.pack(transport)
+    stored.pack(transport, lambda route: transport)
     return stored
 
 
@@ -94,8 +95,8 @@ class Recorder:
         self.registered.pop(address, None)
 
 
-def store_that_opens(open_transport: Callable[[str], Any]) -> Store:
-    options = SimpleNamespace(transport="shm", direct=False)
+def store_that_opens(open_transport: Callable[[str], Any], *, chosen: bool = True) -> Store:
+    options = SimpleNamespace(transport="shm", direct=not chosen)
     process: Any = SimpleNamespace(options=options, call_soon=None, helper_thread=None)
     return Store(process, open_transport)
 
@@ -128,3 +129,57 @@ def test_memory_that_is_unregistered_while_a_transport_opens_is_not_registered_t
     opened: Any = store.transport
     assert opened is late
     assert late.registered == {}
+
+
+class Carrier(Recorder):
+    """A transport that grants blocks of others."""
+
+    shared = False
+
+    def __init__(self, name: str, arena: Arena) -> None:
+        super().__init__()
+        self.name = name
+        self.allocate = arena.allocate
+        self.granted: list[Any] = []
+
+    def adopt(self, block: Any) -> Any:
+        return block
+
+    def grant(self, block: Any, route: Any) -> tuple[str, int, int]:
+        self.granted.append(block)
+        return route.remote, 0, block.nbytes
+
+
+def route(remote: str, *ways: str, near: bool = False) -> Any:
+    traffic = SimpleNamespace(payloads_sent=0, payload_sent=0)
+    return SimpleNamespace(remote=remote, shares_memory=near, reached_by=ways, lost=None, traffic=traffic)
+
+
+def test_one_block_of_a_value_is_granted_over_several_transports_at_the_same_time(arena: Arena) -> None:
+    opened: dict[str, Carrier] = {}
+
+    def open_transport(name: str) -> Any:
+        return opened.setdefault(name, Carrier(name, arena))
+
+    store = store_that_opens(open_transport, chosen=False)
+    stored = store.keep(torch.zeros(LARGE), Names("x"))
+    store.pack_here(stored)
+    routes = route("here", near=True), route("there"), route("fabric", "ucx")
+    assert [stored.blobs_for(to) for to in routes] == [
+        (("shm", ("here", 0, 4 * LARGE)),),
+        (("tcp", ("there", 0, 4 * LARGE)),),
+        (("ucx", ("fabric", 0, 4 * LARGE)),),
+    ]
+    assert [opened[name].granted for name in ("shm", "tcp", "ucx")] == [[stored.block]] * 3
+    assert arena.live_blocks() == 1
+    stored.release()
+
+
+@pytest.mark.parametrize(("via", "chosen"), [("shm", False), ("ucx", False), (None, True)])
+def test_a_chosen_transport_that_does_not_lead_there_is_an_error(arena: Arena, via: str | None, chosen: bool) -> None:
+    store = store_that_opens(lambda name: Carrier(name, arena), chosen=chosen)
+    stored = store.keep(torch.zeros(LARGE), Names("x"), via=via)
+    store.pack_here(stored)
+    with pytest.raises(Unreachable, match=f"transport '{via or 'shm'}' does not lead to another machine"):
+        stored.blobs_for(route("there"))
+    stored.release()

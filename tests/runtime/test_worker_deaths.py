@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rooms import Bench
 
+from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.connections.session import Session
-from aiodaft._protocol.ids import ActorId, PeerId
-from aiodaft._protocol.node.liveness import LastHeartbeat, Patience
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId
+from aiodaft._protocol.node.liveness import LastHeartbeat
 from aiodaft._protocol.node.postmortem import Ending
-from aiodaft._protocol.node.resources import Demand, Resources
+from aiodaft._protocol.node.resources import Demand, Resources, Wish
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
-from aiodaft._runtime.node.node_agent import NodeAgent
-from aiodaft._runtime.node.worker import Conditions, Place, Worker
+from aiodaft._runtime.node.node_agent import NodeAgent, NodeOptions
+from aiodaft._runtime.node.shipped_code import ShippedCode
+from aiodaft._runtime.node.worker import Conditions, Place, Tenant, Worker
 from aiodaft._runtime.platform.env import Timeouts
+from aiodaft._runtime.platform.gpu_claims import GpuClaims
 from aiodaft.exceptions import ActorDied, InsufficientResources, PeerLost, SpawnFailed
 
+OWNER = PeerId("owner")
 CONDITIONS = Conditions(None, WorkerEnvironment({}, "/", [], []))
 
 
@@ -74,11 +78,15 @@ class Links:
     """The node's connections to its workers."""
 
     def __init__(self) -> None:
+        self.far = None
         self.suspects: set[PeerId] = set()
+        self.far = None
         self._links: dict[PeerId, Any] = {}
 
     def attach(self, remote: PeerId, sock: None) -> None:
         self.to(remote)
+
+    def get(self, remote: PeerId) -> None: ...
 
     def to(self, remote: PeerId) -> Any:
         session: Session[Any] = Session(PeerId("here"), 1, remote=remote, max_pending=1)
@@ -92,20 +100,51 @@ class Machine(Bench):
     def __init__(self) -> None:
         super().__init__(grace=0, timeouts=Timeouts(blame=0))
         self.launcher, self.links = Launcher(), Links()
-        self.resources: Resources[ActorId] = Resources(cpus=2, gpus=0)
+        self.resources: Resources[Tenant] = Resources(cpus=2, gpus=0)
         launcher: Any = self.launcher
         links: Any = self.links
-        self.agent = NodeAgent(self.process, links, launcher, self.resources, (), uvloop=False, patience=Patience())
+        others: Any = SimpleNamespace()
+        machine: Any = SimpleNamespace(resources=self.resources, gpu_names=(), claims=GpuClaims(()))
+        self.process.provide(ShippedCode, ShippedCode(self.process, self.fetch))
+        self.agent = NodeAgent(
+            self.process,
+            links,
+            self,
+            others,
+            launcher,
+            machine,
+            NodeOptions(True, (), (), False),
+        )
         self.unheld: list[ActorId] = []
         self.ended: list[tuple[PeerId, bool]] = []
-        self.agent.on_died = lambda peer, actor, error: self.unheld.append(actor)
-        self.agent.on_ended = lambda peer, error, wanted: self.ended.append((peer, wanted))
+        self._actors = itertools.count(FIRST_USER_ACTOR)
         self._names = itertools.count(1)
 
     async def place(self, *, beside: str | None = None, restartable: bool = False) -> Place:
         name = f"Desk-{next(self._names)}"
         conditions = CONDITIONS if beside is None else Conditions(None, None)
-        return await self.agent.place(name, Demand(cpus=1), beside, conditions, restartable)
+        tenant = Tenant(OWNER, ActorId(next(self._actors)))
+        place: Place = await self.agent.place(Wish(tenant, name, Demand(cpus=1)), None, beside, conditions, restartable)
+        return place
+
+    async def fetch(self, source: PeerId, digest: str) -> bytes:
+        raise AssertionError("no code was shipped")
+
+    # As its owners.
+
+    def locate(self, owner: PeerId, number: int, *, wait: bool) -> Awaitable[Location]:
+        raise NotImplementedError
+
+    def process_ended(self, owner: PeerId, peer: PeerId, error: BaseException, *, wanted: bool) -> None:
+        assert owner == OWNER
+        self.ended.append((peer, wanted))
+
+    def actor_died(self, owner: PeerId, peer: PeerId, actor: ActorId, error: BaseException) -> None:
+        assert owner == OWNER
+        self.unheld.append(actor)
+
+    def node_draining(self, owner: PeerId, node: PeerId, grace: float) -> None:
+        raise AssertionError("no node is drained here")
 
     async def blame_time_over(self) -> None:
         """The time passes in which callers report their lost calls."""
@@ -187,7 +226,7 @@ async def test_a_worker_that_lives_and_cannot_be_reached_is_killed(machine: Mach
 async def test_an_end_that_was_wanted_is_no_accident(machine: Machine) -> None:
     place = await machine.place()
     machine.launcher.patient = False
-    await machine.agent.vacate(place.peer, place.actor, "a test")
+    await machine.agent.vacate(OWNER, place.peer, place.actor, "a test")
     assert (machine.ended, machine.launcher.killed, machine.free) == ([(place.peer, True)], [0], 2)
     await machine.blame_time_over()
     assert machine.unheld == []
@@ -198,9 +237,9 @@ async def test_the_process_of_two_actors_ends_with_the_last_of_them(machine: Mac
     first = await machine.place()
     second = await machine.place(beside=first.peer)
     machine.launcher.patient = False
-    await machine.agent.vacate(first.peer, first.actor, "a test")
+    await machine.agent.vacate(OWNER, first.peer, first.actor, "a test")
     assert (machine.ended, machine.free) == ([], 1)
-    await machine.agent.vacate(second.peer, second.actor, "a test")
+    await machine.agent.vacate(OWNER, second.peer, second.actor, "a test")
     assert (machine.ended, machine.free) == ([(first.peer, True)], 2)
 
 
@@ -211,13 +250,13 @@ async def test_a_restartable_actor_holds_its_resources_without_a_process(machine
     assert machine.free == 0
     with pytest.raises(InsufficientResources):
         await machine.place()
-    again = await machine.agent.place_again("Desk-1", place.actor, None)
+    again = await machine.agent.place_again(OWNER, "Desk-1", place.actor, None)
     assert again.peer not in (place.peer, other.peer)
     await machine.agent.kill(again.peer, "a test")
-    await machine.agent.vacate(again.peer, place.actor, "a test")
+    await machine.agent.vacate(OWNER, again.peer, place.actor, "a test")
     assert machine.free == 1
     with pytest.raises(ActorDied, match="Desk-1 was stopped"):
-        await machine.agent.place_again("Desk-1", place.actor, None)
+        await machine.agent.place_again(OWNER, "Desk-1", place.actor, None)
 
 
 async def test_a_worker_that_does_not_start_holds_nothing_and_is_no_accident(machine: Machine) -> None:
@@ -236,3 +275,46 @@ async def test_an_actor_does_not_move_in_with_one_that_is_gone(machine: Machine)
     with pytest.raises(ActorDied, match="Desk-2 was to live with an actor that is gone"):
         await machine.place(beside=place.peer)
     assert machine.free == 2
+
+
+# Shares that are reserved before there is an actor.
+
+
+def shares(*numbers: int) -> list[Wish[Tenant]]:
+    return [Wish(Tenant(OWNER, ActorId(number)), f"Desk-{number}", Demand(cpus=1)) for number in numbers]
+
+
+async def test_a_reserved_share_is_that_of_its_actor_as_soon_as_there_is_one(machine: Machine) -> None:
+    first, second = shares(20, 21)
+    await machine.agent.reserve([first, second], None)
+    place = await machine.agent.place(first, None, None, CONDITIONS, False)
+    assert machine.free == 0
+    # What failed elsewhere gives back the whole gang: not what a live process has.
+    await machine.agent.release([first.holder, second.holder])
+    await machine.agent.release([first.holder, second.holder])
+    assert machine.free == 1
+    machine.launcher.patient = False
+    await machine.agent.vacate(OWNER, place.peer, place.actor, "a test")
+    assert machine.free == 2
+
+
+async def test_a_reserved_share_is_given_back_if_there_is_no_process_for_it(machine: Machine) -> None:
+    [share] = shares(20)
+    await machine.agent.reserve([share], None)
+    machine.launcher.starts = False
+    with pytest.raises(SpawnFailed):
+        await machine.agent.place(share, None, None, CONDITIONS, False)
+    assert machine.free == 2
+
+
+async def test_what_a_lost_owner_has_reserved_is_given_back(machine: Machine) -> None:
+    share, part, inner = shares(20, 21, 22)
+    await machine.agent.reserve([share], None)
+    assert await machine.agent.carve(part) == ()
+    await machine.agent.place(inner, part.holder, None, CONDITIONS, False)
+    state = await machine.agent.state()
+    assert (state.stock.free["cpus"], state.actors) == (0, 3)
+    assert (await machine.agent.state(part.holder)).stock.free["cpus"] == 0
+    machine.agent.owner_lost(OWNER, "a test")
+    assert machine.free == 2
+    await machine.agent.changed(state.revision)

@@ -21,15 +21,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ends import KEY, LocalHost
+from ends import LocalHost
 from transport_probes import mappings, memfds, segments_mapped
 
-from aiodaft_transport import Grant, Key, Transport, TransportError, open_transport
+from aiodaft_transport import Grant, Transport, TransportError, open_transport
 from aiodaft_transport.shm import ShmTransport
 
-OTHER_KEY = Key(b"another key, of the same length.")
 _PACKET = 64 << 10
-_NOTE, _REQUEST, _REPLY = b"N", b"Q", b"A"
+_NOTE, _STREAM, _REQUEST, _REPLY = b"N", b"S", b"Q", b"A"
 
 
 def pattern(nbytes: int, seed: int) -> bytes:
@@ -60,6 +59,7 @@ class SocketLink:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock.fileno(), self._readable)
         self.on_note: Callable[[bytes, list[int]], None] = lambda note, fds: None
+        self.on_stream: Callable[[socket.socket], None] = lambda stream: stream.close()
         self.on_request: Callable[[int, str, list[Any]], None] = lambda number, method, args: None
         self.on_reply: Callable[[int, bool, Any], None] = lambda number, ok, value: None
         self.lost = asyncio.Event()
@@ -72,6 +72,11 @@ class SocketLink:
     def send_note(self, transport: str, note: bytes, fds: Sequence[int] = ()) -> None:
         self.fds_sent += len(fds)
         self._send(_NOTE + note, fds)
+
+    def send_stream(self, stream: socket.socket) -> None:
+        """Give the peer the other end of a stream."""
+        with stream:
+            self._send(_STREAM, [stream.fileno()])
 
     def send_message(self, kind: bytes, *content: Any) -> None:
         self._send(kind + json.dumps(content).encode(), ())
@@ -102,6 +107,8 @@ class SocketLink:
             self.lost.set()
         elif data[:1] == _NOTE:
             self.on_note(data[1:], list(fds))
+        elif data[:1] == _STREAM:
+            self.on_stream(socket.socket(fileno=fds[0]))
         elif data[:1] == _REQUEST:
             self.on_request(*json.loads(data[1:]))
         else:
@@ -165,30 +172,30 @@ class FarEnd:
 
 
 @asynccontextmanager
-async def open_far_end(
-    name: str, *, peer: str = "far", transport: Transport | None = None, same_key: bool = True
-) -> AsyncGenerator[FarEnd, None]:
-    """Start a process with the other end of a transport; with `transport` it joins the peers of that one."""
-    host = LocalHost()
-    own = open_transport(name, host, KEY, local="near") if transport is None else transport
+async def open_far_end(name: str, *, peer: str = "far", beside: FarEnd | None = None) -> AsyncGenerator[FarEnd, None]:
+    """Start a process with the other end of a transport; with `beside`, another peer of the same near end."""
+    host = LocalHost() if beside is None else beside.host
+    own = open_transport(name, host) if beside is None else beside.transport
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with far:
-        process = _started(far.fileno(), name, peer, str(far.fileno()), str(int(same_key)))
+        process = _started(far.fileno(), name, str(far.fileno()))
     connection = SocketLink(near, peer)
     end = FarEnd(process, connection, own, host)
     connection.on_note = lambda note, fds: own.note_received(connection, note, fds)
+    connection.on_stream = lambda stream: own.stream_came(peer, stream)
     connection.on_reply = end.answered
+    host.deliver[peer] = connection.send_stream
     try:
         yield end
     finally:
         connection.close()
         process.wait()
         own.peer_lost(peer)
-        if transport is None:
+        if beside is None:
             own.close()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        await host.aclose()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            await host.aclose()
 
 
 def _started(fd: int, *args: str) -> subprocess.Popen[bytes]:
@@ -262,11 +269,13 @@ class Served:
         return memfds()
 
 
-async def serve(name: str, local: str, fd: int, key: Key) -> None:
+async def serve(name: str, fd: int) -> None:
     """Do what is asked until the link ends."""
     host = LocalHost()
-    transport = open_transport(name, host, key, local=local)
+    transport = open_transport(name, host)
     connection = SocketLink(socket.socket(fileno=fd), "near")
+    host.deliver["near"] = connection.send_stream
+    connection.on_stream = lambda stream: transport.stream_came("near", stream)
     served = Served(transport, connection)
 
     async def answer(number: int, method: str, args: list[Any]) -> None:
@@ -283,4 +292,4 @@ async def serve(name: str, local: str, fd: int, key: Key) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), KEY if sys.argv[4] == "1" else OTHER_KEY))
+    asyncio.run(serve(sys.argv[1], int(sys.argv[2])))

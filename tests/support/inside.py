@@ -7,6 +7,9 @@ from typing import TypeVar
 
 import aiodaft
 from aiodaft._runtime.controller import Controller
+from aiodaft._runtime.node.launcher import WorkerLauncher
+from aiodaft._runtime.node.local_node import LocalNode
+from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.scope_actors import ScopeActors
@@ -15,7 +18,12 @@ T = TypeVar("T")
 
 
 def controller_of(rt: aiodaft.Runtime) -> Controller:
-    return rt._controller
+    return rt._opened
+
+
+def agent_of(rt: aiodaft.Runtime) -> NodeAgent:
+    """The node agent of the machine."""
+    return rt._controller.nodes.of(rt._controller.process.id)
 
 
 def peer_of(rt: aiodaft.Runtime) -> Peer:
@@ -23,16 +31,23 @@ def peer_of(rt: aiodaft.Runtime) -> Peer:
     return rt._controller.peer
 
 
+def launcher_of(rt: aiodaft.Runtime) -> WorkerLauncher:
+    """What starts the workers of this machine."""
+    site = rt._opened.site
+    assert isinstance(site, LocalNode)
+    return site.launcher
+
+
 def fork_server_of(rt: aiodaft.Runtime) -> int:
     """The pid of the fork server, which has started."""
-    pid = rt._controller.launcher.pid
+    pid = launcher_of(rt).pid
     assert pid is not None
     return pid
 
 
 def timeouts_of(rt: aiodaft.Runtime) -> Timeouts:
     """How long the controller waits; tests change it while the runtime is open."""
-    return rt._controller.options.env.timeouts
+    return rt._controller.process.env.timeouts
 
 
 def actors_of(rt: aiodaft.Runtime) -> ScopeActors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Iterable
@@ -155,3 +156,9 @@ def status_bytes(field: str, pid: int | str = "self") -> int:
 def forget_peak(pid: int | str = "self") -> None:
     """Have VmHWM of a process begin anew from what it has now."""
     Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
+
+
+async def ended(*pids: int) -> None:
+    """Wait until these processes are gone."""
+    while any(map(is_alive, pids)):
+        await asyncio.sleep(0)

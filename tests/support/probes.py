@@ -97,9 +97,9 @@ class Probe(Actor):
         """Writes bytes that are no message into the link home, or into the one to another actor's process."""
         peer = current_peer()
         connection = peer.connections[
-            peer.process.options.home
+            peer.process.options.agent
             if to == "home"
-            else next(p for p in peer.connections if p != peer.process.options.home)
+            else next(p for p in peer.connections if p != peer.process.options.agent)
         ]
         link = connection._socket  # noqa: SLF001 - what is sent breaks the protocol
         assert link is not None

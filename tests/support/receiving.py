@@ -124,10 +124,11 @@ class Receiver(Actor):
         assert isinstance(transport, TcpTransport)
         pull = transport._pull  # noqa: SLF001 - the seam of this test
 
-        async def watched_pull(connection: Any, grant_id: int, target: memoryview) -> None:
-            target[:1] = target[-1:] = b"\0"
-            self._targets.append(target)
-            await pull(connection, grant_id, target)
+        async def watched_pull(peer: str, remote: Any, number: int, target: memoryview, *part: int) -> None:
+            if not (part and part[0]):
+                target[:1] = target[-1:] = b"\0"
+                self._targets.append(target)
+            await pull(peer, remote, number, target, *part)
 
         transport._pull = watched_pull  # noqa: SLF001
 

@@ -42,6 +42,16 @@ class Source(Actor):
         return current_peer().connections.traffic().payload_sent
 
     @method
+    async def landing_blocks(self) -> int:
+        """Blocks of own memory that values came to over TCP."""
+        return current_peer().store.transport_named("tcp").landing.live_blocks()  # type: ignore[attr-defined, no-any-return]
+
+    @method
+    async def transports(self) -> set[str]:
+        """The transports that its process has used."""
+        return set(current_peer().store.transports)
+
+    @method
     async def members(self) -> int:
         """How many processes are getting, or passing on, a value of this one."""
         return sum(len(fanout.members) for fanout in current_peer().transfer.relays.table.fanouts.values())

@@ -51,7 +51,7 @@ class Bench:
     ) -> None:
         self.threads: dict[str, TurnedThread] = {}
         env = Env(thread=self._thread, timeouts=timeouts or Timeouts())
-        options = ProcessOptions(name, "node", HERE, "none", False, grace, max_pending)
+        options = ProcessOptions(name, "node", HERE, HERE, HERE, HERE, "none", False, grace, max_pending)
         self.process = Process(options, Key(bytes(32)), env)
         # Small values need none.
         transport: Any = SimpleNamespace(name="none", shared=True, close=lambda: None)

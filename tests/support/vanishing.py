@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,8 +13,6 @@ from here import current_peer
 from aiodaft import Actor, method
 
 SIZE = 1_000_000
-# A port that needs privileges.
-_NO_LISTENER = 1
 
 
 class Vanishing(Actor):
@@ -21,7 +20,7 @@ class Vanishing(Actor):
 
     @method
     async def vanish(self, dies: bool) -> None:
-        """From now on grants lead to a port without a listener; it may be killed when a message with one is sent."""
+        """From now on no stream leads here; it may be killed when a message with a grant is sent."""
         peer = current_peer()
         transport = peer.store.transport
         grant = transport.grant
@@ -29,10 +28,14 @@ class Vanishing(Actor):
         def last_grant(block: Any, control: Any) -> Any:
             if dies:
                 peer.process.loop.call_soon(os.kill, os.getpid(), signal.SIGKILL)
-            interface, _, *rest = grant(block, control)
-            return (interface, _NO_LISTENER, *rest)
+            return grant(block, control)
 
-        transport.grant = last_grant  # type: ignore[method-assign]  # the seam of this test
+        def refuse(remote: str, stream: socket.socket) -> None:
+            stream.close()
+
+        # The seams of this test.
+        transport.grant = last_grant  # type: ignore[method-assign]
+        transport.stream_came = refuse  # type: ignore[method-assign]
 
     @method
     async def make(self) -> bytes:

@@ -105,7 +105,7 @@ async def test_a_value_that_is_kept_survives_the_reuse_of_everything_around_it(n
 async def test_a_killed_consumer_frees_what_it_read_and_others_go_on(name: str) -> None:
     before = descriptors_of_segments()
     async with open_far_end(name) as first:
-        async with open_far_end(name, peer="second", transport=first.transport) as second:
+        async with open_far_end(name, peer="second", beside=first) as second:
             blocks = [second.give(nbytes, 1) for nbytes in (1, 100_000, 20 << 20)]
             for number, (block, grant) in enumerate(blocks):
                 if number:
@@ -165,7 +165,7 @@ async def test_a_producer_killed_in_the_middle_writes_to_the_callers_memory_no_m
 async def test_a_kill_in_the_middle_of_a_transfer_leaves_nothing_on_either_side(name: str) -> None:
     """First the consumer, then the producer; what is left is checked as for every test: files, memory, locks."""
     async with open_far_end(name) as near_by:
-        async with open_far_end(name, peer="consumer", transport=near_by.transport) as consumer:
+        async with open_far_end(name, peer="consumer", beside=near_by) as consumer:
             block = near_by.transport.allocate(96 << 20)
             grant = near_by.transport.grant(block, consumer.connection)
             asked = asyncio.get_running_loop().create_task(consumer.ask("fetch", "doomed", grant))
@@ -176,7 +176,7 @@ async def test_a_kill_in_the_middle_of_a_transfer_leaves_nothing_on_either_side(
             await asyncio.wait([asked])
             while block.grants:
                 await asyncio.sleep(0)
-        async with open_far_end(name, peer="producer", transport=near_by.transport) as producer:
+        async with open_far_end(name, peer="producer", beside=near_by) as producer:
             grant = await producer.ask("fill", "doomed", 96 << 20)
             fetching = asyncio.get_running_loop().create_task(producer.fetch(grant))
             for _ in range(3):

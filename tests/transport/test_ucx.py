@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 from conformance import CHECKS, LoopbackControl, fetched, fill, granted
-from ends import KEY, LocalHost, LocalPair, open_pair
+from ends import LocalHost, LocalPair, open_pair
 from far_end import digest, numbers_in, open_far_end, pattern
 from leaks import in_shared_memory, left_in_shared_memory
 from transports import needs_ucx
@@ -131,7 +131,7 @@ async def test_hundreds_at_once_keep_few_operations_in_flight() -> None:
 
 async def test_a_process_may_fetch_from_itself() -> None:
     host = LocalHost()
-    transport = open_transport("ucx", host, KEY, local="self")
+    transport = open_transport("ucx", host)
     control = LoopbackControl("self")
     control.connect(transport, control)
     block = transport.allocate(3 * MIB)
@@ -232,7 +232,7 @@ async def test_a_producer_killed_in_the_middle_is_gone_at_once_and_others_go_on(
     shared = in_shared_memory()
     async with (
         open_far_end("ucx", peer="first") as first,
-        open_far_end("ucx", peer="second", transport=first.transport) as second,
+        open_far_end("ucx", peer="second", beside=first) as second,
     ):
         transport = opened(first.transport)
         safe = await first.ask("produce", "safe", 20 * MIB, 2)
@@ -259,7 +259,7 @@ async def test_a_producer_killed_in_the_middle_is_gone_at_once_and_others_go_on(
 async def test_a_consumer_killed_in_the_middle_frees_what_it_read_and_others_go_on() -> None:
     async with (
         open_far_end("ucx", peer="first") as first,
-        open_far_end("ucx", peer="second", transport=first.transport) as second,
+        open_far_end("ucx", peer="second", beside=first) as second,
     ):
         begun, grant = second.give(1000, 1)
         assert await second.ask("fetch", "before", grant) == digest(pattern(1000, 1))

@@ -19,12 +19,12 @@ from transports import needs_ucx
 
 import aiodaft
 from aiodaft_transport import TransportError
-from aiodaft_transport.ucx.shm_folder import SHARED_MEMORY, folder, sweep
+from aiodaft_transport.folders import SHARED_MEMORY, folder, sweep
 from aiodaft_transport.ucx.transport import UcxSettings, UcxTransport
 
 _MAKER = """
 import sys
-from aiodaft_transport.ucx.shm_folder import folder
+from aiodaft_transport.folders import folder
 with folder() as path:
     open(path + "/file", "w").close()
     print(path, flush=True)
@@ -53,6 +53,17 @@ def test_what_a_killed_process_leaves_the_next_one_removes() -> None:
         maker.wait()
         sweep()
         assert not path.exists()
+
+
+def test_a_link_that_another_user_may_have_made_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    link = Path(f"{SHARED_MEMORY}/aiodaft-{os.urandom(8).hex()}")
+    link.symlink_to(tmp_path)
+    try:
+        sweep()
+        assert (tmp_path / "file").exists()
+    finally:
+        link.unlink()
 
 
 async def test_what_a_killed_actor_leaves_its_nursery_removes(rt: aiodaft.Runtime) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conformance import LoopbackControl, fetched, granted
-from ends import KEY, LocalHost, open_pair
+from ends import LocalHost, open_pair
 from far_end import open_far_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,9 +19,9 @@ from leaks import in_shared_memory, is_alive, left_in_shared_memory, open_files
 from transports import needs_ucx
 
 from aiodaft_transport import GrantError, TransportError, Unreachable, check_name, open_transport
-from aiodaft_transport.ucx import ucp
+from aiodaft_transport.ucx import INTERFACE_VARIABLE, ucp
 from aiodaft_transport.ucx.find_library import LIBRARY_VARIABLE, load
-from aiodaft_transport.ucx.transport import INTERFACE_VARIABLE, options_for
+from aiodaft_transport.ucx.transport import options_for
 
 pytestmark = needs_ucx
 
@@ -109,7 +109,7 @@ async def test_nothing_loads_ucx_before_it_is_chosen_and_loading_it_takes_no_sig
 @settings(deadline=None, max_examples=50)
 @given(st.binary(max_size=40), st.integers(0, 5))
 def test_a_garbled_note_is_a_transport_error_at_most(note: bytes, kind: int) -> None:
-    transport = open_transport("ucx", LocalHost(), KEY, local="x")
+    transport = open_transport("ucx", LocalHost())
     for garbled in (note, bytes([kind]) + note):
         with suppress(TransportError):
             transport.note_received(LoopbackControl("consumer"), garbled, [])

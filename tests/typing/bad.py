@@ -17,6 +17,8 @@ async def spawning(rt: Runtime) -> None:
     (await rt.spawn(Model, "x", gian=1.0))  # E25 an unknown constructor argument
     rt.spawn(Model, "x").execute(Tensor())  # E26 forgot await
     await rt.on(gpus=1, nodes="n2").spawn(Model, "x")  # E27 an unknown placement
+    await rt.get_or_create("model", Model, 3)  # E53 a constructor argument of the wrong type
+    await rt.on(name="model", lifetime="for ever").spawn(Model, "x")  # E54 an unknown lifetime
 
 
 async def calls(b: Model) -> None:

@@ -131,6 +131,10 @@ class Lasting(Model, restart=Restart(intensity=3, period=60, backoff=Backoff(bas
     @method(idempotent=True, retries=2)
     async def again(self, x: int) -> int:
         assert_type(aiodaft.current_attempt(), int)
+        assert_type(aiodaft.current_runtime(), aiodaft.Runtime)
+        async with aiodaft.current_runtime().scope() as scope:
+            assert_type(await scope.get_or_create("model", Derived, "cpu", gain=1.0), Derived)
+            assert_type(await scope.spawn(Derived, "cpu"), Derived)
         return x
 
 

@@ -1,11 +1,27 @@
 """Bytes and buffers between the processes of a cluster. Knows nothing of actors."""
 
 from aiodaft_transport.abc import Control, Grant, Host, Transport, size_of
-from aiodaft_transport.exceptions import DeviceError, GrantError, HandshakeError, PeerGone, TransportError, Unreachable
+from aiodaft_transport.exceptions import (
+    DeviceError,
+    GrantError,
+    HandshakeError,
+    PeerGone,
+    TransportError,
+    UnknownVersion,
+    Unreachable,
+)
 from aiodaft_transport.handshake import Key
 from aiodaft_transport.memory.block_pool import Pullable
 from aiodaft_transport.memory.registered import Block
-from aiodaft_transport.registry import DEVICE_NAME, NAMES, check_name, default_name, open_transport
+from aiodaft_transport.registry import (
+    DEVICE_NAME,
+    NAMES,
+    check_name,
+    choose_name,
+    default_name,
+    open_transport,
+    reached_by,
+)
 
 __all__ = [
     "DEVICE_NAME",
@@ -22,9 +38,12 @@ __all__ = [
     "Pullable",
     "Transport",
     "TransportError",
+    "UnknownVersion",
     "Unreachable",
     "check_name",
+    "choose_name",
     "default_name",
     "open_transport",
+    "reached_by",
     "size_of",
 ]

@@ -8,6 +8,7 @@ on the order of messages, so they cannot deadlock, and no size is declared in ad
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias, cast
 
@@ -48,6 +49,17 @@ class Host(Protocol):
         """Start a task that the process owns."""
         ...
 
+    def connect(self, peer: str, /) -> Awaitable[socket.socket]:
+        """Open a stream of bytes to a peer: its transport of the same name gets the other end by `stream_came`.
+
+        Only `tcp` needs streams. Both ends belong to this cluster, and have proved it.
+
+        Raises:
+            OSError: There is no stream, or no descriptor for one.
+            TransportError: The peer is gone, or out of reach.
+        """
+        ...
+
 
 class Transport(Protocol):
     """One way to move payload between two processes."""
@@ -72,6 +84,13 @@ class Transport(Protocol):
 
         Raises:
             OSError: The system refuses a descriptor that the peer needs. Nothing is granted.
+        """
+        ...
+
+    def adopt(self, block: Block) -> Block:
+        """A block of any transport of this process as one that this transport grants. It stays where it is.
+
+        Grants of what this returns keep `block`, as its own do.
         """
         ...
 
@@ -133,6 +152,10 @@ class Transport(Protocol):
 
         `fds` is empty if this process had no room for the descriptors.
         """
+        ...
+
+    def stream_came(self, peer: str, stream: socket.socket) -> None:
+        """Use a stream that a peer has opened; takes over its ownership."""
         ...
 
     def peer_lost(self, peer: str) -> None:

@@ -25,3 +25,7 @@ class DeviceError(TransportError):
 
 class HandshakeError(TransportError):
     """The other side of a connection could not prove that it belongs to this cluster."""
+
+
+class UnknownVersion(HandshakeError):
+    """The two sides of a connection have no version of the handshake in common."""

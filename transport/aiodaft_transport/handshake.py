@@ -1,34 +1,51 @@
-"""Mutual proof of the cluster key before anything else is read from a socket. Sans-IO.
+"""AD1, version 3: mutual proof of the cluster key before anything else is read from a socket. Sans-IO.
 
 The server sends first, so the handshake costs the client one round trip. Every message has a fixed size: the stranger
 chooses no length. After a failure the server closes the connection without an answer.
 
-    server -> client   CHALLENGE   magic 8 | nonce 32
-    client -> server   HELLO       magic 8 | nonce 32 | name 64, padded | mac 32
+    server -> client   CHALLENGE   magic 8 | oldest 1 | newest 1 | flags 2 | cluster 16 | nonce 32
+    client -> server   HELLO       magic 8 | version 1 | purpose 1 | flags 2 | cluster 16 | nonce 32
+                                   | sender 96, padded | to 96, padded | mac 32
     server -> client   ACCEPT      mac 32
 
-Each MAC is HMAC-SHA256 over all earlier messages, under a key derived from the cluster key and the direction. This
-prevents replay, reflection and swapped roles.
+`oldest` and `newest` are the versions that the server speaks; the client takes the newest that both speak. `cluster` is
+derived from the key and public: it tells a wrong key from a broken peer. Each MAC is HMAC-SHA256 over all earlier
+messages, under a key derived from the cluster key and the direction. This prevents replay, reflection, swapped roles
+and downgrade. The session key is derived from the CHALLENGE and the HELLO: no two connections have the same one.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import re
+import struct
+from enum import IntEnum
+from typing import Final, NamedTuple, NoReturn
 
-from aiodaft_transport.exceptions import HandshakeError
+from aiodaft_transport.exceptions import HandshakeError, UnknownVersion
 
-MAGIC: Final = b"AIODAFT\x01"
+MAGIC: Final = b"AIODAFT\0"
+# Raised also when what follows the handshake changes (see `Welcome` in far.py): members of versions that do not meet
+# find that out here.
+VERSION: Final = 3
+# The oldest version that this process still speaks.
+OLDEST_VERSION: Final = 3
 KEY_SIZE: Final = 32
 NONCE_SIZE: Final = 32
-CHALLENGE_SIZE: Final = len(MAGIC) + NONCE_SIZE
-_NAME_SIZE: Final = 64
-_MAC_SIZE: Final = 32
-HELLO_SIZE: Final = len(MAGIC) + NONCE_SIZE + _NAME_SIZE + _MAC_SIZE
-ACCEPT_SIZE: Final = _MAC_SIZE
+MAC_SIZE: Final = 32
+# Flags: connections for CONTROL, and those for DATA, go on with TLS.
+_TLS: Final = 1
+_DATA_TLS: Final = 2
+_CHALLENGE: Final = struct.Struct("<8sBBH16s32s")
+# Without its MAC.
+_HELLO: Final = struct.Struct("<8sBBH16s32s96s96s")
+_NAME: Final = re.compile(rb"([A-Za-z0-9_][A-Za-z0-9_.@-]{0,95})\0*")
+CHALLENGE_SIZE: Final = _CHALLENGE.size
+HELLO_SIZE: Final = _HELLO.size + MAC_SIZE
+ACCEPT_SIZE: Final = MAC_SIZE
 
 
 class Key:
-    """The secret of one cluster; never shown."""
+    """A secret of one cluster, or of one connection; never shown, never pickled."""
 
     __slots__ = ("_secret",)
 
@@ -39,6 +56,14 @@ class Key:
 
     def __repr__(self) -> str:
         return "Key(...)"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a key is not pickled")
+
+    @property
+    def cluster(self) -> bytes:
+        """The public id of the cluster that has this key: 16 bytes."""
+        return self.mac(b"cluster")[:16]
 
     def mac(self, label: bytes, *parts: bytes) -> bytes:
         """Authenticate `parts` for one purpose."""
@@ -58,55 +83,142 @@ class Key:
         return self._secret
 
 
+class Purpose(IntEnum):
+    """What a connection is for."""
+
+    # The messages of two processes.
+    CONTROL = 1
+    # The payloads of a transport.
+    DATA = 2
+
+
+class Hello(NamedTuple):
+    """What the client says of a connection: the names of the processes at its ends, and what it is for."""
+
+    sender: str
+    to: str
+    purpose: Purpose
+
+
+class Admitted(NamedTuple):
+    """A client that has proved the key: what it said, the ACCEPT to send, and the key of this connection."""
+
+    hello: Hello
+    accept: bytes
+    session: Key
+
+
 class ServerHandshake:
-    """The side that accepts the connection."""
+    """The side that accepts the connection.
 
-    def __init__(self, key: Key, nonce: bytes) -> None:
+    Args:
+        key: The key of the cluster.
+        nonce: NONCE_SIZE random bytes, used once.
+        tls: Whether connections for CONTROL go on with TLS.
+        data_tls: Whether those for DATA do.
+    """
+
+    def __init__(self, key: Key, nonce: bytes, *, tls: bool, data_tls: bool = False) -> None:
         self._key = key
-        self.challenge = MAGIC + nonce
+        self._flags = tls * _TLS | data_tls * _DATA_TLS
+        self.challenge = _CHALLENGE.pack(MAGIC, OLDEST_VERSION, VERSION, self._flags, key.cluster, nonce)
 
-    def receive_hello(self, hello: bytes) -> tuple[str, bytes]:
+    def receive_hello(self, hello: bytes) -> Admitted:
         """Check a HELLO of exactly HELLO_SIZE bytes.
 
-        Returns:
-            The client's name, and the ACCEPT to send.
-
         Raises:
-            HandshakeError: The client does not hold the key; close without an answer.
+            HandshakeError: The client does not hold the key, or asks for what is not allowed; close without an answer.
         """
-        said, proof = hello[:-_MAC_SIZE], hello[-_MAC_SIZE:]
-        if len(hello) != HELLO_SIZE or not said.startswith(MAGIC):
+        if len(hello) != HELLO_SIZE or not hello.startswith(MAGIC):
             raise HandshakeError("the other side does not speak this protocol")
+        said, proof = hello[:-MAC_SIZE], hello[-MAC_SIZE:]
+        # Nothing is looked at before the proof.
         if not self._key.made(proof, b"client", self.challenge, said):
             raise HandshakeError("the other side does not hold the cluster key")
-        try:
-            name = said[len(MAGIC) + NONCE_SIZE :].rstrip(b"\0").decode("ascii")
-        except UnicodeDecodeError as error:
-            raise HandshakeError("the other side's name is not ASCII") from error
-        return name, self._key.mac(b"server", self.challenge, hello)
+        _, version, purpose, flags, _, _, sender, to = _HELLO.unpack(said)
+        if not OLDEST_VERSION <= version <= VERSION:
+            raise HandshakeError(f"the other side chose version {version} of the handshake, which was not offered")
+        if flags != self._flags:
+            raise HandshakeError(_disagreement(self._flags, flags))
+        if purpose not in set(Purpose):
+            raise HandshakeError(f"the other side asks for a connection of the unknown kind {purpose}")
+        about = Hello(_read_name(sender), _read_name(to), Purpose(purpose))
+        accept = self._key.mac(b"server", self.challenge, hello)
+        return Admitted(about, accept, _session(self._key, self.challenge, hello))
 
 
 class ClientHandshake:
-    """The side that connects."""
+    """The side that connects; `nonce`, `tls` and `data_tls` are as for `ServerHandshake`.
 
-    def __init__(self, key: Key, nonce: bytes, name: str) -> None:
-        encoded = name.encode("ascii")
-        if len(encoded) > _NAME_SIZE:
-            raise ValueError(f"a peer's name has at most {_NAME_SIZE} bytes: {name!r}")
+    Raises:
+        ValueError: A name in `about` is none: 1 to 96 ASCII letters, digits and `_.@-`, none of `.@-` first.
+    """
+
+    def __init__(self, key: Key, nonce: bytes, about: Hello, *, tls: bool, data_tls: bool = False) -> None:
         self._key = key
-        self._said = MAGIC + nonce + encoded.ljust(_NAME_SIZE, b"\0")
+        self._nonce = nonce
+        self._names = _name(about.sender), _name(about.to)
+        self._purpose = about.purpose
+        self._flags = tls * _TLS | data_tls * _DATA_TLS
         self._challenge = b""
         self._hello = b""
 
     def receive_challenge(self, challenge: bytes) -> bytes:
-        """Answer a CHALLENGE of exactly CHALLENGE_SIZE bytes with the HELLO to send."""
+        """Answer a CHALLENGE of exactly CHALLENGE_SIZE bytes with the HELLO to send.
+
+        Raises:
+            HandshakeError: The server is none, or belongs to another cluster; nothing was said to it.
+            UnknownVersion: There is no version that both speak.
+        """
         if len(challenge) != CHALLENGE_SIZE or not challenge.startswith(MAGIC):
             raise HandshakeError("the other side does not speak this protocol")
+        _, oldest, newest, flags, cluster, _ = _CHALLENGE.unpack(challenge)
+        version = min(VERSION, newest)
+        if version < max(OLDEST_VERSION, oldest):
+            raise UnknownVersion(
+                f"the other side speaks versions {oldest} to {newest} of the handshake, "
+                f"this process {OLDEST_VERSION} to {VERSION}: install the same release of aiodaft on both machines"
+            )
+        if cluster != self._key.cluster:
+            raise HandshakeError("the other side belongs to another cluster: it has another key")
+        if flags != self._flags:
+            raise HandshakeError(_disagreement(self._flags, flags))
+        said = _HELLO.pack(MAGIC, version, self._purpose, flags, cluster, self._nonce, *self._names)
         self._challenge = challenge
-        self._hello = self._said + self._key.mac(b"client", challenge, self._said)
+        self._hello = said + self._key.mac(b"client", challenge, said)
         return self._hello
 
-    def receive_accept(self, accept: bytes) -> None:
-        """Check the server's proof, before anything else is sent."""
+    def receive_accept(self, accept: bytes) -> Key:
+        """Check the server's proof, before anything else is sent. Returns the key of this connection.
+
+        Raises:
+            HandshakeError: The server does not hold the key.
+        """
         if not self._key.made(accept, b"server", self._challenge, self._hello):
             raise HandshakeError("the other side does not hold the cluster key")
+        return _session(self._key, self._challenge, self._hello)
+
+
+def _session(key: Key, challenge: bytes, hello: bytes) -> Key:
+    return Key(key.mac(b"session", challenge, hello))
+
+
+def _disagreement(flags: int, others: int) -> str:
+    flag, what = (_TLS, "TLS between hosts") if (flags ^ others) & _TLS else (_DATA_TLS, "TLS for payloads")
+    own, other = ("uses", "does not") if flags & flag else ("does not use", "does")
+    return f"this process {own} {what}, and the other side {other}"
+
+
+def _name(name: str) -> bytes:
+    encoded = name.encode("ascii", "replace")
+    found = _NAME.fullmatch(encoded)
+    if found is None or found[1] != encoded:
+        raise ValueError(f"the name of a process has 1 to 96 letters, digits, and _ . @ - inside: {name!r}")
+    return encoded
+
+
+def _read_name(padded: bytes) -> str:
+    found = _NAME.fullmatch(padded)
+    if found is None:
+        raise HandshakeError("the other side gives a process a name that is none")
+    return found[1].decode("ascii")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
@@ -98,6 +99,9 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
             raise
         return (*place, block.nbytes, number)
 
+    def adopt(self, block: Block) -> Block:
+        return block
+
     def revoke(self, grant: Grant, control: Control) -> None:
         if control.peer in self.remotes:
             self.remotes[control.peer].take_back(cast(int, grant[3]))
@@ -127,6 +131,10 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
 
     def block_at(self, memory: memoryview) -> Block | None:
         return None if self._regions is None else self._regions.find(memory)
+
+    def stream_came(self, peer: str, stream: socket.socket) -> None:
+        # Most transports need none.
+        stream.close()
 
     def peer_lost(self, peer: str) -> None:
         remote = self.remotes.pop(peer, None)

@@ -7,9 +7,9 @@ from typing import Final
 
 from aiodaft_transport.abc import Host, Transport
 from aiodaft_transport.exceptions import Unreachable
-from aiodaft_transport.handshake import Key
 from aiodaft_transport.shm import ShmTransport
 from aiodaft_transport.tcp import TcpTransport
+from aiodaft_transport.ucx import INTERFACE_VARIABLE
 
 # In the order of preference.
 NAMES: Final = ("shm", "ucx", "tcp")
@@ -41,14 +41,51 @@ def default_name() -> str:
     return "shm" if hasattr(os, "memfd_create") else "tcp"
 
 
-def open_transport(name: str, host: Host, key: Key, *, local: str) -> Transport:
-    """Open this process's end of a transport. Memory, descriptors and ports are taken at the first use.
+def reached_by() -> tuple[str, ...]:
+    """The transports, beside `tcp`, over which processes of other machines reach this one.
+
+    Raises:
+        ValueError: The environment names all interfaces for `ucx`.
+        Unreachable: It names one that this machine does not have, or there is no libucp.
+    """
+    interface = os.environ.get(INTERFACE_VARIABLE)
+    if not interface:
+        return ()
+    from aiodaft_transport.ucx.transport import options_for  # noqa: PLC0415 - loaded only if chosen
+
+    options_for(interface)
+    return (check_name("ucx"),)
+
+
+def choose_name(asked: str | None, *, one_machine: bool, ucx: bool) -> str:
+    """Choose the transport between two processes.
+
+    Args:
+        asked: What the user has chosen.
+        one_machine: Whether both processes are on one machine.
+        ucx: Whether `ucx` reaches both from other machines.
+
+    Raises:
+        Unreachable: What the user has chosen does not lead from one to the other.
+    """
+    if one_machine:
+        return asked or default_name()
+    if asked == "shm":
+        raise Unreachable("transport 'shm' does not lead to another machine: use 'tcp', or name none")
+    if asked == "ucx" and not ucx:
+        raise Unreachable(
+            "transport 'ucx' does not lead to another machine unless both machines name a network interface for it: "
+            f"set {INTERFACE_VARIABLE} there, use 'tcp', or name none"
+        )
+    return asked or ("ucx" if ucx else "tcp")
+
+
+def open_transport(name: str, host: Host) -> Transport:
+    """Open this process's end of a transport. Memory and descriptors are taken at the first use.
 
     Args:
         name: One of `NAMES`.
         host: The process it serves.
-        key: Proves to peers that this process belongs to the cluster; for TCP.
-        local: Id of this process among its peers.
     """
     if check_name(name) == "shm":
         return ShmTransport(host)
@@ -56,4 +93,4 @@ def open_transport(name: str, host: Host, key: Key, *, local: str) -> Transport:
         from aiodaft_transport.ucx.transport import UcxTransport  # noqa: PLC0415 - loaded only if chosen
 
         return UcxTransport(host)
-    return TcpTransport(host, key, name=local)
+    return TcpTransport(host)

@@ -178,10 +178,8 @@ class Mailbox(Generic[EntryT]):
         if rules.concurrency is not None and self._running[rules.name] >= rules.concurrency:
             same = [other for other in running() if other.rules.name == rules.name]
             return same if len(same) >= rules.concurrency else []
-        last = self._last.get(entry.caller) if rules.ordered else None
-        if last is None or (last.rules.on_thread is rules.on_thread and (rules.on_thread or not last.rules.segment)):
-            return []
-        return [] if (last.last_begun if last.rules.segment else last.begun) else [last]
+        last = self._has_to_follow(entry) if rules.ordered else None
+        return [] if last is None or _has_begun(last) else [last]
 
     def in_the_way(self, running: Callable[[], Sequence[EntryT]]) -> list[EntryT]:
         """The calls that directly block waiting calls."""
@@ -213,15 +211,20 @@ class Mailbox(Generic[EntryT]):
             return False
         if not rules.ordered:
             return True
-        last = self._last.get(entry.caller)
+        last = self._has_to_follow(entry)
         if last is None:
-            return True
-        # The thread, and the loop, begin calls in order: if the last one has begun, all before it have.
-        if last.rules.on_thread is rules.on_thread and (rules.on_thread or not last.rules.segment):
             return True
         # First set the flag, then look: otherwise a call that begins in between would go unnoticed.
         self.watching = True
-        return last.last_begun if last.rules.segment else last.begun
+        return _has_begun(last)
+
+    def _has_to_follow(self, entry: EntryT) -> EntryT | None:
+        """The last started call of the same caller, if that has to begin before an ordered one starts."""
+        last, rules = self._last.get(entry.caller), entry.rules
+        # The thread, and the loop, begin calls in order: if the last one has begun, all before it have.
+        if last is None or (last.rules.on_thread is rules.on_thread and (rules.on_thread or not last.rules.segment)):
+            return None
+        return last
 
     def _start(self, entry: EntryT) -> None:
         rules = entry.rules
@@ -231,6 +234,11 @@ class Mailbox(Generic[EntryT]):
             self._last[entry.caller] = entry
         if rules.concurrency is not None:
             self._running[rules.name] += 1
+
+
+def _has_begun(entry: Entry) -> bool:
+    """Whether a started call holds up no later one: of several steps, the last one has begun."""
+    return entry.last_begun if entry.rules.segment else entry.begun
 
 
 class BoundedMailbox(Mailbox[EntryT]):

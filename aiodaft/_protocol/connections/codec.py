@@ -31,6 +31,8 @@ _MAX_ITEMS: Final = 1 << 17
 # The extension for integers beyond 64 bits.
 BIG_INT: Final = 1
 _FIRST_BUFFER: Final = 1 << 10
+# Of each connection; it grows as far as a frame needs. By default each connection would come to use 1 MiB.
+_READ_BUFFER: Final = 16 << 10
 
 msgpack: Any = _untyped_msgpack
 
@@ -71,6 +73,7 @@ class FrameDecoder:
             use_list=False,
             strict_map_key=False,
             unicode_errors="surrogatepass",
+            read_size=_READ_BUFFER,
             max_buffer_size=2 * MAX_FRAME,
             max_str_len=MAX_FRAME,
             max_bin_len=MAX_FRAME,

@@ -11,7 +11,8 @@ SEND       caller -> callee      call id, actor, method, mode (WANT_*), microsec
 REPLY      callee -> caller      call id, plain value
 RESULT     callee -> caller      call id, *value*
 STORED     callee -> caller      call id, size of the value, which stays at the callee
-ERROR      callee -> caller      call id, encoded exception, whether the call ran
+ERROR      callee -> caller      call id, encoded exception, whether the call ran; without exception: the actor moves to
+                                 another process, or has moved, and did not accept the call
 CANCEL     caller -> callee      call id
 ITEM       callee -> caller      call id of a stream, *value*
 CREDIT     caller -> callee      call id of a stream, number of further items that the callee may send
@@ -38,6 +39,12 @@ REPORT     participant -> owner  graph of the receiver, run, *inputs*: results t
 SKIP       owner -> participant  graph of the sender, run: its results are not wanted any more
 DEFINE     any -> any            name of a class or function, and what it is, pickled by value
 FORGET     any -> any            name that no later value has
+ADMIT      node -> any process   process of another machine, and the key of the connection that it has made, the socket
+                                 of which comes along
+DATA       node -> any process   process at the other end of the stream for payload that comes along, the number under
+                                 which the receiver asked for it: 0 if the other process did, -1 if the stream itself
+                                 says it; then the key of that connection
+REACH      any -> any            names of the transports, beside "tcp", that lead to the sender from other machines
 ========== ===================== ================================================================================
 
 A *value* is three fields: `payload` (the encoded skeleton), `blobs` (None, the buffers themselves, or grants of a
@@ -78,6 +85,7 @@ Awaited: TypeAlias = tuple[int, PeerId, CallId, PeerId, str]
 # The same as a value, and the descriptors of awaited refs.
 Arguments: TypeAlias = tuple[bytes, Any, Descriptors, Descriptors]
 
+# Frames, and HELLO, are the same in every version: so each side can read what the other one speaks, and say so.
 WIRE_VERSION: Final = 1
 OLDEST_WIRE_VERSION: Final = 1
 
@@ -86,12 +94,12 @@ INLINE_LIMIT: Final = 64 << 10
 # Arguments that need no encoding beyond the frame's own; longer text and bytes are encoded, and so accounted for.
 PLAIN_TEXT_LIMIT: Final = 1 << 10
 
-KINDS: Final = 33
+KINDS: Final = 36
 # The place of a kind is its number on the wire: a new one comes last.
 (
     HELLO, CALL, SEND, REPLY, RESULT, STORED, ERROR, CANCEL, ITEM, CREDIT, PULL, VALUE, MOVED, BROKEN, RELEASE, ADOPTED,
     NOTE, INTRODUCE, BYE, BORROW, JOIN, LEAVE, RING, RUN, FLOW, REPORT, SKIP, APPLY, FORWARD, ASK, GIVEN,
-    DEFINE, FORGET,
+    DEFINE, FORGET, ADMIT, DATA, REACH,
 ) = range(KINDS)  # fmt: skip
 
 # Stages of RING. USED, sent by both sides, is the last message of its direction that goes over the socket.
@@ -161,6 +169,9 @@ _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     GIVEN: (_STR, _INT, _PLAIN),
     DEFINE: (_BYTES, _BYTES),
     FORGET: (_BYTES,),
+    ADMIT: (_STR, _BYTES),
+    DATA: (_STR, _INT, _BYTES),
+    REACH: (_TUPLE,),
 }
 
 _SHAPES: Final = {kind: frozenset((int, *types) for types in product(*fields)) for kind, fields in _LAYOUT.items()}
@@ -212,6 +223,10 @@ def error(number: CallId, encoded: bytes, executed: bool | None) -> Message:
     return ERROR, number, encoded, executed
 
 
+def away(number: CallId) -> Message:
+    return ERROR, number, b"", False
+
+
 def item(number: CallId, value: Value) -> Message:
     return ITEM, number, *value
 
@@ -238,6 +253,18 @@ def note(transport: str, content: bytes, count: int) -> Message:
 
 def introduce(remote: PeerId) -> Message:
     return INTRODUCE, remote
+
+
+def admit(remote: PeerId, session: bytes) -> Message:
+    return ADMIT, remote, session
+
+
+def data(remote: PeerId, number: int, session: bytes = b"") -> Message:
+    return DATA, remote, number, session
+
+
+def reach(names: tuple[str, ...]) -> Message:
+    return REACH, names
 
 
 def bye(reason: str) -> Message:
@@ -342,6 +369,20 @@ def read_note(message: Message) -> tuple[str, bytes, int]:
 
 
 def read_introduce(message: Message) -> PeerId:
+    return message[1]
+
+
+def read_admit(message: Message) -> tuple[PeerId, bytes]:
+    _, remote, session = message
+    return remote, session
+
+
+def read_data(message: Message) -> tuple[PeerId, int, bytes]:
+    _, remote, number, session = message
+    return remote, number, session
+
+
+def read_reach(message: Message) -> tuple[str, ...]:
     return message[1]
 
 

@@ -119,10 +119,12 @@ class Session(Generic[CallT]):
         Raises:
             RemoteProtocolError: The peer violates the protocol. Do not use the session any more.
         """
-        messages = check_all(self._decoder.feed(data))
+        messages = self._decoder.feed(data)
         if self.remote_pid is None and messages:
-            self._greet(messages.pop(0))
-        return messages
+            # First: what follows may be of a version that this process does not know.
+            self._greet(*check_all(messages[:1]))
+            del messages[0]
+        return check_all(messages)
 
     def _greet(self, message: Message) -> None:
         if message[0] != HELLO:
@@ -132,7 +134,7 @@ class Session(Generic[CallT]):
         if self.version < max(OLDEST_WIRE_VERSION, oldest):
             raise RemoteProtocolError(
                 f"{remote} speaks wire versions {oldest} to {newest}, "
-                f"this process {OLDEST_WIRE_VERSION} to {WIRE_VERSION}"
+                f"this process {OLDEST_WIRE_VERSION} to {WIRE_VERSION}: install the same release of aiodaft for both"
             )
         if remote != self.remote:
             raise RemoteProtocolError(f"this connection leads to {remote}, not to {self.remote}")

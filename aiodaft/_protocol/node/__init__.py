@@ -1,1 +1,1 @@
-"""Workers: their lives, their heartbeats, their resources and names, and how they ended."""
+"""Workers: their lives, their heartbeats, their resources, and how they ended."""

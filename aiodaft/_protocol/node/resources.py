@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from aiodaft.exceptions import InsufficientResources
 
@@ -41,8 +41,77 @@ class Claims(Protocol):
         ...
 
 
+class Stock(NamedTuple):
+    """What a node or a slice has, at one moment.
+
+    Attributes:
+        totals: The amount of each resource, also when it is in use; "cpus" and "gpus" among them.
+        free: The free amount of each, without the GPUs.
+        gpus: The free share of each GPU, from 0 to 1.
+    """
+
+    totals: Mapping[str, float]
+    free: Mapping[str, float]
+    gpus: tuple[float, ...]
+
+    def room_for(self, demand: Demand, most: int) -> int:
+        """How many actors with this demand fit at the same time; at most `most`."""
+        needs = {"cpus": demand.cpus, **demand.custom}
+        rooms = [(self.free.get(name, 0.0) + _EPSILON) // amount for name, amount in needs.items() if amount]
+        if demand.gpus >= 1:
+            rooms.append(self.whole_gpus // int(demand.gpus))
+        elif demand.gpus:
+            rooms.append(sum((free + _EPSILON) // demand.gpus for free in self.gpus))
+        return max(0, int(min([most, *rooms])))
+
+    @property
+    def whole_gpus(self) -> int:
+        """The number of GPUs of which no part is in use."""
+        return sum(free > 1 - _EPSILON for free in self.gpus)
+
+    def less(self, demand: Demand, count: int) -> Stock:
+        """What is left when actors with this demand have taken their shares, as the node assigns them."""
+        needs = {"cpus": demand.cpus, **demand.custom}
+        free = {name: amount - count * needs.get(name, 0.0) for name, amount in self.free.items()}
+        gpus = list(self.gpus)
+        if demand.gpus >= 1:
+            whole = [number for number, share in enumerate(gpus) if share > 1 - _EPSILON]
+            for number in whole[: count * int(demand.gpus)]:
+                gpus[number] = 0.0
+        elif demand.gpus:
+            for _ in range(count):
+                fitting = [number for number, share in enumerate(gpus) if demand.gpus <= share + _EPSILON]
+                if fitting:
+                    gpus[min(fitting, key=gpus.__getitem__)] -= demand.gpus
+        return Stock(self.totals, free, tuple(gpus))
+
+    def all_free(self) -> Stock:
+        """What it has when nothing is in use."""
+        return Stock(self.totals, self.totals, (1.0,) * len(self.gpus))
+
+
+class Wish(NamedTuple, Generic[HolderT]):
+    """What one actor or slice needs; `label` is its name in errors."""
+
+    holder: HolderT
+    label: str
+    demand: Demand
+
+
+class _Shortage(NamedTuple):
+    """What is missing, and which GPUs other runtimes have."""
+
+    name: str
+    amount: float
+    others: tuple[str, ...] = ()
+
+
 class Resources(Generic[HolderT]):
-    """Resources of one node. A GPU is claimed while an actor has at least a part of it."""
+    """Resources of one node, or of one slice of it. A GPU is claimed while an actor has at least a part of it.
+
+    A slice is a holder, such as an actor, from whose share other holders take. What a slice has none of, they take from
+    the node.
+    """
 
     def __init__(
         self, *, cpus: float, gpus: int, custom: Mapping[str, float] | None = None, claims: Claims | None = None
@@ -51,40 +120,170 @@ class Resources(Generic[HolderT]):
         if not isinstance(gpus, int):
             raise ValueError(f"gpus={gpus!r}: a node has a whole number of GPUs")
         self.totals: dict[str, float] = {"cpus": float(cpus), **(custom or {})}
-        self.gpus = gpus
+        self._what = "this node"
         self._used: dict[str, float] = dict.fromkeys(self.totals, 0.0)
-        self._gpus: list[float] = [0.0] * gpus
+        # The share of each GPU that is in use, by its number in the node.
+        self._gpus: dict[int, float] = dict.fromkeys(range(gpus), 0.0)
         self._claims = claims
         self._holders: dict[HolderT, tuple[str, Demand, tuple[int, ...]]] = {}
+        self._slices: dict[HolderT, Resources[HolderT]] = {}
+        # The slice that a holder has its share of, and the slices that end with their last holder.
+        self._inside: dict[HolderT, HolderT] = {}
+        self._released: set[HolderT] = set()
+        # Grows whenever something was given back.
+        self.revision = 0
+        # Why nothing is given any more; empty: it is.
+        self.refusal = ""
 
-    def take(self, holder: HolderT, label: str, demand: Demand) -> tuple[int, ...]:
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs."""
+        return len(self._gpus)
+
+    def __len__(self) -> int:
+        """The number of holders."""
+        return len(self._holders)
+
+    # Taking.
+
+    def take(self, holder: HolderT, label: str, demand: Demand, within: HolderT | None = None) -> tuple[int, ...]:
         """Reserve what an actor needs, until `give_back`; returns the numbers of its GPUs.
+
+        Args:
+            holder: The actor.
+            label: Its name in errors.
+            demand: What it needs.
+            within: The slice to take from.
 
         Raises:
             InsufficientResources: The node does not have it, or others hold it; nothing was reserved.
         """
-        if holder in self._holders:
-            raise ValueError(f"{label} has its resources already")
+        return self.take_all([Wish(holder, label, demand)], within)[0]
+
+    def check_open(self, label: str) -> None:
+        """Raise InsufficientResources if nothing is given any more, to an actor with this name."""
+        if self.refusal:
+            raise InsufficientResources(f"{label} cannot be placed: {self.refusal}")
+
+    def take_all(self, wishes: Sequence[Wish[HolderT]], within: HolderT | None = None) -> list[tuple[int, ...]]:
+        """Reserve what several actors need, or nothing; returns the numbers of each one's GPUs. See `take`."""
+        for wish in wishes:
+            self.check_open(wish.label)
+        taken: list[tuple[int, ...]] = []
+        revision = self.revision
+        for holder, label, demand in wishes:
+            if holder in self._holders or holder in self._inside:
+                raise ValueError(f"{label} has its resources already")
+            source, found = self._take_within(holder, label, demand, within)
+            if isinstance(found, _Shortage):
+                for wish in wishes[: len(taken)]:
+                    self._return(wish.holder, keep_gpus=False)
+                # There is not more than before.
+                self.revision = revision
+                most = f"{len(taken)} of {len(wishes)} such actors fit: " if taken else ""
+                raise InsufficientResources(most + source._refusal(label, found))
+            taken.append(found)
+        return taken
+
+    def _take_within(
+        self, holder: HolderT, label: str, demand: Demand, within: HolderT | None
+    ) -> tuple[Resources[HolderT], tuple[int, ...] | _Shortage]:
+        """Reserve what one holder needs; returns also where it was found or missed."""
+        if within is None:
+            return self, self._take(holder, label, demand)
+        part = self._slice(within, label)
+        inner, outer = part._split(demand)
+        found = part._take(holder, label, inner)
+        if isinstance(found, _Shortage):
+            return part, found
+        more = self._take(holder, label, outer)
+        if isinstance(more, _Shortage):
+            part._return(holder, keep_gpus=False)
+            return self, more
+        self._inside[holder] = within
+        return part, found + more
+
+    def _take(self, holder: HolderT, label: str, demand: Demand) -> tuple[int, ...] | _Shortage:
         needs = {"cpus": demand.cpus, **demand.custom}
         for name, amount in needs.items():
             if amount > self.totals.get(name, 0.0) - self._used.get(name, 0.0) + _EPSILON:
-                raise InsufficientResources(self._refusal(label, name, amount))
-        chosen = self._choose_gpus(label, demand.gpus)
+                return _Shortage(name, amount)
+        chosen = self._choose_gpus(demand.gpus)
+        if isinstance(chosen, _Shortage):
+            return chosen
         for name, amount in needs.items():
             if amount:
                 self._used[name] += amount
-        for index in chosen:
-            self._gpus[index] += min(1.0, demand.gpus)
+        for number in chosen:
+            self._gpus[number] += min(1.0, demand.gpus)
         self._holders[holder] = (label, demand, chosen)
         return chosen
 
-    def share_of(self, holder: HolderT) -> tuple[float, tuple[int, ...]]:
-        """How many CPUs a holder has, and the numbers of its GPUs."""
-        _, demand, chosen = self._holders.get(holder, ("", Demand(), ()))
-        return demand.cpus, chosen
+    def _choose_gpus(self, amount: float) -> tuple[int, ...] | _Shortage:
+        if not amount:
+            return ()
+        if amount < 1:
+            # The fullest GPU that still has room, so that whole ones stay whole.
+            fitting = [number for number, used in self._gpus.items() if used + amount <= 1 + _EPSILON]
+            fitting.sort(key=lambda number: -self._gpus[number])
+        else:
+            fitting = [number for number, used in self._gpus.items() if used < _EPSILON]
+        chosen, others = self._claim(fitting, max(1, int(amount)))
+        if len(chosen) < max(1, int(amount)):
+            self._unclaim(chosen)
+            return _Shortage("gpus", amount, tuple(others))
+        return tuple(chosen)
+
+    # Slices.
+
+    def carve(self, holder: HolderT, label: str, demand: Demand) -> tuple[int, ...]:
+        """Reserve a slice, of whole GPUs, from which actors take; `give_back` releases it. See `take`."""
+        if demand.gpus != int(demand.gpus):
+            raise ValueError(f"gpus={demand.gpus}: a slice has whole GPUs")
+        gpus = self.take(holder, label, demand)
+        part: Resources[HolderT] = Resources(cpus=demand.cpus, gpus=0, custom=demand.custom)
+        part._what = f"this slice of {label}"
+        part._gpus = dict.fromkeys(gpus, 0.0)
+        self._slices[holder] = part
+        return gpus
+
+    def _slice(self, holder: HolderT, label: str) -> Resources[HolderT]:
+        part = self._slices.get(holder)
+        if part is None or holder in self._released:
+            raise InsufficientResources(f"{label} was to take from a slice of a mesh that is released")
+        return part
+
+    def _split(self, demand: Demand) -> tuple[Demand, Demand]:
+        """What of a demand comes from this slice, and what from its node."""
+        has = {name for name, total in self.totals.items() if total}
+        inner = {name: amount for name, amount in demand.custom.items() if name in has}
+        outer = {name: amount for name, amount in demand.custom.items() if name not in has}
+        cpus, gpus = demand.cpus if "cpus" in has else 0.0, demand.gpus if self._gpus else 0.0
+        return Demand(cpus, gpus, inner), Demand(demand.cpus - cpus, demand.gpus - gpus, outer)
+
+    # Giving back.
 
     def give_back(self, holder: HolderT, *, keep_gpus: bool = False) -> None:
-        """Return what a holder had, or all but its GPUs; nothing if it had nothing."""
+        """Return what a holder had, or all but its GPUs; nothing if it had nothing.
+
+        A slice whose actors still have their shares is returned with the last of these.
+        """
+        if holder in self._slices:
+            if len(self._slices[holder]):
+                self._released.add(holder)
+                return
+            del self._slices[holder]
+        self._return(holder, keep_gpus=keep_gpus)
+
+    def _return(self, holder: HolderT, *, keep_gpus: bool) -> None:
+        within = self._inside.get(holder)
+        if within is not None:
+            part = self._slices[within]
+            part._return(holder, keep_gpus=keep_gpus)
+            if holder not in part._holders:
+                del self._inside[holder]
+        if holder in self._holders or within is not None:
+            self.revision += 1
         label, demand, chosen = self._holders.pop(holder, ("", Demand(), ()))
         if keep_gpus and chosen:
             self._holders[holder] = (label, Demand(gpus=demand.gpus), chosen)
@@ -92,29 +291,40 @@ class Resources(Generic[HolderT]):
         for name, amount in {"cpus": demand.cpus, **demand.custom}.items():
             if amount:
                 self._used[name] -= amount
-        for index in chosen:
-            self._gpus[index] -= min(1.0, demand.gpus)
+        for number in chosen:
+            self._gpus[number] -= min(1.0, demand.gpus)
         self._unclaim(chosen)
+        if within in self._released and not len(self._slices[within]):
+            self._released.remove(within)
+            self.give_back(within)
+
+    # Looking.
+
+    def share_of(self, holder: HolderT) -> tuple[float, tuple[int, ...]]:
+        """How many CPUs a holder has, and the numbers of its GPUs."""
+        _, demand, chosen = self._holders.get(holder, ("", Demand(), ()))
+        within = self._inside.get(holder)
+        cpus, gpus = (0.0, ()) if within is None else self._slices[within].share_of(holder)
+        return demand.cpus + cpus, chosen + gpus
 
     def free(self) -> dict[str, float]:
         """What is left of each resource."""
         left = {name: total - self._used[name] for name, total in self.totals.items()}
-        return {**left, "gpus": sum(1.0 - used for used in self._gpus)}
+        return {**left, "gpus": sum(1.0 - used for used in self._gpus.values())}
 
-    def _choose_gpus(self, label: str, amount: float) -> tuple[int, ...]:
-        if not amount:
-            return ()
-        if amount < 1:
-            # The fullest GPU that still has room, so that whole ones stay whole.
-            fitting = [i for i, used in enumerate(self._gpus) if used + amount <= 1 + _EPSILON]
-            fitting.sort(key=lambda i: -self._gpus[i])
-        else:
-            fitting = [i for i, used in enumerate(self._gpus) if used < _EPSILON]
-        chosen, others = self._claim(fitting, max(1, int(amount)))
-        if len(chosen) < max(1, int(amount)):
-            self._unclaim(chosen)
-            raise InsufficientResources("; ".join([self._refusal(label, "gpus", amount), *others]))
-        return tuple(chosen)
+    def stock(self, within: HolderT | None = None) -> Stock:
+        """What there is, of the node or for actors in a slice."""
+        totals, free = {**self.totals, "gpus": float(self.gpus)}, self.free()
+        gpus = tuple(1.0 - used for used in self._gpus.values())
+        if within is None:
+            return Stock(totals, free, gpus)
+        inner = self._slice(within, "an actor").stock()
+        has = {name for name, total in inner.totals.items() if total}
+        return Stock(
+            {**totals, **{name: inner.totals[name] for name in has}},
+            {**free, **{name: inner.free[name] for name in has}},
+            inner.gpus or gpus,
+        )
 
     def _claim(self, gpus: list[int], count: int) -> tuple[list[int], list[str]]:
         """The first `count` GPUs that can be claimed, and an explanation for each GPU that another runtime has."""
@@ -137,8 +347,9 @@ class Resources(Generic[HolderT]):
                 if self._gpus[gpu] < _EPSILON:
                     self._claims.give_back(gpu)
 
-    def _refusal(self, label: str, name: str, amount: float) -> str:
-        total = float(len(self._gpus)) if name == "gpus" else self.totals.get(name, 0.0)
+    def _refusal(self, label: str, shortage: _Shortage) -> str:
+        name, amount, others = shortage
+        total = float(self.gpus) if name == "gpus" else self.totals.get(name, 0.0)
         users = [
             f"{who} has {n:g}" for who, n in ((h, self._amount(d, name)) for h, d, _ in self._holders.values()) if n
         ]
@@ -146,7 +357,10 @@ class Resources(Generic[HolderT]):
         left = self.free().get(name, 0.0)
         declared = f"{name}=..." if name in {"cpus", "gpus"} else f"resources={{{name!r}: ...}}"
         hint = "" if total else f"; declare them by hand with Runtime({declared}) if you know better"
-        return f"{label} needs {name}={amount:g}, but this node has {total:g}, of which {left:g} free{in_use}{hint}"
+        reason = (
+            f"{label} needs {name}={amount:g}, but {self._what} has {total:g}, of which {left:g} free{in_use}{hint}"
+        )
+        return "; ".join([reason, *others])
 
     @staticmethod
     def _amount(demand: Demand, name: str) -> float:

@@ -66,6 +66,10 @@ class Borrowing(Generic[ValueT]):
             value.borrow(peer)
             self._lent[number] = value
 
+    @property
+    def are_lent(self) -> bool:
+        return bool(self._lent)
+
     def take_back(self, number: CallId, peer: PeerId) -> list[ValueT]:
         """Another process dropped a ref. Returns what no process borrows any more."""
         value = self._lent.get(number)

@@ -6,6 +6,9 @@ time form a binomial tree, in which no member sends more often than the root. A 
 no copy for others. Only the second one keeps a copy without a request, for processes that ask after all others have
 left.
 
+Between machines, the first process of each machine keeps a copy in shared memory, which every later process there
+reads: the network of a machine carries the value once.
+
     root                      consumer                         relay (an earlier consumer)
      | <------- PULL ----------- |                                |
      | -------- JOIN ----------> |  member                        |
@@ -21,7 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Generic, TypeVar
 
-from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.ids import PeerId, can_share_memory, is_attached
 from aiodaft._protocol.objects.value import Key
 
 WaiterT = TypeVar("WaiterT")
@@ -47,12 +50,19 @@ class _Member:
     # Its relay failed.
     let_down: bool = False
     disappointments: int = 0
+    # It reads the block of another process of its machine, and has none for others.
+    is_reader: bool = False
 
 
 class Fanout:
-    """The root's table of members that get one value or pass it on."""
+    """The root's table of members that get one value or pass it on.
 
-    def __init__(self) -> None:
+    Args:
+        shared: Whether the processes of a machine read one block. Those of the root's own machine do not join then.
+    """
+
+    def __init__(self, *, shared: bool = False) -> None:
+        self._shared = shared
         self._members: dict[PeerId, _Member] = {}
         # How often the root itself has sent the value.
         self.sent = 0
@@ -74,6 +84,12 @@ class Fanout:
         elif not member.let_down:
             return peer
         member.let_down = False
+        keeper = self._keeper_for(peer) if member.disappointments < PATIENCE else None
+        member.is_reader = keeper is not None
+        if keeper is not None:
+            member.source = keeper
+            self._members[peer] = member
+            return keeper
         member.source = self._relay_for(peer) if self.sent >= SENDS and member.disappointments < PATIENCE else None
         if member.source is None:
             self.sent += 1
@@ -87,7 +103,10 @@ class Fanout:
 
     def keeps(self, peer: PeerId) -> bool:
         """Whether a process that just joined is to keep a copy although no process waits for it."""
-        return self._members[peer].source is None and self.sent >= SENDS
+        member = self._members[peer]
+        if self._shared and not is_attached(peer):
+            return not member.is_reader
+        return member.source is None and self.sent >= SENDS
 
     def leave(self, peer: PeerId) -> None:
         """Remove a process that has no copy for others, and that no process waits for."""
@@ -103,13 +122,27 @@ class Fanout:
             member.disappointments += 1
 
     def _relay_for(self, peer: PeerId) -> PeerId | None:
-        able = [name for name, member in self._members.items() if not (member.failing or self._waits_for(name, peer))]
+        able = self._able(peer)
 
         def done(name: PeerId) -> tuple[bool, int, int]:
             member = self._members[name]
             return member.given >= SENDS, member.ready + member.given + 1, member.given
 
         return min(able, key=done, default=None)
+
+    def _keeper_for(self, peer: PeerId) -> PeerId | None:
+        """The process that keeps a copy for the machine of `peer`."""
+        if not self._shared:
+            return None
+        return next((name for name in self._able(peer) if can_share_memory(name, peer)), None)
+
+    def _able(self, peer: PeerId) -> list[PeerId]:
+        """The members that can be the source of `peer`."""
+        return [
+            name
+            for name, member in self._members.items()
+            if not (member.failing or member.is_reader or self._waits_for(name, peer))
+        ]
 
     def _waits_for(self, name: PeerId | None, peer: PeerId) -> bool:
         """Whether a process waits for `peer`, directly or not: it cannot be the relay of `peer`."""

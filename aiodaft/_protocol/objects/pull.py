@@ -86,6 +86,8 @@ class Pull:
         # The process that named the asked one.
         self._named_by: PeerId | None = None
         self._hops = 0
+        # Why a process that was asked gave nothing: its connection breaks again and again, if the route is a circle.
+        self._problem: BaseException | None = None
 
     def handle(self, answer: PeerId | BaseException, root: PeerId | None, *, lost: bool = False) -> PeerId | None:
         """Choose the process to ask next.
@@ -115,8 +117,11 @@ class Pull:
                 raise OwnerDied(f"the owner of a ref, {asked}, is gone: {answer}") from answer
             if step is Next.FAIL:
                 raise answer
+            self._problem = answer
         if self._hops == MAX_HOPS:
-            raise RemoteProtocolError(f"no process has the value of ref {self._number} of {self._owner}")
+            raise self._problem or RemoteProtocolError(
+                f"no process has the value of ref {self._number} of {self._owner}"
+            )
         if step is Next.ASK_ROOT:
             assert root is not None
             self.asked, self._named_by = root, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from typing import Any, Final, NoReturn, Protocol
@@ -14,6 +14,7 @@ from aiodaft._protocol.calls.mailbox import BoundedMailbox, Mailbox
 from aiodaft._protocol.connections.messages import Awaited
 from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
+from aiodaft._runtime.actors.managed import enter, leave
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.store import Store
@@ -50,19 +51,18 @@ class Responder(Protocol):
 
     def answer(self, call: InboundCall, result: Any) -> None:
         """Give a plain result, or to a local caller any result."""
-        ...
 
     def answer_stored(self, call: InboundCall, stored: StoredValue | Small) -> None:
         """Give a result that is encoded and packed."""
-        ...
 
     def fail(self, call: InboundCall, error: BaseException, *, executed: bool | None) -> None:
         """Give an error, unless the call is answered already."""
-        ...
+
+    def turn_away(self, call: InboundCall) -> None:
+        """Have a call that has not begun be made again where the actor moves to."""
 
     async def item(self, call: InboundCall, value: Any) -> None:
         """Give the next item of a stream."""
-        ...
 
 
 class InboundCall(Life):
@@ -181,8 +181,8 @@ class Host:
         self.ring_poller = ring_poller
         self.starter = Starter(process.loop)
         self.actors: dict[ActorId, HostedActor] = {}
-        # The names of the actors that were stopped last.
-        self.stopped: dict[ActorId, str] = {}
+        # The names of the actors that were stopped last, and whether they have moved to other processes.
+        self.stopped: dict[ActorId, tuple[str, bool]] = {}
         # Called with an actor that has waiting calls.
         self.suspect: Callable[[HostedActor], object] = lambda hosted: None
         # Called when a method raised SystemExit or KeyboardInterrupt.
@@ -197,7 +197,7 @@ class Host:
     def remove(self, hosted: HostedActor) -> None:
         """Remove a stopped actor. Errors of later calls give its name."""
         self.actors.pop(hosted.id, None)
-        self.stopped[hosted.id] = hosted.name
+        self.stopped[hosted.id] = hosted.name, hosted.moves
         while len(self.stopped) > _REMEMBERED:
             del self.stopped[next(iter(self.stopped))]
 
@@ -220,7 +220,9 @@ class HostedActor:
         self.instance: Any = None
         # The context manager that was entered for the instance.
         self._manager: Any = None
+        self.stop_spawned: Callable[[], Awaitable[None]] | None = None
         self.find_spec = find_spec
+        self.refusal: DaftError | None = None
         self.mailbox: Mailbox[InboundCall] = Mailbox()
         # The same, if the number of waiting calls is bounded.
         self.bounds: BoundedMailbox[InboundCall] | None = None
@@ -231,12 +233,14 @@ class HostedActor:
         # Running calls that were cancelled.
         self.abandoned: set[InboundCall] = set()
         self.stopping: str | None = None
+        # It moves to another process, where calls that have not begun are made again.
+        self.moves = False
         self._idle: asyncio.Event | None = None
         self._starting = False
 
-    def lacks(self, name: str) -> AttributeError:
-        """The error of a call of a method that the actor does not have."""
-        return AttributeError(f"{self.name} has no remote method {name!r:.80}")
+    def lacks(self, name: str) -> Exception:
+        """Why `find_spec` has found nothing."""
+        return self.refusal or AttributeError(f"{self.name} has no remote method {name!r:.80}")
 
     @property
     def holds_some_up(self) -> bool:
@@ -252,8 +256,7 @@ class HostedActor:
         """Whether a call may wait here; one that may not is refused."""
         why = None if self.bounds is None else self.bounds.admit(call)
         if why is not None:
-            error = Overloaded(f"{call.label} of {self.where} is refused: {why}")
-            call.responder.fail(call, error, executed=False)
+            call.responder.fail(call, Overloaded(f"{call.label} of {self.where} is refused: {why}"), executed=False)
         return why is None
 
     def deliver(self, call: InboundCall) -> None:
@@ -460,6 +463,11 @@ class HostedActor:
             call.handle(CANCEL)
             self.abandoned.add(call)
             return True
+        self._withdraw(call, waits=waits)
+        return False
+
+    def _withdraw(self, call: InboundCall, *, waits: bool) -> None:
+        """See to it that a call never begins, which `take` has claimed."""
         call.handle(WITHDRAW)
         fetching, call.fetching = call.fetching, ()
         for task in fetching:
@@ -471,7 +479,6 @@ class HostedActor:
             self._process.loop.call_soon(self._end_unbegun, call)
         elif waits:
             self.look_again()
-        return False
 
     def _end_unbegun(self, call: InboundCall) -> None:
         call.begun = True
@@ -495,6 +502,9 @@ class HostedActor:
         return isinstance(error, DeadlineExceeded) and self._process.loop.time() + _TICK >= call.deadline
 
     def _refuse(self, call: InboundCall) -> None:
+        if self.moves and not call.begun:
+            call.responder.turn_away(call)
+            return
         executed = None if call.begun else False
         error = ActorDied(f"{self.name} was stopped: {self.stopping}", executed=executed)
         error.actor = self.name
@@ -528,13 +538,17 @@ class HostedActor:
         """The calls that have started and not ended, without withdrawn ones."""
         return [call for call in list(self.running) if call.stage not in GONE]
 
-    async def stop(self, reason: str, grace: float) -> None:
+    async def stop(self, reason: str, grace: float, *, moves: bool = False) -> None:
         """Refuse calls, wait the grace time for the calls under way, cancel the others, and exit the instance."""
         if self.stopping is not None:
             return
-        self.stopping = reason
+        self.stopping, self.moves = reason, moves
         for call in self.mailbox.drain():
             self._refuse(call)
+        for call in list(self.running) if moves else ():
+            if call.rules.on_thread and not call.begun and not call.answered and call.take():
+                self._withdraw(call, waits=False)
+                self._refuse(call)
         await self._wait_idle(grace)
         for call in list(self.running):
             if not call.answered and (not self._interrupt(call) or call.waits_at is not None):
@@ -545,31 +559,15 @@ class HostedActor:
             self._refuse(call)
         try:
             async with asyncio.timeout(self._process.grace):
-                await self._leave_instance()
+                manager, self._manager = self._manager, None
+                await leave(manager, self.thread)
         except Exception:
             logger.exception("leaving %s failed", self.name)
         self.thread.close()
         self.instance = None
 
     async def enter_instance(self) -> None:
-        """Enter the instance if it is a context manager; `__aenter__` takes precedence over `__enter__`."""
-        manager = self.instance
-        if hasattr(type(manager), "__aenter__"):
-            entered = await manager.__aenter__()
-        elif hasattr(type(manager), "__enter__"):
-            entered = await self.thread.run(manager.__enter__)
-        else:
-            return
-        self._manager = manager
-        if isinstance(entered, type(manager)):
-            self.instance = entered
-
-    async def _leave_instance(self) -> None:
-        manager, self._manager = self._manager, None
-        if hasattr(type(manager), "__aexit__"):
-            await manager.__aexit__(None, None, None)
-        elif manager is not None:
-            await self.thread.run(lambda: manager.__exit__(None, None, None))
+        self.instance, self._manager = await enter(self.instance, self.thread)
 
     async def _wait_idle(self, seconds: float) -> None:
         if not self.running or seconds <= 0:

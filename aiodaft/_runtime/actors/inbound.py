@@ -170,7 +170,10 @@ class Inbound:
         elif any(number_of(other) == number_of(actor) for other in self._actors):
             error = StaleHandle("the actor was restarted: the handle leads to an earlier incarnation of it")
         else:
-            name = self._host.stopped.get(actor, "")
+            name, moved = self._host.stopped.get(actor, ("", False))
+            if moved:
+                connection.send(m.away(number))
+                return
             error = ActorDied(f"{name or 'the actor'} was stopped", executed=False)
             error.actor = name
         connection.send(m.error(number, encode_error(error), False))

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from aiodaft._protocol.calls.call import ANSWER
 from aiodaft._protocol.connections import messages as m
-from aiodaft._protocol.ids import CallId
+from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import Plain, ReceivedValue
@@ -63,12 +63,12 @@ class RemoteResponder:
                 self._before, self._last = self._last, {}
 
     def answer_stored(self, call: InboundCall, stored: StoredValue | Small) -> None:
-        self.calls.pop(call.number, None)
         if call.dropped:
             if isinstance(stored, StoredValue):
                 stored.release()
             self._answer_dropped(call)
             return
+        self.calls.pop(call.number, None)
         if isinstance(stored, tuple):
             payload, defined = stored
             received = ReceivedValue(payload, None, [], [])
@@ -111,6 +111,13 @@ class RemoteResponder:
             self.calls.pop(call.number, None)
             self._connection.send(m.error(call.number, encode_error(error), executed))
         call.tell_pullers(error)
+
+    def turn_away(self, call: InboundCall) -> None:
+        if call.handle(ANSWER):
+            self.calls.pop(call.number, None)
+            self._connection.send(m.away(call.number))
+        # They hear of it from the caller.
+        call.tell_pullers(call.caller)
 
     def _remember(self, call: InboundCall, result: Any) -> None:
         self._last[call.number] = result
@@ -159,6 +166,8 @@ class LocalCaller(Protocol):
 
     def on_error(self, error: BaseException) -> None: ...
 
+    def on_away(self, remote: PeerId) -> None: ...
+
 
 class LocalResponder:
     """Answers the calls of this process: results are the objects themselves."""
@@ -182,6 +191,11 @@ class LocalResponder:
         if state is not None:
             # What the method itself raised is what it says: a name that is not found is no call that ran.
             state.on_error(error if executed else passed_on(error, executed=executed))
+
+    def turn_away(self, call: InboundCall) -> None:
+        state = self._finish(call)
+        if state is not None:
+            state.on_away(call.caller)
 
     async def item(self, call: InboundCall, value: Any) -> None:
         state = self.states.get(call.number)

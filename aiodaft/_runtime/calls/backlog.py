@@ -50,8 +50,8 @@ class Backlog:
         return self._connection.withdraw(request.number)
 
     def take_all(self) -> Iterator[Request]:
-        """Take out all calls, in order."""
-        return (request for request, _ in list(self._waiting.values()) if self.take(request))
+        """Take out all calls, in the order in which they were made: some of them may have been turned away before."""
+        return (request for _, (request, _) in sorted(self._waiting.items()) if self.take(request))
 
     def forget(self, number: CallId) -> None:
         """A call does not wait any more."""

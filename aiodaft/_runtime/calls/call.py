@@ -23,6 +23,7 @@ from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.platform.error_log import log_error, printable
 from aiodaft._runtime.platform.tasks import current_task, logger
 from aiodaft._runtime.process import Process
+from aiodaft._runtime.serialization.building import builder
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft._runtime.serialization.pickling import home
 from aiodaft.actor import Handle
@@ -74,8 +75,6 @@ class Caller:
 class CallState(RefState):
     """The result of a call that this process made."""
 
-    # The connection that the call went over; none if the actor is in this process.
-    connection: Connection | None = None
     handles = 1
     # The processes to which its producer was told to send the result.
     forwarded: Sequence[PeerId] = ()
@@ -182,6 +181,10 @@ class CallState(RefState):
         """The connection to the callee ended before it answered."""
         self.on_error(error)
 
+    def on_away(self, remote: PeerId) -> None:
+        """The callee has not accepted the call, because the actor moves, or has moved, to another process."""
+        self.on_error(ActorDied(f"{self.target.label} is in another process now", executed=False))
+
     def _release_remote(self) -> None:
         if self.connection is not None:
             self.connection.send(m.release(self.number))
@@ -285,7 +288,7 @@ class Target:
 
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
-        return _rebuild_handle, (self.caller.process.options.home, self.remote, self.actor, self.label, cls)
+        return _rebuild_handle, (self.caller.process.options.cluster, self.remote, self.actor, self.label, cls)
 
     def health(self) -> Health:
         """The health of the actor, as far as this process knows. Safe in any thread.
@@ -327,6 +330,7 @@ class Target:
         request.state.on_error(error.with_executed(False))
 
 
+@builder
 def _rebuild_handle(runtime: PeerId, remote: PeerId, actor: ActorId, label: str, cls: type) -> Any:
     return home_of(runtime, label).part(Caller).handle(remote, actor, label, cls)
 
@@ -397,21 +401,27 @@ class TellState:
         self.inputs: list[RefState] | None = None
 
     def on_plain(self, value: Any) -> None:
-        release_inputs(self)
+        self._over()
 
     def on_result(self, received: ReceivedValue) -> None:
-        release_inputs(self)
+        self._over()
 
     def on_stored(self) -> None:
-        release_inputs(self)
+        self._over()
+
+    def _over(self, error: BaseException | None = None) -> None:
+        release_inputs(self, error)
+
+    def on_away(self, remote: PeerId) -> None:
+        self.on_error(ActorDied("the actor is in another process now", executed=False))
 
     def on_error(self, error: BaseException) -> None:
-        release_inputs(self, error)
+        self._over(error)
         if not (self._own and isinstance(error, OutcomeUnknown)):
             log_error(f"{self.label}, called by tell(), failed", error)
 
     def on_lost(self, error: DaftError) -> None:
-        release_inputs(self, error)
+        self._over(error)
         if not self._own:
             logger.warning("%s, called by tell(), may not have run: %s", self.label, printable(str(error)))
 
@@ -420,14 +430,14 @@ class TellState:
 PendingCall: TypeAlias = CallState | StreamState | TellState
 
 
-def home_of(runtime: PeerId, label: str) -> Process:
+def home_of(runtime: str, label: str) -> Process:
     """The process of the handle that is being unpickled.
 
     Raises:
         ValueError: The handle was pickled in another runtime.
     """
     process = home()
-    if process.options.home != runtime:
+    if process.options.cluster != runtime:
         raise ValueError(
             f"the handle of {label} belongs to another runtime, that of {runtime}, and this is that of "
             f"{process.runtime_name}: handles work only in their own runtime"

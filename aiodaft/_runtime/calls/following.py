@@ -19,20 +19,24 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias, cast
 
 from aiodaft._protocol.calls.following import NOWHERE, Failure, Location, Whereabouts, failure_of
-from aiodaft._protocol.connections.messages import WANT_REPLY
+from aiodaft._protocol.connections.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, epoch_of, number_of
 from aiodaft._protocol.node.liveness import Health
+from aiodaft._protocol.objects.stream import Phase
 from aiodaft._protocol.objects.value import Status
 from aiodaft._runtime.calls.backlog import Backlog
-from aiodaft._runtime.calls.call import Caller, CallState, PendingCall, Request, Target, home_of
+from aiodaft._runtime.calls.call import Caller, CallState, PendingCall, Request, Target, TellState, home_of
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import UnhandledErrors
+from aiodaft._runtime.objects.streams import StreamState
+from aiodaft._runtime.serialization.building import builder
+from aiodaft._runtime.serialization.encoder import all_plain
 from aiodaft._runtime.serialization.errors import copy_error, unsent
 from aiodaft.actor import Handle
-from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed, StaleHandle
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, RuntimeClosed, StaleHandle
 from aiodaft.methods import MethodSpec
-from aiodaft.ref import Ref
+from aiodaft.ref import Ref, Stream
 
 # Asks the directory of an owner for the location of an actor by its number; True: wait until it is up.
 Locate: TypeAlias = Callable[[PeerId, ActorId, bool], Ref[Location]]
@@ -50,12 +54,13 @@ class FollowingTarget(Target):
         self, followers: Followers, place: Location, owner: PeerId, label: str, sink: UnhandledErrors | None
     ) -> None:
         caller = followers.caller
+        told = owner == caller.process.id
         # An old handle may have an old place: without a connection to that process, the first call asks.
-        place = Location(place.peer if place.peer in caller.connections else NOWHERE, place.actor)
+        place = Location(place.peer if told or place.peer in caller.connections else NOWHERE, place.actor)
         super().__init__(caller, place.peer or caller.process.id, place.actor, label, sink)
         self._followers = followers
         self.owner = owner
-        self._known = Whereabouts(place, told=owner == caller.process.id)
+        self._known = Whereabouts(place, told=told)
         self._backlog = Backlog(caller, label)
         self._finding: asyncio.Task[None] | None = None
 
@@ -83,12 +88,35 @@ class FollowingTarget(Target):
         """Call a method and return a ref of its result at once."""
         if kwargs or not spec.low <= len(args) <= spec.high:
             spec.check(args, kwargs)
-        number = self.caller.next_number()
-        state = FollowingCall(self, spec, number)
-        request = state.request = Request(self, spec, args, kwargs, number, WANT_REPLY, state)
-        request.again = spec.retries > 0
-        self.caller.outgoing.submit(request)
+        state = FollowingCall(self, spec, self.caller.next_number())
+        self._submit(state, spec, args, kwargs, WANT_REPLY)
         return Ref(state)
+
+    def stream(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream[Any]:
+        """Call a stream method."""
+        spec.check(args, kwargs)
+        state = FollowingStream(self.caller.objects, self.caller.next_number(), spec.label)
+        self._submit(state, spec, args, kwargs, WANT_STREAM)
+        return Stream(state)
+
+    def tell(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call a method without a reply."""
+        spec.check(args, kwargs)
+        state = FollowingTell(self.caller.next_number(), spec.label)
+        self._submit(state, spec, args, kwargs, WANT_NOTHING)
+
+    def _submit(
+        self,
+        state: FollowingCall | FollowingStream | FollowingTell,
+        spec: MethodSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mode: int,
+    ) -> None:
+        request = state.request = Request(self, spec, args, kwargs, state.number, mode, state)
+        # It may be made again, with the arguments as they are now.
+        request.again = spec.retries > 0 or bool(kwargs) or not all_plain(args)
+        self.caller.outgoing.submit(request)
 
     def health(self) -> Health:
         """See `Target.health`. The owner tells its own process where the actor is; any other process asks once."""
@@ -103,7 +131,7 @@ class FollowingTarget(Target):
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
         place = Location(self.place.peer, self.actor)
-        return _rebuild, (self.caller.process.options.home, self.owner, place, self.label, cls, True)
+        return _rebuild, (self.caller.process.options.cluster, self.owner, place, self.label, cls, True)
 
     # Waiting for the next incarnation.
 
@@ -117,8 +145,8 @@ class FollowingTarget(Target):
         if self.ended is not None:
             request.state.on_error(unsent(self.ended))
             return
-        # A `FollowingCall` frees the arguments; streams and tells free them when they are sent.
-        request.again = request.again or isinstance(request.state, FollowingCall)
+        # The state of the call frees the arguments.
+        request.again = True
         if self._backlog.admit(request):
             self._start_finding(connection)
 
@@ -131,6 +159,30 @@ class FollowingTarget(Target):
     def _start_finding(self, connection: Connection | None) -> None:
         if self._finding is None:
             self._finding = self.caller.process.tasks.create_task(self._find(connection), name=f"find {self.label}")
+
+    def turned_away(self, request: Request, remote: PeerId) -> None:
+        """Make a call again that the actor has not accepted, because it moves to another process."""
+        self.not_found(remote)
+        self.caller.sender.submit_later(request)
+
+    def missed_late(self, request: Request, connection: Connection | None) -> None:
+        """Put a call into the backlog that waited to be sent over a connection."""
+        request.had_turn = True
+        try:
+            self.missed(request, connection)
+        except Exception as error:  # noqa: BLE001 - the caller is not here any more; its ref is where errors go
+            request.state.on_error(error)
+
+    def left(self, remote: PeerId) -> None:
+        """Note that the actor leaves a process, and send nothing more there."""
+        self.not_found(remote)
+        connection = self.caller.connections.get(remote)
+        if connection is None:
+            return
+        for state in list(connection.session.calls.values()):
+            request = state.request if isinstance(state, _Followed) else None
+            if request is not None and request.target is self and connection.withdraw(request.number):
+                self.missed_late(request, None)
 
     def forget(self, number: CallId) -> None:
         """Remove a call from the backlog."""
@@ -212,13 +264,84 @@ class FollowingTarget(Target):
         self.remote, self.actor = self.place.peer or self.caller.process.id, self.place.actor
 
 
-class FollowingCall(CallState):
-    """The result of a call of a supervised actor, which may wait for an incarnation and may be repeated."""
+class _Followed:
+    """The state of a call of a supervised actor, which may wait for an incarnation, and be made again."""
 
-    # The request to repeat. Dropped when the call settles: it refers to this state.
+    number: CallId
+    # What to make again. Dropped when the call is over: it refers to this state.
     request: Request | None = None
+
+    def on_away(self, remote: PeerId) -> None:
+        request = self.request
+        if request is not None:
+            cast("FollowingTarget", request.target).turned_away(request, remote)
+
+    def _is_unsent(self, error: DaftError) -> bool:
+        """Whether a call that was not sent before its connection ended waits for the next incarnation."""
+        request = self.request
+        if request is None or error.executed is not False:
+            return False
+        target = cast("FollowingTarget", request.target)
+        target.missed_late(request, target.caller.connections.get(target.remote))
+        return True
+
+    def _let_go(self) -> None:
+        request, self.request = self.request, None
+        if request is not None:
+            cast("FollowingTarget", request.target).forget(request.number)
+            if request.again and request.stored is not None:
+                request.stored.release()
+
+
+class FollowingStream(_Followed, StreamState):
+    """A stream of a supervised actor. Once it has begun, it is not made again."""
+
+    def on_away(self, remote: PeerId) -> None:
+        if self.consumption.phase is Phase.OPEN:
+            super().on_away(remote)
+        else:
+            self._end(None)
+
+    def on_lost(self, error: DaftError) -> None:
+        if not self._is_unsent(error):
+            super().on_lost(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        super()._end(error)
+        self._let_go()
+
+
+class FollowingTell(_Followed, TellState):
+    """The state of a call of a supervised actor that wants no result."""
+
+    def __init__(self, number: CallId, label: str) -> None:
+        super().__init__(label)
+        self.number = number
+
+    def on_lost(self, error: DaftError) -> None:
+        if not self._is_unsent(error):
+            super().on_lost(error)
+
+    def _over(self, error: BaseException | None = None) -> None:
+        super()._over(error)
+        self._let_go()
+
+
+class FollowingCall(_Followed, CallState):
+    """The result of a call of a supervised actor, which may be repeated also if it has begun."""
+
     # An attempt may have run.
     _doubtful = False
+
+    def on_lost(self, error: DaftError) -> None:
+        if self.settled or self._cancelling or not self._is_unsent(error):
+            super().on_lost(error)
+
+    def on_away(self, remote: PeerId) -> None:
+        if self._cancelling:
+            self.on_error(CallCancelled(f"{self.origin} was cancelled before it started", executed=False))
+        else:
+            super().on_away(remote)
 
     def on_error(self, error: BaseException) -> None:
         if self.settled or self._made_again(error):
@@ -254,13 +377,6 @@ class FollowingCall(CallState):
         super().on_result(received)
         self._let_go()
 
-    def _let_go(self) -> None:
-        request, self.request = self.request, None
-        if request is not None:
-            cast("FollowingTarget", self.target).forget(request.number)
-            if request.again and request.stored is not None:
-                request.stored.release()
-
 
 class PinnedCall(CallState):
     """The result of a call of one incarnation."""
@@ -271,6 +387,9 @@ class PinnedCall(CallState):
             cast("PinnedTarget", self.target).refuse(self, self.connection)
         else:
             super().on_lost(error)
+
+    def on_away(self, remote: PeerId) -> None:
+        cast("PinnedTarget", self.target).refuse(self, self.connection)
 
 
 class PinnedTarget(Target):
@@ -292,7 +411,7 @@ class PinnedTarget(Target):
     def reduce(self, cls: type) -> tuple[Any, ...]:
         """How a handle is pickled."""
         place = Location(self.remote, self.actor)
-        return _rebuild, (self.caller.process.options.home, self.followed.owner, place, self.label, cls, False)
+        return _rebuild, (self.caller.process.options.cluster, self.followed.owner, place, self.label, cls, False)
 
     def missed(self, request: Request, connection: Connection | None) -> None:
         """Refuse a call: the incarnation is gone."""
@@ -333,7 +452,14 @@ class Followers:
             known.heard(place)
         return known
 
+    def left(self, owner: PeerId, actor: ActorId, remote: PeerId) -> None:
+        """An actor leaves a process for another one."""
+        known = self._known.get((owner, number_of(actor)))
+        if known is not None:
+            known.left(remote)
 
+
+@builder
 def _rebuild(runtime: PeerId, owner: PeerId, place: Location, label: str, cls: type, follow: bool) -> Any:
     followed = home_of(runtime, label).part(Followers).get(owner, place, label)
     return Handle(followed if follow else PinnedTarget(followed, place), cls)

@@ -53,7 +53,11 @@ class Replies:
     def error_came(connection: Connection, message: Message) -> None:
         """ERROR came."""
         number, encoded, executed = m.read_error(message)
-        _settled(connection, number).on_error(decode_failure(encoded, executed))
+        state = _settled(connection, number)
+        if encoded:
+            state.on_error(decode_failure(encoded, executed))
+        else:
+            state.on_away(connection.remote)
 
     def item_came(self, connection: Connection, message: Message) -> None:
         """ITEM came."""

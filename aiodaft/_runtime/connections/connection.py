@@ -37,7 +37,7 @@ from aiodaft._protocol.connections.definitions import Definitions
 from aiodaft._protocol.connections.messages import Message
 from aiodaft._protocol.connections.rings import Upgrade
 from aiodaft._protocol.connections.session import STALL, Session
-from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.ids import CallId, PeerId, can_share_memory
 from aiodaft._runtime.connections.fd_passing import SPACE, Descriptors
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.connections.send_queue import SendQueue
@@ -83,10 +83,20 @@ class Connection:
         self.lost: Exception | None = None
         # Whether it ever had a socket. If not, no message was sent.
         self.connected = False
+        # Whether the socket leads to another machine: then no descriptor and no shared memory goes over it.
+        self.far = False
+        # It was lost, and the process at the other end lives, as far as is known: another connection may be made.
+        self.renewable = False
         # Started when the connection is lost: finds the error with which its calls fail.
         self.explanation: asyncio.Task[DaftError] | None = None
+        # No other process knows better why it was lost.
+        self.explained = False
         # BYE was received.
         self.dismissed = False
+        # Whether both processes are on one machine; from the ids, so it is known before there is a socket.
+        self.shares_memory = can_share_memory(process.id, remote)
+        # The transports, beside "tcp", that lead from one machine to the other.
+        self.reached_by: tuple[str, ...] = ()
         self.traffic = Traffic()
         self.definitions: Definitions[Definition] = Definitions()
         self._call_soon = process.call_soon
@@ -121,9 +131,19 @@ class Connection:
         """Whether the next call is sent at once."""
         return self.connected and self.session.has_room
 
-    def attach(self, sock: socket.socket) -> None:
+    @property
+    def is_up(self) -> bool:
+        """Whether it has a socket, and is not lost."""
+        return self.connected and self.lost is None
+
+    def is_awaited(self) -> bool:
+        """Whether it has no socket yet."""
+        return not self.connected and self.lost is None
+
+    def attach(self, sock: socket.socket, *, far: bool = False) -> None:
         """Use a connected socket, and write the messages that `send` has queued."""
         sock.setblocking(False)
+        self.far = far
         self._socket = sock
         self.connected = True
         self._send_queue.attach(sock)
@@ -425,7 +445,7 @@ class Connection:
             self._broken(error)
             return
         # Handle the message of the descriptor, or the last messages of the peer.
-        self._drain_input()
+        self.catch_up()
         if ended and self._socket is not None:
             self.close(PeerLost(f"the connection to {self.remote} ended"))
 
@@ -460,14 +480,14 @@ class Connection:
     def _broken(self, error: OSError) -> None:
         # The socket cannot be written any more. Messages that the peer has sent are still handled.
         self._send_queue.drop()
-        if self._socket is not None and self._drain_input():
+        if self._socket is not None and self.catch_up():
             lost = PeerLost(f"the connection to {self.remote} broke: {error}")
             # Lost connections are kept: do not keep the frames of the writer or the error that it handles.
             lost.__cause__ = error.with_traceback(None)
             error.__context__ = None
             self.close(lost)
 
-    def _drain_input(self) -> bool:
+    def catch_up(self) -> bool:
         """Handle the messages that the peer has sent; False if one of them closed the connection."""
         while self._ring is not None and self._ring.reader.filled:
             self.ring_readable()

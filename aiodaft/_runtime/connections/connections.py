@@ -7,33 +7,41 @@ import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import Message
 from aiodaft._protocol.connections.session import Session
-from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.ids import PeerId, is_attached, node_of
 from aiodaft._runtime.connections.connection import Connection, Handler
+from aiodaft._runtime.connections.data_streams import FROM_AFAR, UNASKED, DataStreams
+from aiodaft._runtime.connections.far import FarConnections
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.connections.ring_upgrade import take_step
 from aiodaft._runtime.connections.route import Loopback, Route
 from aiodaft._runtime.connections.traffic import Traffic, total
 from aiodaft._runtime.platform.exhaustion import exhausted
+from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import copy_error
 from aiodaft.exceptions import DaftError, PeerLost, ProtocolError, RemoteProtocolError, RuntimeClosed
-from aiodaft_transport import TransportError
+from aiodaft_transport import Key, TransportError
+
+# Seconds that the processes of a node get to show that they are there, when the coordinator says that it is gone.
+_LAST_WORD: Final = 2.0
 
 
 class ConnectionsOwner(Protocol):
     """What the connections need of their process. `Peer` implements and explains it."""
 
-    def introduce(self, remote: PeerId) -> Awaitable[object]: ...
+    def introduce(self, remote: PeerId) -> Awaitable[str]: ...
     def ask(self, remote: PeerId) -> Awaitable[object]: ...
     def connection_lost(self, connection: Connection) -> None: ...
     def connection_explained(self, connection: Connection, error: DaftError) -> None: ...
     def revoke(self, connection: Connection, blobs: Any) -> None: ...
     def take_note(self, transport: str, route: Route, note: bytes, fds: list[int]) -> None: ...
+    def ask_stream(self, remote: PeerId, number: int) -> Awaitable[object]: ...
+    def take_stream(self, remote: PeerId, stream: socket.socket) -> None: ...
 
 
 class Connections(dict[PeerId, Connection]):
@@ -47,18 +55,30 @@ class Connections(dict[PeerId, Connection]):
         self.handlers: list[Handler] = []
         self.ring_poller = RingPoller(process.loop)
         self.loopback = Loopback(process, self.handlers, owner.take_note)
+        self.data_streams = DataStreams(process, owner.ask_stream, owner.take_stream)
         self.explain: Callable[[Connection, Exception], Awaitable[DaftError]] = _explain_plainly
         # Processes that the node agent reports as silent.
         self.suspects: set[PeerId] = set()
+        # Makes connections to other machines; None in a runtime of one machine.
+        self.far: FarConnections | None = None
         self._lost: deque[Connection] = deque()
         self._past_traffic = Traffic()
 
     def to(self, remote: PeerId) -> Connection:
         """The connection to a process; it may be lost. A new one is asked of the node agent."""
         connection = self.get(remote)
-        if connection is None:
-            connection = self[remote] = self.make(remote)
+        if connection is None or connection.renewable:
+            connection = self.renew(remote)
             self._process.tasks.create_task(self._ask_introduction(connection), name=f"be introduced to {remote}")
+        return connection
+
+    def renew(self, remote: PeerId) -> Connection:
+        """A new connection, in place of one that is lost, if there is one."""
+        before = self.get(remote)
+        if before is not None:
+            self._past_traffic = total([self._past_traffic, before.traffic])
+            self._lost.remove(before)
+        connection = self[remote] = self.make(remote)
         return connection
 
     def route_to(self, remote: PeerId) -> Route:
@@ -78,13 +98,19 @@ class Connections(dict[PeerId, Connection]):
         """A connection that is in no table; errors call the other end `towards`, if that is given."""
         process, name = self._process, remote if towards is None else PeerId(towards)
         session: Session[Any] = Session(process.id, process.pid, remote=name, max_pending=process.options.max_pending)
-        return Connection(
+        connection = Connection(
             process, session, remote, self.ring_poller, self.handlers, self._connection_lost, self._dropped
         )
+        if self.far is not None and self.far.reached_by and not connection.shares_memory:
+            connection.send(m.reach(self.far.reached_by))
+        return connection
 
     async def _ask_introduction(self, connection: Connection) -> None:
         try:
-            await self._owner.introduce(connection.remote)
+            address = await self._owner.introduce(connection.remote)
+            if address:
+                assert self.far is not None
+                await self.far.connect(connection, address)
         except Exception as error:  # noqa: BLE001 - without the node agent's help there is no connection
             connection.close(error)
 
@@ -99,12 +125,52 @@ class Connections(dict[PeerId, Connection]):
             forgotten = self._lost.popleft()
             self._past_traffic = total([self._past_traffic, forgotten.traffic])
             del self[forgotten.remote]
+        self.data_streams.peer_lost(connection.remote)
         self._owner.connection_lost(connection)
         if self._process.closed is None:
             explaining = self._explain_loss(connection, reason)
             connection.explanation = self._process.tasks.start(explaining, name=f"explain {connection.remote}")
         else:
             self._owner.connection_explained(connection, RuntimeClosed(self._process.closed))
+
+    async def hears_from(self, name: str) -> bool:
+        """Whether a process of a node, to which there is a connection, answers: then the coordinator is cut off.
+
+        It waits for one answer, for some seconds.
+        """
+        asked = [
+            self._process.tasks.start(self.is_answered(remote), name=f"hear from {remote}")
+            for remote, connection in self.items()
+            if node_of(remote) == name and not is_attached(remote) and connection.far and connection.lost is None
+        ]
+        try:
+            async with asyncio.timeout(_LAST_WORD):
+                for answer in asyncio.as_completed(asked):
+                    if await answer:
+                        return True
+        except TimeoutError:
+            pass
+        finally:
+            for task in asked:
+                task.cancel()
+        return False
+
+    async def is_answered(self, remote: PeerId) -> bool:
+        """Ask a process whether it is there, and wait for its answer; False if there is none and never will be."""
+        try:
+            await self._owner.ask(remote)
+        except DaftError:
+            return False
+        return True
+
+    def lose_node(self, name: str, process: PeerId | None) -> None:
+        """A node is gone: so are its processes. `process`: the one that serves it now, if it has come again."""
+        for connection in list(self.values()):
+            remote = connection.remote
+            # A controller that is attached there may be on another machine.
+            if node_of(remote) == name and remote != process and connection.far and not is_attached(remote):
+                connection.explained = True
+                connection.close(PeerLost(f"{remote} is lost: no process of its node answers"))
 
     def _dropped(self, connection: Connection, message: Message) -> None:
         if message[0] == m.SEND:
@@ -114,10 +180,14 @@ class Connections(dict[PeerId, Connection]):
     async def _explain_loss(self, connection: Connection, reason: Exception) -> DaftError:
         try:
             known = isinstance(reason, DaftError) and not isinstance(reason, PeerLost | ProtocolError)
-            error = cast("DaftError", reason) if known else await self.explain(connection, reason)
+            explained = known or connection.explained
+            error = cast("DaftError", reason) if explained else await self.explain(connection, reason)
         except Exception as problem:  # noqa: BLE001 - an explanation that fails must not keep calls waiting
             error = PeerLost(f"the connection to {connection.remote} ended: {reason}")
             error.__cause__ = problem
+        # A node that could not be reached, or was not in the cluster, may come back.
+        not_reached = self.far is not None and not connection.connected
+        connection.renewable = not_reached or (connection.far and type(error) is PeerLost)
         self._owner.connection_explained(connection, error)
         return error
 
@@ -138,21 +208,82 @@ class Connections(dict[PeerId, Connection]):
 
     # Messages about connections.
 
+    def reach_came(self, connection: Connection, message: Message) -> None:
+        """Handle REACH: both processes have to be reached by a transport."""
+        ours = () if self.far is None else self.far.reached_by
+        connection.reached_by = tuple(name for name in m.read_reach(message) if name in ours)
+
     def introduction_came(self, connection: Connection, message: Message) -> None:
         """Handle INTRODUCE, which brings the socket to another process."""
         remote = m.read_introduce(message)
+        sock = self._socket_with(connection, remote)
+        if sock is not None:
+            self.attach(remote, sock)
+
+    def admission_came(self, connection: Connection, message: Message) -> None:
+        """Handle ADMIT, which brings the socket of a process of another machine."""
+        remote, session = m.read_admit(message)
+        sock = self._socket_with(connection, remote)
+        if sock is not None and self.far is not None:
+            accepting = self.far.accept(remote, sock, Key(session))
+            self._process.tasks.create_task(accepting, name=f"be connected to {remote}")
+
+    def stream_came(self, connection: Connection, message: Message) -> None:
+        """Handle DATA, which brings a stream for payload."""
+        remote, number, session = m.read_data(message)
+        stream = self._socket_with(connection, remote, number)
+        if stream is not None and number == FROM_AFAR:
+            self.stream_from_afar(remote, stream, Key(session))
+        elif stream is not None:
+            self.data_streams.came(remote, number, stream)
+
+    def stream_from_afar(self, remote: PeerId, stream: socket.socket, session: Key) -> None:
+        """A process of another machine has opened a stream for payload. Takes it over."""
+        taking = self._take_stream(remote, stream, session)
+        self._process.tasks.create_task(taking, name=f"take a stream of {remote}")
+
+    async def _take_stream(self, remote: PeerId, stream: socket.socket, session: Key) -> None:
+        assert self.far is not None
+        try:
+            number, stream = await self.far.accept_stream(stream, session)
+        except (DaftError, OSError) as error:
+            # What asked for it asks again, or learns that the other process is gone.
+            logger.debug("a stream of %s ended: %s", remote, error)
+        else:
+            self.data_streams.came(remote, number, stream)
+
+    def _socket_with(self, connection: Connection, remote: PeerId, stream: int | None = None) -> socket.socket | None:
+        """The socket to another process that came with a message of the node; None if there was no room for it."""
         try:
             (fd,) = connection.take_fds(1)
         except OSError as error:
-            # Only messages to that process fail.
+            # Only messages to that process, or one transfer, fail.
             refused = exhausted(error, f"there is no connection to {remote}")
-            self.setdefault(remote, self.make(remote)).close(refused)
-            return
+            if stream is None:
+                self.setdefault(remote, self.make(remote)).close(refused)
+            else:
+                self.data_streams.failed(stream, refused)
+            return None
         sock = self._process.env.sockets.of_fd(fd)
-        if connection.remote != self._process.options.home:
+        if connection.remote != self._process.options.agent:
             sock.close()
             raise RemoteProtocolError(f"{connection.remote} introduces peers, which only the node may")
-        self.attach(remote, sock)
+        return sock
+
+    def join_by_stream(self, first: PeerId, second: PeerId, number: int) -> None:
+        """Give two processes the ends of a new stream, which the first one has asked for under a number.
+
+        Raises:
+            OSError: There is no descriptor for it.
+        """
+        sockets = self._process.env.sockets
+        ours, theirs = sockets.pair()
+        with ours, theirs:
+            for to, other, stream, end in ((first, second, number, ours), (second, first, UNASKED, theirs)):
+                if to == self._process.id:
+                    self.data_streams.came(other, stream, sockets.of_fd(sockets.dup(end.fileno())))
+                else:
+                    self.to(to).send_fds(m.data(other, stream), (end.fileno(),))
 
     def note_came(self, connection: Connection, message: Message) -> None:
         """Handle NOTE, from a transport to the same one here."""
@@ -169,7 +300,9 @@ class Connections(dict[PeerId, Connection]):
 
     def want_rings(self, route: Route) -> None:
         """Use rings, if the route leads to another process that shares memory. Idempotent."""
-        if self._process.options.transport == "shm" and isinstance(route, Connection) and route.lost is None:
+        if not isinstance(route, Connection) or not route.shares_memory or route.lost is not None:
+            return
+        if self._process.options.transport == "shm":
             take_step(route, route.upgrade.want())
 
     @staticmethod

@@ -19,6 +19,16 @@ class Route(Control, Protocol):
     @property
     def remote(self) -> PeerId: ...
     @property
+    def shares_memory(self) -> bool:
+        """Whether both processes are on one machine."""
+        ...
+
+    @property
+    def reached_by(self) -> tuple[str, ...]:
+        """The transports, beside "tcp", that lead from one machine to the other."""
+        ...
+
+    @property
     def traffic(self) -> Traffic: ...
     @property
     def lost(self) -> Exception | None: ...
@@ -40,6 +50,8 @@ class Loopback:
         self._take_note = take_note
         self.remote = process.id
         self.peer: str = process.id
+        self.shares_memory = True
+        self.reached_by: tuple[str, ...] = ()
         self.traffic = Traffic()
         self.lost: Exception | None = None
 

@@ -59,7 +59,7 @@ class Deadlocks:
         # The calls that were in the way at the last look.
         self._seen: set[InboundCall] = set()
         self._looking = False
-        # In the home process: the roots of the next search.
+        # In the owner: the roots of the next search.
         self._roots: set[CallAt] = set()
         self._searching = False
 
@@ -85,11 +85,11 @@ class Deadlocks:
         lasting, self._seen = seen & self._seen, seen
         # Most calls wait only for live calls of this process, which costs no message.
         roots = [root for root in map(self.waits.place, lasting) if self._may_be_stuck(root)]
-        home = self._process.options.home
-        if roots and home == self._process.id:
+        owner = self._process.options.owner
+        if roots and owner == self._process.id:
             self.investigate(roots)
         elif roots:
-            self._agent_of(home).investigate.tell(roots)
+            self._agent_of(owner).investigate.tell(roots)
 
     def _may_be_stuck(self, root: CallAt) -> bool:
         search = Search([root])
@@ -100,7 +100,7 @@ class Deadlocks:
         while here := search.questions.get(self._process.id):
             search.handle_answers({call: self.waits.look(call) for call in here})
 
-    # In the home process.
+    # In the owner.
 
     def investigate(self, roots: Iterable[CallAt]) -> None:
         """Search from these calls on, after the current search."""

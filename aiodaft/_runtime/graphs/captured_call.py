@@ -8,6 +8,7 @@ from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.serialization.building import builder
 from aiodaft._runtime.serialization.encoder import Names, encode, is_plain
 from aiodaft._runtime.serialization.tensors import Places
 from aiodaft.methods import MethodSpec
@@ -64,6 +65,9 @@ class Arguments:
             number = -len(self.outside)
         return number
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_arguments, tuple(getattr(self, name) for name in self.__slots__)
+
     @property
     def needs(self) -> tuple[int, ...]:
         """Numbers of the graph's values among the arguments."""
@@ -84,6 +88,14 @@ class Arguments:
         return args, kwargs
 
 
+@builder
+def _rebuild_arguments(*parts: Any) -> Arguments:
+    arguments = Arguments.__new__(Arguments)
+    for name, part in zip(Arguments.__slots__, parts, strict=True):
+        setattr(arguments, name, part)
+    return arguments
+
+
 def _is_slot(value: Any, target: Target) -> bool:
     if not isinstance(value, Ref):
         return False
@@ -91,6 +103,7 @@ def _is_slot(value: Any, target: Target) -> bool:
     return state.parts() is None and state.process is target.caller.process
 
 
+@builder
 class Opaque:
     """An argument that travels as it is: the encoder does not look for refs inside it."""
 
@@ -101,3 +114,6 @@ class Opaque:
 
     def __repr__(self) -> str:
         return f"<{type(self.content).__name__}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Opaque, (self.content,)

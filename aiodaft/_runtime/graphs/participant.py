@@ -317,6 +317,10 @@ class ParticipantRun(Share[Flowing]):
             call.fail_rest(error, executed=executed if call.waits_at is None else False)
             self._one_finished()
 
+    def turn_away(self, call: InboundCall) -> None:
+        """Fail a strand of an actor that moves to another process: a run has one plan."""
+        self.fail(call, ActorDied(f"{call.hosted.name} was stopped: {call.hosted.stopping}"), executed=False)
+
     def answer_stored(self, call: InboundCall, stored: StoredValue | Small) -> None:
         raise AssertionError("strands give their results themselves")
 

@@ -98,7 +98,10 @@ class BoundStrand:
             return MethodSpec(step.label, step.data.method, _missing, Options(step.rules))
         spec = self.hosted.find_spec(step.data.method)
         if spec is None:
-            raise AttributeError(f"{self.hosted.name} has no remote method {step.data.method!r:.80} ({step.line})")
+            why = self.hosted.refusal
+            raise why or AttributeError(
+                f"{self.hosted.name} has no remote method {step.data.method!r:.80} ({step.line})"
+            )
         return spec
 
 

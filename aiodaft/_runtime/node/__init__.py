@@ -1,4 +1,4 @@
-"""Worker processes: how they are started, watched and ended; the resources and names of a machine.
+"""Worker processes: how they are started, watched and ended; the resources of a machine.
 
 May import peer and the rooms below it; not the controller.
 """

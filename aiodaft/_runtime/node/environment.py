@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 from aiodaft._protocol.connections.codec import pack, unpack
 from aiodaft._runtime.platform.linux import importable_path
 from aiodaft._runtime.process import ProcessOptions
 from aiodaft.exceptions import SpawnFailed
 
+# Read by OpenMP, MKL, OpenBLAS and torch.
+_THREADS: Final = "OMP_NUM_THREADS"
+
 
 class WorkerEnvironment(NamedTuple):
-    """These four at the spawn of an actor."""
+    """These four at the spawn of an actor, and the folders of this machine with code that the program has shipped."""
 
     environment: dict[str, str]
     directory: str
     path: list[str]
     argv: list[str]
+    code: Sequence[str] = ()
 
     @classmethod
     def here(cls) -> WorkerEnvironment:
@@ -36,6 +41,22 @@ class WorkerEnvironment(NamedTuple):
             ) from error
         return cls(dict(os.environ), directory, importable_path(), [str(argument) for argument in sys.argv])
 
+    def as_far_as_it_is_here(self) -> WorkerEnvironment:
+        """The same for another machine or an actor: its folders where they exist, and the variables of this process."""
+        directory = self.directory if os.path.isdir(self.directory) else os.getcwd()
+        path = [entry for entry in self.path if os.path.exists(entry)]
+        path += [entry for entry in importable_path() if entry not in path]
+        return self._replace(environment=dict(os.environ), directory=directory, path=path)
+
+    def for_share(self, cpus: float, gpus: Sequence[str]) -> dict[str, str]:
+        """Variables that say what a worker may use of its machine; `gpus` has names for CUDA_VISIBLE_DEVICES."""
+        variables: dict[str, str] = {}
+        if gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        if cpus and _THREADS not in self.environment:
+            variables[_THREADS] = str(max(1, int(cpus)))
+        return variables
+
     def changes(self, base: dict[str, str]) -> dict[str, str | None]:
         """The changes from an earlier environment; None for a variable that is gone."""
         changes: dict[str, str | None] = dict.fromkeys(base.keys() - self.environment.keys())
@@ -52,16 +73,23 @@ def change_environment(base: dict[str, str], changes: dict[str, str | None]) -> 
 
 
 class WorkerSettings(NamedTuple):
-    """The settings of a worker; they travel as plain data."""
+    """The settings of a worker; they travel as plain data.
+
+    Attributes:
+        secret: The key of a runtime of one machine, or the whole identity of a cluster.
+        digests: The code that its own actors are to be spawned with; the node has it.
+    """
 
     options: ProcessOptions
-    key: bytes
+    secret: bytes
     uvloop: bool
     log_level: int
     argv: list[str]
+    digests: Sequence[str] = ()
 
     def packed(self) -> bytes:
-        return pack([list(self.options), *self[1:]])
+        options = self.options._replace(patience=list(self.options.patience))
+        return pack([list(options), *self[1:-1], list(self.digests)])
 
     @classmethod
     def unpacked(cls, data: bytes) -> WorkerSettings:

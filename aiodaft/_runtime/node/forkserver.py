@@ -49,7 +49,7 @@ from aiodaft._runtime.platform.linux import (
     session_of,
     visible_pid,
 )
-from aiodaft_transport.ucx.shm_folder import sweep
+from aiodaft_transport.folders import remove, sweep
 
 _MAX_MESSAGE: Final = 1 << 20
 _MAX_FDS: Final = 4
@@ -69,6 +69,8 @@ class ForkServer:
         self._thread = thread
         # The workers that run, by their pids.
         self._workers: dict[int, PeerId] = {}
+        # Where the node keeps the code that programs have shipped.
+        self._code: set[str] = set()
         self._fork = fork
         self._environment = dict(os.environ)
         self._selector = selectors.DefaultSelector()
@@ -160,13 +162,14 @@ class ForkServer:
             self._send(Failed(order.worker, why))
             return
         sys.path[:] = order.path
+        self._code.update(map(os.path.dirname, order.code))
         change_environment(self._environment, order.changes)
         try:
             if self._fork:
                 self._import_all(order.modules)
-                pid = self._fork_worker(order.environment, order.settings, fds)
+                pid = self._fork_worker(order, fds)
             else:
-                pid = _exec_worker(order.environment, order.settings, fds)
+                pid = _exec_worker(order, fds)
         except Exception:  # noqa: BLE001 - the node handles every failure
             self._send(Failed(order.worker, traceback.format_exc()))
         else:
@@ -181,7 +184,7 @@ class ForkServer:
                 with suppress(Exception):
                     importlib.import_module(name)
 
-    def _fork_worker(self, environment: dict[str, str], settings: bytes, fds: list[int]) -> int:
+    def _fork_worker(self, order: Spawn, fds: list[int]) -> int:
         gc.collect()
         # The collector does not touch these objects, so workers go on sharing their memory.
         gc.freeze()
@@ -194,10 +197,12 @@ class ForkServer:
         status = 1
         try:
             self._let_go()
-            os.environ.update(environment)
+            os.environ.update(order.environment)
+            # Not in the fork server: what that imports is for the workers of all programs.
+            sys.path[:0] = order.code
             from aiodaft._runtime.node.worker_main import run_forked  # noqa: PLC0415 - only the child needs it, and it is loaded by then
 
-            status = run_forked(parent, settings, *fds)
+            status = run_forked(parent, order.settings, *fds)
         except BaseException:  # noqa: BLE001 - the child must not return into the parent's code
             traceback.print_exc()
         finally:
@@ -240,18 +245,21 @@ class ForkServer:
                 kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):
                 os.waitpid(-1, 0)
+        for folder in self._code:
+            # The node does this, unless it was killed.
+            remove(folder)
         sweep()
 
 
-def _exec_worker(environment: dict[str, str], settings: bytes, fds: list[int]) -> int:
+def _exec_worker(order: Spawn, fds: list[int]) -> int:
     reading, writing = os.pipe()
     with open(writing, "wb") as pipe:
-        pipe.write(settings)
+        pipe.write(order.settings)
     connection, out, err, heartbeat = fds
     try:
         process = subprocess.Popen(
-            fresh_python("aiodaft._runtime.node.worker_main", connection, reading, heartbeat),
-            env={**os.environ, **environment},
+            fresh_python("aiodaft._runtime.node.worker_main", connection, reading, heartbeat, front=order.code),
+            env={**os.environ, **order.environment},
             pass_fds=(connection, reading, heartbeat),
             stdin=subprocess.DEVNULL,
             stdout=out,

@@ -86,6 +86,8 @@ class WorkerLauncher:
         # The workers that were ordered and have not ended, as far as is known.
         self.workers: dict[PeerId, Worker] = {}
         self.on_ended: Callable[[Worker, Ending], object] = lambda worker, ending: None
+        # Called with the reason when there is no fork server any more, and so never a worker again.
+        self.on_server_lost: Callable[[str], object] = lambda why: None
         # Called when `aiodaft stack` asks for the stacks, with the pid of the fork server outside its PID namespace.
         self.on_stack_request: Callable[[int], object] = lambda pid: None
 
@@ -117,10 +119,9 @@ class WorkerLauncher:
         self._check_server()
         with ExitStack() as opened:
             worker, ours, theirs = self._open_worker(settings.options.id, label, opened)
-            changes, path = inherited.changes(self._environment), inherited.path
-            order = Spawn(
-                worker.id, inherited.directory, path, changes, self._modules(), environment, settings.packed()
-            )
+            changes = inherited.changes(self._environment)
+            where = inherited.directory, inherited.path, list(inherited.code)
+            order = Spawn(worker.id, *where, changes, self._modules(), environment, settings.packed())
             try:
                 await self._send(packed(order), theirs)
             except BaseException:
@@ -189,8 +190,9 @@ class WorkerLauncher:
         """Note the end of a worker, and ignore later reports of it."""
         if self.workers.pop(worker.id, None) is not None:
             worker.heartbeat.close()
-            worker.ended.set_result(ending)
+            # The owner of its actors hears of it before callers, who then find them being restarted.
             self.on_ended(worker, ending)
+            worker.ended.set_result(ending)
 
     # The end.
 
@@ -404,6 +406,7 @@ class WorkerLauncher:
         for worker in list(self.workers.values()):
             worker.fail(SpawnFailed(f"the fork server is gone: {why}"))
             self._forget(worker, Ending(None, "SIGKILL"))
+        self.on_server_lost(why)
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float) -> None:

@@ -6,35 +6,61 @@ The states of a worker are in `_protocol/node/worker.py`.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, NamedTuple
 
+from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.connections import messages as m
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, number_of
+from aiodaft._protocol.coordination.records import Member, NamedActor
+from aiodaft._protocol.ids import ActorId, PeerId, can_share_memory, incarnation, is_worker, node_of
 from aiodaft._protocol.node.liveness import Order, Patience
 from aiodaft._protocol.node.postmortem import Ending, OomKills
-from aiodaft._protocol.node.resources import Demand, Resources
+from aiodaft._protocol.node.resources import Wish
 from aiodaft._protocol.node.worker import WorkerEvent, WorkerState
+from aiodaft._protocol.placement.request import NodeState
 from aiodaft._runtime.agent import serving
 from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.diagnostics.native_dump import take_dump
-from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
+from aiodaft._runtime.node.draining import Draining
+from aiodaft._runtime.node.environment import WorkerSettings
 from aiodaft._runtime.node.launcher import WorkerLauncher
-from aiodaft._runtime.node.postmortem import activity, died, given_up, silence, was_oom_kill, watch_oom_kills
-from aiodaft._runtime.node.worker import Conditions, Place, Worker, WorkerProcess
+from aiodaft._runtime.node.owners import FarOwners, Owners
+from aiodaft._runtime.node.postmortem import (
+    activity,
+    died,
+    given_up,
+    report_stall,
+    silence,
+    was_oom_kill,
+    watch_oom_kills,
+)
+from aiodaft._runtime.node.shipped_code import ShippedCode
+from aiodaft._runtime.node.surroundings import Offer, OtherNodes
+from aiodaft._runtime.node.worker import Conditions, Place, Tenant, Worker, WorkerProcess
 from aiodaft._runtime.peer import NodeContact
 from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
-from aiodaft._runtime.serialization.errors import decode_error
-from aiodaft.exceptions import ActorDied, DaftError, InsufficientResources, OutcomeUnknown, PeerLost
+from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost, SpawnFailed
 from aiodaft.methods import method
 
-# Read by OpenMP, MKL, OpenBLAS and torch.
-_THREADS: Final = "OMP_NUM_THREADS"
+
+class NodeOptions(NamedTuple):
+    """What every worker of a node is started with.
+
+    Attributes:
+        fork: False starts every worker by exec.
+        preload: Modules that the fork server imports; None: those that are slow to import and loaded here.
+        isolation: The command that isolates the fork server.
+        uvloop: Whether workers run on uvloop.
+    """
+
+    fork: bool
+    preload: tuple[str, ...] | None
+    isolation: tuple[str, ...]
+    uvloop: bool
 
 
 class NodeAgent(NodeContact):
@@ -44,113 +70,225 @@ class NodeAgent(NodeContact):
         self,
         process: Process,
         connections: Connections,
+        owners: Owners,
+        others: OtherNodes,
         launcher: WorkerLauncher,
-        resources: Resources[ActorId],
-        gpu_names: Sequence[str],
-        *,
-        uvloop: bool,
-        patience: Patience,
+        machine: Offer,
+        options: NodeOptions,
     ) -> None:
         self._process = process
         self._connections = connections
+        self._owners = owners
+        self._others = others
         self._launcher = launcher
-        # Assigned to actor numbers, which restarts do not change.
-        self._resources = resources
-        # The names of the GPUs in CUDA_VISIBLE_DEVICES.
-        self._gpu_names = gpu_names
+        # Assigned to an actor's owner and number, which restarts do not change.
+        self._resources = machine.resources
+        self._gpu_names = machine.gpu_names
+        self._claims = machine.claims
+        self._options = options
+        self._code = process.part(ShippedCode)
+        # Shares without an actor so far, and slices; set whenever something was given back.
+        self._reserved: set[Tenant] = set()
+        self._given_back = asyncio.Event()
         # Actors that may be restarted, and so hold resources without a process.
-        self._restartable: dict[ActorId, Conditions] = {}
-        self._uvloop = uvloop
-        self._patience = patience
+        self._restartable: dict[Tenant, Conditions] = {}
         self._oom_kills = OomKills()
         # The workers that live, and for a while the ended ones.
         self._workers = launcher.workers
         self._ended: dict[PeerId, Worker] = {}
         self._introduced: set[frozenset[PeerId]] = set()
-        self._actor_numbers = itertools.count(FIRST_USER_ACTOR)
-        # Called for each actor of a process that ended by accident, if no call failed because of that.
-        self.on_died: Callable[[PeerId, ActorId, OutcomeUnknown], object] = lambda peer, actor, error: None
-        # Called with an error in a worker that no code there saw.
-        self.on_unheld: Callable[[BaseException, str], object] = lambda error, what: None
-        # Called for each process that ended, with the error of its callers and whether the runtime wanted its end.
-        self.on_ended: Callable[[PeerId, OutcomeUnknown, bool], object] = lambda peer, error, wanted: None
+        self._far_owners = FarOwners(process.tasks, others, self.owner_lost)
+        self.draining = Draining(process, self._resources, self._workers, self._restartable, self._end)
+        self.draining.tell = owners.node_draining
+        # Called with a process that ended: names that it has are free.
+        self.on_ended: Callable[[PeerId], object] = lambda peer: None
+        # Called with a name that an actor of this node has got.
+        self.on_named: Callable[[NamedActor], object] = lambda named: None
+        # Called by `end`.
+        self.on_end: Callable[[], object] = lambda: None
+        self.draining.on_over = lambda: self.on_end()
         launcher.on_ended = self._worker_ended
 
-    @method
-    async def place(
-        self, label: str, demand: Demand, beside: str | None, conditions: Conditions, restartable: bool = False
-    ) -> Place:
-        """Reserve the resources of an actor, and find a process for it.
+    # Resources.
 
-        Args:
-            label: The actor's name in errors.
-            demand: The resources it needs.
-            beside: The process of another actor, to share it; None for a new process.
-            conditions: The conditions for the process of each incarnation.
-            restartable: Whether it keeps its resources until `vacate`, also while it has no process.
+    @method
+    async def state(self, within: Tenant | None = None) -> NodeState:
+        """What there is now, on the node or in a slice of it."""
+        held = self._resources
+        return NodeState(held.stock(within), len(held), held.revision, self.draining.begun)
+
+    @method
+    async def changed(self, revision: int) -> None:
+        """Wait until something was given back since a view with this revision, or by another runtime."""
+        if self._resources.revision != revision:
+            return
+        waits: tuple[Coroutine[Any, Any, object], ...] = (self._given_back.wait(), self._claims.given_back())
+        start = self._process.tasks.start
+        tasks = [start(wait, name="wait for resources") for wait in waits]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    @method
+    async def reserve(self, wishes: Sequence[Wish[Tenant]], within: Tenant | None) -> None:
+        """Reserve the shares of actors that are placed later: all of them or none.
 
         Raises:
             InsufficientResources: The resources are missing; nothing was reserved.
-            SpawnFailed: The process did not start.
         """
-        if beside is not None and demand.gpus:
-            raise InsufficientResources(
-                f"{label} lives in the process of another actor and shares its GPUs: ask for none"
-            )
-        actor = ActorId(next(self._actor_numbers))
-        self._resources.take(actor, label, demand)
+        for owner in {wish.holder.owner for wish in wishes}:
+            self._check_owner(owner)
+        self._resources.take_all(wishes, within)
+        self._reserved |= {wish.holder for wish in wishes}
+
+    @method
+    async def carve(self, wish: Wish[Tenant]) -> tuple[int, ...]:
+        """Reserve a slice; returns the numbers of its GPUs. Raises as `reserve` does."""
+        self._check_owner(wish.holder.owner)
+        gpus = self._resources.carve(wish.holder, wish.label, wish.demand)
+        self._reserved.add(wish.holder)
+        return gpus
+
+    @method
+    async def release(self, tenants: Sequence[Tenant]) -> None:
+        """Give back shares without actors, and slices; one with actors, when these are gone. Idempotent."""
+        for tenant in tenants:
+            if tenant in self._reserved:
+                self._reserved.remove(tenant)
+                self._give_back(tenant)
+
+    def _check_owner(self, owner: PeerId) -> None:
+        """See that what a worker owns here ends with it. Raises ActorDied if it has ended."""
+        if not is_worker(owner):
+            return
+        if node_of(owner) != node_of(self._process.id):
+            self._far_owners.add(owner)
+        elif owner not in self._workers:
+            raise self._why_ended(owner, executed=False)
+
+    def _give_back(self, tenant: Tenant, *, keep_gpus: bool = False) -> None:
+        self._resources.give_back(tenant, keep_gpus=keep_gpus)
+        self._code.release(tenant)
+        given_back, self._given_back = self._given_back, asyncio.Event()
+        given_back.set()
+
+    # Actors.
+
+    @method
+    async def place(
+        self,
+        wish: Wish[Tenant],
+        within: Tenant | None,
+        beside: str | None,
+        conditions: Conditions,
+        restartable: bool,
+        epoch: int = 0,
+    ) -> Place:
+        """Reserve the resources of an actor, unless that is done, and find a process for it.
+
+        Args:
+            wish: The actor, and what it needs.
+            within: The slice to take that from.
+            beside: The process of another actor, to share it; None for a new process.
+            conditions: The conditions for the process of each incarnation.
+            restartable: Whether it keeps its resources until `vacate`, also while it has no process.
+            epoch: The number of its incarnation, if it was on another node before.
+
+        Raises:
+            InsufficientResources: The resources are missing; nothing was reserved.
+            SpawnFailed: The process did not start, or has another owner.
+        """
+        tenant, label = wish.holder, wish.label
+        self._check_owner(tenant.owner)
+        self._resources.check_open(label)
+        if tenant in self._reserved:
+            self._reserved.remove(tenant)
+        else:
+            self._resources.take(tenant, label, wish.demand, within)
         try:
-            place = await self._find_process(label, actor, beside, conditions)
+            actor = incarnation(tenant.number, epoch)
+            place = await self._find_process(tenant, actor, label, beside, conditions)
         except BaseException:
-            self._resources.give_back(actor)
+            self._give_back(tenant)
             raise
         if restartable:
-            self._restartable[actor] = conditions
+            self._restartable[tenant] = conditions
         return place
 
     @method
-    async def place_again(self, label: str, actor: int, beside: str | None) -> Place:
+    async def place_again(self, owner: str, label: str, actor: int, beside: str | None) -> Place:
         """Find a process for the next incarnation of an actor, under the conditions of the first.
 
         Raises:
             ActorDied: The actor, or the one it shares a process with, is gone for good.
+            InsufficientResources: The node is being drained.
             SpawnFailed: The process did not start.
         """
-        conditions = self._restartable.get(number_of(ActorId(actor)))
+        self._resources.check_open(label)
+        tenant = Tenant.of(owner, actor)
+        conditions = self._restartable.get(tenant)
         if conditions is None:
             raise ActorDied(f"{label} was stopped", executed=False)
-        return await self._find_process(label, ActorId(actor), beside, conditions)
+        return await self._find_process(tenant, ActorId(actor), label, beside, conditions)
 
-    async def _find_process(self, label: str, actor: ActorId, beside: str | None, conditions: Conditions) -> Place:
+    async def _find_process(
+        self, tenant: Tenant, actor: ActorId, label: str, beside: str | None, conditions: Conditions
+    ) -> Place:
         if beside is None:
-            assert conditions.worker_environment is not None
-            worker = await self._start_worker(label, number_of(actor), conditions.worker_environment)
-            worker.heartbeat.begin(conditions.patience or self._patience, worker.pid)
+            worker = await self._start_worker(label, tenant, conditions)
+            worker.heartbeat.begin(conditions.patience or Patience(), worker.pid)
         else:
             shared = self._workers.get(PeerId(beside))
             if shared is None or shared.state is WorkerState.STOPPING:
                 raise ActorDied(f"{label} was to live with an actor that is gone", executed=False)
+            if shared.owner != tenant.owner:
+                raise SpawnFailed(f"{label} cannot share the process of {shared.names}, which was spawned elsewhere")
             worker = shared
             if conditions.patience is not None:
                 worker.heartbeat.widen(conditions.patience)
         worker.add(actor, label)
         return Place(worker.id, actor, worker.gpus)
 
-    async def _start_worker(self, label: str, number: ActorId, worker_environment: WorkerEnvironment) -> Worker:
-        cpus, gpus = self._resources.share_of(number)
+    async def _start_worker(self, label: str, tenant: Tenant, conditions: Conditions) -> Worker:
+        assert conditions.worker_environment is not None
+        folders = await self._code.folders(conditions.code, tenant, *(() if conditions.outlives else (tenant.owner,)))
+        worker_environment = conditions.worker_environment._replace(code=folders)
+        cpus, gpus = self._resources.share_of(tenant)
         process, log_level = self._process, logging.getLogger().level
-        options = process.options._replace(id=process.env.new_peer_id("worker"))
-        settings = WorkerSettings(options, process.key.secret(), self._uvloop, log_level, worker_environment.argv)
-        environment = self._environment(cpus, gpus, worker_environment)
+        here = process.options
+        of_runtime = conditions.options or here
+        options = here._replace(
+            id=process.env.new_peer_id("worker", node_of(here.id)),
+            owner=here.id if conditions.outlives else tenant.owner,
+            transport=of_runtime.transport,
+            direct=of_runtime.direct,
+            grace=of_runtime.grace,
+            max_pending=of_runtime.max_pending,
+            codec=of_runtime.codec,
+            stop_grace=of_runtime.stop_grace,
+            patience=of_runtime.patience,
+        )
+        far = self._connections.far
+        if far is not None or is_worker(tenant.owner):
+            # The variables of a worker are for it alone, such as those with its share of the machine.
+            worker_environment = worker_environment.as_far_as_it_is_here()
+        secret = process.key.secret() if far is None else far.secret()
+        argv, digests = worker_environment.argv, conditions.code.digests
+        settings = WorkerSettings(options, secret, self._options.uvloop, log_level, argv, digests)
+        environment = worker_environment.for_share(cpus, [self._gpu_names[gpu] for gpu in gpus])
         worker, sock = await self._launcher.spawn(settings, worker_environment, environment, label)
-        worker.gpus = gpus
+        worker.owner, worker.maker, worker.gpus = tenant.owner, tenant.owner, gpus
         self._connections.attach(worker.id, sock)
         try:
             await asyncio.shield(worker.started)
+            # The owner may have ended before this worker was known to be its own.
+            self._check_owner(tenant.owner)
             worker.handle(WorkerEvent.STARTED)
             worker.oom_counter = watch_oom_kills(self._oom_kills, worker.pid)
             worker.heartbeat.on_order = partial(self._heartbeat_changed, worker)
-            worker.heartbeat.on_stall = partial(_report_stall, worker)
+            worker.heartbeat.on_stall = partial(report_stall, worker)
         except BaseException:
             worker.stop("its spawn was cancelled")
             if worker.id in self._workers:
@@ -158,48 +296,73 @@ class NodeAgent(NodeContact):
             raise
         return worker
 
-    def _environment(self, cpus: float, gpus: tuple[int, ...], inherited: WorkerEnvironment) -> dict[str, str]:
-        environment: dict[str, str] = {}
-        if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpu_names[gpu] for gpu in gpus)
-        if cpus and _THREADS not in inherited.environment:
-            environment[_THREADS] = str(max(1, int(cpus)))
-        return environment
-
     @method
-    async def vacate(self, peer: str, actor: int, reason: str, keep: bool = False, answers: bool = True) -> None:
+    async def vacate(
+        self, owner: str, peer: str, actor: int, reason: str, keep: bool = False, answers: bool = True
+    ) -> None:
         """Remove an actor from its process, and end the process if no other actor is there.
 
         Args:
+            owner: The owner of the actor.
             peer: The process.
             actor: The actor.
             reason: Why it was stopped.
             keep: Whether the actor keeps its resources for its next incarnation.
             answers: Whether the process answers. If not, it is killed at once.
         """
-        number = number_of(ActorId(actor))
-        if not keep:
-            self._restartable.pop(number, None)
-        worker = self._workers.get(PeerId(peer))
-        if worker is None:
-            self._free(number)
-            return
-        worker.actors.pop(ActorId(actor), None)
-        if worker.actors:
-            # The other actors still use the GPUs of the process.
-            self._free(number, keep_gpus=True)
-            return
-        if worker.state is WorkerState.STOPPING:
+        worker = self._leave(Tenant.of(owner, actor), PeerId(peer), ActorId(actor), keep=keep)
+        if worker is not None and worker.state is WorkerState.STOPPING:
             await asyncio.shield(worker.ended)
-            return
-        worker.stop(reason)
+        elif worker is not None:
+            worker.stop(reason)
+            await self._end(worker, reason, answers=answers)
+
+    @method
+    async def moved(self, owner: str, peer: str, actor: int) -> None:
+        """Remove an actor that goes to another node; its process ends when what it has stored is not needed."""
+        worker = self._leave(Tenant.of(owner, actor), PeerId(peer), ActorId(actor), keep=False)
+        if worker is not None and worker.state is not WorkerState.STOPPING:
+            worker.stop("its actors have moved to other nodes")
+            await self.draining.wait_unneeded(worker.id)
+            await self._end(worker, worker.stop_reason)
+
+    def _leave(self, tenant: Tenant, peer: PeerId, actor: ActorId, *, keep: bool) -> Worker | None:
+        """Remove an actor from its process; returns the process if no other actor is there."""
+        self.draining.note()
+        worker = self._workers.get(peer)
+        if worker is not None:
+            # A process that stops an actor need not be its owner.
+            tenant = Tenant.of(worker.maker, actor)
+        if not keep:
+            self._restartable.pop(tenant, None)
+        if worker is not None:
+            worker.actors.pop(actor, None)
+            if not worker.actors:
+                return worker
+        # Other actors of the process still use its GPUs.
+        self._free(tenant, keep_gpus=worker is not None)
+        return None
+
+    async def _end(self, worker: Worker, reason: str, *, answers: bool = True) -> None:
         self._connections.to(worker.id).send(m.bye(reason))
         if not answers or not await self._launcher.wait_end(worker, self._process.grace):
             await self._launcher.end(worker)
 
-    def _free(self, number: ActorId, *, keep_gpus: bool = False) -> None:
-        if number not in self._restartable:
-            self._resources.give_back(number, keep_gpus=keep_gpus)
+    def _free(self, tenant: Tenant, *, keep_gpus: bool = False) -> None:
+        if tenant not in self._restartable:
+            self._give_back(tenant, keep_gpus=keep_gpus)
+
+    @method
+    async def keep(self, peer: str) -> None:
+        """Let a process outlive the owner of its actor, which is made now: from here on, it belongs to this node.
+
+        Raises:
+            ActorDied: It has ended.
+        """
+        worker = self._workers.get(PeerId(peer))
+        if worker is None:
+            raise self._why_ended(PeerId(peer))
+        worker.owner = self._process.id
 
     @method
     async def kill(self, peer: str, reason: str) -> None:
@@ -209,16 +372,23 @@ class NodeAgent(NodeContact):
             await self._launcher.end(worker)
 
     @method
-    async def introduce(self, other: str) -> None:
-        """Connect the calling process with another one of this node.
+    async def introduce(self, other: str) -> str:
+        """Connect the calling process with another one.
+
+        Returns:
+            The address to connect to; "" if a socket comes instead, because both processes are on this machine.
 
         Raises:
             ActorDied: The other process is gone.
             ResourceExhausted: There is no descriptor for the connection.
         """
         first, second = serving().caller, PeerId(other)
-        if second not in self._workers:
+        if node_of(second) != node_of(self._process.id):
+            return self._others.address_of(second)
+        if not (second in self._workers or self._is_attached(second)):
             raise self._why_ended(second, executed=False)
+        if self._is_attached(first) or self._is_attached(second):
+            return self._others.address_of(second)
         pair = frozenset((first, second))
         # Both processes may ask at the same time: they get one connection.
         if pair not in self._introduced:
@@ -228,6 +398,47 @@ class NodeAgent(NodeContact):
             except OSError as error:
                 self._introduced.discard(pair)
                 raise exhausted(error, f"{first} and {second} cannot be connected") from error
+        return ""
+
+    def _is_attached(self, peer: PeerId) -> bool:
+        """Whether a process is a controller that has connected to this node."""
+        connection = self._connections.get(peer)
+        return connection is not None and connection.far and connection.lost is None
+
+    @method
+    async def open_stream(self, other: str, number: int) -> str:
+        """Give the calling process, under a number, and another one the ends of a stream for payload.
+
+        Returns:
+            The address to connect to; "" if a socket comes instead, because both processes are on this machine.
+
+        Raises:
+            ActorDied: The other process is gone.
+            ResourceExhausted: There is no descriptor for it.
+        """
+        first, second = serving().caller, PeerId(other)
+        if not can_share_memory(first, second) or not can_share_memory(second, self._process.id):
+            return self._others.address_of(second)
+        if second not in self._workers and second != self._process.id:
+            raise self._why_ended(second, executed=False)
+        try:
+            self._connections.join_by_stream(first, second, number)
+        except OSError as error:
+            raise exhausted(error, f"there is no stream from {first} to {second}") from error
+        return ""
+
+    @method
+    async def locate(self, owner: str, number: int, wait: bool) -> Location:
+        controller = PeerId(owner)
+        if node_of(controller) != node_of(self._process.id):
+            return await self._others.contact(controller).locate(controller, number, wait)
+        return await self._owners.locate(controller, number, wait=wait)
+
+    @method
+    async def wait_end(self, peer: str) -> None:
+        worker = self._workers.get(PeerId(peer))
+        if worker is not None:
+            await asyncio.shield(worker.ended)
 
     @method
     async def exit_report(self, peer: str, in_flight: int) -> DaftError:
@@ -237,7 +448,14 @@ class NodeAgent(NodeContact):
             peer: The process.
             in_flight: The number of calls that the asking process had under way there. They fail with this error.
         """
-        worker = self._workers.get(PeerId(peer)) or self._ended.get(PeerId(peer))
+        ended = PeerId(peer)
+        if node_of(ended) != node_of(self._process.id):
+            if ended == self._others.process_of(ended):
+                return PeerLost(f"the connection to the node {ended} ended")
+            return await self._others.contact(ended).exit_report(ended, in_flight)
+        if self._is_attached(ended):
+            return PeerLost(f"the connection to {ended} ended")
+        worker = self._workers.get(ended) or self._ended.get(ended)
         if worker is not None:
             if in_flight:
                 worker.handle(WorkerEvent.CALLS_LOST)
@@ -248,18 +466,59 @@ class NodeAgent(NodeContact):
                     return PeerLost(f"the connection to {worker} ended")
                 # The process lives, but this process has lost the connection to it.
                 await self._launcher.end(worker)
-        return self._why_ended(PeerId(peer))
+        return self._why_ended(ended)
 
     def _why_ended(self, peer: PeerId, executed: bool | None = None) -> OutcomeUnknown:
         worker = self._ended.get(peer)
         error = None if worker is None else worker.error
         return error or ActorDied(f"there is no process {peer}", executed=executed)
 
+    def owner_lost(self, owner: PeerId, reason: str) -> None:
+        """An owner of actors is gone: their processes end, and names that it has are free."""
+        for worker in [worker for worker in self._workers.values() if worker.owner == owner]:
+            worker.orphaned = worker.state is not WorkerState.STOPPING
+            worker.stop(reason)
+            self._launcher.kill(worker)
+        for tenant in [tenant for tenant in self._restartable if tenant.owner == owner]:
+            del self._restartable[tenant]
+            self._give_back(tenant)
+        for tenant in [tenant for tenant in self._reserved if tenant.owner == owner]:
+            self._reserved.remove(tenant)
+            self._give_back(tenant)
+        self._code.release(owner)
+        # If its own node has left, any other may say so.
+        if node_of(owner) == node_of(self._process.id) or not self._others.is_member(node_of(owner)):
+            self.on_ended(owner)
+
     @method
-    async def unheld(self, encoded: bytes, what: str) -> None:
-        """Report an error that no code in a worker saw; `what` says what failed."""
-        caller = serving().caller
-        self.on_unheld(decode_error(encoded), f"{what} (in {self._workers.get(caller, caller)})")
+    async def members(self) -> list[Member]:
+        """The nodes that this one knows."""
+        return self._others.members()
+
+    @method
+    async def named(self, granted: NamedActor) -> None:
+        """Know the name of an actor of this node, to tell it to a coordinator that is started again."""
+        self.on_named(granted)
+
+    @method
+    async def drain(self, grace: float) -> None:
+        """Take no new actors, and end when those that are here are gone, at most `grace` seconds from now.
+
+        Returns when they are gone.
+        """
+        self.draining.begin(grace)
+        await self.draining.over.wait()
+
+    @method
+    async def left(self, known: Sequence[str]) -> tuple[str, ...]:
+        """What is left of a drain, process by process, as soon as it is something else than is `known`."""
+        return await self.draining.wait_other(known)
+
+    @method
+    async def end(self) -> None:
+        """End the process of the node, with its workers; nothing in a runtime of one machine."""
+        # First, this call is answered.
+        self._process.loop.call_soon(self.on_end)
 
     @method
     async def resources(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
@@ -285,9 +544,10 @@ class NodeAgent(NodeContact):
         return await take_dump(worker.pid, partial(self._launcher.kill, worker))
 
     def _worker_ended(self, worker: Worker, ending: Ending) -> None:
-        wanted = worker.state is WorkerState.STOPPING
+        wanted = worker.state is WorkerState.STOPPING and not worker.orphaned
         error = worker.error = worker.given_up or self._post_mortem(worker, ending)
         worker.handle(WorkerEvent.ENDED)
+        self.draining.note()
         self._ended[worker.id] = worker
         while len(self._ended) > self._process.env.remembered:
             del self._ended[next(iter(self._ended))]
@@ -297,8 +557,9 @@ class NodeAgent(NodeContact):
             # If the fork server still starts it, it finds no connection and ends.
             self._connections.to(worker.id).close(error)
         for actor in worker.placed:
-            self._free(number_of(actor))
-        self.on_ended(worker.id, error, wanted)
+            self._free(Tenant.of(worker.maker, actor))
+        self.owner_lost(worker.id, f"its owner {worker} is gone")
+        self._owners.process_ended(worker.owner, worker.id, error, wanted=wanted)
         if worker.state is WorkerState.DIED:
             self._process.loop.call_later(self._process.env.timeouts.blame, self._blame_over, worker, error)
 
@@ -306,7 +567,7 @@ class NodeAgent(NodeContact):
         worker.handle(WorkerEvent.BLAME_OVER)
         if worker.state is WorkerState.UNHANDLED:
             for actor in worker.actors:
-                self.on_died(worker.id, actor, error)
+                self._owners.actor_died(worker.owner, worker.id, actor, error)
 
     def _post_mortem(self, worker: Worker, ending: Ending) -> ActorDied:
         killed = worker.state is not WorkerState.STOPPING and ending.signal == "SIGKILL"
@@ -327,14 +588,3 @@ class NodeAgent(NodeContact):
             # Closing the connection drops its later messages.
             self._launcher.kill(worker)
             connection.close(worker.given_up)
-
-
-def _report_stall(worker: Worker, culprit: str, line: str, seconds: float) -> None:
-    logger.warning(
-        "%s (pid %d) has kept the event loop of its process from turning for %.1f s: %s. Other calls, streams and "
-        "cancellations wait for it. Make it a `def` method, which runs on a thread, or await asyncio.to_thread(...)",
-        culprit or f"a task or callback of {worker.names}",
-        worker.pid,
-        seconds,
-        line,
-    )

@@ -14,6 +14,8 @@ class Spawn(NamedTuple):
     worker: PeerId
     directory: str
     path: list[str]
+    # Folders in front of `path`, for this worker alone.
+    code: list[str]
     # To the environment of the fork server; None removes a variable.
     changes: dict[str, str | None]
     # To be imported before the fork.

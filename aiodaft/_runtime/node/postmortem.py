@@ -11,6 +11,7 @@ from aiodaft._protocol.node.worker import WorkerState, how_it_ended
 from aiodaft._runtime.calls.call import CallState, PendingCall
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.node.worker import Worker
+from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import ActorDied, OutcomeUnknown, PeerLost
 
 
@@ -97,3 +98,15 @@ def _read(path: str) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+def report_stall(worker: Worker, culprit: str, line: str, seconds: float) -> None:
+    """Log which code of a worker keeps its loop from turning."""
+    logger.warning(
+        "%s (pid %d) has kept the event loop of its process from turning for %.1f s: %s. Other calls, streams and "
+        "cancellations wait for it. Make it a `def` method, which runs on a thread, or await asyncio.to_thread(...)",
+        culprit or f"a task or callback of {worker.names}",
+        worker.pid,
+        seconds,
+        line,
+    )

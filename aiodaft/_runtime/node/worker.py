@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.ids import ActorId, PeerId, number_of
+from aiodaft._protocol.node.code import Code
 from aiodaft._protocol.node.liveness import LastHeartbeat, Patience
 from aiodaft._protocol.node.postmortem import Ending
 from aiodaft._protocol.node.worker import TRANSITIONS, WorkerEvent, WorkerState
@@ -13,7 +14,20 @@ from aiodaft._protocol.transitions import next_state
 from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.node.heartbeat import HeartbeatWatch
 from aiodaft._runtime.node.worker_logs import WorkerOutput
-from aiodaft.exceptions import OutcomeUnknown, PeerLost, SpawnFailed
+from aiodaft._runtime.process import ProcessOptions
+from aiodaft.exceptions import OutcomeUnknown, SpawnFailed
+
+
+class Tenant(NamedTuple):
+    """An actor, whichever incarnation: its owner, and its number there."""
+
+    owner: PeerId
+    number: ActorId
+
+    @classmethod
+    def of(cls, owner: str, actor: int) -> Tenant:
+        """The tenant that an incarnation belongs to."""
+        return cls(PeerId(owner), number_of(ActorId(actor)))
 
 
 class Place(NamedTuple):
@@ -28,12 +42,18 @@ class Conditions(NamedTuple):
     """What every incarnation of an actor is started with.
 
     Attributes:
-        patience: How long its process may be silent. Default: the runtime's patience.
+        patience: How long its process may be silent; None: as long as one that it shares may be anyway.
         worker_environment: What its process inherits from the controller; None if it shares another actor's process.
+        options: Those of the controller: what the user chose for the whole runtime. Default: what the node has.
+        code: What the program has shipped. Default: nothing.
+        outlives: Whether it is to belong to its node as soon as it is made; see `NodeAgent.keep`.
     """
 
     patience: Patience | None
     worker_environment: WorkerEnvironment | None
+    options: ProcessOptions | None = None
+    code: Code = Code(PeerId(""))
+    outlives: bool = False
 
 
 class WorkerProcess(NamedTuple):
@@ -41,6 +61,7 @@ class WorkerProcess(NamedTuple):
 
     id: PeerId
     pid: int
+    owner: PeerId
     actors: tuple[str, ...]
     gpus: tuple[int, ...]
     heartbeat: LastHeartbeat
@@ -64,11 +85,17 @@ class Worker:
         # The names of the actors in it, and of all that ever were.
         self.actors: dict[ActorId, str] = {}
         self.placed: dict[ActorId, str] = {}
+        # The process that its actors belong to.
+        self.owner = PeerId("")
+        # The process that has given its actors their numbers.
+        self.maker = PeerId("")
+        # Whether its owner was given up: if that comes back, it did not want the end of this process.
+        self.orphaned = False
         self.gpus: tuple[int, ...] = ()
         # Why it was told to end, in the state STOPPING.
         self.stop_reason = ""
-        # Its error if it is killed because it was silent for too long; the error of its callers once it has ended.
-        self.given_up: PeerLost | None = None
+        # Its error if its node ends it; the error of its callers once it has ended.
+        self.given_up: OutcomeUnknown | None = None
         self.error: OutcomeUnknown | None = None
         # The file in which the kernel counts processes killed for want of memory.
         self.oom_counter: str | None = None
@@ -99,7 +126,9 @@ class Worker:
         self.stop_reason = self.stop_reason or reason
 
     def snapshot(self) -> WorkerProcess:
-        return WorkerProcess(self.id, self.pid, tuple(self.actors.values()), self.gpus, self.heartbeat.last())
+        return WorkerProcess(
+            self.id, self.pid, self.owner, tuple(self.actors.values()), self.gpus, self.heartbeat.last()
+        )
 
     def add(self, actor: ActorId, label: str) -> None:
         self.actors[actor] = self.placed[actor] = label

@@ -12,8 +12,13 @@ import sys
 import time
 from typing import Any, TextIO, cast
 
+from aiodaft._protocol.ids import FIRST_USER_ACTOR
+from aiodaft._protocol.node.code import Code
 from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.far import FarConnections, Network
+from aiodaft._runtime.connections.identity import Identity
+from aiodaft._runtime.connections.network import TcpNetwork
 from aiodaft._runtime.diagnostics.native_dump import offer_dump
 from aiodaft._runtime.node.environment import WorkerSettings
 from aiodaft._runtime.node.heartbeat import Heartbeat
@@ -24,8 +29,9 @@ from aiodaft._runtime.platform.fork_hooks import leave_signals, when_forked
 from aiodaft._runtime.platform.linux import die_with_parent
 from aiodaft._runtime.process import opened
 from aiodaft._runtime.serialization.errors import encode_error
-from aiodaft.exceptions import DaftError, ProtocolError
+from aiodaft.exceptions import DaftError, ProtocolError, RuntimeClosed
 from aiodaft_transport import Key
+from aiodaft_transport.handshake import KEY_SIZE
 
 # Seconds that the orderly end of a worker may take.
 _EXIT_GRACE = 1.0
@@ -48,7 +54,13 @@ class WorkerMain:
         loop.add_signal_handler(signal.SIGTERM, self._end, 128 + signal.SIGTERM)
         when_forked(leave_signals)
         settings = self._settings
-        peer = Peer(settings.options, Key(settings.key), self._env)
+        if len(settings.secret) == KEY_SIZE:
+            peer = Peer(settings.options, Key(settings.secret), self._env)
+        else:
+            network: Network = self._env.network or TcpNetwork(Identity(settings.secret))
+            peer = Peer(settings.options, network.key, self._env)
+            peer.connections.far = FarConnections(peer.process, network, peer.connections)
+        peer.process.code = Code(settings.options.agent, tuple(settings.digests))
         peer.connections.explain = self._explain
         peer.host.on_exit = self._exit_requested
         peer.objects.on_unheld = self._report_unheld
@@ -58,7 +70,7 @@ class WorkerMain:
         # Loaded now, because later there may be no descriptors left to load it with.
         peer.store.transport_named(settings.options.transport)
         self._start_heartbeat(peer)
-        peer.connections.attach(settings.options.home, self._connection)
+        peer.connections.attach(settings.options.agent, self._connection)
         await self._over.wait()
         # The end of the process ends what is left.
         with contextlib.suppress(TimeoutError):
@@ -74,12 +86,12 @@ class WorkerMain:
         self._over.set()
 
     async def _explain(self, connection: Connection, reason: Exception) -> DaftError:
-        if connection.remote == self._settings.options.home:
-            # The exit code is 0 only if the controller closed the connection.
+        if connection.remote == self._settings.options.agent:
+            # The exit code is 0 only if the node closed the connection.
             self._end(0 if connection.dismissed else 1)
             if isinstance(reason, ProtocolError):
-                log_error("the connection to the controller broke", reason)
-            return DaftError(f"the controller is gone: {reason}")
+                log_error("the connection to the node agent broke", reason)
+            return RuntimeClosed(f"the node agent is gone: {reason}")
         if isinstance(reason, ProtocolError):
             return reason
         return await self._peer.node.exit_report(connection.remote, self._peer.graphs.in_flight(connection))
@@ -96,7 +108,10 @@ class WorkerMain:
 
     def _report_unheld(self, error: BaseException, what: str) -> None:
         if self._peer.process.closed is None:
-            self._peer.node.unheld.tell(encode_error(error), what)
+            peer = self._peer
+            names = " and ".join(actor.name for actor in peer.actors.values() if actor.id >= FIRST_USER_ACTOR)
+            where = f"{names} (pid {peer.process.pid})" if names else peer.process.id
+            peer.owner(self._settings.options.owner).unheld.tell(encode_error(error), f"{what} (in {where})")
         else:
             log_error(what, error)
 

@@ -1,14 +1,15 @@
 """Values that many processes pull go from consumer to consumer, by the routes of `_protocol.broadcast`.
 
-Only for values of 1 MiB or more over transports that send bytes; in shared memory, one block serves all. A consumer may
-change its own value, so a process that passes a value on makes a copy when it comes, and frees the copy with it.
+Only for values of 1 MiB or more that are sent as bytes; in shared memory, one block serves all processes of a machine.
+A consumer may change its own value, so a process that passes a value on makes a copy when it comes, and frees the copy
+with it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeAlias
 
 from aiodaft._protocol.connections import messages as m
@@ -23,7 +24,7 @@ from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError
-from aiodaft_transport import TransportError
+from aiodaft_transport import Block, TransportError
 
 # Called with the place of a value.
 Found: TypeAlias = Callable[[Any], object]
@@ -57,20 +58,20 @@ class Relays:
 
     def source_for(self, connection: Connection, key: Key, stored: StoredValue) -> PeerId | None:
         """The process that gives a value to the peer that asks for it; None for this one."""
-        if not stored.can_be_relayed(SMALLEST):
+        if not stored.can_be_relayed(SMALLEST, connection):
             return None
         fanout = self.table.fanouts.get(key)
         if fanout is None:
-            fanout = self.table.fanouts[key] = Fanout()
+            fanout = self.table.fanouts[key] = Fanout(shared=stored.shared)
             stored.on_release = lambda: self._free(key)
         source = fanout.join(connection.remote)
         if source != connection.remote:
-            connection.send(m.join(*key, source is None and fanout.keeps(connection.remote)))
+            connection.send(m.join(*key, fanout.keeps(connection.remote)))
         return source
 
-    def root_of(self, stored: StoredValue) -> PeerId | None:
+    def root_of(self, connection: Connection, stored: StoredValue) -> PeerId | None:
         """The process to ask for a value that may be passed on: this one; None for a value that is not passed on."""
-        return self._process.id if stored.can_be_relayed(SMALLEST) else None
+        return self._process.id if stored.can_be_relayed(SMALLEST, connection) else None
 
     def _free(self, key: Key) -> None:
         for member in self.table.fanouts.pop(key).members:
@@ -98,7 +99,7 @@ class Relays:
         if fetching.waiting and fetching.is_alone:
             self._send_away(key, fetching)
 
-    async def keep(self, fetching: Fetching, key: Key, received: ReceivedValue, via: str) -> None:
+    async def keep(self, fetching: Fetching, key: Key, received: ReceivedValue, via: str | None) -> None:
         """Make a copy for others if there are any: the value is here, and nothing has changed it yet."""
         store, root = self._store, fetching.root
         if root is None or key in store.entries or not fetching.wants_copy:
@@ -121,6 +122,27 @@ class Relays:
         if store.entries.get(key) is stored:
             for found in fetching.take_waiting():
                 found(stored)
+
+    def landing(self, fetching: Fetching, key: Key, nbytes: int) -> Block | None:
+        """Memory in which other processes of this machine can read a value that is about to come; None if none will."""
+        store = self._store
+        if fetching.root is None or key in store.entries or not fetching.wants_copy or not store.transport.shared:
+            return None
+        if store.relayed_bytes() + nbytes > self._room:
+            return None
+        # Without memory for others, this process gets its value all the same.
+        with suppress(OSError):
+            return store.transport.allocate(nbytes)
+        return None
+
+    def landed(self, fetching: Fetching, key: Key, stored: StoredValue) -> bool:
+        """A value has come for others. Returns whether it is kept for them."""
+        if fetching.root is None or key in self._store.entries:
+            return False
+        self._store.entries[key] = stored
+        for found in fetching.take_waiting():
+            found(stored)
+        return True
 
     def _send_away(self, key: Key, fetching: Fetching) -> None:
         if fetching.waiting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -63,8 +63,10 @@ class Accelerators(Protocol):
 class Devices:
     """The accelerators of one process."""
 
-    def __init__(self, kind: Accelerators, host: DeviceHost, local: str) -> None:
+    def __init__(self, kind: Accelerators, host: DeviceHost, local: str, streams: Callable[[], Any]) -> None:
         self.kind = kind
+        # The transport that leads to the devices of other machines.
+        self._streams = streams
         self.transport = CudaTransport(host, kind.open_driver, self._land, local=local)
 
     def take(self, encoded: Encoded) -> list[DeviceBlock]:
@@ -96,6 +98,17 @@ class Devices:
                 block.release()
             raise
         return taken
+
+    def grant(self, block: DeviceBlock, route: Route) -> tuple[Any, Grant]:
+        """Grant a filled block: from device to device on one machine, else through host memory. With the transport.
+
+        Raises:
+            DeviceError: The device failed before it had filled the block.
+        """
+        if route.shares_memory:
+            return self.transport, self.transport.grant(block, route)
+        transport = self._streams()
+        return transport, transport.grant(self.transport.through_host(block), route)
 
     def memory_in(self, target: torch.Tensor, device: int, grant: Grant, connection: Route) -> Landing | None:
         """A tensor of a device as memory to fetch into, if what is granted is on the same device."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
-from aiodaft._runtime.serialization.definitions import Definition
+from aiodaft._runtime.serialization.definitions import NONE_HEARD, Definition
 from aiodaft._runtime.serialization.small import NAMED
 from aiodaft.ref import Ref
-
-_NOTHING: Final[Mapping[bytes, Definition]] = MappingProxyType({})
 
 
 class ReceivedValue:
@@ -24,7 +21,7 @@ class ReceivedValue:
         inline: bytes | None,
         blobs: list[Any],
         refs: list[Ref[Any]],
-        heard: Mapping[bytes, Definition] = _NOTHING,
+        heard: Mapping[bytes, Definition] = NONE_HEARD,
     ) -> None:
         self.payload = payload
         self.inline = inline
@@ -34,7 +31,7 @@ class ReceivedValue:
         # Returns the object that a buffer came from, if the value was made in this process.
         self.origin: Callable[[int], Any] = _no_origin
         # What the names in it stand for; any other value keeps none of it alive.
-        self.heard = heard if payload[0] == NAMED else _NOTHING
+        self.heard = heard if payload[0] == NAMED else NONE_HEARD
 
 
 class Plain:  # noqa: B903 - as above

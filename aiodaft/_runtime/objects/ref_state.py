@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol, Self, cast
 
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.objects.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict, first_error
+from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.into_tensor import IntoTensor
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_host import RefHost
@@ -59,6 +60,8 @@ class RefState(Value):
     objects: RefHost
     process: Process
     number: CallId
+    # The connection that the call went over; none if the actor is in this process, or there is no call.
+    connection: Connection | None = None
     value: Any = ABSENT
     received: ReceivedValue | None = None
     stored: StoredValue | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -115,13 +115,21 @@ class RefTable:
 
     def take_back(self, number: CallId, peer: PeerId) -> None:
         """Another process dropped a ref of this one."""
-        for state in self._borrowing.take_back(number, peer):
-            state.free_if_unheld()
+        self._returned(self._borrowing.take_back(number, peer))
 
     def peer_lost(self, remote: PeerId) -> None:
         """A process is gone, and with it what it had borrowed."""
-        for state in self._borrowing.peer_lost(remote):
+        self._returned(self._borrowing.peer_lost(remote))
+
+    def _returned(self, states: Iterable[RefState]) -> None:
+        for state in states:
             state.free_if_unheld()
+            self._store.note_freed()
+
+    @property
+    def are_lent(self) -> bool:
+        """Whether other processes hold refs of this one."""
+        return self._borrowing.are_lent
 
     # Values of refs of this process.
 

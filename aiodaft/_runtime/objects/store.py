@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft._runtime.serialization.small import NAMED, SMALL
 from aiodaft._runtime.serialization.tensors import Places, loaded_torch, memory_of, nowhere
 from aiodaft.ref import Borrowed
-from aiodaft_transport import DEVICE_NAME, Block, Grant, Transport
+from aiodaft_transport import DEVICE_NAME, Block, Grant, Transport, choose_name
 from aiodaft_transport.forks import fork_count
 from aiodaft_transport.memory.address import view_at
 
@@ -47,6 +48,8 @@ class Store:
         self._helper_thread = process.helper_thread
         self._open_transport = open_transport
         self.transports: dict[str, Transport] = {}
+        # What the user chose for the whole runtime, if anything; and the transport that values are stored for.
+        self._chosen = None if process.options.direct else process.options.transport
         self._preferred = process.options.transport
         self._forks = fork_count()
         # By address: blocks of `empty()` tensors with the count of forks at that time; and sizes of memory that the
@@ -54,6 +57,7 @@ class Store:
         self._shared: dict[int, tuple[Block, int]] = {}
         self.registered: dict[int, int] = {}
         self.entries: dict[Key, StoredValue] = {}
+        self._freed: asyncio.Event | None = None
 
     @property
     def transport(self) -> Transport:
@@ -76,6 +80,19 @@ class Store:
                 transport.unregister(address)
         return transport
 
+    def carrier(self, via: str | None, route: Route) -> Transport:
+        """The transport that carries a value to a process.
+
+        Args:
+            via: What the user chose for the value.
+            route: The route to the process.
+
+        Raises:
+            Unreachable: The transport that the user chose does not lead there.
+        """
+        asked, one_machine = via or self._chosen, route.shares_memory
+        return self.transport_named(choose_name(asked, one_machine=one_machine, ucx="ucx" in route.reached_by))
+
     @property
     def devices(self) -> Devices:
         """The accelerators; their module is loaded at the first use."""
@@ -90,7 +107,7 @@ class Store:
         """Use another kind of accelerator from now on, before any value is on one."""
         from aiodaft._runtime.objects.devices import Devices  # noqa: PLC0415 - few programs have accelerators
 
-        self._devices = Devices(kind, self._process, self._process.id)
+        self._devices = Devices(kind, self._process, self._process.id, partial(self.transport_named, "tcp"))
 
     def current_streams(self) -> Sequence[Any]:
         """The current streams of this thread; empty if no accelerator was used."""
@@ -175,7 +192,11 @@ class Store:
 
     def pack_here(self, stored: StoredValue) -> None:
         """Pack the part in host memory, in this thread. May take long."""
-        stored.pack(self.transport_named(stored.via or self._preferred))
+        stored.pack(self.transport_named(stored.via or self._preferred), partial(self.carrier, stored.via))
+
+    def landed(self, received: ReceivedValue, block: Block, root: PeerId | None) -> StoredValue:
+        """A value that came into a block that `transport` has allocated, and that nothing has changed yet."""
+        return StoredValue.landed(received, block, self.transport, partial(self.carrier, None), root)
 
     async def pack(self, stored: StoredValue) -> None:
         """Pack the part in host memory, in the helper thread if it is large."""
@@ -271,6 +292,17 @@ class Store:
         stored = self.entries.pop(key, None)
         if stored is not None:
             stored.release()
+            self.note_freed()
+
+    def note_freed(self) -> None:
+        """Something that others need of this process is freed."""
+        if self._freed is not None:
+            self._freed.set()
+
+    async def wait_freed(self) -> None:
+        """Wait until something more is freed."""
+        self._freed = asyncio.Event()
+        await self._freed.wait()
 
     def stored_bytes(self) -> int:
         return sum(stored.size for stored in self.entries.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,7 +42,9 @@ class StoredValue:
     on_release: Callable[[], object] | None = None
     # Copies on accelerators, in the order of the blobs; not the lent memory.
     _captured: Sequence[DeviceBlock] = ()
+    # The transport that the part in host memory was packed for, and what chooses the one that carries it somewhere.
     _transport: Transport | None = None
+    _carrier: Callable[[Route], Transport] | None = None
     # Runs a callback on the loop. Safe in any thread, also during a garbage collection.
     _on_loop: Callable[[Callable[[], object]], object] | None = None
     _released = False
@@ -96,13 +98,30 @@ class StoredValue:
         return stored
 
     @classmethod
-    def copy_of(cls, received: ReceivedValue, via: str, root: PeerId) -> StoredValue:
+    def copy_of(cls, received: ReceivedValue, via: str | None, root: PeerId) -> StoredValue:
         """A large received value for other processes; pack it before code of this process changes it."""
         (blob,) = received.blobs
         stored = cls(Encoded(received.payload, [Source.of(blob)], [0], blob.nbytes, refs=received.refs), via=via)
         stored.root = root
         # The buffers come from no objects of this process.
         stored.origins = []
+        return stored
+
+    @classmethod
+    def landed(
+        cls,
+        received: ReceivedValue,
+        block: Block,
+        transport: Transport,
+        carrier: Callable[[Route], Transport],
+        root: PeerId | None,
+    ) -> StoredValue:
+        """A large value that came into a block of this process, for this and other ones; see `pack`."""
+        stored = cls(Encoded(received.payload, [], [], block.nbytes, refs=received.refs))
+        stored.root, stored.block, stored.packed = root, block, True
+        stored._transport, stored._carrier = transport, carrier
+        stored.size += block.nbytes
+        stored.is_inline = False
         return stored
 
     @property
@@ -113,16 +132,23 @@ class StoredValue:
         lent = [source.block for source in self.encoded.sources if source.device is not None and source.is_apart]
         return [*cast("list[DeviceBlock]", lent), *self._captured]
 
-    def blobs(self) -> list[tuple[Any, Pullable]]:
-        """The packed buffers, each with the transport that grants it to peers."""
-        host = self._transport
-        blobs: list[tuple[Any, Pullable]] = [] if self.block is None else [(host, self.block)]
+    def blobs(self) -> list[tuple[Pullable, bool]]:
+        """The packed buffers, and for each whether it is in the memory of an accelerator."""
+        blobs: list[tuple[Pullable, bool]] = [] if self.block is None else [(self.block, False)]
         if not self.lent and self._devices is None:
             return blobs
-        device = None if self._devices is None else self._devices.transport
         apart = [source for source in self.encoded.sources if source.block is not None]
-        blobs += [(host if source.device is None else device, cast("Pullable", source.block)) for source in apart]
-        return blobs + [(device, block) for block in self._captured]
+        blobs += [(cast("Pullable", source.block), source.device is not None) for source in apart]
+        return blobs + [(block, True) for block in self._captured]
+
+    def _grants(self, connection: Route) -> Generator[tuple[Transport, Grant]]:
+        """Grant the packed buffers to a peer one after the other."""
+        for block, on_device in self.blobs():
+            if on_device:
+                yield cast("Devices", self._devices).grant(cast("DeviceBlock", block), connection)
+            else:
+                transport = cast("Callable[[Route], Transport]", self._carrier)(connection)
+                yield transport, transport.grant(transport.adopt(cast("Block", block)), connection)
 
     @property
     def is_free(self) -> bool:
@@ -134,15 +160,22 @@ class StoredValue:
         """Whether it can be granted without waiting."""
         return self.packed and (self._devices is None or all(block.settled for block in self._device_blocks))
 
-    def can_be_relayed(self, smallest: int) -> bool:
-        """Whether consumers may pass it on: it is one blob of at least `smallest` bytes, and the transport sends bytes.
+    @property
+    def shared(self) -> bool:
+        """Whether the processes of one machine read one block of it."""
+        return self._transport is not None and self._transport.shared
+
+    def can_be_relayed(self, smallest: int, connection: Route) -> bool:
+        """Whether a consumer may pass it on: it is one blob of at least `smallest` bytes, and bytes are sent there.
 
         Values on accelerators go to each consumer directly: a copy for others would take memory of the accelerator.
         """
-        if self._devices is not None or self.root is not None or self._transport is None or self._transport.shared:
+        if self._devices is not None or self.root is not None or self._transport is None:
+            return False
+        if self.shared and connection.shares_memory:
             return False
         blobs = self.blobs()
-        return len(blobs) == 1 and blobs[0][1].nbytes >= smallest
+        return len(blobs) == 1 and blobs[0][0].nbytes >= smallest
 
     async def wait_filled(self) -> None:
         """Wait until the accelerators have copied their part, or have failed."""
@@ -151,8 +184,12 @@ class StoredValue:
             block.on_filled(filled.set)
             await filled.wait()
 
-    def pack(self, transport: Transport) -> None:
+    def pack(self, transport: Transport, carrier: Callable[[Route], Transport]) -> None:
         """Copy the buffers to where peers can reach them. May take long.
+
+        Args:
+            transport: It allocates the memory.
+            carrier: Chooses the transport that grants them to the peer at the end of a route.
 
         Raises:
             BorrowError: A tensor was written to since it was lent, or during the copy.
@@ -160,7 +197,7 @@ class StoredValue:
         """
         if self.packed:
             return
-        self._transport = transport
+        self._transport, self._carrier = transport, carrier
         encoded = self.encoded
         encoded.check_unchanged(self._versions)
         if self.is_inline:
@@ -197,6 +234,7 @@ class StoredValue:
         Raises:
             BorrowError: A lent buffer was written to.
             ResourceExhausted: There is no descriptor for it.
+            Unreachable: The transport that the user chose does not lead there.
         """
         if self.lent:
             self.encoded.check_unchanged(self._versions)
@@ -206,24 +244,24 @@ class StoredValue:
             return self.inline
         traffic = connection.traffic
         traffic.payloads_sent += len(blobs)
-        traffic.payload_sent += sum(block.nbytes for _, block in blobs)
-        if self._devices is not None:
+        traffic.payload_sent += sum(block.nbytes for block, _ in blobs)
+        if self._devices is not None and connection.shares_memory:
             traffic.device_sent += sum(block.nbytes for block in self._device_blocks)
-        granted: list[tuple[str, Grant]] = []
+        granted: list[tuple[Transport, Grant]] = []
         try:
-            for transport, block in blobs:
-                granted.append((transport.name, transport.grant(block, connection)))
+            for transport, grant in self._grants(connection):
+                granted.append((transport, grant))
                 if connection.lost is not None:
                     # The connection broke while the transport sent a note: all grants have ended.
                     return self.inline
         except BaseException as error:
             # No message will carry the earlier grants.
-            for (transport, _), (_, grant) in zip(blobs, granted, strict=False):
+            for transport, grant in granted:
                 transport.revoke(grant, connection)
             if isinstance(error, OSError):
                 raise self._refused(error) from error
             raise
-        return tuple(granted)
+        return tuple((transport.name, grant) for transport, grant in granted)
 
     def _refused(self, error: OSError) -> ResourceExhausted:
         return exhausted(error, f"a value of {self.size:,} bytes cannot be sent")
@@ -248,7 +286,7 @@ class StoredValue:
 
     def when_unread(self, callback: Callable[[], object]) -> None:
         """Call back once no peer reads the buffers."""
-        waiting = [block for _, block in self.blobs() if block.grants]
+        waiting = [block for block, _ in self.blobs() if block.grants]
         if not waiting:
             callback()
         else:

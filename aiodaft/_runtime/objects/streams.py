@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from aiodaft._protocol.connections import messages as m
-from aiodaft._protocol.ids import CallId
+from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.objects.stream import Consumption, Phase
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_host import RefHost
 from aiodaft._runtime.objects.ref_state import RefState, release_inputs
 from aiodaft._runtime.platform.tasks import current_task, shield_from_anyio
-from aiodaft.exceptions import RuntimeClosed
+from aiodaft.exceptions import ActorDied, DaftError, RuntimeClosed
 
 # An encoded item, a task that fetches one, or (in a tuple) an object of this process.
 Item: TypeAlias = ReceivedValue | asyncio.Task[ReceivedValue] | tuple[Any]
@@ -53,10 +53,16 @@ class StreamState:
             self._wake()
 
     def on_error(self, error: BaseException) -> None:
-        """The producer failed, or the connection to it was lost."""
+        """The producer failed."""
         self._end(error)
 
-    on_lost = on_error
+    def on_lost(self, error: DaftError) -> None:
+        """The connection to the producer was lost."""
+        self._end(error)
+
+    def on_away(self, remote: PeerId) -> None:
+        """The producer has not accepted the call, because it is in another process."""
+        self._end(ActorDied("the actor is in another process now", executed=False))
 
     def _end(self, error: BaseException | None) -> None:
         if not self.consumption.end(error):

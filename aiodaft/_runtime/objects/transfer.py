@@ -33,18 +33,18 @@ from aiodaft._runtime.serialization.decoder import is_heavy
 from aiodaft._runtime.serialization.encoder import plain_payload
 from aiodaft._runtime.serialization.errors import add_note, copy_error, decode_error, encode_error
 from aiodaft.exceptions import ActorDied, DaftError, OwnerDied, PeerLost
-from aiodaft_transport import DEVICE_NAME, DeviceError, Grant, TransportError, Unreachable, size_of
+from aiodaft_transport import DEVICE_NAME, Block, DeviceError, Grant, TransportError, Unreachable, size_of
+
+_THROUGH_HOST: Final = (
+    "the value is in the memory of a GPU: return x.cpu(), or send it through host memory (@method(transport='shm'), "
+    "rt.put(x, transport='shm'), or Runtime(transport='shm') for all)"
+)
 
 # Name of a transport, and what it granted.
 Blob: TypeAlias = tuple[str, Grant]
 # The process to ask for a value, or why there is none.
 Elsewhere: TypeAlias = PeerId | BaseException
 Place: TypeAlias = StoredValue | ReceivedValue | Plain | Elsewhere
-
-_THROUGH_HOST: Final = (
-    "the value is in the memory of a GPU: return x.cpu(), or send it through host memory "
-    "(@method(transport='shm'), rt.put(x, transport='shm'), or Runtime(transport='shm') for all)"
-)
 
 
 class Delivery:
@@ -178,10 +178,30 @@ class Transfer:
             return answer
         self.relays.answered(fetching, key)
         via = answer.granted[0][0] if answer.granted else None
+        if via == "tcp" and len(answer.granted) == 1 and into is None and not connection.shares_memory:
+            landing = self.relays.landing(fetching, key, size_of(answer.granted[0][1]))
+            if landing is not None:
+                return await self._land(fetching, key, answer, landing)
         received = await self.receive(answer, into)
         if via is not None:
-            await self.relays.keep(fetching, key, received, via)
+            # Between machines, the copy is for the other processes of this one.
+            await self.relays.keep(fetching, key, received, via if connection.shares_memory else None)
         return received
+
+    async def _land(self, fetching: Fetching, key: Key, delivery: Delivery, landing: Block) -> ReceivedValue:
+        """Fetch a value from another machine into memory in which the other processes of this one read it, too."""
+        try:
+            received = await self.receive(delivery, landing=landing)
+        except BaseException:
+            landing.release()
+            raise
+        stored = self._store.landed(received, landing, fetching.root)
+        kept = self.relays.landed(fetching, key, stored)
+        try:
+            return await self.take_own(stored)
+        finally:
+            if not kept:
+                stored.release()
 
     async def _question(self, connection: Connection, key: Key) -> Came:
         if connection.lost is not None:
@@ -247,8 +267,10 @@ class Transfer:
             if not answer.done():
                 answer.set_exception(copy_error(error))
 
-    async def receive(self, delivery: Delivery, into: IntoTensor | None = None) -> ReceivedValue:
-        """Fetch the blobs of a delivery, straight into the tensor if they fit.
+    async def receive(
+        self, delivery: Delivery, into: IntoTensor | None = None, landing: Block | None = None
+    ) -> ReceivedValue:
+        """Fetch the blobs of a delivery: straight into the tensor if they fit, or into a block for the only one.
 
         Raises:
             TransportError: The memory is out of reach for this process, or a device failed.
@@ -258,7 +280,7 @@ class Transfer:
         try:
             refs = await self._refs.adopt(delivery.refs, delivery.connection) if delivery.refs else []
             while delivery.granted:
-                await self._fetch(delivery, into)
+                await self._fetch(delivery, into, landing)
         except (Unreachable, DeviceError):
             raise
         except TransportError as error:
@@ -270,19 +292,20 @@ class Transfer:
             delivery.decline()
         return ReceivedValue(delivery.payload, delivery.inline, delivery.blobs, refs)
 
-    async def _fetch(self, delivery: Delivery, into: IntoTensor | None) -> None:
-        """Fetch the next blob, into the tensor if it fits."""
+    async def _fetch(self, delivery: Delivery, into: IntoTensor | None, landing: Block | None) -> None:
+        """Fetch the next blob, into the tensor if it fits, or into the block."""
         (name, grant), connection = delivery.granted[0], delivery.connection
         transport = self._store.transport_named(name)
         try:
-            memory = None
+            memory: Any = None if landing is None else landing.view
             if into is not None and into.fits(delivery.payload, size_of(grant)):
                 memory = self._store.memory_in(into.target, name, grant, connection)
             delivery.granted.popleft()
-            if into is None or memory is None:
+            if memory is None:
                 view = await transport.fetch(grant, connection)
             else:
-                await into.fill(transport.fetch_into(grant, connection, memory))
+                fetching = transport.fetch_into(grant, connection, memory)
+                await (fetching if into is None else into.fill(fetching))
                 view = memory
         except Unreachable as error:
             if name == DEVICE_NAME:
@@ -333,7 +356,8 @@ class Transfer:
             state.watch(lambda settled: self._locate_settled(settled, found))
 
     def _locate_settled(self, state: RefState, found: Callable[[Place], object]) -> None:
-        connection = self._connections.get(state.producer)
+        # There may be another connection to the producer: it has dropped the value when the first one broke.
+        connection = state.connection
         where = state.where(producer_lost=connection is not None and connection.lost is not None)
         if where is Where.NOWHERE:
             found(_freed(state.owner, state.number))
@@ -386,7 +410,7 @@ class Transfer:
 
     def _give(self, connection: Connection, key: Key, stored: StoredValue, *, asked: bool) -> None:
         # A process takes part in a broadcast only if it asks.
-        source = self.relays.source_for(connection, key, stored) if asked else self.relays.root_of(stored)
+        source = self.relays.source_for(connection, key, stored) if asked else self.relays.root_of(connection, stored)
         if source is not None:
             connection.send((m.MOVED, *key, source))
             return

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.node.silence import PERIOD
 from aiodaft._runtime.platform.gpu_claims import machine_gpus
 from aiodaft._runtime.platform.linux import visible_pid
 from aiodaft._runtime.platform.sockets import Sockets
@@ -29,6 +30,7 @@ class Timeouts:
         kill: For the fork server to kill a worker.
         fork_server_end: For the fork server to end.
         fork_server_look: Between two looks at a fork server that has not answered.
+        silence: Between two looks at a connection to a node of another machine.
     """
 
     answer: float = 1.0
@@ -38,6 +40,7 @@ class Timeouts:
     kill: float = 1.0
     fork_server_end: float = 5.0
     fork_server_look: float = 1.0
+    silence: float = PERIOD
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Env:
         thread: Makes a thread beside a loop, from the thread's name and the loop.
         remembered: How many processes that ended are remembered, to say how they did.
         launcher: Starts worker processes; takes the arguments of `WorkerLauncher`. None: `WorkerLauncher`.
+        network: Leads to other machines; see `far.Network`. None: TCP, with the key of the cluster.
         timeouts: How long the runtime waits.
     """
 
@@ -68,8 +72,9 @@ class Env:
     thread: Callable[[str, asyncio.AbstractEventLoop], HelperThread] = HelperThread
     remembered: int = 1024
     launcher: Callable[..., Any] | None = None
+    network: Any = None
     timeouts: Timeouts = field(default_factory=Timeouts)
 
-    def new_peer_id(self, kind: str) -> PeerId:
-        """An id for a process that no other process has."""
-        return PeerId(f"{kind}-{self.token(6).hex()}")
+    def new_peer_id(self, kind: str, node: str = "") -> PeerId:
+        """An id for a process that no other process has; `node`: its node in a cluster."""
+        return PeerId(f"{kind}-{self.token(6).hex()}" + (f"@{node}" if node else ""))

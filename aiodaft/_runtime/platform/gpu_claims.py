@@ -8,6 +8,7 @@ network of their own, do not see each other's claims.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -28,6 +29,8 @@ class GpuClaims:
     def __init__(self, ids: Sequence[str]) -> None:
         self._ids = ids
         self._held: dict[int, socket.socket] = {}
+        # GPUs that another runtime had when they were last asked for.
+        self._refused: set[int] = set()
 
     def take(self, gpu: int) -> str | None:
         """Claim a GPU, by its number in the runtime. Idempotent.
@@ -40,7 +43,7 @@ class GpuClaims:
         """
         if gpu in self._held or gpu >= len(self._ids) or not self._ids[gpu]:
             return None
-        name = f"\0aiodaft-gpu-{self._ids[gpu]}"
+        name = self._name(gpu)
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             claim.bind(name)
@@ -48,9 +51,11 @@ class GpuClaims:
         except OSError as error:
             claim.close()
             if error.errno == errno.EADDRINUSE:
+                self._refused.add(gpu)
                 return _holder(name)
             raise InsufficientResources(f"GPU {gpu} cannot be claimed: {error}") from error
         self._held[gpu] = claim
+        self._refused.discard(gpu)
         return None
 
     def give_back(self, gpu: int) -> None:
@@ -59,10 +64,45 @@ class GpuClaims:
         if claim is not None:
             claim.close()
 
+    async def given_back(self) -> None:
+        """Wait until another runtime gives back a GPU that was refused here; for ever if it cannot be told when.
+
+        The wait is for the end of a connection to its socket: no process accepts it, and it ends with the claim.
+        """
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[None] = loop.create_future()
+        questions: list[socket.socket] = []
+        try:
+            for gpu in list(self._refused):
+                try:
+                    questions.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                    questions[-1].setblocking(False)
+                    questions[-1].connect(self._name(gpu))
+                except ConnectionRefusedError:
+                    self._refused.discard(gpu)
+                    return
+                except OSError:
+                    # The queue of connections is full, or there are no descriptors.
+                    continue
+                loop.add_reader(questions[-1], _settle, over)
+            await over
+        finally:
+            for question in questions:
+                loop.remove_reader(question)
+                question.close()
+
+    def _name(self, gpu: int) -> str:
+        return f"\0aiodaft-gpu-{self._ids[gpu]}"
+
     def close(self) -> None:
         """End all claims; in a forked child, which has copies of the sockets, they stay the parent's."""
         for gpu in list(self._held):
             self.give_back(gpu)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _holder(name: str) -> str:

@@ -7,7 +7,7 @@ import glob
 import os
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -26,13 +26,17 @@ def importable_path() -> list[str]:
     return [str(entry) for entry in sys.path]
 
 
-def fresh_python(module: str, *numbers: int) -> list[str]:
-    """The command of a new interpreter that calls `main(*numbers)` of a module, with this process's `sys.path`."""
-    first = 1 + len(numbers)
+def fresh_python(module: str, *numbers: int, front: Sequence[str] = ()) -> list[str]:
+    """The command of a new interpreter that calls `main(*numbers)` of a module, with this process's `sys.path`.
+
+    `front` is put before that path when the module is loaded.
+    """
+    first, last = 1 + len(numbers), 1 + len(numbers) + len(front)
     code = (
-        f"import sys; sys.path[:] = sys.argv[{first}:]; from {module} import main; main(*map(int, sys.argv[1:{first}]))"
+        f"import sys; sys.path[:] = sys.argv[{last}:]; from {module} import main; "
+        f"sys.path[:0] = sys.argv[{first}:{last}]; main(*map(int, sys.argv[1:{first}]))"
     )
-    return [sys.executable, "-c", code, *map(str, numbers), *importable_path()]
+    return [sys.executable, "-c", code, *map(str, numbers), *front, *importable_path()]
 
 
 def _prctl(option: int, value: int) -> None:

@@ -6,16 +6,23 @@ import ctypes
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, Final
 
 from aiodaft._protocol.connections.codec import BIG_INT, big_int_of, unpack_stream, unpacker
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization import encoder as wire
 from aiodaft._runtime.serialization import small as codes
-from aiodaft._runtime.serialization.containers import rebuild_dataclass
-from aiodaft._runtime.serialization.definitions import Definition, find
-from aiodaft._runtime.serialization.pickling import unpickle, yield_gil
+from aiodaft._runtime.serialization.building import (
+    build_dataclass,
+    build_error,
+    build_member,
+    build_namedtuple,
+    builder_named,
+    checked,
+)
+from aiodaft._runtime.serialization.definitions import NONE_HEARD, Definition, find
+from aiodaft._runtime.serialization.encoded import digest_of
+from aiodaft._runtime.serialization.pickling import decoding_in, unpickle, yield_gil
 from aiodaft._runtime.serialization.small import NAMED, SMALL
 from aiodaft._runtime.serialization.tensors import Spec, TensorMaker, as_bytes, tensor_in
 from aiodaft.exceptions import SerializationError
@@ -27,8 +34,6 @@ _new_bytes.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
 _new_bytearray: Final = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.restype = ctypes.py_object
 _new_bytearray.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
-
-_NOTHING: Final[Mapping[bytes, Definition]] = MappingProxyType({})
 
 
 def is_heavy(payload: bytes) -> bool:
@@ -59,7 +64,7 @@ class Decoder:
     tensors: TensorMaker | None = None
     _table: Sequence[Sequence[int]] = ()
 
-    def __init__(self, heard: Mapping[bytes, Definition] = _NOTHING) -> None:
+    def __init__(self, heard: Mapping[bytes, Definition] = NONE_HEARD) -> None:
         self._heard = heard
         self.unpack: Callable[[bytes | memoryview], Any] = unpacker(self._extension)
 
@@ -73,14 +78,21 @@ class Decoder:
         body = memoryview(payload)[1:]
         if payload[0] & ~wire.HEAVY in _WHOLE:
             return self.unpack(body)
-        self._table, specs, *rest = self.unpack(body)
+        self._table, specs, skeleton = self.unpack(body)
         self.tensors = TensorMaker(specs, self.buffer, origin)
-        return self.unpack(rest[0] if rest else self.buffer(-1))
+        return self.unpack(self.code(-1, skeleton) if payload[0] & ~wire.HEAVY == wire.FAR else skeleton)
 
     def buffer(self, index: int) -> memoryview:
         """One of the value's buffers."""
         blob, offset, nbytes = self._table[index]
         return self.blobs[blob][offset : offset + nbytes] if nbytes else memoryview(b"")
+
+    def code(self, index: int, digest: bytes) -> memoryview:
+        """A buffer that says which objects to build, as its producer made it."""
+        found = self.buffer(index)
+        if digest_of(found) != digest:
+            raise ValueError("it was changed on its way")
+        return found
 
     def tensor(self, index: int) -> Any:
         """The tensor with this number."""
@@ -108,9 +120,9 @@ class Decoder:
         return _EXTENSIONS[code](self, parts) if kind is None else kind(parts)
 
     def load_pickle(self, content: list[Any]) -> Any:
-        data, first, count = content
+        data, digest, first, count = content
         buffers = [self.buffer(index) for index in range(first, first + count)]
-        return unpickle(self.buffer(data) if isinstance(data, int) else data, buffers, self, self.pause)
+        return unpickle(self.code(data, digest) if isinstance(data, int) else data, buffers, self, self.pause)
 
     def load_buffer(self, content: list[Any]) -> bytes | bytearray:
         index, mutable = content
@@ -120,9 +132,9 @@ class Decoder:
         return target
 
     def load_chunks(self, content: list[Any]) -> list[Any] | dict[Any, Any]:
-        kind, index = content
+        kind, index, digest = content
         items: list[Any] = []
-        for chunk in unpack_stream(self.buffer(index), self._extension):
+        for chunk in unpack_stream(self.code(index, digest), self._extension):
             items += chunk
             if self.pause is not None:
                 self.pause()
@@ -130,9 +142,20 @@ class Decoder:
 
     def load_record(self, content: list[Any]) -> Any:
         where, state = content
-        record = object.__new__(self.thing(where))
+        record = object.__new__(checked(self.thing(where), "dataclass"))
         record.__dict__.update(state)
         return record
+
+    def build(self, content: list[Any]) -> Any:
+        name, args = content
+        with decoding_in(self):
+            return builder_named(name)(*args)
+
+    def load_large_array(self, content: list[Any]) -> Any:
+        dtype, index, shape, order = content
+        if index < 0:
+            return self.thing("numpy:empty")(shape, dtype)
+        return self.thing("numpy:frombuffer")(self.buffer(index), dtype).reshape(shape, order=order)
 
     def load_tensor(self, content: list[Any]) -> Any:
         import torch  # noqa: PLC0415 - optional package
@@ -159,14 +182,17 @@ _EXTENSIONS: Final[Mapping[int, Callable[[Decoder, Any], Any]]] = {
     codes.SLOT: lambda decoder, index: decoder.slots[index],
     codes.REF: Decoder.ref,
     codes.PICKLE: Decoder.load_pickle,
-    codes.DATACLASS: lambda _, content: rebuild_dataclass(*content),
-    codes.NAMEDTUPLE: lambda _, content: content[0](*content[1]),
+    codes.DATACLASS: lambda _, content: build_dataclass(*content),
+    codes.NAMEDTUPLE: lambda _, content: build_namedtuple(*content),
     codes.CHUNKS: Decoder.load_chunks,
     codes.RECORD: Decoder.load_record,
-    codes.MEMBER: lambda decoder, content: decoder.thing(content[0])[content[1]],
+    codes.MEMBER: lambda decoder, content: build_member(decoder.thing(content[0]), content[1]),
     codes.ARRAY: Decoder.load_array,
     codes.SMALL_TENSOR: Decoder.load_tensor,
     codes.THING: Decoder.thing,
+    codes.BUILT: Decoder.build,
+    codes.EXCEPTION: lambda _, content: build_error(*content),
+    codes.LARGE_ARRAY: Decoder.load_large_array,
 }
 # Kinds of payloads that are the skeleton alone.
 _WHOLE: Final = frozenset({wire.PLAIN, SMALL, NAMED})
@@ -220,7 +246,7 @@ def _decode_tensor(payload: bytes, blobs: Sequence[Any], origin: Callable[[int],
         raise _refused(error) from error
 
 
-def decode_small(payload: bytes, heard: Mapping[bytes, Definition] = _NOTHING) -> Any:
+def decode_small(payload: bytes, heard: Mapping[bytes, Definition] = NONE_HEARD) -> Any:
     """Decode a small value, with what the names in it stand for; raises what `decode` does."""
     decoder = _SMALL_DECODER if payload[0] == SMALL else Decoder(heard)
     try:

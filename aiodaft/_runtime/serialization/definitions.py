@@ -17,11 +17,20 @@ from abc import get_cache_token
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from itertools import repeat
-from types import BuiltinFunctionType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    ModuleType,
+)
 from typing import Any, Final, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary, ref
 
 from aiodaft._protocol.connections.messages import INLINE_LIMIT
+from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization.pickling import importable
 from aiodaft.actor import Actor
 
@@ -49,6 +58,10 @@ class Definition:
         self.source = source
         # What was made of it: lives as long as the other process may send its name.
         self.made: Thing | None = None
+
+
+# For values in which nothing is named.
+NONE_HEARD: Final[Mapping[bytes, Definition]] = MappingProxyType({})
 
 
 class _Record:
@@ -119,6 +132,8 @@ def find(name: bytes, heard: Mapping[bytes, Definition]) -> Any:
     thing = _by_name.get(name)
     if thing is None:
         definition = heard[name]
+        if refuses_pickle():
+            raise TypeError('it has code that was sent, which Runtime(codec="msgpack") refuses')
         thing = pickle.loads(definition.source)
         # A class that has changed at its sender, or that comes back, is still one class here.
         key = ref(thing)

@@ -15,6 +15,13 @@ from aiodaft_transport import Pullable
 from aiodaft_transport.memory.address import address_of, copy_memory
 
 
+def digest_of(code: bytes | memoryview) -> bytes:
+    """What a buffer that says which objects to build is known by: no other one has it."""
+    import hashlib  # noqa: PLC0415 - slow, and most programs send no code
+
+    return hashlib.sha256(code).digest()
+
+
 class Source:
     """One buffer of a value."""
 

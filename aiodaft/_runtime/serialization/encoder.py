@@ -4,23 +4,30 @@ Plain data becomes MessagePack that keeps types (a tuple stays a tuple); tensors
 are pickled (protocol 5, buffers out of band), by cloudpickle if pickle cannot: functions, classes of `__main__` and of
 notebooks. Beyond a budget of time `encode` raises `TooLong`. The caller then repeats it in a helper thread with
 `patient=True`, where large parts are encoded in pieces and other threads get the interpreter in between.
+
+Buffers may come over a connection on which others can change them. So a buffer that says which objects to build (a long
+skeleton or pickle) has its digest in the payload, which comes in a message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from aiodaft._protocol.connections.codec import pack, pack_exts
 from aiodaft._protocol.connections.messages import INLINE_LIMIT, PLAIN_TEXT_LIMIT
 from aiodaft._protocol.objects.blobs import blob_table, lay_out
+from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization import small as codes
+from aiodaft._runtime.serialization.building import builder_name
 from aiodaft._runtime.serialization.containers import FLAT, contains_ref, field_names
 from aiodaft._runtime.serialization.diagnosis import advice_on, cause_of, find_path
-from aiodaft._runtime.serialization.encoded import Encoded, Source
+from aiodaft._runtime.serialization.encoded import Encoded, Source, digest_of
 from aiodaft._runtime.serialization.pickling import Owned, TooLong, pickle_into, yield_gil
 from aiodaft._runtime.serialization.small import SmallEncoder, encode_small
 from aiodaft._runtime.serialization.tensors import Places, TensorTable, is_dense_tensor, whole_tensor
+from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.exceptions import SerializationError
 from aiodaft.ref import Ref, parts_of
 
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
 # The first byte of a payload: its kind, if it is not that of a small one.
 PLAIN: Final = 0  # the skeleton
 TABLE: Final = 1  # [offsets, specs of tensors, skeleton]
-FAR: Final = 2  # [offsets, specs of tensors], and the skeleton is the last buffer
+FAR: Final = 2  # [offsets, specs of tensors, digest], and the skeleton is the last buffer
 HEAVY: Final = 4  # decoding takes long: not on a loop
 SOLE: Final = 9  # the spec of the only tensor, in the only blob
 # Bytes from which on a separate buffer pays.
@@ -80,12 +87,12 @@ class Encoder(SmallEncoder):
         specs = self.tensors.finish(self.sources)
         far = len(skeleton) > INLINE_LIMIT // 2
         if far:
-            self.sources.append(Source.of(skeleton))
+            _, skeleton = self.add_code(skeleton)
         if not self.sources and not specs:
             return Encoded(bytes((PLAIN | self.heavy * HEAVY,)) + skeleton, slots=self.slots, refs=self.refs)
         offsets, nbytes, device_nbytes = lay_out(self.sources)
         table = blob_table(self.sources, offsets, nbytes)
-        body = pack([table, specs] if far else [table, specs, skeleton])
+        body = pack([table, specs, skeleton])
         kind = (FAR if far else TABLE) | self.heavy * HEAVY
         return Encoded(bytes((kind,)) + body, self.sources, offsets, nbytes, device_nbytes, self.slots, self.refs)
 
@@ -96,6 +103,8 @@ class Encoder(SmallEncoder):
             self.sources.clear()
             self.slots.clear()
             self.refs.clear()
+        if refuses_pickle():
+            raise ValueError("it is nested too deeply, or contains itself")
         # Deep or cyclic: pickle remembers the objects that it has seen. Its errors get no context.
         return pack(self._pickle(value))
 
@@ -103,6 +112,10 @@ class Encoder(SmallEncoder):
         """Take a separate buffer and return its number."""
         self.sources.append(Source.of(buffer))
         return len(self.sources) - 1
+
+    def add_code(self, code: bytes | memoryview) -> tuple[int, bytes]:
+        """Take a separate buffer that says which objects to build; returns its number and digest."""
+        return self.add_source(code), digest_of(code)
 
     def add_bytes(self, value: bytes | bytearray) -> int:
         """Take a buffer that the receiver copies, because bytes own their memory."""
@@ -162,9 +175,10 @@ class Encoder(SmallEncoder):
 
     def _is_opaque(self, items: Collection[Any]) -> bool:
         """Whether some items have to be pickled and no item has a ref to resolve."""
-        opaque = set(map(type, items)) - _TRANSPARENT
+        opaque = {cls for cls in set(map(type, items)) - _TRANSPARENT if not _is_value_of_runtime(cls)}
         return (
             bool(opaque)
+            and not refuses_pickle()
             and not all(map(is_dense_tensor, items))
             and not (self.resolve and any(map(contains_ref, items)))
         )
@@ -177,7 +191,7 @@ class Encoder(SmallEncoder):
             part = items[start : start + CHUNK]
             out += pack(self.sequence(part))
             yield_gil()
-        return pack_exts(codes.CHUNKS, [kind, self.add_source(memoryview(out))])
+        return pack_exts(codes.CHUNKS, [kind, *self.add_code(memoryview(out))])
 
     def text(self, value: Any) -> Any:
         if len(value) <= _BUFFER_LIMIT:
@@ -200,7 +214,40 @@ class Encoder(SmallEncoder):
                 return pack_exts(codes.NAMEDTUPLE, [cls, [self.walk(item) for item in value]])
             fields = {name: self.walk(getattr(value, name)) for name in field_names(value)}
             return pack_exts(codes.DATACLASS, [cls, fields])
-        return self._pickle(value)
+        # A node takes no pickle, whatever the codec of the runtime.
+        return self._build(value) if refuses_pickle() or _is_value_of_runtime(type(value)) else self._pickle(value)
+
+    def _build(self, value: Any) -> Any:
+        """Something without pickle, from its class and its parts."""
+        cls: type[Any] = type(value)
+        if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+            return pack_exts(codes.NAMEDTUPLE, [self.thing(cls), [self.walk(item) for item in value]])
+        if is_dataclass(cls) and not issubclass(cls, Actor):
+            fields = {name: self.walk(getattr(value, name)) for name in field_names(value)}
+            return pack_exts(codes.DATACLASS, [self.thing(cls), fields])
+        if issubclass(cls, BaseException):
+            # Its frames stay here.
+            parts = [list(value.args), dict(value.__dict__), value.__cause__]
+            return pack_exts(codes.EXCEPTION, [self.thing(cls), *map(self.walk, parts)])
+        if cls.__module__ == "numpy" and cls.__name__ == "ndarray" and _is_simple(value.dtype):
+            order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+            content = value.ravel(order)
+            index = self.add_source(content.view("u1")) if content.size else -1
+            return pack_exts(codes.LARGE_ARRAY, [value.dtype.str, index, list(value.shape), order])
+        if cls is Handle:
+            self.check_home(cast("Owned", target_of(value)), value, "pass a handle of this one, or a value")
+        if not cls.__module__.startswith("aiodaft.") or issubclass(cls, Actor):
+            return self._pickle(value)
+        function, args, *_ = value.__reduce_ex__(5)
+        name = builder_name(function)
+        if name is None:
+            return self._pickle(value)
+        # Refs inside of it stay refs.
+        self.resolve, outer = False, self.resolve
+        try:
+            return pack_exts(codes.BUILT, [name, [self.walk(part) for part in args]])
+        finally:
+            self.resolve = outer
 
     tensor = array = record = other
 
@@ -218,10 +265,10 @@ class Encoder(SmallEncoder):
         data = pickle_into(self, value)
         count = len(self.sources) - first
         if len(data) <= _BUFFER_LIMIT:
-            return pack_exts(codes.PICKLE, [data, first, count])
+            return pack_exts(codes.PICKLE, [data, b"", first, count])
         if len(data) > INLINE_LIMIT:
             self.heavy = True
-        return pack_exts(codes.PICKLE, [self.add_source(data), first, count])
+        return pack_exts(codes.PICKLE, [*self.add_code(data), first, count])
 
 
 def encode(
@@ -267,6 +314,16 @@ def encode(
     path, reason = find_path(names.parts, attempt)
     refused = f"{path} of {names.whole} cannot travel{to}: {reason or failed}{advice_on(failed)}"
     raise SerializationError(refused) from cause_of(failed)
+
+
+def _is_value_of_runtime(cls: type) -> bool:
+    """Whether a class is the runtime's own. Its exceptions are pickled, for their frames."""
+    return cls.__module__.startswith("aiodaft.") and not issubclass(cls, BaseException)
+
+
+def _is_simple(dtype: Any) -> bool:
+    """Whether the name of a dtype of numpy says all of it."""
+    return not dtype.hasobject and dtype.names is None
 
 
 def _encode_tensor(tensor: torch.Tensor, places: Places) -> Encoded:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from aiodaft._protocol.connections.codec import pack, unpack
 from aiodaft._runtime.platform.error_log import text_of
+from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization.decoder import decode
 from aiodaft._runtime.serialization.encoder import Names, encode
 from aiodaft._runtime.serialization.pickling import TooLong
@@ -36,13 +37,22 @@ def encode_error(error: BaseException) -> bytes:
     return pack([type_name, _message(error), text_of(error)[-_MAX_TEXT:], *_encode_object(error)])
 
 
+def encoded_text(data: bytes) -> str:
+    """The text of an encoded exception, with its traceback."""
+    return str(unpack(data)[2])
+
+
 def decode_error(data: bytes) -> BaseException:
     """The exception that `encode_error` encoded, or a RemoteError that describes it."""
     type_name, message, text, payload, blob = unpack(data)
     why = payload
     if isinstance(payload, bytes):
         try:
-            return _decode_object(payload, blob)
+            error = _decode_object(payload, blob)
+            if refuses_pickle():
+                # Without pickle, its frames come as text.
+                add_note(error, f"the remote traceback:\n{text}")
+            return error
         except Exception as problem:  # noqa: BLE001 - the class is not here, or refuses to be built: the text remains
             why = f"{type(problem).__name__}: {_message(problem)}"
     remote = RemoteError(f"{type_name}: {message}\n\n{text}")

@@ -8,12 +8,13 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import cache, cached_property
 from types import FunctionType, TracebackType
 from typing import Any, Final, Protocol, cast
 
-from aiodaft._runtime.process import Process, current_process
+from aiodaft._runtime.process import Process, current_process, refuses_pickle
 from aiodaft._runtime.serialization.encoded import Source
 from aiodaft._runtime.serialization.tensors import is_dense_tensor
 from aiodaft.actor import Actor, Handle, target_of
@@ -160,7 +161,13 @@ def _cloud_pickler() -> Callable[..., _Dumper]:
 
 
 def pickle_into(aside: Aside, value: Any) -> bytes:
-    """Pickle a value without its large buffers, tensors and refs, which `aside` takes."""
+    """Pickle a value without its large buffers, tensors and refs, which `aside` takes.
+
+    Raises:
+        TypeError: The process refuses pickle.
+    """
+    if refuses_pickle():
+        raise TypeError(f'{_why_pickled(aside, value)}, and Runtime(codec="msgpack") refuses pickle')
     sources, refs = len(aside.sources), len(aside.refs)
     try:
         return _dump(_Pickler, aside, value)
@@ -168,6 +175,15 @@ def pickle_into(aside: Aside, value: Any) -> bytes:
         # The second attempt puts the same parts aside.
         del aside.sources[sources:], aside.refs[refs:]
     return _dump(_cloud_pickler(), aside, value)
+
+
+def _why_pickled(aside: Aside, value: Any) -> str:
+    try:
+        _reduce(aside, value, by_value=False)
+    except NeedsCloudpickle:
+        return f"other processes cannot import {value.__module__}.{value.__qualname__} by its name"
+    kind = type(value)
+    return f"a {kind.__module__}.{kind.__qualname__} is neither plain data nor built from it"
 
 
 def _dump(make: Callable[..., _Dumper], aside: Aside, value: Any) -> bytes:
@@ -225,12 +241,21 @@ class Context(Protocol):
 
 def unpickle(data: Any, buffers: list[memoryview], context: Context, pause: Callable[[], None] | None = None) -> Any:
     """Load the output of `pickle_into`; calls `pause` from time to time."""
-    outer = getattr(_decoding, "context", None)
-    _decoding.context = context
-    try:
+    if refuses_pickle():
+        raise TypeError('it has a pickle, which Runtime(codec="msgpack") refuses')
+    with decoding_in(context):
         if pause is None:
             return pickle.loads(data, buffers=buffers)
         return pickle.Unpickler(_Tap(data, pause), buffers=buffers).load()
+
+
+@contextmanager
+def decoding_in(context: Context) -> Generator[None]:
+    """Let functions that build objects find the value that these are part of."""
+    outer = getattr(_decoding, "context", None)
+    _decoding.context = context
+    try:
+        yield
     finally:
         _decoding.context = outer
 

@@ -20,6 +20,7 @@ from weakref import ref
 
 from aiodaft._protocol.connections.codec import ext, new_packer, pack_exts
 from aiodaft._protocol.connections.messages import INLINE_LIMIT
+from aiodaft._runtime.process import refuses_pickle
 from aiodaft._runtime.serialization.containers import FLAT
 from aiodaft._runtime.serialization.definitions import Named, Thing, named
 from aiodaft._runtime.serialization.pickling import importable
@@ -37,8 +38,8 @@ _NAMED_HEAD: Final = bytes((NAMED,))
 # Extension codes; 1 is the codec's own for big integers.
 (
     TUPLE, SET, FROZENSET, BYTEARRAY, BUFFER, TENSOR, SLOT, REF, PICKLE, DATACLASS, NAMEDTUPLE, CHUNKS,
-    RECORD, MEMBER, ARRAY, SMALL_TENSOR, THING,
-) = range(2, 19)  # fmt: skip
+    RECORD, MEMBER, ARRAY, SMALL_TENSOR, THING, BUILT, EXCEPTION, LARGE_ARRAY,
+) = range(2, 22)  # fmt: skip
 # Elements of a container; and containers, tensors and arrays of a value.
 _MOST: Final = 64
 _STR: Final = frozenset({str})
@@ -208,7 +209,7 @@ class SmallEncoder:
             place = _places[ref(thing, _places.pop)] = module, name, f"{module}:{name}"
             return place[2]
         # A lambda, or a function in another, is usually made for one call.
-        if self.defined is None or (type(thing) is FunctionType and not _is_global(thing)):
+        if self.defined is None or refuses_pickle() or (type(thing) is FunctionType and not _is_global(thing)):
             return None
         known = named(thing)
         if known is None:

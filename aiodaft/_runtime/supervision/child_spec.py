@@ -8,13 +8,14 @@ from contextlib import suppress
 from typing import Any, Final
 
 from aiodaft._protocol.connections.messages import WANT_REPLY
-from aiodaft._protocol.ids import AGENT, ActorId, PeerId, epoch_of
+from aiodaft._protocol.ids import AGENT, ActorId, PeerId, epoch_of, node_of
 from aiodaft._runtime.agent import Agent, agent_of
 from aiodaft._runtime.calls.call import Caller, CallState, Request, Target
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
+from aiodaft._runtime.serialization.origin import Origin, origin_of
 from aiodaft.exceptions import DaftError
 from aiodaft.methods import MethodSpec, Options, specs_of
 from aiodaft.ref import Ref
@@ -37,6 +38,7 @@ class ChildSpec:
         self._max_queue = max_queue
         self._args = args
         self._kwargs = kwargs
+        self._origin: Origin | None = None
         self._request: Request | None = None
 
     def make(self, caller: Caller, remote: PeerId, actor: ActorId, *, again: bool) -> Ref[Any]:
@@ -44,7 +46,10 @@ class ChildSpec:
         target, spec = Target(caller, remote, AGENT, f"agent of {remote}", None), host_spec(self.cls)
         number = caller.process.next_number()
         state = CallState(target, spec, number)
-        arguments = (actor, self.label, self._max_queue, self.cls, *self._args)
+        if node_of(remote) and self._origin is None:
+            # Once: a file that is changed later must not keep the actor from being restarted.
+            self._origin = origin_of(self.cls)
+        arguments = (actor, self.label, self._max_queue, self._origin, self.cls, *self._args)
         request = Request(target, spec, arguments, self._kwargs, number, WANT_REPLY, state)
         request.again, request.attempt, request.stored = again, epoch_of(actor), self._stored
         self._request = request
@@ -68,14 +73,17 @@ class ChildSpec:
             stored.release()
 
 
-async def stop_actor(caller: Caller, target: Target, reason: str, grace: float) -> bool:
+async def stop_actor(caller: Caller, target: Target, reason: str, grace: float, *, moves: bool = False) -> bool:
     """Have an actor end its calls within the grace time, and leave its instance. Nothing if it is gone.
+
+    If it moves to another process, calls that have not begun are made again there.
 
     Returns:
         Whether its process answers. A process that is silent for the two grace times (it is stopped, or a call keeps
         its interpreter or its loop) can only be killed.
     """
-    stopping = agent_of(caller, target.remote).stop(target.actor, reason, grace)
+    mover = caller.process.id if moves else ""
+    stopping = agent_of(caller, target.remote).stop(target.actor, reason, grace, mover)
     # Its error is of no interest.
     state_of(stopping).mark_seen()
     process = caller.process
@@ -121,4 +129,4 @@ async def _wait_until(ref: Ref[None], deadline: float) -> bool:
 def host_spec(cls: type) -> MethodSpec:
     """The method that makes an actor, named in errors by the actor's class."""
     spec = specs_of(Agent)["host"]
-    return MethodSpec(cls.__name__, spec.name, spec.fn, Options(spec.rules), hidden=4)
+    return MethodSpec(cls.__name__, spec.name, spec.fn, Options(spec.rules), hidden=5)

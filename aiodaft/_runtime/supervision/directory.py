@@ -1,37 +1,52 @@
-"""The directory of the actors that are restarted: an actor of the controller, which callers ask where they are."""
+"""The directory of the actors that are restarted: an actor of their owner, which callers ask where they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, cast
 
 from aiodaft._protocol.calls.following import NOWHERE, Location
-from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._protocol.ids import ActorId, PeerId, node_of
+from aiodaft._protocol.node.liveness import Health
 from aiodaft._protocol.supervision.child import REACHABLE, ChildEvent, ChildState, Fate, fate_of
 from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
-from aiodaft._runtime.node.node_agent import NodeAgent
-from aiodaft._runtime.peer import Locator
-from aiodaft._runtime.serialization.errors import copy_error
+from aiodaft._runtime.node.nodes import Nodes
+from aiodaft._runtime.peer import OwnerContact
+from aiodaft._runtime.serialization.errors import copy_error, decode_error
 from aiodaft._runtime.supervision.child_spec import WHY_STOPPED
 from aiodaft._runtime.supervision.supervisor import Child, Supervisor
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown
 from aiodaft.methods import method
 
 
-class Directory(Locator):
+class Root(Protocol):
+    """What an owner tells its outermost scope."""
+
+    def fail(self, error: BaseException, what: str) -> None: ...
+
+    def actor_died(self, remote: PeerId, actor: ActorId, error: OutcomeUnknown) -> None: ...
+
+    def node_gone(self, name: str, error: OutcomeUnknown, idle: Callable[[PeerId], bool]) -> None: ...
+
+
+class Directory(OwnerContact):
     """Knows every supervised actor of its process."""
 
-    def __init__(self, caller: Caller, node: NodeAgent) -> None:
+    def __init__(self, caller: Caller, nodes: Nodes, root: Root) -> None:
         self._caller = caller
-        self._node = node
+        self._nodes = nodes
+        self._root = root
         # Called with the number of an actor that is over.
         self.on_over: Callable[[ActorId], object] = lambda number: None
         self._children: dict[ActorId, Child] = {}
         self._ended: dict[ActorId, DaftError] = {}
 
     def new_supervisor(self, policy: Restart, grace: float, fail: Callable[[BaseException, str], object]) -> Supervisor:
-        return Supervisor(self._caller, self._node, self.end, policy, grace, fail)
+        made = Supervisor(self._caller, self._nodes, self.end, policy, grace, fail)
+        made.on_up = self._came_up
+        return made
 
     @method
     async def locate(self, number: int, wait: bool) -> Location:
@@ -53,14 +68,25 @@ class Directory(Locator):
         """
         if not isinstance(target, FollowingTarget):
             return target.remote
-        found = await self.locate(target.number, wait=True)
+        found = await target.locate(wait=True)
         if found.ended is not None:
             raise copy_error(found.ended)
         return found.peer
 
+    async def last_process(self, target: Target) -> PeerId | None:
+        """The process of any actor, or the last one of an actor that is restarted; None if it is gone."""
+        child = self.find(target)
+        if child is not None:
+            return child.place.peer
+        if isinstance(target, FollowingTarget):
+            found = await target.locate(wait=False)
+            return found.peer if found.ended is None and found.peer != NOWHERE else None
+        return None if target.health() is Health.LOST else target.remote
+
     def find(self, target: Target) -> Child | None:
-        """The child that an actor is, if it is supervised and not over."""
-        return self._children.get(target.number) if isinstance(target, FollowingTarget) else None
+        """The child that an actor is, if it is supervised by this process and not over."""
+        ours = isinstance(target, FollowingTarget) and target.owner == self._caller.process.id
+        return self._children.get(cast("FollowingTarget", target).number) if ours else None
 
     async def address(self, number: ActorId) -> Target:
         """The target for handles of an actor, as its policy says, once it is up.
@@ -95,11 +121,19 @@ class Directory(Locator):
             del self._ended[next(iter(self._ended))]
         child.target.end(error)
         self.on_over(child.number)
-        self._node.vacate.tell(child.place.peer, child.place.actor, str(error))
+        # Before callers have the error: what the actor had is free when they ask.
+        self._nodes.tell_to_vacate(child.place.peer, child.place.actor, str(error))
 
-    def process_ended(self, remote: PeerId, error: OutcomeUnknown, wanted: bool) -> None:
+    @method
+    async def process_ended(self, peer: str, error: OutcomeUnknown, wanted: bool) -> None:
         """Restart the actors of a process that ended, or end them if that was wanted."""
-        for child in [child for child in self._children.values() if child.place.peer == remote]:
+        self.ended(PeerId(peer), error, wanted=wanted)
+
+    def ended(self, peer: PeerId, error: OutcomeUnknown, *, wanted: bool) -> None:
+        """The same, for the node agent of this process."""
+        if self._caller.process.closed is not None:
+            return
+        for child in [child for child in self._children.values() if child.place.peer == peer]:
             match fate_of(child.state, wanted=wanted):
                 case Fate.NOT_MADE:
                     child.crash = error
@@ -109,6 +143,51 @@ class Directory(Locator):
                     self.end(child, error)
                 case Fate.NOTHING:
                     pass
+
+    def processes_on(self, name: str) -> set[PeerId]:
+        """The processes of a node in which there are actors that take calls."""
+        return {
+            child.place.peer
+            for child in self._children.values()
+            if child.state in REACHABLE and node_of(child.place.peer) == name
+        }
+
+    def node_gone(self, name: str, error: OutcomeUnknown) -> None:
+        """Restart the actors that were on a node, elsewhere if that is possible."""
+        for peer in {child.place.peer for child in self._children.values() if node_of(child.place.peer) == name}:
+            self.ended(peer, error, wanted=False)
+
+    @method
+    async def node_draining(self, node: str, grace: float) -> None:
+        """Make the actors of a node again on others."""
+        if self._nodes.server_of(node_of(PeerId(node))) != node:
+            return
+        self._nodes.draining[PeerId(node)] = self._caller.process.env.monotonic() + grace
+        for child in list(self._children.values()):
+            self._depart(child)
+
+    def _came_up(self, child: Child) -> None:
+        """An actor is up: perhaps on a node that is being drained, or with another node than its guests."""
+        for other in [other for other in self._children.values() if other is child or other.beside == child.target]:
+            self._depart(other)
+
+    def _depart(self, child: Child) -> None:
+        if child.state is not ChildState.UP or child.node not in self._nodes.draining:
+            return
+        host = child.beside
+        if host is None:
+            child.supervisor.depart(child)
+        elif (found := self.find(host)) is not None and found.state is ChildState.UP and found.node != child.node:
+            # It goes to where its host is. One whose host stays does so, too.
+            child.supervisor.leave_node(child)
+
+    @method
+    async def actor_died(self, peer: str, actor: int, error: OutcomeUnknown) -> None:
+        self._root.actor_died(PeerId(peer), ActorId(actor), error)
+
+    @method
+    async def unheld(self, encoded: bytes, what: str) -> None:
+        self._root.fail(decode_error(encoded), what)
 
     def retire(self, target: Target) -> Child | None:
         """Restart an actor no more, at its owner's wish; a restart under way is taken back.

@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
-from aiodaft._protocol.calls.following import Location
-from aiodaft._protocol.ids import epoch_of, incarnation
+from aiodaft._protocol.calls.following import NOWHERE, Location
+from aiodaft._protocol.ids import ActorId, PeerId, epoch_of, incarnation, node_of
 from aiodaft._protocol.supervision.child import SETTLED, TRANSITIONS, ChildEvent, ChildState, next_task
 from aiodaft._protocol.supervision.supervision import Again, GiveUp, Gone, Kind, Restart, Siblings
 from aiodaft._protocol.transitions import next_state
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget
-from aiodaft._runtime.node.node_agent import NodeAgent
+from aiodaft._runtime.node.nodes import Nodes
 from aiodaft._runtime.node.worker import Place
 from aiodaft._runtime.platform.error_log import printable
 from aiodaft._runtime.platform.tasks import logger
@@ -31,21 +31,40 @@ from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, RestartLimi
 from aiodaft.ref import Ref
 
 T = TypeVar("T")
+# The part of the grace for which an actor waits until others have left its node.
+_TURN: Final = 4
+Move: TypeAlias = Callable[[ActorId, PeerId | None], Coroutine[Any, Any, Place]]
 
 
 class Child:
-    """One supervised actor."""
+    """One supervised actor.
 
-    def __init__(self, target: FollowingTarget, spec: ChildSpec, supervisor: Supervisor, beside: Target | None) -> None:
+    Args:
+        target: What callers in this process use.
+        spec: How it is made.
+        supervisor: Of its policy.
+        beside: The actor of which it shares the process.
+        move: Finds a place on another node for an incarnation: in a process, or where there is room.
+    """
+
+    def __init__(
+        self, target: FollowingTarget, spec: ChildSpec, supervisor: Supervisor, beside: Target | None, move: Move
+    ) -> None:
         self.target = target
+        self.move = move
         # The id that its incarnations have in common, and its name in errors.
         self.number, self.label = target.number, target.label
         self.spec = spec
         self.supervisor = supervisor
         self.beside = beside
         self.state = ChildState.STARTING
-        # The current incarnation, or the last one.
+        # The current incarnation, or the last one; and the process that serves its node.
         self.place = target.place
+        self.node = supervisor.node_of(target.place.peer)
+        # Finds its next place before it leaves its node, which is being drained.
+        self.next: asyncio.Task[Place] | None = None
+        # It is stopped because of that.
+        self.departs = False
         self.restarts = 0
         self.last_error: BaseException | None = None
         # The end of its process, if that came while it was being made.
@@ -56,8 +75,8 @@ class Child:
         self.final: DaftError | None = None
         # The time of its next start.
         self.due = 0.0
-        # The call that its restart waits for.
-        self.pending: Ref[Any] | None = None
+        # What its restart waits for.
+        self.pending: Ref[Any] | asyncio.Task[Any] | None = None
         self._changed = asyncio.Event()
 
     @property
@@ -70,12 +89,16 @@ class Child:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def wait_for(self, ref: Ref[T]) -> T:
-        self.pending = ref
+    async def wait_for(self, what: Ref[T] | asyncio.Task[T]) -> T:
+        self.pending = what
         if self.state is ChildState.ENDING:
             self.interrupt()
         try:
-            return await ref
+            return await what
+        except asyncio.CancelledError:
+            if not (self.state is ChildState.ENDING and isinstance(what, asyncio.Task) and what.cancelled()):
+                raise
+            raise ActorDied(f"{self.label} was stopped", executed=False) from None
         finally:
             self.pending = None
 
@@ -95,6 +118,11 @@ class Child:
         while self.state not in SETTLED:
             await self.changed()
 
+    async def stopped(self) -> None:
+        """Wait until its process has stopped it, if that is to be."""
+        while self.state is ChildState.LEAVING:
+            await self.changed()
+
     async def changed(self) -> None:
         await self._changed.wait()
 
@@ -105,7 +133,7 @@ class Supervisor:
     def __init__(
         self,
         caller: Caller,
-        node: NodeAgent,
+        nodes: Nodes,
         end: Callable[[Child, DaftError], object],
         policy: Restart,
         grace: float,
@@ -113,7 +141,7 @@ class Supervisor:
     ) -> None:
         self._caller = caller
         self._process = caller.process
-        self._node = node
+        self._nodes = nodes
         # Called with a child that is over, and why.
         self._end = end
         self.policy = policy
@@ -123,8 +151,14 @@ class Supervisor:
         self._fail = fail
         self._siblings: Siblings[Child, BaseException] = Siblings(policy, self._process.env.random.random)
         self._children: list[Child] = []
+        # Called with a child that is up.
+        self.on_up: Callable[[Child], object] = lambda child: None
         # Set when a task has more to do: the one of a child (one_for_one), or the one of all (None).
         self._working: dict[Child | None, asyncio.Event] = {}
+
+    def node_of(self, peer: PeerId) -> PeerId | None:
+        """The process that serves the node of a process now; None if that is no member of the cluster."""
+        return self._nodes.server_of(node_of(peer))
 
     def join(self, child: Child, kind: Kind) -> None:
         child.spec.made()
@@ -133,6 +167,8 @@ class Supervisor:
         child.handle(ChildEvent.MADE)
         if child.crash is not None:
             self.crashed(child, child.crash)
+        else:
+            self.on_up(child)
 
     def leave(self, child: Child) -> None:
         self._siblings.remove(child)
@@ -142,6 +178,9 @@ class Supervisor:
 
     def forget(self, child: Child) -> None:
         self.leave(child)
+        if child.next is not None:
+            self._process.tasks.create_task(self._give_back(child.next), name=f"give back a place of {child.label}")
+            child.next = None
         if child in self._children:
             self._children.remove(child)
 
@@ -194,6 +233,55 @@ class Supervisor:
                 sibling.interrupt()
         self._fail(error, f"{child.label} died more often than its restart policy allows")
 
+    # Leaving a node that is being drained.
+
+    def depart(self, child: Child) -> None:
+        """Make a child again on another node, as soon as there is a place for it. Idempotent."""
+        if child.next is None:
+            moving = child.move(incarnation(child.place.actor, child.epoch + 1), None)
+            child.next = self._process.tasks.start(moving, name=f"find another place for {child.label}")
+            self._process.tasks.create_task(self._depart(child, child.next), name=f"move {child.label}")
+
+    async def _depart(self, child: Child, finding: asyncio.Task[Place]) -> None:
+        await asyncio.wait([finding])
+        if child.next is not finding:
+            # It was taken for a restart, or given back.
+            return
+        problem = "the search was cancelled" if finding.cancelled() else finding.exception()
+        if problem is not None:
+            child.next = None
+            logger.warning("%s stays on a node that is being drained: %s", child.label, printable(str(problem)))
+            return
+        async with self._nodes.in_turn(self._time_left(child) / _TURN):
+            if child.next is finding and child.state is ChildState.UP:
+                self.leave_node(child)
+                await child.stopped()
+
+    def leave_node(self, child: Child) -> None:
+        """Stop a child on its node, and start it where it is to be. That is no death."""
+        child.departs, child.due = True, self._process.env.monotonic()
+        child.target.leave()
+        child.handle(ChildEvent.RESTART)
+        self._work(child)
+
+    async def _give_back(self, finding: asyncio.Task[Place]) -> None:
+        with suppress(DaftError):
+            found = await finding
+            await self._nodes.vacate(found.peer, found.actor, "it is not needed any more")
+
+    def _time_left(self, child: Child) -> float:
+        """Seconds until the node of a child ends it."""
+        until = self._nodes.draining.get(child.node or NOWHERE, 0.0)
+        return max(0.0, until - self._process.env.monotonic())
+
+    async def _stop_departing(self, child: Child) -> None:
+        place, reason, child.departs = child.place, "it moves, because its node is being drained", False
+        target = Target(self._caller, place.peer, place.actor, child.label, None)
+        if await stop_actor(self._caller, target, reason, self._time_left(child), moves=True):
+            self._nodes.tell_moved(place.peer, place.actor)
+        else:
+            await self._nodes.vacate(place.peer, place.actor, reason, answers=False)
+
     # Carrying out.
 
     def _key(self, child: Child) -> Child | None:
@@ -229,10 +317,13 @@ class Supervisor:
             del self._working[key]
 
     async def _stop(self, child: Child) -> None:
-        place, reason = child.place, "one of its siblings died"
-        target = Target(self._caller, place.peer, place.actor, child.label, None)
-        answers = await stop_actor(self._caller, target, reason, self._grace)
-        await self._node.vacate(place.peer, place.actor, reason, keep=True, answers=answers)
+        if child.departs:
+            await self._stop_departing(child)
+        else:
+            place, reason = child.place, "one of its siblings died"
+            target = Target(self._caller, place.peer, place.actor, child.label, None)
+            answers = await stop_actor(self._caller, target, reason, self._grace)
+            await self._nodes.vacate(place.peer, place.actor, reason, keep=True, answers=answers)
         self._left(child, ChildEvent.STOPPED)
 
     def _left(self, child: Child, event: ChildEvent) -> None:
@@ -262,6 +353,7 @@ class Supervisor:
                 child.handle(ChildEvent.MADE)
                 child.target.move(child.place)
                 logger.info("%s is up again, with epoch %d, in %s", child.label, child.epoch, child.place.peer)
+                self.on_up(child)
         elif error is not None:
             self._left(child, ChildEvent.FAILED)
 
@@ -271,7 +363,7 @@ class Supervisor:
         try:
             await child.wait_for(child.spec.make(self._caller, found.peer, found.actor, again=True))
         except Exception:
-            await self._node.vacate(found.peer, found.actor, "it could not be made", keep=True)
+            await self._nodes.vacate(found.peer, found.actor, "it could not be made", keep=True)
             raise
 
     async def _find_place(self, child: Child) -> Place:
@@ -284,7 +376,21 @@ class Supervisor:
         elif host is not None:
             beside = host.remote
         try:
-            return await child.wait_for(self._node.place_again(child.label, child.place.actor, beside))
+            if self.node_of(beside or child.place.peer) == child.node and child.node not in self._nodes.draining:
+                node, number = self._nodes.of(child.place.peer), child.place.actor
+                try:
+                    return await child.wait_for(node.place_again(self._process.id, child.label, number, beside))
+                except ActorDied:
+                    if host is not None:
+                        raise
+            # Its node is gone, being drained, or has given up this process; or its host was made again on another one.
+            finding, child.next = child.next, None
+            if finding is None:
+                moving = child.move(child.place.actor, beside)
+                finding = self._process.tasks.start(moving, name=f"move {child.label}")
+            found = await child.wait_for(finding)
+            child.node = self.node_of(found.peer)
+            return found
         except ActorDied as error:
             if host is None or isinstance(host, FollowingTarget):
                 # The host may come back.

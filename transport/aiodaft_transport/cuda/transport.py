@@ -32,6 +32,7 @@ from aiodaft_transport.cuda.device import (
 )
 from aiodaft_transport.cuda.event_poller import EventWatch
 from aiodaft_transport.cuda.pull import Pull, Remote, RemoteSegment
+from aiodaft_transport.cuda.through_host import ThroughHost
 from aiodaft_transport.exceptions import GrantError, PeerGone, TransportError
 from aiodaft_transport.peers import GONE, RETURN, SEGMENT, SegmentTransport
 
@@ -130,11 +131,13 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
 
     def grant(self, block: DeviceBlock, control: Control) -> Grant:
         """Let the peer at `control` pull a filled block. The block stays until it returns the grant or is gone."""
-        if block.error is not None:
-            raise block.error
-        if not block.filled:
-            raise GrantError("the block is granted before the device has filled it")
+        _check_filled(block)
         return super().grant(block, control)
+
+    def through_host(self, block: DeviceBlock) -> ThroughHost:
+        """A filled block for `tcp`, which brings it to other hosts."""
+        _check_filled(block)
+        return ThroughHost(block, self.driver, self._in_thread)
 
     async def fetch(self, grant: Grant, control: Control) -> Any:
         """Bring the granted bytes into memory that `land` provides, and return its owner.
@@ -321,3 +324,10 @@ class CudaTransport(SegmentTransport[DeviceBlock, Remote]):
         if segment.keep is None:
             self.driver.free(segment.device, segment.address)
         segment.keep = None
+
+
+def _check_filled(block: DeviceBlock) -> None:
+    if block.error is not None:
+        raise block.error
+    if not block.filled:
+        raise GrantError("the block is granted before the device has filled it")

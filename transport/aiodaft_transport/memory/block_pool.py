@@ -27,7 +27,7 @@ DEFAULT_KEEP: Final = 512 << 20
 class PooledSegment(ABC):
     """A run of memory, handed out in pieces of `capacity` bytes."""
 
-    __slots__ = ("address", "capacity", "free", "id", "live", "retired", "size")
+    __slots__ = ("address", "capacity", "free", "id", "kept", "live", "retired", "size")
 
     def __init__(self, segment_id: int, size: int, capacity: int, address: int) -> None:
         self.id = segment_id
@@ -39,6 +39,8 @@ class PooledSegment(ABC):
         self.live = 0
         # No block of it is handed out any more; it is closed once no block of it is in use.
         self.retired = False
+        # What other transports, by their names, know of the segment: dropped while its memory is still mapped.
+        self.kept: dict[str, object] = {}
 
     @abstractmethod
     def close(self) -> None:
@@ -85,14 +87,30 @@ class Pullable:
         """Never reuse the memory after `release`: a forked child may still read it."""
 
 
+class Unmapped(Pullable, ABC):
+    """Memory that is not the host's: what sends its bytes has each part copied first."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    async def read_into(self, address: int, start: int, nbytes: int) -> None:
+        """Copy `nbytes` bytes, from byte `start` on, to an address of the host.
+
+        Cancellation: the copy may go on.
+
+        Raises:
+            TransportError: The device failed.
+        """
+
+
 class PooledBlock(Pullable, Generic[S]):
     """Part of a segment. `address` stays valid until it is released and no grant is out."""
 
-    __slots__ = ("_pool", "offset", "released", "segment")
+    __slots__ = ("offset", "pool", "released", "segment")
 
     def __init__(self, pool: BlockPool[S], segment: S, offset: int, nbytes: int) -> None:
         super().__init__(nbytes)
-        self._pool = pool
+        self.pool = pool
         self.segment = segment
         self.offset = offset
         self.released = False
@@ -102,25 +120,29 @@ class PooledBlock(Pullable, Generic[S]):
         """Address of the first byte, a multiple of 64."""
         return self.segment.address + self.offset
 
+    def belongs_to(self, pool: object) -> bool:
+        """Whether it is one of this pool."""
+        return self.pool is pool
+
     def release(self) -> None:
-        with self._pool.lock:
+        with self.pool.lock:
             if not self.released:
                 self.released = True
-                self._pool.reuse_if_idle(self)
+                self.pool.reuse_if_idle(self)
 
     def retire(self) -> None:
         self.segment.retired = True
 
     def take_grant(self) -> None:
-        with self._pool.lock:
+        with self.pool.lock:
             if self.released and not self.grants:
                 raise GrantError("the block was released before it was granted")
             self.grants += 1
 
     def return_grant(self) -> None:
-        with self._pool.lock:
+        with self.pool.lock:
             self.grants -= 1
-            self._pool.reuse_if_idle(self)
+            self.pool.reuse_if_idle(self)
         # The block may be used again already.
         self._tell_if_unread()
 
@@ -166,6 +188,10 @@ class BlockPool(ABC, Generic[S]):
             finally:
                 self._allocating = False
             return segment, offset
+
+    def owns(self, block: Pullable) -> bool:
+        """Whether a block is one of this pool."""
+        return isinstance(block, PooledBlock) and block.belongs_to(self)
 
     def idle_bytes(self) -> int:
         """Bytes of whole segments that hold no block."""
@@ -233,6 +259,7 @@ class BlockPool(ABC, Generic[S]):
         for segments in (self._own, *self._classes.values()):
             if segment in segments:
                 segments.remove(segment)
+        segment.kept.clear()
         if self._on_segment_closed is not None:
             # While the memory is still mapped: it may be registered with a device.
             self._on_segment_closed(segment.id)

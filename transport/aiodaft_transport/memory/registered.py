@@ -42,6 +42,22 @@ class LentBlock(Pullable):
         self.offset = self.address - region.address
 
 
+class LoanedBlock(LentBlock):
+    """A block of another transport of this process. Its grants are grants of that block."""
+
+    __slots__ = ("_original",)
+
+    def __init__(self, region: Region, original: ArenaBlock) -> None:
+        super().__init__(region, original.view)
+        self._original = original
+
+    def take_grant(self) -> None:
+        self._original.take_grant()
+
+    def return_grant(self) -> None:
+        self._original.return_grant()
+
+
 # Memory of the host that peers may pull.
 Block: TypeAlias = ArenaBlock | LentBlock
 

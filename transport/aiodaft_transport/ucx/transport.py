@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from aiodaft_transport.abc import size_of
 from aiodaft_transport.exceptions import GrantError, TransportError, Unreachable
+from aiodaft_transport.folders import folder
 from aiodaft_transport.memory.address import check_target, exposed_view
 from aiodaft_transport.memory.host_pool import DEFAULT_KEEP, ArenaBlock, Segment
-from aiodaft_transport.memory.registered import Block, Region, Regions
+from aiodaft_transport.memory.registered import Block, LentBlock, LoanedBlock, Region, Regions
 from aiodaft_transport.peers import GONE, NOTE, RETURN, SEGMENT, SegmentTransport
+from aiodaft_transport.ucx import INTERFACE_VARIABLE
 from aiodaft_transport.ucx.find_library import load
 from aiodaft_transport.ucx.progress import Driver
 from aiodaft_transport.ucx.pull import Pull, Remote, RemoteSegment
 from aiodaft_transport.ucx.registered_memory import WORD, Pool, Stamp
-from aiodaft_transport.ucx.shm_folder import folder
 from aiodaft_transport.ucx.ucp import UcxError
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ _DIGEST_SIZE: Final = 8
 # uses no shared memory, and with 16 MiB it aborts the process.
 _SHARED_MEMORY: Final = 20 << 20
 
-INTERFACE_VARIABLE: Final = "AIODAFT_UCX_INTERFACE"
 # On one host: wake-ups and control messages through shared memory, payload by process_vm_readv. No port.
 _LOCAL: Final = "posix,cma,self"
 _REMOTE: Final = "rc,ud,dc,tcp"
@@ -140,6 +140,16 @@ class UcxTransport(SegmentTransport[Block, Remote]):
 
     def allocate(self, nbytes: int) -> ArenaBlock:
         return self.arena.allocate(nbytes)
+
+    def adopt(self, block: Block) -> Block:
+        if isinstance(block, LentBlock) or self.arena.owns(block):
+            return block
+        segment = block.segment
+        region = segment.kept.get(self.name)
+        if not isinstance(region, Region):
+            region = Region(self.arena.next_number(), segment.address, segment.size, self.arena.closed)
+            segment.kept[self.name] = region
+        return LoanedBlock(region, block)
 
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
         pull = self._pull(grant, control, None)

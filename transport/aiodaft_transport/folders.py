@@ -1,7 +1,7 @@
-"""The folders in which UCX makes files of shared memory. UCX unlinks each file after a few milliseconds; if its process
-is killed before, the file stays. So each process has a folder of its own, and later processes remove it.
+"""Folders of one process each, which later processes remove if it was killed.
 
-A process locks its folder while it lives: the kernel releases the lock at its end, also in another PID namespace.
+A process locks its folder while it lives: the kernel releases the lock at its end, also in another PID namespace. UCX
+makes files of shared memory in one, and unlinks each after a few milliseconds, unless its process is killed before.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ def folder(nbytes: int = 0, room: Callable[[], int] | None = None) -> Generator[
     Raises:
         OSError: There is no room. UCX would not report that: it would use no shared memory, and reach no peer.
     """
-    sweep()
+    sweep(SHARED_MEMORY, _PREFIX)
     free = (room or _room)()
     if free < nbytes:
         raise OSError(errno.ENOSPC, f"UCX needs {nbytes:,} bytes in {SHARED_MEMORY}, and {free:,} are free there")
-    path, lock = _make()
+    path, lock = make(SHARED_MEMORY, _PREFIX)
     try:
         yield path
     finally:
-        _remove(path)
+        remove(path)
         os.close(lock)
 
 
-def sweep() -> None:
-    """Remove the folders of processes that have ended."""
+def sweep(base: str = SHARED_MEMORY, prefix: str = _PREFIX) -> None:
+    """Remove the folders in `base` of processes that have ended; their names begin with `prefix`."""
     names: list[str] = []
     with suppress(OSError):
-        names = [name for name in os.listdir(SHARED_MEMORY) if name.startswith(_PREFIX)]
+        names = [name for name in os.listdir(base) if name.startswith(prefix)]
     for name in names:
-        path = f"{SHARED_MEMORY}/{name}"
-        # It is in use, belongs to another user, or was removed by another process.
+        path = f"{base}/{name}"
+        # It is in use, belongs to another user, is a link, or was removed by another process.
         with suppress(OSError):
             lock = _lock(path, fcntl.LOCK_NB)
-            _remove(path)
+            remove(path)
             os.close(lock)
 
 
@@ -58,9 +58,10 @@ def _room() -> int:
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
 
-def _make() -> tuple[str, int]:
+def make(base: str, prefix: str) -> tuple[str, int]:
+    """Make a folder in `base` that only this user can read; returns its path, and the descriptor that locks it."""
     while True:
-        path = f"{SHARED_MEMORY}/{_PREFIX}{os.urandom(8).hex()}"
+        path = f"{base}/{prefix}{os.urandom(8).hex()}"
         os.mkdir(path, mode=0o700)
         # Until it is locked, it looks like the folder of a process that has ended.
         with suppress(FileNotFoundError):
@@ -71,7 +72,7 @@ def _make() -> tuple[str, int]:
 
 
 def _lock(path: str, how: int = 0) -> int:
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | how)
     except BaseException:
@@ -80,8 +81,10 @@ def _lock(path: str, how: int = 0) -> int:
     return lock
 
 
-def _remove(path: str) -> None:
-    with suppress(OSError):
-        for name in os.listdir(path):
-            os.unlink(f"{path}/{name}")
-        os.rmdir(path)
+def remove(path: str) -> None:
+    """Remove a folder, as far as that is possible; what is a link is left."""
+    # Without descriptors, nothing can be imported either.
+    with suppress(OSError, ImportError):
+        from shutil import rmtree  # noqa: PLC0415 - takes long to import
+
+        rmtree(path, ignore_errors=True)

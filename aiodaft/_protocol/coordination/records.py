@@ -1,0 +1,194 @@
+"""What the coordinator keeps: actors with names, and members (nodes). Pure.
+
+Every change has a revision. The epoch of a record is the revision at which it was granted: the next holder of the same
+name has a greater one. Both only grow, and no coordinator uses one again: the high bits are the term of the
+coordinator, which is greater at each start of one.
+"""
+
+# pyright: reportUnnecessaryIsInstance=false
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Final, TypeAlias, cast
+
+from aiodaft._protocol.ids import ActorId, PeerId
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,254}")
+_NODE_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,63}")
+_TERM_SHIFT: Final = 32
+_MAX_TERM: Final = 1 << 31
+
+
+def check_name(name: str) -> str:
+    """Return `name` if actors may have it.
+
+    Raises:
+        ValueError: It is empty, too long, or has characters that do not belong in a log line or a path.
+    """
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise ValueError(
+            f"{name!r:.80} cannot name an actor: use 1 to 255 of the characters A-Z a-z 0-9 _ . - and no leading dot"
+        )
+    return name
+
+
+def check_prefix(prefix: str) -> str:
+    """Return `prefix` if names may begin like this.
+
+    Raises:
+        ValueError: It is too long, or has other characters.
+    """
+    if not isinstance(prefix, str) or (prefix and _NAME.fullmatch(prefix) is None):
+        raise ValueError(f"no actor's name begins with {prefix!r:.80}")
+    return prefix
+
+
+def check_node_name(name: str) -> str:
+    """Return `name` if nodes may have it.
+
+    Raises:
+        ValueError: It is empty, too long, or has other characters.
+    """
+    if not isinstance(name, str) or _NODE_NAME.fullmatch(name) is None:
+        raise ValueError(f"{name!r:.80} cannot name a node: use 1 to 63 of the characters A-Z a-z 0-9 _ . -")
+    return name
+
+
+def first_revision(term: int) -> int:
+    """The revision at which a coordinator begins; its changes have greater ones.
+
+    Raises:
+        ValueError: The term is out of range.
+    """
+    if not 0 < term < _MAX_TERM:
+        raise ValueError(f"a term lies between 1 and {_MAX_TERM - 1}; this is {term}")
+    return term << _TERM_SHIFT
+
+
+class Kind(enum.IntEnum):
+    """What a change is about."""
+
+    NAME = 0
+    MEMBER = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NamedActor:
+    """The holder of a name.
+
+    Attributes:
+        name: The name.
+        peer: The process of the actor; of a supervised one, the process that has its directory.
+        actor: Its id there.
+        label: What it is called in errors.
+        class_names: Its class with all bases.
+        lease: The lease with which the name ends: the epoch of a member. 0: none, as in an embedded runtime.
+        reserved: Whether the actor is still to be made, by `peer`.
+        supervised: Whether it may be restarted: `peer` knows where it is.
+        epoch: The grant of the name; 0 in a request for a new one.
+        revision: The last change.
+    """
+
+    name: str
+    peer: PeerId
+    actor: ActorId
+    label: str
+    class_names: tuple[str, ...]
+    lease: int = 0
+    reserved: bool = False
+    supervised: bool = False
+    epoch: int = 0
+    revision: int = field(default=0, compare=False)
+
+    def is_same_actor(self, other: NamedActor) -> bool:
+        return (self.peer, self.actor, self.reserved) == (other.peer, other.actor, other.reserved)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node of the cluster.
+
+    Attributes:
+        name: The node's name.
+        peer: The node process.
+        address: Where it listens, such as "tcp://10.0.0.1:7777".
+        labels: What placement may ask for.
+        totals: Its resources.
+        free: What was left of them when it last said so.
+        epoch: The incarnation of the node, and its lease; 0 in a request for a new one.
+        revision: The last change.
+    """
+
+    name: str
+    peer: PeerId
+    address: str
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    totals: Mapping[str, float] = field(default_factory=dict[str, float])
+    free: Mapping[str, float] = field(default_factory=dict[str, float])
+    epoch: int = 0
+    revision: int = field(default=0, compare=False)
+
+
+Record: TypeAlias = NamedActor | Member
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One step of the tables.
+
+    Attributes:
+        revision: Its number.
+        kind: The table.
+        key: The name of the record.
+        record: The record as it is now; None if it is gone.
+    """
+
+    revision: int
+    kind: Kind
+    key: str
+    record: Record | None
+
+
+def plain_of(record: Record) -> dict[str, Any]:
+    """A record as plain data, for stores."""
+    return asdict(record)
+
+
+_CLASSES: Final[Mapping[Kind, type[Record]]] = {Kind.NAME: NamedActor, Kind.MEMBER: Member}
+
+
+def record_of(kind: Kind, plain: object) -> Record:
+    """The record that `plain_of` made this of.
+
+    Raises:
+        ValueError: It is none.
+    """
+    cls = _CLASSES[kind]
+    types = {each.name: str(each.type) for each in fields(cls)}
+    values = dict(cast("dict[str, Any]", plain)) if isinstance(plain, dict) else {}
+    if values.keys() != types.keys():
+        raise ValueError(f"this is no record of a {kind.name.lower()}: {plain!r:.200}")
+    for name, value in values.items():
+        if type(value) is not _PLAIN[types[name]]:
+            raise ValueError(f"{name}={value!r:.80} does not belong in the record of a {kind.name.lower()}")
+    if "class_names" in values:
+        values["class_names"] = tuple(values["class_names"])
+    record = cls(**values)
+    (check_name if kind is Kind.NAME else check_node_name)(record.name)
+    return record
+
+
+# The types of fields after a way through JSON.
+_PLAIN: Final[Mapping[str, type]] = {
+    "str": str,
+    "int": int,
+    "bool": bool,
+    "PeerId": str,
+    "ActorId": int,
+    "tuple[str, ...]": list,
+    "Mapping[str, str]": dict,
+    "Mapping[str, float]": dict,
+}

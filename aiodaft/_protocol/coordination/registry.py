@@ -1,0 +1,251 @@
+"""The coordinator's tables together. Pure.
+
+A decision returns changes and alters nothing (but prolongs leases, and notes what nodes have free): the coordinator
+stores them, then applies them, one decision at a time. So what is answered and told to watchers is what a restart would
+find.
+
+A coordinator that starts where another one was does not know which members live. For the time of one lease it expires
+none, while they join again with the epochs that they hold; what they hold belongs to them still. If nothing was stored,
+it grants no names in that time, because any name may be held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from aiodaft._protocol.coordination.leases import LeaseTable
+from aiodaft._protocol.coordination.members import MemberTable
+from aiodaft._protocol.coordination.names import NameTable
+from aiodaft._protocol.coordination.records import (
+    Change,
+    Kind,
+    Member,
+    NamedActor,
+    Record,
+    check_name,
+    check_node_name,
+    first_revision,
+)
+from aiodaft._protocol.coordination.watch import Batch, History
+from aiodaft._protocol.ids import ActorId, PeerId, is_attached, node_of
+from aiodaft.exceptions import CoordinatorUnavailable, LeaseLost
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a coordinator begins with.
+
+    Attributes:
+        term: Greater than that of each coordinator before it.
+        records: What was stored.
+        forgot: Whether there may be names and members that were not stored.
+    """
+
+    term: int
+    records: Sequence[Record] = ()
+    forgot: bool = False
+
+
+class Registry:
+    """Names, members and leases. Times are seconds of the coordinator's clock, `ttl` those of a lease."""
+
+    def __init__(self, stored: Stored, ttl: float, now: float) -> None:
+        self.names = NameTable()
+        self.members = MemberTable()
+        self.leases = LeaseTable(ttl, now)
+        self._history = History(first_revision(stored.term))
+        self._recovered_at = now + ttl if stored.forgot else now
+        newest = max((record.revision for record in stored.records), default=0)
+        self._last = max(self._history.revision, newest)
+        for record in stored.records:
+            self._put(_kind_of(record), record.name, record, now, seen=False)
+
+    @property
+    def revision(self) -> int:
+        """The last change."""
+        return self._history.revision
+
+    def recovering_for(self, now: float) -> float:
+        """Seconds for which no names are granted yet."""
+        return max(0.0, self._recovered_at - now)
+
+    # Names.
+
+    def register(self, wanted: NamedActor, now: float) -> list[Change]:
+        """Give a name to an actor, which may ask again, or which its name was reserved for (`wanted.epoch`).
+
+        Raises:
+            ValueError: The name is not valid.
+            NameTaken: Another actor has it.
+            LeaseLost: The node of the actor is not a member, or the reservation is over.
+            CoordinatorUnavailable: It is recovering.
+        """
+        return self._grant(replace(wanted, reserved=False), now)
+
+    def reserve(self, wanted: NamedActor, now: float) -> list[Change]:
+        """Reserve a name for an actor that `wanted.peer` makes; nothing if an actor or a process has it.
+
+        Raises:
+            ValueError: The name is not valid.
+            LeaseLost: The node of the process is not a member.
+            CoordinatorUnavailable: It is recovering.
+        """
+        if self.names.get(check_name(wanted.name)) is not None:
+            return []
+        return self._grant(replace(wanted, reserved=True, epoch=0), now)
+
+    def _grant(self, wanted: NamedActor, now: float) -> list[Change]:
+        wanted = self._leased(wanted)
+        epoch = self.names.grant(wanted)
+        if not epoch and self.recovering_for(now) > 0:
+            raise CoordinatorUnavailable(
+                f"{wanted.name!r} may be the name of another actor: the coordinator was started again, and waits for "
+                "the nodes to tell it the names of their actors"
+            )
+        return self._changes([replace(wanted, epoch=epoch or self._last + 1)])
+
+    def _leased(self, wanted: NamedActor) -> NamedActor:
+        check_name(wanted.name)
+        node = node_of(wanted.peer)
+        if not node:
+            return wanted
+        member = self.members.get(node) or self._heir(wanted)
+        if member is None:
+            raise LeaseLost(f"{wanted.label} cannot have a name: its node {node!r} is not a member of the cluster")
+        return replace(wanted, lease=member.epoch)
+
+    def release(self, peer: PeerId, actor: ActorId | None) -> list[Change]:
+        """Free the names of an actor, or of every actor of a process, that is gone."""
+        return self._changes(gone=self.names.held_by(peer, actor))
+
+    def release_name(self, name: str, epoch: int) -> list[Change]:
+        """Free a name if it still is that grant."""
+        held = self.names.get(name)
+        return [] if held is None or held.epoch != epoch else self._changes(gone=[held])
+
+    def unreserve(self, name: str, peer: PeerId, actor: ActorId) -> list[Change]:
+        """Free a name if it is reserved for an actor of that process."""
+        held = self.names.get(name)
+        ours = held is not None and held.reserved and (held.peer, held.actor) == (peer, actor)
+        return self._changes(gone=[held]) if held is not None and ours else []
+
+    # Members.
+
+    def join(self, member: Member, names: Sequence[NamedActor], now: float) -> list[Change]:
+        """Take in a node: as a new incarnation, or with the epoch that it holds and the names of its actors.
+
+        Raises:
+            ValueError: A name is not valid.
+            NameTaken: Another process has the node's name.
+            LeaseLost: The epoch is over.
+        """
+        check_node_name(member.name)
+        if not member.epoch:
+            epoch = self.members.admit(member)
+            if epoch:
+                self.leases.keep(epoch, now)
+            return self._changes([replace(member, epoch=epoch or self._last + 1)])
+        recovering = self.recovering_for(now) > 0
+        self.members.check_holds(member, recovering=recovering)
+        held = self.members.get(member.name)
+        if held is not None and held.epoch == member.epoch:
+            self.leases.keep(member.epoch, now)
+        claimed = [replace(one, name=check_name(one.name), lease=member.epoch, reserved=False) for one in names]
+        kept = [one for one in claimed if self.names.regains(one, recovering=recovering)]
+        # No grant may have an epoch again that was given before, whatever the clock that made the term.
+        self._last = max([self._last, member.epoch, *(one.epoch for one in kept)])
+        before = [] if held is None or held.epoch == member.epoch else self.names.under(held.epoch)
+        names_kept = {one.name for one in kept}
+        return self._changes([member, *kept], [one for one in before if one.name not in names_kept])
+
+    def keep(self, epoch: int, free: Mapping[str, float], now: float) -> list[Change]:
+        """Prolong a node's lease, and note what it has free: that is neither stored nor told to watchers.
+
+        Raises:
+            LeaseLost: The lease is over.
+        """
+        self.leases.keep(epoch, now)
+        self.members.note_free(epoch, free)
+        return []
+
+    def leave(self, epoch: int) -> list[Change]:
+        """End a node's lease, and the names under it; those of programs that are attached to it go on with another."""
+        kept: dict[str, NamedActor] = {}
+        for held in self.names.under(epoch):
+            heir = self._heir(held, epoch)
+            if heir is not None:
+                kept[held.name] = replace(held, lease=heir.epoch)
+        gone = [one for one in self._under(epoch) if isinstance(one, Member) or one.name not in kept]
+        return self._changes(kept.values(), gone)
+
+    def _heir(self, held: NamedActor, leaving: int = 0) -> Member | None:
+        """The member with whose lease a program's name ends if the program's node is no member, or is `leaving`."""
+        others = (member for member in self.members.all() if member.epoch != leaving)
+        return next(others, None) if is_attached(held.peer) and not held.reserved else None
+
+    def expire(self, now: float) -> list[Change]:
+        """End the leases whose time is over, and the names under them."""
+        return self._changes(gone=[record for epoch in self.leases.expired(now) for record in self._under(epoch)])
+
+    def _under(self, epoch: int) -> list[Record]:
+        member = self.members.of(epoch)
+        return [] if member is None else [*self.names.under(epoch), member]
+
+    # Changes.
+
+    def _changes(self, there: Iterable[Record] = (), gone: Iterable[Record] = ()) -> list[Change]:
+        """The changes that make records `there` and others `gone`; none for what is so already."""
+        changes: list[Change] = []
+        for record in there:
+            known = self.names.get(record.name) if isinstance(record, NamedActor) else self.members.get(record.name)
+            if known != record:
+                revision = self._last + 1 + len(changes)
+                made = replace(record, revision=revision)
+                changes.append(Change(revision, _kind_of(record), record.name, made))
+        for record in gone:
+            changes.append(Change(self._last + 1 + len(changes), _kind_of(record), record.name, None))
+        return changes
+
+    def apply(self, changes: Sequence[Change], now: float) -> None:
+        """Carry out what was decided, once it is stored."""
+        for change in changes:
+            self._put(change.kind, change.key, change.record, now, seen=True)
+        self._history.append(changes)
+        self._last = max(self._last, self.revision)
+
+    def _put(self, kind: Kind, key: str, record: Record | None, now: float, *, seen: bool) -> None:
+        if kind is Kind.NAME:
+            assert not isinstance(record, Member)
+            self.names.put(key, record)
+            return
+        assert not isinstance(record, NamedActor)
+        before = self.members.put(key, record)
+        if before is not None and (record is None or record.epoch != before.epoch):
+            self.leases.end(before.epoch)
+        if record is not None and (before is None or record.epoch != before.epoch):
+            self.leases.begin(record.epoch, now, seen=seen)
+
+    # Watchers.
+
+    def news(self, kind: Kind, prefix: str, since: int) -> Batch | None:
+        """What a watcher that knows the revision `since` has to know; None: nothing yet.
+
+        Reservations are told to no watcher.
+        """
+        changes = self._history.since(since, kind, prefix)
+        if changes is None:
+            records: Iterable[Record] = self.names.all() if kind is Kind.NAME else self.members.all()
+            told = [Change(one.revision, kind, one.name, one) for one in records if one.name.startswith(prefix)]
+            changes = sorted(told, key=lambda change: change.revision)
+            return Batch(self.revision, True, tuple(filter(_is_told, changes)))
+        told = list(filter(_is_told, changes))
+        return Batch(self.revision, False, tuple(told)) if told else None
+
+
+def _kind_of(record: Record) -> Kind:
+    return Kind.NAME if isinstance(record, NamedActor) else Kind.MEMBER
+
+
+def _is_told(change: Change) -> bool:
+    return not (isinstance(change.record, NamedActor) and change.record.reserved)

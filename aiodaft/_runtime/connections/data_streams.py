@@ -1,0 +1,92 @@
+"""The streams of bytes that a process opens to others for their payloads; the node agents hand them out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from aiodaft._protocol.ids import PeerId
+from aiodaft._runtime.process import Process
+from aiodaft.exceptions import DaftError, ResourceExhausted
+from aiodaft_transport import PeerGone
+
+# The number of a stream that its process did not ask for: another one did.
+UNASKED: Final = 0
+# The number of a stream of another machine: the first bytes on it say it.
+FROM_AFAR: Final = -1
+
+
+class DataStreams:
+    """The streams that one process has asked for and not got yet."""
+
+    def __init__(
+        self,
+        process: Process,
+        ask: Callable[[PeerId, int], Awaitable[object]],
+        take: Callable[[PeerId, socket.socket], object],
+    ) -> None:
+        """Take what asks the node agent for a stream with a number, and what takes the streams of others."""
+        self._process = process
+        self._ask = ask
+        self._take = take
+        self._numbers = itertools.count(UNASKED + 1)
+        self._asked: dict[int, tuple[PeerId, asyncio.Future[socket.socket]]] = {}
+
+    async def open(self, remote: str) -> socket.socket:
+        """Open a stream; see `Host.connect`.
+
+        Raises:
+            PeerGone: The process is lost, or there is no way to it.
+            ResourceExhausted: There is no descriptor for it.
+        """
+        peer, number = PeerId(remote), next(self._numbers)
+        if peer == self._process.id:
+            ours, theirs = self._process.env.sockets.pair()
+            self._take(peer, theirs)
+            return ours
+        stream: asyncio.Future[socket.socket] = self._process.loop.create_future()
+        self._asked[number] = peer, stream
+        self._process.tasks.create_task(self._ask_for(peer, number), name=f"ask for a stream to {peer}")
+        try:
+            return await stream
+        except BaseException:
+            if stream.done() and not stream.cancelled() and stream.exception() is None:
+                # The task was cancelled when it had come.
+                stream.result().close()
+            raise
+        finally:
+            self._asked.pop(number, None)
+
+    async def _ask_for(self, peer: PeerId, number: int) -> None:
+        try:
+            await self._ask(peer, number)
+        except ResourceExhausted as error:
+            self.failed(number, error)
+        except (DaftError, OSError) as error:
+            self.failed(number, PeerGone(f"there is no stream to {peer}: {error}"))
+
+    def came(self, peer: PeerId, number: int, stream: socket.socket) -> None:
+        """A stream came: the one that was asked for under a number, or one that the other process asked for."""
+        if number == UNASKED:
+            self._take(peer, stream)
+            return
+        _, waiting = self._asked.pop(number, (peer, None))
+        if waiting is None or waiting.done():
+            # What wanted it was cancelled.
+            stream.close()
+        else:
+            waiting.set_result(stream)
+
+    def failed(self, number: int, error: Exception) -> None:
+        """A stream that was asked for does not come."""
+        _, waiting = self._asked.pop(number, (None, None))
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(error)
+
+    def peer_lost(self, peer: PeerId) -> None:
+        """No stream to a process comes any more."""
+        for number in [number for number, (asked, _) in self._asked.items() if asked == peer]:
+            self.failed(number, PeerGone(f"{peer} is gone"))

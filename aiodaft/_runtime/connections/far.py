@@ -1,0 +1,342 @@
+"""Connections between machines: this process connects to another one, and takes the connections of others.
+
+Only nodes listen. A process that needs a connection to one on another machine connects to the port of that one's node,
+which hands the socket on. Both processes may do so at the same time: then the one with the smaller id refuses, and the
+other takes what comes. A controller has no node of its own that could take a connection for it; the node that it is
+attached to tells it to connect itself.
+
+The process that was connected to answers with one message of a fixed size (`Welcome`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from enum import IntEnum
+from typing import Final, NamedTuple, Protocol
+
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.address import Address
+from aiodaft._protocol.connections.versions import Software, __version__
+from aiodaft._protocol.ids import PeerId, is_node, node_of
+from aiodaft._protocol.node.liveness import Order
+from aiodaft._protocol.node.silence import GIVEN_UP_AFTER, Silence
+from aiodaft._runtime.connections.authentication import Authenticated
+from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.platform.tasks import TaskOwner
+from aiodaft._runtime.process import Process
+from aiodaft.exceptions import DaftError, NotAuthenticated, PeerLost
+from aiodaft_transport import Key
+from aiodaft_transport.handshake import MAC_SIZE, Purpose
+
+# Who connects without knowing the id of the process that listens asks for it by this name.
+ANY_NODE: Final = PeerId("node")
+
+# It stays the same in later releases, which thereby know of each other that they are others.
+_WELCOME: Final = struct.Struct("<B96s96s32s32s")
+_LABEL: Final = b"welcome"
+# What a stream for payload begins with.
+STREAM_NUMBER: Final = struct.Struct("<Q")
+# Seconds that a process has to become reachable.
+_PATIENCE: Final = 15.0
+_FIRST_PAUSE: Final = 0.02
+
+
+class Answer(IntEnum):
+    """What becomes of a connection that a process was asked for."""
+
+    # There is no such process.
+    GONE = 0
+    # Messages may be sent.
+    USED = 1
+    # The asked process connects itself, or is connected.
+    LATER = 2
+
+
+class Welcome(NamedTuple):
+    """The answer, the id of the node that listens, that of the process with the coordinator, and what the node runs."""
+
+    answer: Answer
+    node: PeerId
+    coordinator: PeerId
+    software: Software
+
+    def sealed(self, session: Key) -> bytes:
+        """As bytes, with a MAC: they come before TLS."""
+        packed = _WELCOME.pack(self.answer, *(text.encode() for text in (self.node, self.coordinator, *self.software)))
+        return packed + session.mac(_LABEL, packed)
+
+    @classmethod
+    def opened(cls, data: bytes, session: Key) -> Welcome:
+        """What `sealed` gave at the other end of the connection with this key.
+
+        Raises:
+            NotAuthenticated: It is something else.
+        """
+        packed, proof = data[: _WELCOME.size], data[_WELCOME.size :]
+        if not session.made(proof, _LABEL, packed):
+            raise NotAuthenticated("what a node said of itself was changed on its way")
+        answer, *texts = _WELCOME.unpack(packed)
+        node, coordinator, *software = (text.rstrip(b"\0").decode("ascii") for text in texts)
+        return cls(Answer(answer), PeerId(node), PeerId(coordinator), Software(*software))
+
+    @property
+    def node_name(self) -> str:
+        return node_of(self.node)
+
+    @property
+    def has_coordinator(self) -> bool:
+        """Whether the node that listens has the coordinator itself."""
+        return self.node == self.coordinator
+
+
+WELCOME_SIZE: Final = _WELCOME.size + MAC_SIZE
+# What this process runs.
+SOFTWARE: Final = Software(__version__, f"{sys.implementation.name} {sys.version.split()[0]}")
+
+
+class Door(Protocol):
+    """Where a node accepts the connections of other machines."""
+
+    async def open(self, address: Address) -> Address:
+        """Listen. Returns the address with the IP address and the port that were taken. May wait for a name server.
+
+        Raises:
+            ValueError: The address is that of all interfaces.
+            OSError: It cannot be used; the message names it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop listening, and drop strangers. Idempotent."""
+        ...
+
+
+class Network(Protocol):
+    """How a process of a cluster connects to other machines, and what makes it a member; a simulation has its own."""
+
+    @property
+    def key(self) -> Key:
+        """The key of the cluster."""
+        ...
+
+    @property
+    def cluster(self) -> str:
+        """What errors call the cluster."""
+        ...
+
+    @property
+    def reached_by(self) -> tuple[str, ...]:
+        """The transports, beside "tcp", that lead here from other machines. Raises as `registry.reached_by` does."""
+        ...
+
+    def packed(self) -> bytes:
+        """What makes a process a member that this one starts; it goes over a socket or pipe that it inherits."""
+        ...
+
+    def door(
+        self,
+        tasks: TaskOwner,
+        on_control: Callable[[Authenticated], object],
+        on_data: Callable[[Authenticated], object],
+    ) -> Door:
+        """Where connections come in. The callbacks get those of processes and of transports, and own their sockets."""
+        ...
+
+    async def dial(self, address: str, local: PeerId, to: PeerId, purpose: Purpose) -> tuple[socket.socket, Key]:
+        """Connect to the port of a node, and prove the cluster key to each other.
+
+        Returns:
+            The socket, which does not block, and the key of this one connection.
+
+        Raises:
+            PeerLost: Nothing listens there, or the other side ended the connection.
+            NotAuthenticated: The other side does not have the key.
+        """
+        ...
+
+    async def secure(self, sock: socket.socket, session: Key, *, server: bool) -> socket.socket:
+        """Encrypt what goes over a socket from now on. Takes it over. Raises as `dial` does."""
+        ...
+
+    async def protect(self, stream: socket.socket, session: Key, *, server: bool) -> socket.socket:
+        """Encrypt a stream for payload, if the cluster wants that; else returns it as it is. Raises as `dial` does."""
+        ...
+
+    async def receive(self, sock: socket.socket, size: int) -> bytes:
+        """Exactly that many bytes of a socket that is not encrypted yet.
+
+        Raises:
+            OSError: The connection ended.
+        """
+        ...
+
+
+class Table(Protocol):
+    """What this needs of the connections of the process."""
+
+    def get(self, remote: PeerId, /) -> Connection | None: ...
+    def renew(self, remote: PeerId) -> Connection: ...
+    async def is_answered(self, remote: PeerId) -> bool: ...
+
+
+async def who_listens(network: Network, local: PeerId, address: str) -> Welcome:
+    """Ask the node that listens at an address.
+
+    Raises:
+        PeerLost: Nothing listens there.
+        NotAuthenticated: What listens there is no node of this cluster.
+        VersionMismatch: It cannot work with this process.
+    """
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            sock, session = await network.dial(address, local, ANY_NODE, Purpose.CONTROL)
+            with sock:
+                welcome = Welcome.opened(await network.receive(sock, WELCOME_SIZE), session)
+                SOFTWARE.check_works_with(welcome.software, address)
+                return welcome
+    except (OSError, TimeoutError) as error:
+        raise PeerLost(f"no node of this cluster answers at {address}: {error}", executed=False) from error
+
+
+class FarConnections:
+    """Connects this process to those of other machines."""
+
+    def __init__(self, process: Process, network: Network, table: Table) -> None:
+        self._process = process
+        self.network = network
+        self._table = table
+        self.reached_by = network.reached_by
+        # What makes the processes that this one starts members of the cluster.
+        self.secret = network.packed
+        # Called with a node that has been silent for so long that the connection to it was given up.
+        self.on_silent: Callable[[PeerId], object] = lambda node: None
+
+    async def connect(self, connection: Connection, address: str) -> None:
+        """Give a connection a socket to a process whose node listens at this address.
+
+        Raises:
+            PeerLost: The process is gone, or cannot be reached.
+            NotAuthenticated: What listens there is no node of this cluster.
+        """
+        remote, pause = connection.remote, _FIRST_PAUSE
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                while connection.is_awaited():
+                    if not await self._try(connection, address):
+                        # The other side connects itself, or finds that an earlier connection is lost.
+                        await asyncio.sleep(pause)
+                        pause = min(2 * pause, 1.0)
+        except TimeoutError:
+            raise PeerLost(f"{remote} at {address} could not be reached within {_PATIENCE:g} s") from None
+        except OSError as error:
+            raise PeerLost(f"{remote} cannot be reached at {address}: {error}") from error
+
+    async def _try(self, connection: Connection, address: str) -> bool:
+        """Whether nothing is left to do; False if the other side wants to connect itself."""
+        remote = connection.remote
+        sock, session = await self.network.dial(address, self._process.id, remote, Purpose.CONTROL)
+        try:
+            welcome = Welcome.opened(await self.network.receive(sock, WELCOME_SIZE), session)
+            if welcome.answer is Answer.GONE:
+                raise PeerLost(f"there is no process {remote} at {address}")
+            if welcome.answer is Answer.LATER or not connection.is_awaited():
+                sock.close()
+                return welcome.answer is not Answer.LATER
+            secured = await self.network.secure(sock, session, server=False)
+        except BaseException:
+            sock.close()
+            raise
+        self.attach(connection, secured)
+        return True
+
+    async def open_stream(self, remote: PeerId, address: str, number: int) -> socket.socket:
+        """Open a stream for payload, which the other process has asked for under this number, or not at all.
+
+        Raises:
+            DaftError, OSError: There is no way to the node of the process.
+        """
+        plain, session = await self.network.dial(address, self._process.id, remote, Purpose.DATA)
+        sock = await self.network.protect(plain, session, server=False)
+        # There is room for it in a new socket.
+        sock.send(STREAM_NUMBER.pack(number))
+        return sock
+
+    async def accept_stream(self, stream: socket.socket, session: Key) -> tuple[int, socket.socket]:
+        """The number of a stream that another process has opened, and what to use for it. Takes over the stream.
+
+        Raises:
+            DaftError, OSError: It ended. It is closed.
+        """
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                stream = await self.network.protect(stream, session, server=True)
+                number = await self.network.receive(stream, STREAM_NUMBER.size)
+        except BaseException:
+            stream.close()
+            raise
+        return int(STREAM_NUMBER.unpack(number)[0]), stream
+
+    async def accept(self, remote: PeerId, sock: socket.socket, session: Key) -> None:
+        """Take a connection that another process has made to this one, or refuse it. Takes over the socket."""
+        known = self._table.get(remote)
+        if known is not None and known.lost is None and (known.connected or self._process.id < remote):
+            if known.connected:
+                # The other side has no connection, as far as it knows: this shows whether the one here is dead.
+                known.send((m.RELEASE, ()))
+            self.refuse(sock, session, Answer.LATER)
+            return
+        connection = known if known is not None and known.is_awaited() else self._table.renew(remote)
+        try:
+            sock.send(self._welcome(Answer.USED, session))
+            secured = await self.network.secure(sock, session, server=True)
+        except (DaftError, OSError) as error:
+            sock.close()
+            if connection is not known and connection.is_awaited():
+                connection.close(PeerLost(f"the connection that {remote} made broke: {error}"))
+            return
+        self.attach(connection, secured)
+
+    def refuse(self, sock: socket.socket, session: Key, answer: Answer) -> None:
+        """Do not take a connection that was made to this process or, if this is a node, to another one."""
+        with sock, suppress(OSError):
+            sock.send(self._welcome(answer, session))
+
+    def _welcome(self, answer: Answer, session: Key) -> bytes:
+        process = self._process
+        return Welcome(answer, process.options.agent, process.coordinator, SOFTWARE).sealed(session)
+
+    def attach(self, connection: Connection, secured: socket.socket) -> None:
+        """Use a socket, unless another one came meanwhile."""
+        if not connection.is_awaited():
+            secured.close()
+            return
+        connection.attach(secured, far=True)
+        if is_node(connection.remote):
+            self._look_later(connection, Silence())
+
+    def _look_later(self, connection: Connection, silence: Silence) -> None:
+        process = self._process
+        process.loop.call_later(process.env.timeouts.silence, self._look, connection, silence)
+
+    def _look(self, connection: Connection, silence: Silence) -> None:
+        """Ask a node that is silent, or give it up."""
+        process, node = self._process, connection.remote
+        if connection.lost is not None or process.closed is not None:
+            return
+        order = silence.look(connection.traffic.control_received, awaited=bool(connection.session.calls))
+        if order is Order.GIVE_UP:
+            seconds = GIVEN_UP_AFTER * process.env.timeouts.silence
+            connection.close(PeerLost(f"{node} has not answered for more than {seconds:g} s"))
+            self.on_silent(node)
+            return
+        if order is Order.ASK:
+            process.create_task(self._ask(node), name=f"hear from {node}")
+        self._look_later(connection, silence)
+
+    async def _ask(self, node: PeerId) -> None:
+        await self._table.is_answered(node)

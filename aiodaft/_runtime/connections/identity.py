@@ -1,0 +1,230 @@
+"""What makes a process a member of a cluster: the cluster key, and the certificate that all members have.
+
+Both lie in one file, which `aiodaft key new` makes and only its owner can read. Workers get its content over the socket
+they inherit.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import os
+import re
+import ssl
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO, Final, NoReturn
+
+from aiodaft.exceptions import KeyFileError
+from aiodaft_transport import Key
+from aiodaft_transport.handshake import KEY_SIZE
+
+VARIABLE: Final = "AIODAFT_KEY_FILE"
+# Bytes; a file has about 1,000.
+_MAX_SIZE: Final = 8 << 10
+_ENCRYPTED: Final = b"Payloads: encrypted\n"
+_FORM: Final = re.compile(
+    rb"(" + _ENCRYPTED + rb")?"
+    rb"-----BEGIN AIODAFT KEY-----\n([A-Za-z0-9+/=]+)\n-----END AIODAFT KEY-----\n"
+    rb"(-----BEGIN CERTIFICATE-----\n[A-Za-z0-9+/=\n]+-----END CERTIFICATE-----\n)"
+    rb"(-----BEGIN PRIVATE KEY-----\n[A-Za-z0-9+/=\n]+-----END PRIVATE KEY-----\n)"
+)
+
+_LAST_LINE: Final = b"-----END PRIVATE KEY-----\n"
+
+
+class Identity:
+    """The cluster key and the certificate of a cluster; never shown, never pickled.
+
+    Args:
+        content: What is in the key file, or `packed()` of another process of the cluster.
+
+    Raises:
+        KeyFileError: It is something else.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        found = _FORM.fullmatch(content)
+        if found is None:
+            raise KeyFileError(f"it is none that `aiodaft key new` made, or not all of it ({len(content)} bytes)")
+        try:
+            secret = base64.b64decode(found[2], validate=True)
+        except binascii.Error:
+            secret = b""
+        if len(secret) != KEY_SIZE:
+            raise KeyFileError(f"its key has {len(secret)} bytes, not {KEY_SIZE}")
+        self.key: Final = Key(secret)
+        self._content = content
+        self._pair = found[3] + found[4]
+        # Whether payloads between hosts are encrypted, too.
+        self.encrypts_payloads: Final = found[1] is not None
+        try:
+            # In the form that TLS shows it in.
+            self.certificate: Final = ssl.PEM_cert_to_DER_cert(found[3].decode("ascii"))
+            # Both are sound, and belong together.
+            _ = self.server_context
+        except (ValueError, ssl.SSLError):
+            # Without the cause, which may quote what it could not read.
+            raise KeyFileError("its certificate or private key is damaged") from None
+
+    def __repr__(self) -> str:
+        return f"Identity(cluster {self.key.cluster.hex()[:12]})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("the identity of a cluster is not pickled")
+
+    @property
+    def name(self) -> str:
+        """What errors call the cluster."""
+        return f"cluster-{self.key.cluster.hex()[:12]}"
+
+    def packed(self) -> bytes:
+        """All of it, for a process that this one starts, over a socket or pipe that it inherits."""
+        return self._content
+
+    @cached_property
+    def server_context(self) -> ssl.SSLContext:
+        """For the end of a connection that accepted it: TLS 1.3, both ends show the certificate of the cluster."""
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    @cached_property
+    def client_context(self) -> ssl.SSLContext:
+        """The same for the end that connected."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _context(self, side: ssl._SSLMethod) -> ssl.SSLContext:
+        context = ssl.SSLContext(side)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # All members have the same certificate, which names none of them.
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        if side is ssl.PROTOCOL_TLS_SERVER:
+            # No session is resumed: tickets would only be more to read.
+            context.num_tickets = 0
+        context.load_verify_locations(cadata=self.certificate)
+        # OpenSSL reads files only; this one has no name, and ends here.
+        fd = os.memfd_create("aiodaft-identity", os.MFD_CLOEXEC)
+        with open(fd, "wb", buffering=0) as file:
+            file.write(self._pair)
+            context.load_cert_chain(f"/proc/self/fd/{fd}")
+        return context
+
+
+def find_key_file(key_file: str | os.PathLike[str] | None, environ: Mapping[str, str] = os.environ) -> Path:
+    """The path of the key file: as given, else of $AIODAFT_KEY_FILE, else ~/.config/aiodaft/key."""
+    given = os.fspath(key_file) if key_file is not None else environ.get(VARIABLE)
+    return Path(given) if given else Path.home() / ".config" / "aiodaft" / "key"
+
+
+def load_identity(key_file: str | os.PathLike[str] | None = None) -> Identity:
+    """Read the key file that `find_key_file` finds.
+
+    Raises:
+        KeyFileError: There is none, others can read it, or it is damaged. Says what to do.
+    """
+    path = find_key_file(key_file)
+    try:
+        return Identity(read_private(path))
+    except OSError as error:
+        raise KeyFileError(
+            f"the key file {path} cannot be read: {error.strerror}. `aiodaft key new {path}` makes one; every machine "
+            f"of a cluster needs a copy. Another place is given by `key_file=` or ${VARIABLE}"
+        ) from error
+    except KeyFileError as error:
+        raise KeyFileError(f"the key file {path} is refused: {error}") from error.__cause__
+
+
+def receive_identity(stream: BinaryIO) -> Identity:
+    """Read what `packed()` gave from a pipe that stays open; blocks until all of it has come.
+
+    Raises:
+        KeyFileError: Something else came, or the pipe ended.
+    """
+    content = b""
+    while not content.endswith(_LAST_LINE) and (line := stream.readline(_MAX_SIZE)) and len(content) <= _MAX_SIZE:
+        content += line
+    try:
+        return Identity(content)
+    except KeyFileError as error:
+        raise KeyFileError(f"the key that came by standard input is refused: {error}") from error.__cause__
+
+
+def read_private(path: Path) -> bytes:
+    """Read a small file that no other user could have read or made.
+
+    Raises:
+        KeyFileError: Another user could have.
+        OSError: It cannot be read.
+    """
+    # The file that is open is judged, not its name, which may lead elsewhere by then. A pipe must not block.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        _check_private(os.fstat(fd))
+        # All of it, or a part that is refused.
+        return os.read(fd, _MAX_SIZE)
+    finally:
+        os.close(fd)
+
+
+def _check_private(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise KeyFileError("it is no regular file")
+    if found.st_uid != os.geteuid():
+        raise KeyFileError(
+            f"it belongs to user {found.st_uid}, and this process is of user {os.geteuid()}: use a copy of your own"
+        )
+    if found.st_mode & 0o077:
+        raise KeyFileError(f"others may read or write it (mode {found.st_mode & 0o777:04o}): `chmod 600` it")
+    if found.st_size > _MAX_SIZE:
+        raise KeyFileError(f"it has {found.st_size} bytes, a key file has about 1,000")
+
+
+def write_key_file(
+    path: Path, secret: bytes, certificate: bytes, private_key: bytes, *, encrypt_payloads: bool = False
+) -> None:
+    """Write a new key file that only this user can read.
+
+    Args:
+        path: Where; nothing may be there. Its folder is made, if it does not exist.
+        secret: The cluster key.
+        certificate: As PEM.
+        private_key: As PEM, PKCS 8, without a password.
+        encrypt_payloads: Whether the members encrypt the payloads between hosts, too.
+
+    Raises:
+        KeyFileError: It cannot be made. Nothing is left of it.
+    """
+    write_private(path, key_content(secret, certificate, private_key, encrypt_payloads=encrypt_payloads))
+
+
+def key_content(secret: bytes, certificate: bytes, private_key: bytes, *, encrypt_payloads: bool = False) -> bytes:
+    """What is in the key file; see `write_key_file`."""
+    lines = [b"-----BEGIN AIODAFT KEY-----", base64.b64encode(secret), b"-----END AIODAFT KEY-----", b""]
+    return encrypt_payloads * _ENCRYPTED + b"\n".join(lines) + certificate + private_key
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a new file that only this user can read. Raises as `write_key_file` does."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # A link at this place is not followed.
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno == errno.EEXIST and os.path.lexists(path):
+            raise KeyFileError(f"{path} exists: a key is never overwritten, since members may use it") from error
+        raise KeyFileError(f"{path} cannot be made: {error.strerror}") from error
+    try:
+        with open(fd, "wb") as file:
+            # Also where the umask leaves less.
+            os.fchmod(fd, 0o600)
+            file.write(content)
+            file.flush()
+            os.fsync(fd)
+    except OSError as error:
+        with suppress(OSError):
+            os.unlink(path)
+        raise KeyFileError(f"{path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,174 @@
+"""The one port of a node: accepts connections, and lets in those that prove the cluster key.
+
+    listener = Listener(process.tasks, identity, on_control, on_data)
+    address = await listener.open(parse_address("tcp://10.0.0.5:7777", to_listen=True))
+    ...
+    listener.close()
+
+`on_control` and `on_data` get an `Authenticated`, and own its socket from then on. Next, the process `to` of a CONTROL
+connection calls `secure(sock, identity, session, server=True)`: the node hands it the socket and the session key.
+
+A connection is a stranger until it has proved the key. A stranger gets a challenge and costs a fixed number of bytes.
+Only so many may be under way: the oldest makes room, so that strangers take no place from a member.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from aiodaft._protocol.connections.address import Address, is_wildcard
+from aiodaft._runtime.connections.authentication import Authenticated, configure, receive_message, resolve
+from aiodaft._runtime.connections.identity import Identity
+from aiodaft._runtime.platform.error_log import log_error
+from aiodaft._runtime.platform.tasks import TaskOwner
+from aiodaft_transport import HandshakeError
+from aiodaft_transport.handshake import HELLO_SIZE, NONCE_SIZE, Purpose, ServerHandshake
+
+logger = logging.getLogger("aiodaft")
+
+MAX_STRANGERS: Final = 64
+# Seconds that a stranger gets for the whole handshake.
+DEADLINE: Final = 5.0
+_BACKLOG: Final = 128
+# Errors of accept() for lack of resources, or because the stranger left; the listener itself still works.
+_PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED})
+_ACCEPT_PAUSE: Final = 0.1
+# Seconds between two lines of the log about strangers.
+_LOG_PAUSE: Final = 10.0
+
+
+class Listener:
+    """Accepts the connections of a cluster at one address.
+
+    Args:
+        tasks: The owner of its tasks. Their end ends the listener.
+        identity: What both sides prove.
+        on_control: Called with each connection between two processes.
+        on_data: Called with each connection between two transports.
+        deadline: Seconds that a stranger gets.
+    """
+
+    def __init__(
+        self,
+        tasks: TaskOwner,
+        identity: Identity,
+        on_control: Callable[[Authenticated], object],
+        on_data: Callable[[Authenticated], object],
+        *,
+        deadline: float = DEADLINE,
+    ) -> None:
+        self._tasks = tasks
+        self._identity = identity
+        self._callbacks = {Purpose.CONTROL: on_control, Purpose.DATA: on_data}
+        self._deadline = deadline
+        self._socket: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        # Connections that have not proved the key yet, oldest first, and the tasks that serve them.
+        self._strangers: dict[socket.socket, asyncio.Task[tuple[Purpose, Authenticated]]] = {}
+        self._refused = 0
+        self._next_line = 0.0
+
+    async def open(self, address: Address, *, allow_wildcard: bool = False) -> Address:
+        """Listen. Returns the address with the IP address and the port that were taken. May wait for a name server.
+
+        Raises:
+            ValueError: The address is that of all interfaces, which has to be allowed.
+            OSError: Another program has the port, or the host is not this machine; the message names the address.
+        """
+        try:
+            family, _, _, _, at = (await resolve(address))[0]
+            if not allow_wildcard and is_wildcard(str(at[0])):
+                raise ValueError(
+                    f"{address} is the address of all interfaces, also those to strangers: name the one that leads to "
+                    "the other machines, or allow all of them explicitly"
+                )
+            self._socket = listening = socket.create_server(at[:2], family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise OSError(error.errno, f"{address} cannot be listened at: {error.strerror}") from error
+        listening.setblocking(False)
+        self._accepting = self._tasks.create_task(self._accept(listening), name="accept connections")
+        # Also if it is cancelled before it begins.
+        self._accepting.add_done_callback(lambda task: listening.close())
+        return Address(*listening.getsockname()[:2])
+
+    def close(self) -> None:
+        """Stop listening, and drop strangers. Idempotent."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+        for task in self._strangers.values():
+            task.cancel()
+
+    def abandon(self) -> None:
+        """Close the sockets where no loop runs: in a forked child, which would keep the port in use."""
+        for sock in (self._socket, *self._strangers):
+            # uvloop holds the sockets that it waits for: `close` would do nothing.
+            if sock is not None and (fd := sock.detach()) >= 0:
+                os.close(fd)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listening)
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    raise
+                # The stranger waits in the queue of the kernel.
+                await asyncio.sleep(_ACCEPT_PAUSE)
+                continue
+            if len(self._strangers) >= MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                # It is closed when its task has ended, also one that has not begun.
+                self._strangers.pop(oldest).cancel()
+                self._tell_of_refusal(str(address[0]), f"{MAX_STRANGERS} connections are in the handshake")
+            task = self._strangers[sock] = self._tasks.start(self._authenticate(sock), name="admit a connection")
+            task.add_done_callback(partial(self._judged, sock, str(address[0])))
+
+    async def _authenticate(self, sock: socket.socket) -> tuple[Purpose, Authenticated]:
+        loop, identity = asyncio.get_running_loop(), self._identity
+        async with asyncio.timeout(self._deadline):
+            configure(sock)
+            handshake = ServerHandshake(
+                identity.key, os.urandom(NONCE_SIZE), tls=True, data_tls=identity.encrypts_payloads
+            )
+            await loop.sock_sendall(sock, handshake.challenge)
+            (sender, to, purpose), accept, session = handshake.receive_hello(await receive_message(sock, HELLO_SIZE))
+            await loop.sock_sendall(sock, accept)
+        return purpose, Authenticated(sock, sender, to, session)
+
+    def _judged(self, sock: socket.socket, address: str, task: asyncio.Task[tuple[Purpose, Authenticated]]) -> None:
+        self._strangers.pop(sock, None)
+        error = None if task.cancelled() else task.exception()
+        if error is None and not task.cancelled():
+            self._hand_over(*task.result())
+            return
+        sock.close()
+        if isinstance(error, TimeoutError):
+            self._tell_of_refusal(address, f"it did not finish the handshake in {self._deadline:g} s")
+        elif isinstance(error, HandshakeError):
+            self._tell_of_refusal(address, str(error))
+        elif error is not None and not isinstance(error, OSError):
+            # One that left is not worth a line: probes of orchestrators do that all the time.
+            log_error("a connection could not be admitted", error)
+
+    def _hand_over(self, purpose: Purpose, authenticated: Authenticated) -> None:
+        try:
+            self._callbacks[purpose](authenticated)
+        except Exception as error:  # noqa: BLE001 - one connection must not end the others
+            authenticated.sock.close()
+            log_error(f"the connection of {authenticated.sender} to {authenticated.to} could not be used", error)
+
+    def _tell_of_refusal(self, address: str, why: str) -> None:
+        """Log a refused connection, or count it for the next line: a stranger must not fill the log."""
+        self._refused += 1
+        now = asyncio.get_running_loop().time()
+        if now >= self._next_line:
+            logger.warning("refused %d connections; the last one, from %s: %s", self._refused, address, why)
+            self._refused, self._next_line = 0, now + _LOG_PAUSE

@@ -1,0 +1,342 @@
+"""The coordinator: the actor that knows actors by their names, and the nodes. No call and no transfer waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from aiodaft._protocol.coordination.records import (
+    Change,
+    Kind,
+    Member,
+    NamedActor,
+    check_name,
+    check_node_name,
+    check_prefix,
+)
+from aiodaft._protocol.coordination.registry import Registry, Stored
+from aiodaft._protocol.coordination.watch import Batch
+from aiodaft._protocol.ids import ActorId, PeerId, is_worker
+from aiodaft._runtime.coordination.store import Deposed, Store, StoreFailed
+from aiodaft._runtime.platform.tasks import TaskOwner, logger
+from aiodaft.actor import Actor
+from aiodaft.exceptions import ActorDied, CoordinatorUnavailable
+from aiodaft.methods import method
+
+T = TypeVar("T")
+
+# Seconds of a lease.
+LEASE: Final = 10.0
+# The part of a lease for which a coordinator believes that it is in charge of its store.
+_CONFIRMED: Final = 0.125
+# Workers that ended and are remembered.
+_REMEMBERED: Final = 1024
+# Seconds by which a timer may be early.
+_RESOLUTION: Final = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What a node is told that joins.
+
+    Attributes:
+        epoch: Its incarnation, and its lease.
+        good_for: Seconds from its request on for which it has the lease.
+        ttl: Seconds of a whole lease.
+        names: The names that its actors have: those that it named, without those that went to others, and those that
+            it has not heard of, which it releases unless it waits for the answer to a registration.
+    """
+
+    epoch: int
+    good_for: float
+    ttl: float
+    names: tuple[NamedActor, ...]
+
+
+class Coordinator(Actor):
+    """Names and members.
+
+    Args:
+        store: Where they are stored; None: they end with this object. With a store, `open` it before anything else.
+        stored: What to begin with, without a store. `forgot=True` where a coordinator without a store was before.
+        lease: Seconds of a lease.
+        clock: Seconds of a clock that never jumps.
+    """
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        *,
+        stored: Stored = Stored(term=1),  # noqa: B008 - it is immutable
+        lease: float = LEASE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._lease = lease
+        self._clock = clock
+        # None while what is stored is not known.
+        self._registry = Registry(stored, lease, clock()) if store is None else None
+        self._why_unknown = "it has not opened its store yet"
+        self._deposed = False
+        # When it last began to ask whether it is in charge, and was.
+        self._confirmed_at = clock()
+        # The workers that ended last: a late request for one of their actors would hold a name for ever.
+        self._ended: dict[str, None] = {}
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._tasks = TaskOwner("aiodaft coordinator")
+
+    async def open(self) -> None:
+        """Take charge of the store, and read it.
+
+        Raises:
+            CoordinatorUnavailable: The store cannot be reached, or another coordinator has it.
+            CorruptState: It is damaged.
+        """
+        async with self._lock:
+            await self._opened()
+
+    async def run(self) -> None:
+        """End leases when their time is over, until another coordinator takes over the store."""
+        if self._store is not None:
+            self._tasks.create_task(self._watch_charge(self._store), name="watch the store")
+        while not self._deposed:
+            registry = self._registry
+            look_at = self._clock() + self._lease / 4 if registry is None else registry.leases.next_look()
+            await asyncio.sleep(max(0.0, look_at - self._clock()))
+            try:
+                await self._change(lambda registry, now: registry.expire(now), lambda registry: None)
+            except CoordinatorUnavailable as error:
+                logger.warning("%s", error)
+
+    async def aclose(self) -> None:
+        """Finish what is being stored, and close the store. Idempotent."""
+        async with self._lock:
+            self._forget("it is closed")
+            self._deposed = True
+        await self._tasks.aclose()
+        if self._store is not None:
+            await self._store.aclose()
+
+    # Names.
+
+    @method
+    async def register(self, wanted: NamedActor) -> NamedActor:
+        """Give a name to an actor; `wanted.epoch`: that of its reservation, if it has one."""
+        self._check(wanted)
+        await self._recovered(wanted.name)
+        return await self._change(
+            lambda registry, now: registry.register(wanted, now), lambda registry: registry.names.lookup(wanted.name)
+        )
+
+    @method
+    async def get_or_reserve(self, wanted: NamedActor) -> NamedActor:
+        """The actor with a name; or a reservation, if there is none, so that the caller makes it and registers it.
+
+        `wanted.actor` is any number that the process uses once. While another one has the reservation, this waits.
+        """
+        while True:
+            self._check(wanted)
+            await self._recovered(wanted.name)
+            changed = self._changed
+            held = await self._change(
+                lambda registry, now: registry.reserve(wanted, now), lambda registry: registry.names.get(wanted.name)
+            )
+            if held is not None and (not held.reserved or (held.peer, held.actor) == (wanted.peer, wanted.actor)):
+                return held
+            await changed.wait()
+
+    def _check(self, wanted: NamedActor) -> None:
+        check_name(wanted.name)
+        if wanted.peer in self._ended:
+            raise ActorDied(f"{wanted.label} cannot have a name: the process {wanted.peer} has ended", executed=False)
+
+    @method
+    async def lookup(self, name: str) -> NamedActor:
+        """The actor with a name."""
+        check_name(name)
+        return self._here().names.lookup(name)
+
+    @method
+    async def names(self, prefix: str) -> tuple[NamedActor, ...]:
+        """The actors with names that begin like this, by name."""
+        check_prefix(prefix)
+        return tuple(self._here().names.named(prefix))
+
+    @method
+    async def names_of(self, peer: str, actor: int) -> tuple[str, ...]:
+        """The names of an actor."""
+        return tuple(sorted(one.name for one in self._here().names.held_by(PeerId(peer), ActorId(actor))))
+
+    @method
+    async def release(self, peer: str, actor: int | None) -> None:
+        """Free the names of an actor that is gone, or of every actor of a process."""
+        gone = None if actor is None else ActorId(actor)
+        if gone is None and is_worker(PeerId(peer)):
+            self._ended[peer] = None
+            while len(self._ended) > _REMEMBERED:
+                del self._ended[next(iter(self._ended))]
+        await self._change(lambda registry, now: registry.release(PeerId(peer), gone), lambda registry: None)
+
+    @method
+    async def release_name(self, name: str, epoch: int) -> None:
+        """Free a name, or a reservation, if it still is that grant."""
+        check_name(name)
+        await self._change(lambda registry, now: registry.release_name(name, epoch), lambda registry: None)
+
+    @method
+    async def unreserve(self, name: str, peer: str, actor: int) -> None:
+        """Free a name if it is reserved for this actor."""
+        check_name(name)
+        await self._change(
+            lambda registry, now: registry.unreserve(name, PeerId(peer), ActorId(actor)), lambda registry: None
+        )
+
+    @method
+    async def watch_names(self, prefix: str, since: int) -> Batch:
+        """Wait for changes of names after a revision; see `View`. 0: begin with the names that there are."""
+        return await self._news(Kind.NAME, check_prefix(prefix), since)
+
+    # Members.
+
+    @method
+    async def join(self, member: Member, names: tuple[NamedActor, ...]) -> Membership:
+        """Take in a node: as a new incarnation (epoch 0), or with the epoch and the names that it holds."""
+        check_node_name(member.name)
+        came_at = self._clock()
+
+        def membership(registry: Registry) -> Membership:
+            now = registry.members.get(member.name)
+            assert now is not None
+            return Membership(now.epoch, self._good_for(came_at), self._lease, tuple(registry.names.under(now.epoch)))
+
+        return await self._change(lambda registry, now: registry.join(member, names, now), membership)
+
+    @method
+    async def keepalive(self, epoch: int, free: Mapping[str, float]) -> float:
+        """Prolong a node's lease. Returns the seconds from the request on for which the node has it."""
+        came_at = self._clock()
+        return await self._change(
+            lambda registry, now: registry.keep(epoch, free, now), lambda registry: self._good_for(came_at)
+        )
+
+    @method
+    async def leave(self, epoch: int) -> None:
+        """End a node's lease, and free the names under it."""
+        await self._change(lambda registry, now: registry.leave(epoch), lambda registry: None)
+
+    @method
+    async def members(self) -> tuple[Member, ...]:
+        """The nodes, by name."""
+        return tuple(self._here().members.all())
+
+    @method
+    async def watch_members(self, since: int) -> Batch:
+        """Wait for changes of members after a revision; see `View`. 0: begin with the members that there are."""
+        return await self._news(Kind.MEMBER, "", since)
+
+    # Reading.
+
+    def _here(self) -> Registry:
+        if self._registry is None:
+            raise CoordinatorUnavailable(f"the coordinator does not answer: {self._why_unknown}")
+        return self._registry
+
+    async def _recovered(self, name: str) -> None:
+        """Wait until the coordinator knows whether a name is held."""
+        registry = self._registry
+        if registry is not None and registry.names.get(name) is None:
+            left = registry.recovering_for(self._clock())
+            if left > 0:
+                await asyncio.sleep(left + _RESOLUTION)
+
+    async def _news(self, kind: Kind, prefix: str, since: int) -> Batch:
+        while True:
+            changed = self._changed
+            batch = self._here().news(kind, prefix, since)
+            if batch is not None:
+                return batch
+            await changed.wait()
+
+    def _good_for(self, came_at: float) -> float:
+        # Another coordinator that takes over after this one was confirmed expires nothing for the time of a lease.
+        return self._lease if self._store is None else self._lease - max(0.0, came_at - self._confirmed_at)
+
+    # Changing.
+
+    async def _change(self, decide: Callable[[Registry, float], list[Change]], answer: Callable[[Registry], T]) -> T:
+        """Carry out a decision. Cancellation: it may be carried out."""
+        if self._store is not None:
+            return await asyncio.shield(self._tasks.start_ahead(self._store_change(decide, answer), name="change"))
+        registry, now = self._here(), self._clock()
+        self._apply(registry, decide(registry, now), now)
+        return answer(registry)
+
+    async def _store_change(
+        self, decide: Callable[[Registry, float], list[Change]], answer: Callable[[Registry], T]
+    ) -> T:
+        async with self._lock:
+            registry, now = await self._opened(), self._clock()
+            changes = decide(registry, now)
+            if changes or now - self._confirmed_at > _CONFIRMED * self._lease:
+                await self._commit(changes, now)
+            self._apply(registry, changes, now)
+            return answer(registry)
+
+    def _apply(self, registry: Registry, changes: list[Change], now: float) -> None:
+        if changes:
+            registry.apply(changes, now)
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _commit(self, changes: list[Change], now: float) -> None:
+        assert self._store is not None
+        try:
+            await self._store.commit(changes)
+        except Deposed as error:
+            raise self._lost_charge() from error
+        except StoreFailed as error:
+            # What is stored is read again before the next decision.
+            self._forget(f"its store has failed: {error}")
+            failed = CoordinatorUnavailable(f"the coordinator cannot store this: {error}")
+            raise failed.with_executed(None if changes else False) from error
+        self._confirmed_at = now
+
+    async def _opened(self) -> Registry:
+        if self._registry is not None:
+            return self._registry
+        if self._store is None or self._deposed:
+            return self._here()
+        asked_at = self._clock()
+        try:
+            stored = await self._store.open()
+        except Deposed as error:
+            raise self._lost_charge() from error
+        except StoreFailed as error:
+            self._forget(f"its store cannot be opened: {error}")
+            raise CoordinatorUnavailable(f"the coordinator does not answer: {self._why_unknown}") from error
+        self._confirmed_at = asked_at
+        self._registry = Registry(stored, self._lease, self._clock())
+        self._wake()
+        return self._registry
+
+    async def _watch_charge(self, store: Store) -> None:
+        await store.lost()
+        self._lost_charge()
+
+    def _lost_charge(self) -> CoordinatorUnavailable:
+        self._deposed = True
+        self._forget("another coordinator has taken over its store")
+        return CoordinatorUnavailable(f"the coordinator does not answer: {self._why_unknown}")
+
+    def _forget(self, why: str) -> None:
+        """Answer nothing any more, because what is stored is not known."""
+        self._registry = None
+        self._why_unknown = why
+        self._wake()

@@ -1,0 +1,79 @@
+"""The way to the coordinator of a cluster, also after that was started again, as another process."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import cast
+
+from aiodaft._protocol.connections.address import is_name, parse_address
+from aiodaft._protocol.coordination.records import Member
+from aiodaft._protocol.ids import COORDINATOR, node_of
+from aiodaft._runtime.calls.call import Caller
+from aiodaft._runtime.connections.far import Network, who_listens
+from aiodaft._runtime.coordination.coordinator import Coordinator
+from aiodaft._runtime.node.nodes import Nodes
+from aiodaft._runtime.platform.tasks import logger
+from aiodaft.exceptions import DaftError, PeerLost, VersionMismatch
+
+
+class CoordinatorContact:
+    """The coordinator, as a process of the cluster calls it."""
+
+    def __init__(self, caller: Caller, nodes: Nodes) -> None:
+        self._caller = caller
+        self._nodes = nodes
+        # Where a node has found the coordinator at first. The host may be a name, which leads elsewhere later.
+        self.joined_at: str | None = None
+        # Where the coordinator was, also if its node is no member any more.
+        self._address: str | None = None
+
+    @property
+    def now(self) -> Coordinator:
+        """The coordinator, as far as is known."""
+        process = self._caller.process.coordinator
+        self._note_address()
+        return cast("Coordinator", self._caller.handle(process, COORDINATOR, "coordinator", Coordinator))
+
+    def _note_address(self) -> None:
+        with suppress(PeerLost):
+            self._address = self._nodes.address_of(self._caller.process.coordinator)
+
+    async def find_again(self) -> bool:
+        """Look whether another process is the coordinator now; False if there is none where it may be."""
+        process, nodes, far = self._caller.process, self._nodes, self._caller.connections.far
+        self._note_address()
+        addresses = [self.joined_at, self._address]
+        if process.options.agent != process.id and (node := nodes.member(node_of(process.options.agent))) is not None:
+            # First, because nothing refuses a connection to the address of a machine that is gone.
+            addresses.insert(0, node.address)
+        if far is None or not any(addresses):
+            return True
+        # What a name led to may refuse while its new machine is not known here yet.
+        may_be = self.joined_at is not None and is_name(parse_address(self.joined_at).host)
+        for address in dict.fromkeys(filter(None, addresses)):
+            try:
+                if await self._is_at(address, far.network):
+                    return True
+                may_be = True
+            except DaftError as error:
+                tell = logger.warning if isinstance(error, VersionMismatch) else logger.debug
+                tell("%s", error)
+                # The machine is there, and says that nothing listens. Any other failure leaves it open.
+                may_be = may_be or not isinstance(error.__cause__, ConnectionRefusedError)
+        return may_be
+
+    async def _is_at(self, address: str, network: Network) -> bool:
+        """Whether the node at an address has the coordinator, or knows another one."""
+        process, nodes = self._caller.process, self._nodes
+        found = await who_listens(network, process.id, address)
+        if found.has_coordinator:
+            if nodes.server_of(found.node_name) != found.node:
+                # A new process, or the news that its predecessor is gone came after it was found.
+                nodes.add(Member(found.node_name, found.node, address))
+        elif found.coordinator == process.coordinator:
+            return False
+        else:
+            # That node has found another one, and knows where it is.
+            await nodes.learn_from(found.node)
+        process.coordinator = found.coordinator
+        return True

@@ -1,0 +1,255 @@
+"""A node's place in its cluster: it joins, says that it is alive, and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+from aiodaft._protocol.coordination.holder import HolderState, LeaseHolder
+from aiodaft._protocol.coordination.records import Kind, Member, NamedActor
+from aiodaft._protocol.coordination.watch import Batch, View
+from aiodaft._protocol.ids import PeerId
+from aiodaft._runtime.node.contact import CoordinatorContact
+from aiodaft._runtime.node.nodes import Nodes
+from aiodaft._runtime.platform.tasks import logger
+from aiodaft._runtime.process import Process
+from aiodaft.exceptions import DaftError, LeaseLost, NameTaken
+
+FreeResources: TypeAlias = Callable[[], Mapping[str, float]]
+
+# Seconds by which the clocks of two machines may drift apart during a lease.
+_SKEW: Final = 0.5
+# Seconds for which the predecessor of a node may keep its name: more than a lease.
+_PREDECESSOR: Final = 15.0
+# Seconds that the coordinator gets to answer a node that ends.
+_LEAVING: Final = 2.0
+# Seconds after which a question that failed is asked again.
+_PAUSE: Final = 0.5
+
+
+class Membership:
+    """The lease of one node.
+
+    Args:
+        member: The node, with epoch 0.
+        free: What is left of its resources.
+    """
+
+    def __init__(self, process: Process, coordinator: CoordinatorContact, member: Member, free: FreeResources) -> None:
+        self._clock = process.env.monotonic
+        self._coordinator = coordinator
+        self._member = member
+        self._free = free
+        self._holder = LeaseHolder(_SKEW)
+        # The names of actors of this node, as the coordinator granted them.
+        self._names: dict[str, NamedActor] = {}
+        self._names_known = 0
+        # Names that the node has lost with its lease, or to a coordinator that had forgotten them.
+        self._lost: dict[str, NamedActor] = {}
+        # Processes with names that have ended, as far as the coordinator has not heard of it.
+        self._ended: set[PeerId] = set()
+        self._unsettled = asyncio.Event()
+        # Called again and again while the coordinator does not answer and the lease is over.
+        self.on_alone: Callable[[], object] = lambda: None
+        # Called with the time until which the lease is sure, when all names are.
+        self.on_prolonged: Callable[[float], object] = lambda until: None
+        # Ends an actor of which another one has the name now.
+        self.on_replaced: Callable[[NamedActor], Awaitable[object]] = _is_there
+        # Called when another process has become the node of this name.
+        self.on_ousted: Callable[[DaftError], object] = lambda why: None
+        # Whether an actor that had a name lives.
+        self.is_there: Callable[[NamedActor], Awaitable[bool]] = _is_there
+
+    async def join(self) -> float:
+        """Become a member. Returns the seconds of a lease.
+
+        A node that was started again waits for the end of its predecessor's lease.
+
+        Raises:
+            NameTaken: Another node has the name.
+            DaftError: The coordinator does not answer.
+        """
+        until = self._clock() + _PREDECESSOR
+        while True:
+            try:
+                return await self._join()
+            except NameTaken as error:
+                if self._clock() > until:
+                    raise
+                logger.info("node %s waits: %s", self._member.name, error)
+                await asyncio.sleep(_PAUSE)
+
+    async def _join(self) -> float:
+        sent_at, epoch = self._clock(), self._holder.epoch
+        member = replace(self._member, epoch=epoch, free=self._free())
+        before = dict(self._names)
+        # Others may have the names of a node that is fenced, also if the coordinator has forgotten that.
+        holds = self._holder.state(sent_at) is HolderState.HOLDING
+        granted = await self._coordinator.now.join(member, tuple(before.values()) if holds else ())
+        self._holder.joined(granted.epoch, granted.good_for, granted.ttl, sent_at)
+        noted = {name: held for name, held in self._names.items() if before.get(name) != held}
+        known = {held.name: held for held in granted.names if held.peer not in self._ended}
+        self._names = {**known, **noted}
+        self._lose({name: held for name, held in before.items() if name not in self._names})
+        self._settled()
+        return granted.ttl
+
+    def _lose(self, names: Mapping[str, NamedActor]) -> None:
+        if names:
+            self._lost |= names
+            self._unsettled.set()
+
+    def _settled(self) -> None:
+        if not self._lost:
+            self.on_prolonged(self.until)
+
+    @property
+    def until(self) -> float:
+        """The time until which no other actor can have a name of this node's actors."""
+        return self._holder.fence_at
+
+    async def stay(self) -> None:
+        """Keep the lease until this is cancelled; after a loss, join again."""
+        answered = True
+        while True:
+            await asyncio.sleep(max(0.0, self._holder.get_timer() - self._clock()) if answered else _PAUSE)
+            self._holder.state(self._clock())
+            try:
+                await self._keep()
+                answered = True
+            except NameTaken as error:
+                self.on_ousted(error)
+                return
+            except DaftError as error:
+                logger.warning("node %s: the coordinator does not answer: %s", self._member.name, error)
+                if self._holder.is_alone(self._clock()):
+                    self.on_alone()
+                asked_at = self._clock()
+                if not await self._coordinator.find_again():
+                    self._holder.unopposed(asked_at)
+                    self._settled()
+                answered = False
+
+    async def _keep(self) -> None:
+        sent_at, epoch = self._clock(), self._holder.epoch
+        self._holder.sent(sent_at)
+        try:
+            good_for = await self._coordinator.now.keepalive(epoch, self._free())
+            self._holder.kept(epoch, good_for, sent_at)
+            self._settled()
+        except LeaseLost as error:
+            logger.warning("node %s joins again: %s", self._member.name, error)
+            await self._join_again()
+
+    async def _join_again(self) -> None:
+        try:
+            # A coordinator that was started again knows neither the node nor its names.
+            await self._join()
+        except LeaseLost:
+            self._holder.lost(self._holder.epoch)
+            self._holder.epoch = 0
+            await self._join()
+
+    async def settle(self) -> None:
+        """Free the names of processes that have ended, and give living actors those that they have lost.
+
+        Until this is cancelled: what the coordinator does not answer is asked again.
+        """
+        while True:
+            await self._unsettled.wait()
+            self._unsettled.clear()
+            try:
+                for process in list(self._ended):
+                    await self._coordinator.now.release(process, None)
+                    self._ended.remove(process)
+                await self._take_back()
+            except DaftError:
+                await asyncio.sleep(_PAUSE)
+                self._unsettled.set()
+
+    async def _take_back(self) -> None:
+        """Give actors the names again that they have lost, unless others have them now."""
+        for name, held in list(self._lost.items()):
+            there = await self.is_there(held)
+            granted: NamedActor | None = None
+            if there and name in self._lost:
+                try:
+                    granted = await self._coordinator.now.register(replace(held, lease=0, epoch=0))
+                except NameTaken as error:
+                    logger.warning("%s was replaced: %s", held.label, error)
+                    # Before the lease counts for the others.
+                    await self.on_replaced(held)
+            if self._lost.pop(name, None) is None and granted is not None:
+                # Its process has ended meanwhile.
+                self._coordinator.now.release_name.tell(name, granted.epoch)
+            elif granted is not None:
+                self.note_name(granted)
+        self._settled()
+
+    async def leave(self) -> None:
+        """Give up the lease, if the coordinator answers."""
+        with suppress(DaftError, TimeoutError):
+            async with asyncio.timeout(_LEAVING):
+                await self._coordinator.now.leave(self._holder.epoch)
+
+    async def watch_names(self) -> None:
+        """Know the names of the node's actors, to tell them to a coordinator that was started again."""
+        while True:
+            try:
+                self._note_names(await self._coordinator.now.watch_names("", self._names_known))
+            except DaftError:
+                await asyncio.sleep(_PAUSE)
+
+    def note_name(self, granted: NamedActor) -> None:
+        """An actor of the node has got a name."""
+        self._names[granted.name] = granted
+
+    def process_ended(self, process: PeerId) -> None:
+        """The names of its actors are free."""
+        for names in (self._names, self._lost):
+            for name in [name for name, held in names.items() if held.peer == process]:
+                del names[name]
+                self._ended.add(process)
+                self._unsettled.set()
+
+    def _note_names(self, batch: Batch) -> None:
+        self._names_known = batch.revision
+        for change in batch.changes:
+            if isinstance(change.record, NamedActor) and change.record.lease == self._holder.epoch:
+                self._names[change.key] = change.record
+                continue
+            # Another actor has it, or none. A new coordinator may not list it yet.
+            held = self._names.pop(change.key, None)
+            over = self._holder.state(self._clock()) is not HolderState.HOLDING
+            if held is not None and (over or isinstance(change.record, NamedActor)):
+                # That was not because the actor is gone; at least, that has to be asked.
+                self._lose({change.key: held})
+
+
+async def _is_there(held: NamedActor) -> bool:  # noqa: RUF029 - others have to ask
+    return True
+
+
+async def watch_members(coordinator: CoordinatorContact, nodes: Nodes) -> None:
+    """Know the nodes of the cluster until this is cancelled."""
+    view, loop = View(Kind.MEMBER), asyncio.get_running_loop()
+    while True:
+        try:
+            batch = await coordinator.now.watch_members(view.revision)
+            changes = view.take(batch)
+        except DaftError as error:
+            logger.warning("the coordinator does not answer: %s", error)
+            await asyncio.sleep(_PAUSE)
+            await coordinator.find_again()
+            continue
+        for change in changes:
+            if isinstance(change.record, Member):
+                nodes.add(change.record)
+            elif batch.whole:
+                # A coordinator that was started again may not know of it yet: it gets time to join again.
+                loop.call_later(_PREDECESSOR, nodes.forget, change.key, nodes.member(change.key))
+            else:
+                nodes.remove(change.key)

@@ -1,0 +1,205 @@
+"""A node of a cluster: the process that serves one machine. The first node has the coordinator, too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Final, NamedTuple, cast
+
+from aiodaft._protocol.connections.address import parse_address
+from aiodaft._protocol.coordination.records import Kind, Member, check_node_name
+from aiodaft._protocol.coordination.watch import View
+from aiodaft._protocol.ids import COORDINATOR, SUPERVISOR, PeerId, node_of
+from aiodaft._protocol.node.silence import period_of
+from aiodaft._runtime.connections.far import FarConnections, Network, who_listens
+from aiodaft._runtime.coordination.coordinator import Coordinator
+from aiodaft._runtime.node.contact import CoordinatorContact
+from aiodaft._runtime.node.fencing import Fencing
+from aiodaft._runtime.node.local_node import LocalNode, Machine
+from aiodaft._runtime.node.membership import Membership, watch_members
+from aiodaft._runtime.node.node_agent import NodeOptions
+from aiodaft._runtime.node.nodes import Nodes
+from aiodaft._runtime.node.owners import KeptActors
+from aiodaft._runtime.node.port import NodePort
+from aiodaft._runtime.peer import Peer
+from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.process import ProcessOptions, closed, opened
+from aiodaft.exceptions import DaftError
+
+# Seconds that the other nodes have to leave.
+_PATIENCE: Final = 10.0
+
+
+class NodeProcessOptions(NamedTuple):
+    """What `aiodaft up` and `aiodaft join` were given.
+
+    Attributes:
+        name: The node's name in the cluster.
+        listen: Where it listens, such as "tcp://10.0.0.1:7777".
+        join: Where another node of the cluster listens; None: this is the first one.
+        network: How it reaches the other machines, with the key of the cluster.
+        labels: What placement may ask for.
+        process: How its workers take part in runtimes; the ids are filled in.
+        node: What its workers are started with.
+    """
+
+    name: str
+    listen: str
+    join: str | None
+    network: Network
+    labels: Mapping[str, str]
+    process: ProcessOptions
+    node: NodeOptions
+
+
+class NodeProcess:
+    """Serves one machine until it is told to end."""
+
+    def __init__(self, options: NodeProcessOptions, machine: Machine, coordinator: Coordinator, env: Env) -> None:
+        check_node_name(options.name)
+        self._options = options
+        self._machine = machine
+        self._coordinator = coordinator
+        self._env = env
+        self._over = asyncio.Event()
+        # Whether it ends for that reason; see `end_when_alone`.
+        self.is_alone = False
+        # Why it ends although it was not told to: it cannot start workers any more.
+        self.problem: str | None = None
+        # What is of no use any more once the node leaves.
+        self._member_tasks: list[asyncio.Task[None]] = []
+
+    async def open(self) -> str:
+        """Listen, and become a member of the cluster. Returns the address.
+
+        Raises:
+            OSError: The address cannot be used, or no node listens at the other one.
+            HandshakeError: That node has another key.
+            NameTaken: Another node has the name.
+            CoordinatorUnavailable: The coordinator does not answer, or its store cannot be opened.
+        """
+        options, network = self._options, self._options.network
+        local = self._env.new_peer_id("node", options.name)
+        other = None if options.join is None else await who_listens(network, local, options.join)
+        coordinator = local if other is None else other.coordinator
+        process = options.process._replace(
+            id=local, cluster=network.cluster, owner=local, agent=local, coordinator=coordinator
+        )
+        peer = self._peer = Peer(process, network.key, self._env)
+        far = peer.connections.far = FarConnections(peer.process, network, peer.connections)
+        nodes = self._nodes = Nodes(peer.caller)
+        contact = CoordinatorContact(peer.caller, nodes)
+        contact.joined_at = options.join if other is not None and other.has_coordinator else None
+        peer.nodes = nodes
+        self._local = LocalNode(peer, nodes, contact, self._machine, options.node)
+        peer.add_actor(SUPERVISOR, "supervisor", KeptActors())
+        nodes.on_gone = self._local.node_gone
+        # Its whole machine may be stopped; nothing else would say so if it has the coordinator.
+        far.on_silent = lambda node: self._local.node_gone(node_of(node))
+        self._local.agent.on_end = self.end
+        self._local.launcher.on_server_lost = self._server_lost
+        opened(peer.process, peer.stay_behind)
+        peer.on_forked = self._local.stay_behind
+        port = NodePort(peer, far, self._local.launcher)
+        self._door = network.door(peer.process.tasks, port.control_came, port.data_came)
+        address = str(await self._door.open(parse_address(options.listen, to_listen=True)))
+        member = Member(options.name, local, address, options.labels, self._machine.resources.totals)
+        nodes.add(member)
+        tasks = peer.process.tasks
+        if other is None:
+            await self._coordinator.open()
+            peer.add_actor(COORDINATOR, "coordinator", self._coordinator)
+            tasks.create_task(self._coordinator.run(), name="end leases")
+        else:
+            nodes.add(Member(other.node_name, other.node, cast("str", options.join)))
+            await nodes.learn_from(other.node)
+        self._stay(peer, nodes, contact, member)
+        lease = await self._membership.join()
+        self._env.timeouts.silence = period_of(lease)
+        self._member_tasks.append(tasks.start(self._membership.stay(), name="stay a member"))
+        return address
+
+    def _stay(self, peer: Peer, nodes: Nodes, coordinator: CoordinatorContact, member: Member) -> None:
+        """Make what keeps the node a member, and knows the others."""
+        self._membership = Membership(peer.process, coordinator, member, self._machine.resources.free)
+        self._membership.on_ousted = self._ousted
+        Fencing(peer, self._local, self._membership)
+        agent, release = self._local.agent, self._local.agent.on_ended
+
+        def ended(process: PeerId) -> None:
+            self._membership.process_ended(process)
+            release(process)
+
+        agent.on_ended = ended
+        tasks = peer.process.tasks
+        self._member_tasks += [
+            tasks.start(self._membership.watch_names(), name="watch names"),
+            tasks.start(self._membership.settle(), name="settle names"),
+            tasks.start(watch_members(coordinator, nodes), name="watch members"),
+        ]
+
+    def end(self) -> None:
+        """Have `run` end."""
+        self._over.set()
+
+    def drain(self, grace: float) -> None:
+        """Take no new actors, and have `run` end when those that are here are gone, or after `grace` seconds."""
+        self._local.agent.draining.begin(grace)
+
+    def _server_lost(self, why: str) -> None:
+        if not self._over.is_set():
+            self.problem = f"its fork server is gone: {why}"
+            self.end()
+
+    def _ousted(self, why: DaftError) -> None:
+        self.problem = f"another node has taken its place: {why}"
+        self.end()
+
+    def end_when_alone(self) -> None:
+        """Have `run` end when the coordinator does not answer for a lease. Call it after `open`."""
+
+        def alone() -> None:
+            self.is_alone = True
+            self.end()
+
+        self._membership.on_alone = alone
+
+    async def run(self) -> None:
+        """Serve until `end`."""
+        await self._over.wait()
+
+    async def wait_nodes(self, is_right: Callable[[int], bool]) -> None:
+        """Wait until the number of nodes in the cluster is right. Call it at the node with the coordinator."""
+        view = View(Kind.MEMBER)
+        while not is_right(len(view.records)):
+            view.take(await self._coordinator.watch_members(view.revision))
+
+    async def end_others(self) -> None:
+        """End the other nodes of the cluster, and wait until they have left it, at most as long as they may take."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE):
+                # Some may be gone.
+                await asyncio.gather(
+                    *(self._nodes.named(name).end() for name in self._others()), return_exceptions=True
+                )
+                await self.wait_nodes(lambda count: count == 1)
+
+    def _others(self) -> list[str]:
+        return [member.name for member in self._nodes.members() if member.name != self._options.name]
+
+    async def aclose(self) -> None:
+        """Leave the cluster, and end all workers."""
+        self._door.close()
+        for task in self._member_tasks:
+            task.cancel()
+        await self._membership.leave()
+        if self._local.agent.draining.begun:
+            # The others hear from the coordinator, if it is here, which names go on with them.
+            await asyncio.sleep(self._env.timeouts.blame)
+        closed(self._peer.process)
+        try:
+            await self._peer.aclose("its node was stopped")
+            await self._coordinator.aclose()
+        finally:
+            await self._local.aclose()

@@ -1,0 +1,216 @@
+"""The nodes of a cluster, as a process of it knows them; a runtime of one machine has one, without a name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Final, cast
+
+from aiodaft._protocol.coordination.records import Member
+from aiodaft._protocol.ids import NODE, ActorId, PeerId, node_of
+from aiodaft._runtime.calls.call import Caller
+from aiodaft._runtime.node.node_agent import NodeAgent
+from aiodaft._runtime.peer import NodeContact
+from aiodaft._runtime.placing import Site
+from aiodaft.exceptions import ActorDied, OutcomeUnknown, PeerLost, RuntimeClosed
+
+# Seconds that a node has to end a process, before this one goes on without an answer.
+_PATIENCE: Final = 10.0
+
+
+class Nodes:
+    """The nodes by their names."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        # What users call the node of a runtime of one machine.
+        self._here = caller.process.options.node
+        self._members: dict[str, Member] = {}
+        self._agents: dict[PeerId, NodeAgent] = {}
+        self._changed = asyncio.Event()
+        # The processes of nodes that are being drained, and until when, on the clock of `Env`.
+        self.draining: dict[PeerId, float] = {}
+        self._leaving = asyncio.Lock()
+        # Called with a node that has joined, or joined again.
+        self.on_joined: Callable[[Member], object] = lambda member: None
+        # Called with the name of a node that is no member any more, or is another incarnation.
+        self.on_gone: Callable[[str], object] = lambda name: None
+
+    def add(self, member: Member) -> None:
+        """A node has come, or has changed."""
+        before = self._members.get(member.name)
+        self._members[member.name] = member
+        self._wake()
+        if before is not None and before.peer != member.peer:
+            self._gone(before)
+        if before is None or before.epoch != member.epoch:
+            self.on_joined(member)
+
+    async def learn_from(self, process: PeerId) -> None:
+        """Add the nodes that another one knows. Raises DaftError if it does not answer."""
+        for member in await self.of(process).members():
+            self.add(member)
+
+    def remove(self, name: str) -> None:
+        """A node is no member any more. Idempotent."""
+        member = self._members.pop(name, None)
+        if member is not None:
+            self._wake()
+            self._gone(member)
+
+    def forget(self, name: str, known: Member | None) -> None:
+        """The same, unless there was news of the node since it was `known`."""
+        if self._members.get(name) is known:
+            self.remove(name)
+
+    def member(self, name: str) -> Member | None:
+        return self._members.get(name)
+
+    def _gone(self, member: Member) -> None:
+        self._agents.pop(member.peer, None)
+        self.draining.pop(member.peer, None)
+        self.on_gone(member.name)
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def server_of(self, name: str) -> PeerId | None:
+        """The process that serves a node; None if it is no member."""
+        member = self._members.get(name)
+        return None if member is None else member.peer
+
+    def is_member(self, name: str) -> bool:
+        return name in self._members
+
+    def members(self) -> list[Member]:
+        """All nodes, by name."""
+        return sorted(self._members.values(), key=lambda member: member.name)
+
+    def named(self, name: str) -> NodeAgent:
+        """The agent of a node. Raises as `of` does."""
+        member = self._members.get(name)
+        if member is None:
+            raise ActorDied(f"the node {name!r} is not in the cluster any more", executed=False)
+        return self._agent(member)
+
+    def agents(self) -> list[NodeAgent]:
+        return [self._agent(member) for member in self.members()]
+
+    def of(self, peer: PeerId) -> NodeAgent:
+        """The agent of the node where a process is, or was.
+
+        Raises:
+            ActorDied: The node is not in the cluster any more.
+        """
+        return self._agent(self._member(peer))
+
+    async def vacate(
+        self, peer: PeerId, actor: ActorId, reason: str, *, keep: bool = False, answers: bool = True
+    ) -> None:
+        """Remove an actor of this process from its node; see `NodeAgent.vacate`.
+
+        Nothing if the node is gone, or this process ends. One that is silent does it when it answers again.
+        """
+        with suppress(OutcomeUnknown, RuntimeClosed):
+            vacate = self.of(peer).vacate
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    await vacate(self._caller.process.id, peer, actor, reason, keep, answers)
+            except (TimeoutError, PeerLost):
+                # Perhaps only the connection broke.
+                vacate.tell(self._caller.process.id, peer, actor, reason, keep, answers)
+
+    def tell_to_vacate(self, peer: PeerId, actor: ActorId, reason: str) -> None:
+        """The same, without waiting for it."""
+        with suppress(OutcomeUnknown):
+            self.of(peer).vacate.tell(self._caller.process.id, peer, actor, reason)
+
+    @asynccontextmanager
+    async def in_turn(self, patience: float) -> AsyncGenerator[None]:
+        """Have an actor leave its node when others have left theirs, or after that many seconds.
+
+        A call that is under way at one of them may wait for a call of another: that one serves it if it is not leaving.
+        """
+        taken = False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                taken = await self._leaving.acquire()
+        try:
+            yield
+        finally:
+            if taken:
+                self._leaving.release()
+
+    def tell_moved(self, peer: PeerId, actor: ActorId) -> None:
+        """Have a node remove an actor that lives on another one now; see `NodeAgent.moved`."""
+        with suppress(OutcomeUnknown):
+            self.of(peer).moved.tell(self._caller.process.id, peer, actor)
+
+    async def kill(self, peer: PeerId, reason: str) -> None:
+        """Kill a process; nothing if its node is gone, or this process ends."""
+        with suppress(OutcomeUnknown, RuntimeClosed):
+            kill = self.of(peer).kill
+            try:
+                await kill(peer, reason)
+            except PeerLost:
+                kill.tell(peer, reason)
+
+    def contact(self, peer: PeerId) -> NodeContact:
+        """The same, as other nodes call it."""
+        return self.of(peer)
+
+    def address_of(self, peer: PeerId) -> str:
+        """Where the node of a process listens.
+
+        Raises:
+            PeerLost: The node is not in the cluster any more. It is not known whether the process has ended.
+        """
+        try:
+            return self._member(peer).address
+        except ActorDied as error:
+            raise PeerLost(str(error), executed=False) from None
+
+    def process_of(self, peer: PeerId) -> PeerId:
+        """The process that serves the node of a process. Raises as `of` does."""
+        return self._member(peer).peer
+
+    def name_of(self, peer: PeerId) -> str:
+        """What users call the node of a process, which may be gone."""
+        return node_of(peer) or self._here
+
+    def site_of(self, peer: PeerId) -> Site[NodeAgent]:
+        """The node of a process, for placement. Raises as `of` does."""
+        return self._site(self._member(peer))
+
+    # The sites for actors.
+
+    def known(self) -> list[Site[NodeAgent]]:
+        """The nodes, by name."""
+        return [self._site(member) for member in self.members()]
+
+    def differ(self, known: Sequence[Site[NodeAgent]]) -> Coroutine[Any, Any, None] | None:
+        """Wait until there are other nodes than these; None in a runtime of one machine."""
+        return None if "" in self._members else self._wait_others(known)
+
+    async def _wait_others(self, known: Sequence[Site[NodeAgent]]) -> None:
+        while self.known() == known:
+            await self._changed.wait()
+
+    def _member(self, peer: PeerId) -> Member:
+        member = self._members.get(node_of(peer))
+        if member is None:
+            raise ActorDied(f"there is no process {peer}: its node is not in the cluster", executed=False)
+        return member
+
+    def _site(self, member: Member) -> Site[NodeAgent]:
+        return Site(member.name or self._here, member.labels, self._agent(member))
+
+    def _agent(self, member: Member) -> NodeAgent:
+        process = member.peer
+        agent = self._agents.get(process)
+        if agent is None:
+            handle = self._caller.handle(process, NODE, f"node agent of {process}", NodeAgent)
+            agent = self._agents[process] = cast("NodeAgent", handle)
+        return agent

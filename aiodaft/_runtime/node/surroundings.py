@@ -1,0 +1,51 @@
+"""What a node agent needs of its machine, and of the other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from aiodaft._protocol.coordination.records import Member
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.node.resources import Resources
+from aiodaft._runtime.node.worker import Tenant
+from aiodaft._runtime.peer import Addresses, NodeContact
+from aiodaft._runtime.platform.gpu_claims import GpuClaims
+
+
+class Offer(Protocol):
+    """What a machine offers to actors."""
+
+    @property
+    def resources(self) -> Resources[Tenant]: ...
+    @property
+    def gpu_names(self) -> Sequence[str]:
+        """The names of the GPUs in CUDA_VISIBLE_DEVICES."""
+        ...
+
+    @property
+    def claims(self) -> GpuClaims: ...
+
+
+class OtherNodes(Addresses, Protocol):
+    """The nodes of the cluster."""
+
+    def members(self) -> list[Member]:
+        """All that are known."""
+        ...
+
+    def is_member(self, name: str) -> bool:
+        """Whether a node is in the cluster."""
+        ...
+
+    def process_of(self, peer: PeerId) -> PeerId:
+        """The process that serves the node of a process.
+
+        Raises:
+            ActorDied: The node is not in the cluster any more.
+        """
+        ...
+
+    def contact(self, peer: PeerId) -> NodeContact:
+        """The agent of the node of a process. Raises as `process_of` does."""
+        ...

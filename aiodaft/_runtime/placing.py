@@ -1,0 +1,355 @@
+"""The owner's side of placement: plans with views of the nodes, which may be old, and has the nodes chosen reserve.
+
+A node that refuses, or is out of reach, is looked at again, and the plan is made anew: what a node says is the truth.
+A node that does not answer at once is waited for only if there is no room elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from aiodaft._protocol.node.resources import Stock
+from aiodaft._protocol.placement.planner import Unplaceable, plan
+from aiodaft._protocol.placement.reasons import explain, obstacle
+from aiodaft._protocol.placement.request import NodeState, NodeView, Request
+from aiodaft.exceptions import DaftError, InsufficientResources, OutcomeUnknown
+
+T = TypeVar("T")
+
+_NOTHING: Final = Stock({}, {}, ())
+# Seconds within which a node answers; after which one that does not say what it has is out of reach.
+_PROMPT: Final = 0.5
+_PATIENCE: Final = 10.0
+
+
+class Agent(Protocol):
+    """What placing asks of the agent of a node."""
+
+    def state(self, within: Any) -> Awaitable[NodeState]:
+        """What there is now, on the node or in a slice of it."""
+        ...
+
+    def changed(self, revision: int) -> Awaitable[None]:
+        """Wait until something was given back since a view with this revision."""
+        ...
+
+
+AgentT = TypeVar("AgentT", bound=Agent)
+
+
+class Site(NamedTuple, Generic[AgentT]):
+    """A node, or a slice of it: its name, labels and agent, and the slice."""
+
+    name: str
+    labels: Mapping[str, str]
+    agent: AgentT
+    within: Any = None
+
+    def unseen(self) -> NodeView:
+        """What is known of it without asking."""
+        return NodeView(self.name, self.labels, _NOTHING)
+
+
+class Sites(Protocol[AgentT]):
+    """The nodes or slices on which something can be placed. Their names differ."""
+
+    def known(self) -> Sequence[Site[AgentT]]:
+        """Those that are there now."""
+        ...
+
+    def differ(self, known: Sequence[Site[AgentT]]) -> Coroutine[Any, Any, None] | None:
+        """Wait until they are others than these; None if they stay the same."""
+        ...
+
+
+class FixedSites(NamedTuple, Generic[AgentT]):
+    """Sites that stay the same."""
+
+    sites: tuple[Site[AgentT], ...]
+
+    def known(self) -> tuple[Site[AgentT], ...]:
+        return self.sites
+
+    def differ(self, known: Sequence[Site[AgentT]]) -> None:
+        return None
+
+
+class Waiting(NamedTuple):
+    """How long to wait for resources that are in use, and what ends that early."""
+
+    seconds: float
+    over: asyncio.Event
+
+
+# Reserves the members with these ranks on a site, all of them or none; gives a result for each.
+Attempt: TypeAlias = Callable[[Site[AgentT], Sequence[int]], Awaitable[Sequence[T]]]
+# Has a site take that back, before whatever it is asked next; also if it is not known whether it has reserved anything.
+Undo: TypeAlias = Callable[[Site[AgentT], Sequence[int]], object]
+
+
+class Order(NamedTuple, Generic[AgentT, T]):
+    """A request, the sites for it, and how a site carries it out."""
+
+    request: Request
+    sites: Sites[AgentT]
+    attempt: Attempt[AgentT, T]
+    undo: Undo[AgentT]
+
+
+class Refusal(NamedTuple, Generic[AgentT]):
+    """Why a site did not reserve what was planned for it."""
+
+    site: Site[AgentT]
+    members: int
+    error: DaftError
+
+
+class _Search(Generic[AgentT]):
+    """What came of one order so far."""
+
+    def __init__(self, request: Request, known: Sequence[Site[AgentT]], allowed: Sequence[Site[AgentT]]) -> None:
+        self.request = request
+        self.known = known
+        self.allowed = allowed
+        # Sites that refuse although their view has room, as if another runtime has their GPUs; and why.
+        self.refused: dict[str, str] = {}
+        # What sites said when they were looked at for this order.
+        self.views: dict[str, NodeView] = {}
+
+    @property
+    def sliced(self) -> bool:
+        """Whether the sites are slices, the views of which are not kept."""
+        return any(site.within is not None for site in self.known)
+
+    def take(self, answers: Mapping[str, NodeView | None]) -> None:
+        """Note what sites have answered; None: they are out of reach."""
+        self.views |= _there(answers)
+        self.refused |= {name: "it is out of reach" for name, view in answers.items() if view is None}
+
+    def left(self) -> list[Site[AgentT]]:
+        return [site for site in self.allowed if site.name not in self.refused]
+
+    def reason(self, views: Mapping[str, NodeView]) -> str:
+        """Why no site is left."""
+        seen = [views.get(site.name, site.unseen()) for site in self.known if site.name not in self.refused]
+        parts = [explain(seen, self.request)] if seen else []
+        return "; ".join(parts + [f"{name}: {text}" for name, text in self.refused.items()])
+
+
+class Placing:
+    """Places what one owner asks for."""
+
+    def __init__(self, start: Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]) -> None:
+        self._start = start
+        # The last view of each node, with what was planned since.
+        self._seen: dict[str, NodeView] = {}
+        # What nodes, or slices of them, were asked and have not answered at once.
+        self._late: dict[tuple[str, Any], asyncio.Task[NodeView | None]] = {}
+        # Plans are made in turn, so that each takes account of those before it.
+        self._planning = asyncio.Lock()
+
+    def learn(self, view: NodeView) -> None:
+        """A node has told its state."""
+        self._seen[view.name] = view
+
+    def forget(self, node: str) -> None:
+        """Something was given back on a node, or it is gone: ask it before the next plan. Idempotent."""
+        self._seen.pop(node, None)
+
+    async def place(self, order: Order[AgentT, T], waiting: Waiting | None = None) -> list[tuple[Site[AgentT], T]]:
+        """Reserve what was ordered, all or nothing; returns the site and the result for each rank.
+
+        Args:
+            order: What to reserve, and how.
+            waiting: How long to wait until there is room. Without it, there is an error at once; and so there is if
+                the sites could not even have room if nothing were in use.
+
+        Raises:
+            InsufficientResources: The constraints cannot be met; nothing is reserved.
+            Exception: What an attempt raised; nothing is reserved.
+
+        Cancellation: nothing is reserved.
+        """
+        if waiting is None:
+            return await self._try(order, order.sites.known())
+        deadline = asyncio.get_running_loop().time() + waiting.seconds
+        while True:
+            known = order.sites.known()
+            allowed = [site for site in known if _is_allowed(site, order.request)]
+            views = _there(await self._look(allowed))
+            try:
+                return await self._try(order, known)
+            except InsufficientResources as error:
+                if waiting.over.is_set():
+                    raise
+                differ = order.sites.differ(known)
+                if differ is None and _never(views.values(), order.request):
+                    raise
+                views = self._seen | views
+                seen = [(site, views[site.name].revision) for site in allowed if site.name in views]
+                if not await self._change(seen, differ, waiting.over, deadline):
+                    raise InsufficientResources(f"{error} (waited {waiting.seconds:g} s)") from None
+
+    async def _change(
+        self,
+        seen: Sequence[tuple[Site[AgentT], int]],
+        differ: Coroutine[Any, Any, None] | None,
+        over: asyncio.Event,
+        deadline: float,
+    ) -> bool:
+        """Wait until something was given back at one of these sites; False if that takes too long."""
+
+        async def changed(site: Site[AgentT], revision: int) -> None:
+            # If the node is lost, its actors are, too: plan again.
+            with suppress(DaftError):
+                await site.agent.changed(revision)
+
+        waits = [changed(site, revision) for site, revision in seen]
+        waits += [wait for wait in (differ, _set(over)) if wait is not None]
+        tasks = [self._start(wait, "wait for resources") for wait in waits]
+        try:
+            left = deadline - asyncio.get_running_loop().time()
+            done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return bool(done)
+
+    async def _try(self, order: Order[AgentT, T], known: Sequence[Site[AgentT]]) -> list[tuple[Site[AgentT], T]]:
+        """Plan and reserve, until that succeeds or the nodes' own answers leave nothing to be planned."""
+        request = order.request
+        allowed = [site for site in known if _is_allowed(site, request)]
+        if not allowed:
+            raise InsufficientResources(explain([site.unseen() for site in known], request))
+        search = _Search(request, known, allowed)
+        while True:
+            if len(allowed) == 1 and not (request.own_nodes and request.count > 1):
+                chosen = {allowed[0].name: list(range(request.count))}
+            else:
+                async with self._planning:
+                    found = await self._choose(search)
+                if found is None:
+                    # Others plan meanwhile.
+                    search.take(await self._look(search.left(), patient=True))
+                    continue
+                chosen = found
+            outcome = await self._reserve(order, [site for site in allowed if site.name in chosen], chosen)
+            if not isinstance(outcome, Refusal):
+                return outcome
+            if len(allowed) == 1:
+                raise outcome.error
+            await self._look_again(search, outcome)
+
+    async def _look_again(self, search: _Search[AgentT], refusal: Refusal[AgentT]) -> None:
+        site = refusal.site
+        self.forget(site.name)
+        if isinstance(refusal.error, InsufficientResources):
+            search.take(await self._look([site], patient=True))
+            view = search.views.get(site.name)
+            if view is not None and search.request.room_on(view.stock) < refusal.members:
+                return
+        search.refused[site.name] = str(refusal.error)
+
+    async def _choose(self, search: _Search[AgentT]) -> dict[str, list[int]] | None:
+        """The ranks for each site that is chosen; None if that depends on sites that have not answered."""
+        request = search.request
+        while True:
+            cached = search.views if search.sliced else self._seen
+            search.take(await self._look([site for site in search.left() if site.name not in cached]))
+            views = search.views if search.sliced else search.views | self._seen
+            left = search.left()
+            found = plan([views[site.name] for site in left if site.name in views], request)
+            if not isinstance(found, Unplaceable):
+                break
+            stale = [site.name for site in left if site.name in views and site.name not in search.views]
+            for name in stale:
+                self.forget(name)
+            if not stale and all(site.name in views for site in left):
+                raise InsufficientResources(search.reason(views))
+            if not stale:
+                return None
+        chosen: dict[str, list[int]] = {}
+        for rank, name in enumerate(found):
+            chosen.setdefault(name, []).append(rank)
+        for name, ranks in chosen.items():
+            if (view := self._seen.get(name)) is not None:
+                stock = view.stock.less(request.demand, len(ranks))
+                self._seen[name] = view._replace(stock=stock, actors=view.actors + len(ranks))
+        return chosen
+
+    async def _look(self, sites: Sequence[Site[AgentT]], *, patient: bool = False) -> dict[str, NodeView | None]:
+        """The views of sites, None for those that are out of reach; without those that are late, unless `patient`."""
+        late = self._late
+        tasks = {
+            (site.name, site.within): late.get((site.name, site.within))
+            or self._start(self._view(site), f"look at {site.name}")
+            for site in sites
+        }
+        waited = [task for key, task in tasks.items() if patient or key not in late]
+        if waited:
+            await asyncio.wait(waited, timeout=None if patient else _PROMPT)
+        for key, task in tasks.items():
+            if not task.done() and key not in late:
+                late[key] = task
+                task.add_done_callback(partial(self._came, key))
+        return {name: task.result() for (name, _), task in tasks.items() if task.done()}
+
+    def _came(self, key: tuple[str, Any], _: object) -> None:
+        del self._late[key]
+
+    async def _view(self, site: Site[AgentT]) -> NodeView | None:
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                view = NodeView(site.name, site.labels, *await site.agent.state(site.within))
+        except (DaftError, TimeoutError):
+            self.forget(site.name)
+            return None
+        if site.within is None:
+            self.learn(view)
+        return view
+
+    async def _reserve(
+        self, order: Order[AgentT, T], sites: Sequence[Site[AgentT]], chosen: Mapping[str, Sequence[int]]
+    ) -> list[tuple[Site[AgentT], T]] | Refusal[AgentT]:
+        """Reserve on one site after the other, always in the same order: of two owners, one gets ahead."""
+        results: dict[int, tuple[Site[AgentT], T]] = {}
+        begun: list[Site[AgentT]] = []
+        for site in sites:
+            ranks = chosen[site.name]
+            begun.append(site)
+            try:
+                found = await order.attempt(site, ranks)
+            except BaseException as error:
+                if isinstance(error, InsufficientResources):
+                    # That reserved nothing.
+                    begun.pop()
+                for touched in begun:
+                    self.forget(touched.name)
+                    order.undo(touched, chosen[touched.name])
+                if isinstance(error, InsufficientResources | OutcomeUnknown):
+                    return Refusal(site, len(ranks), error)
+                raise
+            results |= {rank: (site, result) for rank, result in zip(ranks, found, strict=True)}
+        return [results[rank] for rank in range(order.request.count)]
+
+
+def _is_allowed(site: Site[Any], request: Request) -> bool:
+    return obstacle(site.unseen(), request.where) is None
+
+
+def _there(answers: Mapping[str, NodeView | None]) -> dict[str, NodeView]:
+    return {name: view for name, view in answers.items() if view is not None}
+
+
+def _never(views: Iterable[NodeView], request: Request) -> bool:
+    """Whether these nodes could not even have room if nothing were in use."""
+    found = plan([view._replace(stock=view.stock.all_free()) for view in views], request)
+    return isinstance(found, Unplaceable)
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()

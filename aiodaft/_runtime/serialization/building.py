@@ -1,0 +1,72 @@
+"""Values without pickle, for `Runtime(codec="msgpack")`: what a received value may build, and nothing else.
+
+Dataclasses, named tuples, exceptions and members of enums of classes that the receiver can import are built from their
+parts, without a method of theirs. Objects of the runtime itself, such as handles, are built by functions that are
+marked here by `builder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from enum import Enum
+from typing import Any, Final, TypeVar
+
+from aiodaft._runtime.serialization.containers import rebuild_dataclass
+
+BuilderT = TypeVar("BuilderT", bound=Callable[..., Any])
+
+_builders: Final[dict[str, Callable[..., Any]]] = {}
+# What a class that a received value names has to be.
+_ALLOWED: Final[Mapping[str, Callable[[type], bool]]] = {
+    "dataclass": is_dataclass,
+    "named tuple": lambda cls: issubclass(cls, tuple) and hasattr(cls, "_fields"),
+    "enumeration": lambda cls: issubclass(cls, Enum),
+    "exception": lambda cls: issubclass(cls, BaseException),
+}
+
+
+def builder(function: BuilderT) -> BuilderT:
+    """Let received values call a function, or make instances of a class, which does no more than build an object."""
+    _builders[f"{function.__module__}:{function.__qualname__}"] = function
+    return function
+
+
+def builder_name(function: object) -> str | None:
+    """The name of a marked function; None for any other object."""
+    name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
+    return name if _builders.get(name) is function else None
+
+
+def builder_named(name: str) -> Callable[..., Any]:
+    """The marked function of this name."""
+    return _builders[name]
+
+
+def checked(cls: Any, kind: str) -> Any:
+    """A class that a received value names, if it is of the kind that the value says it is."""
+    if not (isinstance(cls, type) and _ALLOWED[kind](cls)):
+        raise TypeError(f"{cls!r:.100} is no {kind}")
+    return cls
+
+
+def build_error(cls: Any, args: list[Any], state: dict[str, Any], cause: BaseException | None) -> BaseException:
+    """An exception from its parts, without running its `__init__`."""
+    checked(cls, "exception")
+    error: BaseException = cls.__new__(cls, *args)
+    error.args = tuple(args)
+    error.__dict__.update(state)
+    error.__cause__ = cause
+    return error
+
+
+def build_dataclass(cls: Any, fields: dict[str, Any]) -> Any:
+    return rebuild_dataclass(checked(cls, "dataclass"), fields)
+
+
+def build_namedtuple(cls: Any, items: list[Any]) -> Any:
+    return tuple.__new__(checked(cls, "named tuple"), items)
+
+
+def build_member(cls: Any, name: str) -> Any:
+    return checked(cls, "enumeration")[name]

@@ -1,0 +1,108 @@
+"""The runtime of the code that asks for it: that of the program, or that of an actor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId
+from aiodaft._runtime.actors.hosted_actor import HostedActor, current_call
+from aiodaft._runtime.agent import being_made
+from aiodaft._runtime.owning import Owner, WorkerOwner
+from aiodaft._runtime.peer import Peer
+from aiodaft._runtime.process import Process, current_process
+from aiodaft.exceptions import OutcomeUnknown
+from aiodaft.runtime import Runtime
+from aiodaft.scope import Scope
+
+__all__ = ["current_runtime"]
+
+
+def current_runtime() -> Runtime:
+    """The runtime of the code that calls this.
+
+    In a program, it is the one that the program has opened. In an `async def` method of an actor, it is the runtime of
+    the actor: what it spawns there ends with it, and with its process. Errors there that no code sees go to the scope
+    that owns the actor. It is open as long as the actor lives: use it without `async with`.
+
+    Raises:
+        RuntimeClosed: No runtime is open, or several are and none surrounds the caller.
+        RuntimeError: This is a thread, or no method of an actor runs here.
+    """
+    process = current_process()
+    if not process.is_here:
+        raise RuntimeError("current_runtime() is for the event loop: this is a thread, as in a `def` method")
+    program = process.find(Runtime)
+    if program is not None:
+        return program
+    call = current_call.get()
+    hosted = being_made.get() if call is None or call.hosted.id < FIRST_USER_ACTOR else call.hosted
+    if hosted is None:
+        raise RuntimeError("current_runtime() is for methods of actors: none runs here")
+    runtimes = process.find(ActorRuntimes)
+    if runtimes is None:
+        runtimes = ActorRuntimes(process, hosted.id)
+        process.provide(ActorRuntimes, runtimes)
+    return runtimes.of(hosted)
+
+
+class ActorRuntime(Runtime):
+    """The runtime of an actor."""
+
+    def __init__(self, owner: Owner) -> None:
+        Scope.__init__(self, owner)
+        self._raises_unhandled = False
+        self._frames = []
+
+    async def __aenter__(self) -> NoReturn:
+        raise RuntimeError("the runtime of an actor is open as long as the actor lives: use it without `async with`")
+
+    async def aclose(self) -> NoReturn:
+        """Raise RuntimeError."""
+        raise RuntimeError("the runtime of an actor ends with the actor")
+
+    def fail(self, error: BaseException, what: str) -> None:
+        """Tell the owner of the actor of an error that no code will see."""
+        if not self._comes_of_closing(error):
+            self._controller.objects.on_unheld(error, what)
+
+    async def leave(self) -> None:
+        """Stop what the actor has spawned."""
+        interrupted = await self._close(graceful=True)
+        for state in self._unseen():
+            assert state.error is not None
+            self._controller.objects.on_unheld(state.error, f"{state.label} failed, and no code saw the error")
+        if interrupted is not None:
+            raise interrupted
+
+
+class ActorRuntimes:
+    """The runtimes of the actors of one process."""
+
+    def __init__(self, process: Process, actor: ActorId) -> None:
+        self._owner = WorkerOwner(process.part(Peer), self, actor)
+        self._runtimes: dict[HostedActor, ActorRuntime] = {}
+
+    def of(self, hosted: HostedActor) -> ActorRuntime:
+        """The runtime of an actor, open or not."""
+        runtime = self._runtimes.get(hosted)
+        if runtime is None:
+            runtime = self._runtimes[hosted] = ActorRuntime(self._owner)
+            hosted.stop_spawned = runtime.leave
+        return runtime
+
+    # What the owner tells.
+
+    def fail(self, error: BaseException, what: str) -> None:
+        """An error that no code will see."""
+        self._owner.objects.on_unheld(error, what)
+
+    def actor_died(self, remote: PeerId, actor: ActorId, error: OutcomeUnknown) -> None:
+        """An actor died while no call to it was under way."""
+        for runtime in self._runtimes.values():
+            runtime.actor_died(remote, actor, error)
+
+    def node_gone(self, name: str, error: OutcomeUnknown, idle: Callable[[PeerId], bool]) -> None:
+        """A node is gone; see `Runtime.node_gone`."""
+        for runtime in self._runtimes.values():
+            runtime.node_gone(name, error, idle)

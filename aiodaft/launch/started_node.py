@@ -1,0 +1,95 @@
+"""A command that runs a node elsewhere: it gets the key by its standard input, and ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final, Self
+
+from aiodaft._protocol.connections.address import parse_address
+from aiodaft._runtime.connections.identity import Identity
+from aiodaft._runtime.platform.tasks import TaskOwner
+from aiodaft.exceptions import LaunchFailed
+
+_READ_SIZE: Final = 64 << 10
+# Bytes; an address has less.
+_MAX_LINE: Final = 4 << 10
+# Seconds that a node has to end.
+_PATIENCE: Final = 15.0
+
+
+class StartedNode:
+    """A node, from the start of the command that runs it to the end of that command.
+
+    Attributes:
+        address: A future: where the node listens. Raises LaunchFailed if the command ended before it said so.
+    """
+
+    def __init__(self, name: str, process: Process, tasks: TaskOwner) -> None:
+        self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        # Nobody waits for it if another node has failed.
+        self.address.add_done_callback(lambda address: address.cancelled() or address.exception())
+        self._name = name
+        self._process = process
+        self._reading = tasks.create_task(self._read(), name=f"output of the node {name}")
+
+    @classmethod
+    async def start(cls, name: str, command: Sequence[str], identity: Identity, tasks: TaskOwner) -> Self:
+        """Start the command, and give it the key.
+
+        Raises:
+            LaunchFailed: There is no such command.
+        """
+        try:
+            # The pipe is closed when this process ends, however it does; by that the node ends.
+            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        except OSError as error:
+            raise LaunchFailed(f"the node {name}: {command[0]} cannot be started: {error.strerror}") from error
+        assert process.stdin is not None
+        # A command that has ended says more by its exit status.
+        process.stdin.write(identity.packed())
+        return cls(name, process, tasks)
+
+    async def _read(self) -> None:
+        """Find the address among what a login shell may print, and pass on the rest, which actors print."""
+        assert self._process.stdout is not None
+        begun = b""
+        while data := await self._process.stdout.read(_READ_SIZE):
+            *lines, begun = (begun + data).split(b"\n")
+            for line in lines:
+                if not self._is_address(line):
+                    sys.stdout.write(line.decode(errors="replace") + "\n")
+            if len(begun) > _MAX_LINE:
+                sys.stdout.write(begun.decode(errors="replace"))
+                begun = b""
+            sys.stdout.flush()
+        status = await self._process.wait()
+        if not self.address.done():
+            self.address.set_exception(
+                LaunchFailed(f"the node {self._name} did not come up: its command ended with status {status}")
+            )
+
+    def _is_address(self, line: bytes) -> bool:
+        if not self.address.done():
+            with suppress(ValueError):
+                self.address.set_result(str(parse_address(line.decode("ascii", errors="replace"))))
+                return True
+        return False
+
+    def end(self) -> None:
+        """Have the node end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    async def wait_end(self) -> None:
+        """Wait until it has ended, and all that it printed is shown; if that takes too long, kill its command."""
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                await self._reading
+        except TimeoutError:
+            # Kills it, and reads no more: another process may have the other end of the pipe.
+            self._process._transport.close()  # type: ignore[attr-defined]  # the only way to close the pipe
+            await self._process.wait()

@@ -1,0 +1,82 @@
+"""Which task of a job this process is, as the variables of Slurm and of torchrun say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+_TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Only `srun` sets them; the script of `sbatch` is no task of a step.
+_SLURM: Final = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
+class Task(NamedTuple):
+    """One of the processes that an engine starts for a job, one on each machine.
+
+    Attributes:
+        rank: Its number; 0 runs the script.
+        size: How many there are.
+        job: What names the job among those of the user; the name of a file.
+        node: What the engine calls the machine; empty: its own name counts.
+        listen_at: The host name or address of rank 0 that the others reach; empty: see `seen_from`.
+        seen_from: An address; rank 0 listens on the interface to it.
+        signals_all: Whether the engine sends its signals to each process of the task, also to those that it starts.
+    """
+
+    rank: int
+    size: int
+    job: str
+    node: str = ""
+    listen_at: str = ""
+    seen_from: str = ""
+    signals_all: bool = False
+
+
+# Without an engine.
+ALONE: Final = Task(0, 1, "", listen_at="127.0.0.1")
+
+
+def find_task(environ: Mapping[str, str]) -> Task:
+    """Read the variables; `ALONE` if no engine has set them. Those of torchrun count, if there are both.
+
+    Raises:
+        ValueError: They contradict each other, or there are several tasks on a machine.
+    """
+    if all(name in environ for name in _TORCHRUN):
+        rank, size, host, port = (environ[name] for name in _TORCHRUN)
+        job = _file_name("torchrun", host, port, environ.get("TORCHELASTIC_RUN_ID", ""))
+        return _checked(Task(_number(rank), _number(size), job, listen_at=host), environ.get("LOCAL_RANK", "0"))
+    if all(name in environ for name in _SLURM):
+        rank, size, number, step = (environ[name] for name in _SLURM)
+        task = Task(
+            _number(rank),
+            _number(size),
+            _file_name("slurm", environ.get("SLURM_CLUSTER_NAME", ""), number, step),
+            node=environ.get("SLURMD_NODENAME", ""),
+            seen_from=environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"),
+            signals_all=True,
+        )
+        return _checked(task, environ.get("SLURM_LOCALID", "0"))
+    return ALONE
+
+
+def _checked(task: Task, local_rank: str) -> Task:
+    if not 0 <= task.rank < task.size:
+        raise ValueError(f"the engine says that this is task {task.rank} of {task.size}, which cannot be")
+    if _number(local_rank):
+        raise ValueError(
+            "several tasks of the job are on this machine: start one on each (`srun --ntasks-per-node=1`, `torchrun "
+            "--nproc-per-node=1`); it offers all CPUs and GPUs that it may use"
+        )
+    return task
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"the engine says {text!r:.80} where a number is needed")
+    return int(text)
+
+
+def _file_name(*parts: str) -> str:
+    return "-".join(re.sub(r"[^A-Za-z0-9_.]", "_", part) for part in parts if part)

@@ -1,0 +1,43 @@
+"""Device memory for transports that send bytes of host memory: each part is copied when a peer pulls it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from aiodaft_transport.cuda.device import DeviceBlock, Driver, Span
+from aiodaft_transport.memory.block_pool import Unmapped
+
+# CU_STREAM_PER_THREAD: the copies do not wait for what other threads compute. The block is filled already.
+_OWN_STREAM: Final = 2
+
+
+class ThroughHost(Unmapped):
+    """A filled block of a device. Its grants are grants of that block."""
+
+    def __init__(
+        self, block: DeviceBlock, driver: Driver, in_thread: Callable[[Callable[[], None]], Awaitable[None]]
+    ) -> None:
+        super().__init__(block.nbytes)
+        self._block = block
+        self._driver = driver
+        self._in_thread = in_thread
+
+    def take_grant(self) -> None:
+        self._block.take_grant()
+
+    def return_grant(self) -> None:
+        self._block.return_grant()
+
+    async def read_into(self, address: int, start: int, nbytes: int) -> None:
+        await self._in_thread(lambda: self._copy(Span(address, self._block.address + start, nbytes)))
+
+    def _copy(self, span: Span) -> None:
+        driver, device = self._driver, self._block.segment.device
+        driver.copy(device, [span], _OWN_STREAM)
+        event = driver.record(device, _OWN_STREAM)
+        try:
+            driver.wait(event)
+            driver.happened(event)
+        finally:
+            driver.forget(event)

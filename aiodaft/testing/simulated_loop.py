@@ -306,8 +306,11 @@ class SimulatedLoop(AutojumpLoop):
                 # Their last steps may start others.
                 for task in left:
                     closed.add(task)
+                    # A scope of anyio lets go of its task only if it ends in it.
+                    asyncio._enter_task(self, task)
                     with suppress(BaseException):
                         task.get_coro().close()
+                    asyncio._leave_task(self, task)
                 left = self._unfinished() - closed
             asyncio._set_running_loop(None)
         # What ends leaves something to be collected as well.

@@ -52,10 +52,7 @@ async def no_names(rt: aiodaft.Runtime) -> None:
 
 
 @pytest.mark.parametrize("node", ["n1", "n2"])
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-async def test_what_an_actor_has_spawned_ends_with_it_on_every_node(
-    rt: aiodaft.Runtime, node: str, end: signal.Signals
-) -> None:
+async def test_what_an_actor_has_spawned_ends_with_it_on_every_node(rt: aiodaft.Runtime, node: str) -> None:
     parent = await rt.on(node=node, restart="temporary").spawn(Parent)
     children = [await parent.bear(node=where) for where in ("n1", "n2")]
     children += await parent.bear_group(2, spread=True)
@@ -64,7 +61,7 @@ async def test_what_an_actor_has_spawned_ends_with_it_on_every_node(
     assert [await one.increment() for one in (*children, grandchild)] == [1, 1, 1, 1, 1]
     assert [(await parent.look_at(child)).node for child in children[:2]] == ["n1", "n2"]
     pids = [await one.pid() for one in (*children, grandchild)]
-    os.kill(await parent.pid(), end)
+    os.kill(await parent.pid(), signal.SIGKILL)
     await ended(*pids)
     await no_names(rt)
 

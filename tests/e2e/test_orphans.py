@@ -87,8 +87,13 @@ def test_c43_a_controller_that_goes_without_closing_leaves_nothing(how: str, tmp
             assert process.poll() is None
 
 
-def test_c53_a_terminated_controller_closes_its_scopes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others_too", [False, True], ids=["program", "every process"])
+def test_c53_a_terminated_controller_closes_its_scopes(others_too: bool, tmp_path: Path) -> None:
     with controller("is terminated", tmp_path) as (process, pids):
+        if others_too:
+            # As Slurm and systemd do; the cleanup of the program calls its actor.
+            for pid in descendants(process.pid):
+                os.kill(pid, signal.SIGTERM)
         process.terminate()
         assert process.wait() == 128 + signal.SIGTERM
         assert process.stdout is not None

@@ -21,7 +21,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "jobs.md"
 MISSING = why_not()
 RUN = [sys.executable, "-m", "aiodaft.cli", "run"]
 SCRIPT = job_script.__file__
-ORDERLY = "the script has ended in order"
 pytestmark = pytest.mark.timeout(90)
 
 
@@ -77,12 +76,11 @@ def test_sigterm_ends_the_script_first(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(Path(SCRIPT).read_text().replace('("n1", "n2")', '("here", "here")'))
     environment = {**os.environ, "PYTHONPATH": str(Path(SCRIPT).parent)}
-    with started([*RUN, "--name", "here", str(script), "wait"], environment) as process:
+    with started([*RUN, "--name", "here", str(script), "wait", str(tmp_path / "ended")], environment) as process:
         pids = pids_of(process)
         assert pids[1] == process.pid
         process.terminate()
-        rest, _ = process.communicate(timeout=30)
-        assert (process.returncode, rest) == (143, f"{ORDERLY}\n")
+        assert (process.wait(30), (tmp_path / "ended").read_text()) == (143, "in order")
         ended(*pids)
 
 
@@ -135,18 +133,18 @@ def test_the_tasks_of_torchrun_are_the_nodes_and_end_with_the_script(tmp_path: P
 
 
 def test_the_other_tasks_stay_for_what_the_script_does_when_it_is_told_to_end(tmp_path: Path) -> None:
-    with tasks_of(tmp_path, "wait") as tasks:
+    with tasks_of(tmp_path, "wait", str(tmp_path / "ended")) as tasks:
         pids = pids_of(tasks[0])
         tasks[1].terminate()
         tasks[0].terminate()
-        rest, _ = tasks[0].communicate(timeout=30)
-        assert (rest, tasks[0].returncode, tasks[1].wait(30)) == (f"{ORDERLY}\n", 143, 0)
+        assert [task.wait(30) for task in tasks] == [143, 0]
+        assert (tmp_path / "ended").read_text() == "in order"
         ended(*pids)
 
 
 @pytest.mark.hosts
 def test_the_other_tasks_end_when_the_first_one_is_killed(tmp_path: Path) -> None:
-    with tasks_of(tmp_path, "wait") as tasks:
+    with tasks_of(tmp_path, "wait", os.devnull) as tasks:
         pids = pids_of(tasks[0])
         tasks[0].kill()
         assert tasks[1].wait(60) == 1
@@ -213,24 +211,22 @@ def test_the_tasks_of_srun_are_the_nodes_and_end_with_the_script(slurm: Mapping[
     assert list(Path(slurm["HOME"], ".config", "aiodaft", "jobs").iterdir()) == []
 
 
-def test_a_job_that_slurm_cancels_ends_in_order(slurm: Mapping[str, str]) -> None:
-    with started(srun("cancelled", "wait"), slurm) as job:
+def test_a_job_that_slurm_cancels_ends_in_order(slurm: Mapping[str, str], tmp_path: Path) -> None:
+    with started(srun("cancelled", "wait", str(tmp_path / "ended")), slurm) as job:
         pids = pids_of(job)
         subprocess.run(["scancel", "--name", "cancelled"], env=slurm, check=True, timeout=20)
-        rest, _ = job.communicate(timeout=60)
-        assert (rest, job.returncode) == (f"{ORDERLY}\n", 143)
+        assert (job.wait(60), (tmp_path / "ended").read_text()) == (143, "in order")
         ended(*pids)
     assert list(Path(slurm["HOME"], ".config", "aiodaft", "jobs").iterdir()) == []
 
 
-def test_a_job_that_another_one_preempts_ends_in_order(slurm: Mapping[str, str]) -> None:
-    with started(srun("low", "wait", options=["--exclusive"]), slurm) as job:
+def test_a_job_that_another_one_preempts_ends_in_order(slurm: Mapping[str, str], tmp_path: Path) -> None:
+    with started(srun("low", "wait", str(tmp_path / "ended"), options=["--exclusive"]), slurm) as job:
         pids = pids_of(job)
         urgent = ["srun", "--partition", "urgent", "--nodes=2", "--ntasks-per-node=1", "--exclusive", "true"]
         assert subprocess.run(urgent, env=slurm, timeout=80).returncode == 0
         # The nodes were free for the other one when it had ended.
-        rest, _ = job.communicate(timeout=60)
-        assert (rest, job.returncode) == (f"{ORDERLY}\n", 143)
+        assert (job.wait(60), (tmp_path / "ended").read_text()) == (143, "in order")
         ended(*pids)
     assert list(Path(slurm["HOME"], ".config", "aiodaft", "jobs").iterdir()) == []
 
@@ -238,11 +234,10 @@ def test_a_job_that_another_one_preempts_ends_in_order(slurm: Mapping[str, str])
 # Slurm's shortest one is a minute.
 @pytest.mark.hosts
 @pytest.mark.timeout(150)
-def test_a_job_that_reaches_its_time_limit_ends_in_order(slurm: Mapping[str, str]) -> None:
-    with started(srun("limited", "wait", options=["--time=0:01"]), slurm) as job:
+def test_a_job_that_reaches_its_time_limit_ends_in_order(slurm: Mapping[str, str], tmp_path: Path) -> None:
+    with started(srun("limited", "wait", str(tmp_path / "ended"), options=["--time=0:01"]), slurm) as job:
         pids = pids_of(job)
-        rest, _ = job.communicate(timeout=120)
-        assert (rest, job.returncode) == (f"{ORDERLY}\n", 143)
+        assert (job.wait(120), (tmp_path / "ended").read_text()) == (143, "in order")
         ended(*pids)
 
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -43,6 +44,19 @@ def little_to_collect() -> None:
     """Each schedule collects garbage several times; what earlier tests have left to look at would take seconds."""
     gc.collect()
     gc.freeze()
+
+
+def test_schedules_are_collected_with_all_that_their_processes_held() -> None:
+    import anyio  # noqa: F401 - its scopes hold the tasks that they are in
+
+    loops: list[weakref.ref[object]] = []
+    for seed in range(10):
+        program = SpawningProgram(seed)
+        program.run()
+        loops.append(weakref.ref(program.world.loop))
+        del program
+    gc.collect()
+    assert [seed for seed, loop in enumerate(loops) if loop() is not None] == []
 
 
 # In parts of a second each, so that also a machine with much else to do finishes one within the limit.

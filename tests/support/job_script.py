@@ -1,6 +1,7 @@
-"""What a job runs: calls between actors on all nodes; then, with the argument "wait", until it is told to end.
+"""What a job runs: calls between actors on all nodes; then, with the arguments "wait FILE", until it is told to end.
 
-It ends with status 7; with the argument "well", 0. With "stay" it does not end, whatever it is told.
+Then it calls the actors again, and writes what they answer into the file. It ends with status 7; with the argument
+"well", 0. With "stay" it does not end, whatever it is told.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
 
 from travellers import Traveller
 
@@ -22,14 +24,16 @@ async def main(*arguments: str) -> None:
         if "stay" in arguments:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # The script, the process that started it, and those of the actors.
-        print("pids", os.getpid(), os.getppid(), *[await actor.pid() for actor in actors], flush=True)
+        pids = [await actor.pid() for actor in actors]
+        print("pids", os.getpid(), os.getppid(), *pids, flush=True)
         if "stay" in arguments:
             await asyncio.Event().wait()
         if "wait" in arguments:
             try:
                 await asyncio.Event().wait()
             finally:
-                print("the script has ended in order", flush=True)
+                said = "in order" if [await actor.pid() for actor in actors] == pids else "not in order"
+                await asyncio.to_thread(Path(arguments[1]).write_text, said)
     sys.exit(0 if "well" in arguments else 7)
 
 

@@ -53,7 +53,7 @@ from aiodaft_transport.folders import remove, sweep
 
 _MAX_MESSAGE: Final = 1 << 20
 _MAX_FDS: Final = 4
-# Seconds that workers get between SIGTERM and SIGKILL when the node is gone.
+# Seconds that workers have to end by themselves when the node is gone.
 _LAST_GRACE: Final = 0.3
 # Seconds from the signal of a thread's end to its end, at most.
 _LAST_BREATH: Final = 0.2
@@ -81,7 +81,8 @@ class ForkServer:
         adopt_orphans()
         self._wakeup.setblocking(False)
         self._wakeup_end.setblocking(False)
-        for number in (signal.SIGCHLD, STACK_SIGNAL):
+        # SIGTERM is for the node, with which this process ends.
+        for number in (signal.SIGCHLD, signal.SIGTERM, STACK_SIGNAL):
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGCONT, lambda *_: self._continued())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -228,9 +229,7 @@ class ForkServer:
             self._node.send(packed(message))
 
     def _sweep(self) -> None:
-        """End every descendant: by SIGTERM for workers, then by SIGKILL."""
-        for pid in self._workers:
-            kill(pid, signal.SIGTERM)
+        """End every descendant. Workers end with their connection to the node; what is left is killed."""
         deadline = time.monotonic() + _LAST_GRACE
         while children() and (left := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):

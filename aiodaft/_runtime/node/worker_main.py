@@ -50,8 +50,6 @@ class WorkerMain:
 
     async def run(self) -> int:
         """Serve; returns the exit status."""
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._end, 128 + signal.SIGTERM)
         when_forked(leave_signals)
         settings = self._settings
         if len(settings.secret) == KEY_SIZE:
@@ -147,7 +145,10 @@ def main(connection: int, settings: int, heartbeat: int) -> None:
 
 
 def _serve(packed: bytes, connection: int, heartbeat: int) -> int:
+    # Both are for the controller, which ends its actors: a terminal, Slurm and systemd send them to every process. Not
+    # SIG_IGN for SIGTERM, since the programs that an actor starts would inherit it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     settings = WorkerSettings.unpacked(packed)
     _set_log_level(settings.log_level)
     sys.breakpointhook = _refuse_breakpoint

@@ -8,6 +8,7 @@ from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft.actor import Actor, local
 from aiodaft.attempt import current_attempt
 from aiodaft.channel import Channel
+from aiodaft.current_group import CurrentGroup
 from aiodaft.deadline import deadline
 from aiodaft.exceptions import (
     ActorDied,
@@ -42,7 +43,7 @@ from aiodaft.exceptions import (
 from aiodaft.graph import Graph, compile
 from aiodaft.group import Group
 from aiodaft.info import ActorInfo
-from aiodaft.inside import current_runtime
+from aiodaft.inside import current_group, current_runtime
 from aiodaft.memory import Registration, empty, register
 from aiodaft.methods import method
 from aiodaft.placement import Mesh, Placement, Slice, Spawned
@@ -64,6 +65,7 @@ __all__ = [
     "ChannelClosed",
     "CoordinatorUnavailable",
     "CorruptState",
+    "CurrentGroup",
     "CyclicGraph",
     "DaftError",
     "DeadlineExceeded",
@@ -108,6 +110,7 @@ __all__ = [
     "cancel_on_disconnect",
     "compile",
     "current_attempt",
+    "current_group",
     "current_runtime",
     "deadline",
     "empty",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, Self, TypeAlias, TypeVar, overload
 
+from aiodaft._protocol.groups.axes import Axes
+from aiodaft._protocol.groups.roster import Roster
 from aiodaft._runtime.serialization.building import builder
 from aiodaft.actor import CallTarget, target_of
 from aiodaft.methods import MethodSpec, Sig, StreamSig, specs_of
@@ -32,6 +35,14 @@ _RESULT_BYTES: Final = 256 << 20
 _NO_CALLS: Final[Mapping[CallTarget, int]] = {}
 
 
+class MembersOwner(Protocol):
+    """Makes, tells and stops the members of a group, in the process that owns them."""
+
+    async def grow(self, wanted: Roster[Any]) -> list[Any]: ...
+    def tell(self, roster: Roster[Any], handles: list[Any]) -> Awaitable[object]: ...
+    async def shrink(self, surplus: list[Any]) -> None: ...
+
+
 @builder
 class Group(Generic[ActorT]):
     """Actors of one class, numbered by rank.
@@ -42,15 +53,17 @@ class Group(Generic[ActorT]):
 
     def __init__(
         self,
-        members: Iterable[ActorT],
+        roster: Roster[Any],
         cls: type,
-        grow: Callable[[int, int], Awaitable[list[ActorT]]] | None = None,
-        shrink: Callable[[list[ActorT]], Awaitable[None]] | None = None,
+        owner: MembersOwner | None = None,
     ) -> None:
-        self._members = list(members)
+        # With the handles of the members.
+        self._roster = roster
         self._class = cls
-        self._grow = grow
-        self._shrink = shrink
+        self._owner = owner
+        # Also of those that no member came to be in: no two changes have the same.
+        self._last_epoch = roster.epoch
+        self._resizing = asyncio.Lock()
         # Calls of this group that are under way, by member. Threads add to it.
         self._under_way: dict[CallTarget, set[Any]] = {}
         self._turn = 0
@@ -72,8 +85,8 @@ class Group(Generic[ActorT]):
         """
         spec = self._spec(m)
         items = list(a0)
-        if len(items) != len(self._members):
-            raise ValueError(f"{spec.label}: {len(items)} items for {len(self._members)} members")
+        if len(items) != len(self._roster.members):
+            raise ValueError(f"{spec.label}: {len(items)} items for {len(self._roster.members)} members")
         pairs = zip(self._targets(), items, strict=True)
         return Refs([self._call(target, spec, (item, *args), kwargs) for target, item in pairs])
 
@@ -137,28 +150,60 @@ class Group(Generic[ActorT]):
         """
         return _Map(self, self._spec(m), iter(items), args, kwargs).results(ordered=ordered)
 
-    async def resize(self, n: int) -> None:
+    @property
+    def id(self) -> str:
+        """The name of the group, unique in the cluster; its members know it, too."""
+        return self._roster.id
+
+    @property
+    def epoch(self) -> int:
+        """Counts the changes of the members, from 1."""
+        return self._roster.epoch
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """The names and sizes of the axes; empty if the group has none. The last axis changes fastest with the rank."""
+        return self._roster.axes.sizes
+
+    async def resize(self, n: int, *, axes: Mapping[str, int] | None = None) -> None:
         """Resize the group to n members: spawn new ones like the first, or stop the last ranks.
+
+        The group gets a new epoch. The other members know of it when this returns, and before any later call of this
+        process: see `current_group`. A member that is restarted meanwhile knows it when it is up.
+
+        Args:
+            n: The number of members.
+            axes: The new sizes of the axes. Default: the first one changes, and members keep their places.
 
         Raises:
             TypeError: The group is a slice of another, or came from another process.
+            ValueError: The axes do not fit the number.
             InsufficientResources: There are not enough resources; the group stays as it is.
 
         Cancellation: new members are taken back, and the group stays as it is; members to be stopped are killed.
         """
-        if self._grow is None or self._shrink is None:
+        owner = self._owner
+        if owner is None:
             raise TypeError("only the group that `rt.group` gave can be resized, not a part of it")
         if n < 0:
             raise ValueError(f"a group cannot have {n} members")
-        if n > len(self._members):
-            self._members += await self._grow(len(self._members), n - len(self._members))
-        elif n < len(self._members):
-            # Removed first, so that no new call goes to them.
-            surplus = self._members[n:]
-            del self._members[n:]
+        async with self._resizing:
+            old = self._roster
+            grid = old.axes.resized(n) if axes is None else Axes.of(axes, n)
+            if n == old.size and grid == old.axes:
+                return
+            self._last_epoch += 1
+            wanted = Roster[Any](old.id, self._last_epoch, n, grid)
+            new = await owner.grow(wanted) if n > old.size else []
+            surplus = old.members[n:]
+            # Before they are stopped, so that no new call goes to them.
+            self._roster = replace(wanted, members=(*old.members[:n], *new))
             for member in surplus:
                 self._under_way.pop(target_of(member), None)
-            await self._shrink(surplus)
+            told = owner.tell(replace(wanted, members=tuple(self)), list(self._roster.members))
+            if surplus:
+                await owner.shrink(list(surplus))
+            await told
 
     @overload
     def __getitem__(self, index: int) -> ActorT: ...
@@ -166,20 +211,22 @@ class Group(Generic[ActorT]):
     def __getitem__(self, index: slice) -> Self: ...
     def __getitem__(self, index: int | slice) -> ActorT | Self:
         if isinstance(index, slice):
-            return type(self)(self._members[index], self._class)
-        return self._member(self._members[index])
+            ranks = range(len(self))[index]
+            name = f"{ranks.start}:{ranks.stop}:{ranks.step}"
+            return type(self)(self._roster.part(tuple(ranks), name, Axes()), self._class)
+        return self._member(self._roster.members[index])
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._roster.members)
 
     def __iter__(self) -> Iterator[ActorT]:
-        return map(self._member, self._members)
+        return map(self._member, self._roster.members)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self._members)} {self._class.__name__}>"
+        return f"<{type(self).__name__} of {len(self._roster.members)} {self._class.__name__}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._members, self._class)
+        return type(self), (self._roster, self._class)
 
     def _member(self, handle: Any) -> ActorT:
         """A member as users see it."""
@@ -202,7 +249,7 @@ class Group(Generic[ActorT]):
         return spec
 
     def _targets(self) -> list[CallTarget]:
-        return [target_of(member) for member in self._members]
+        return [target_of(member) for member in self._roster.members]
 
     def _freest(self, busy: Mapping[CallTarget, int] = _NO_CALLS) -> CallTarget:
         """The member to call next: the healthiest, then one with room among its `busy` calls, then the least busy."""

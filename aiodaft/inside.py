@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId
-from aiodaft._runtime.actors.hosted_actor import HostedActor, current_call
-from aiodaft._runtime.agent import being_made
+from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._runtime.actors.enlisted import Enlisted
+from aiodaft._runtime.actors.hosted_actor import HostedActor
+from aiodaft._runtime.agent import acting
 from aiodaft._runtime.owning import Owner, WorkerOwner
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import Process, current_process
+from aiodaft.current_group import CurrentGroup
 from aiodaft.exceptions import OutcomeUnknown
 from aiodaft.runtime import Runtime
 from aiodaft.scope import Scope
 
-__all__ = ["current_runtime"]
+__all__ = ["current_group", "current_runtime"]
 
 
 def current_runtime() -> Runtime:
@@ -35,8 +37,7 @@ def current_runtime() -> Runtime:
     program = process.find(Runtime)
     if program is not None:
         return program
-    call = current_call.get()
-    hosted = being_made.get() if call is None or call.hosted.id < FIRST_USER_ACTOR else call.hosted
+    hosted = acting()
     if hosted is None:
         raise RuntimeError("current_runtime() is for methods of actors: none runs here")
     runtimes = process.find(ActorRuntimes)
@@ -44,6 +45,24 @@ def current_runtime() -> Runtime:
         runtimes = ActorRuntimes(process, hosted.id)
         process.provide(ActorRuntimes, runtimes)
     return runtimes.of(hosted)
+
+
+def current_group() -> CurrentGroup[Any]:
+    """The group that the actor whose code calls this is a member of: its rank, its axes and the other members.
+
+    For methods of any kind, the constructor, `__aenter__` and `on_restart`, in `def` methods, too. A restarted member
+    has the rank that it had.
+
+    Raises:
+        RuntimeError: No code of an actor runs here, or the actor is no member of a group.
+    """
+    hosted = acting()
+    if hosted is None:
+        raise RuntimeError("current_group() is for methods of the members of a group: no code of an actor runs here")
+    standing = hosted._process.part(Enlisted).find(hosted.id)
+    if standing is None:
+        raise RuntimeError(f"{hosted.name} is no member of a group: make it by `rt.group(n, Class, ...)`")
+    return CurrentGroup(standing)
 
 
 class ActorRuntime(Runtime):

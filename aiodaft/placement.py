@@ -6,10 +6,11 @@ import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
 
 from aiodaft._protocol.calls.mailbox import check_max_queue
 from aiodaft._protocol.coordination.records import check_name
+from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.supervision.supervision import Kind, Restart, check_alone
@@ -78,13 +79,19 @@ class SpawningScope(Protocol):
     """What spawning needs of a scope."""
 
     async def spawn_one(
-        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints, label: str = ""
+        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
     ) -> Handle: ...
     async def get_or_spawn(
         self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
     ) -> Handle: ...
     async def spawn_group(
-        self, n: int, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
+        self,
+        n: int,
+        cls: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        constraints: Constraints,
+        axes: Axes,
     ) -> Group[Any]: ...
     async def spawn_mesh(self, hosts: int, demand: Demand, constraints: Constraints) -> Mesh: ...
     async def stop(self, actor: object) -> None: ...
@@ -219,21 +226,54 @@ class Spawner(ABC):
 
         return Spawned(f"host({hosted_class.__name__})", start, lambda service: scope.stop(service.handle))
 
-    def group(self, n: int, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[Group[ActorT]]:
+    # A keyword besides a ParamSpec cannot be typed: here the arguments of the constructor are checked at run time.
+    @overload
+    def group(
+        self, n: int, cls: Callable[..., ActorT], /, *args: Any, axes: Mapping[str, int], **kwargs: Any
+    ) -> Spawned[Group[ActorT]]: ...
+    @overload
+    def group(
+        self, n: int, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Spawned[Group[ActorT]]: ...
+    def group(self, n: int, cls: Any, /, *args: Any, axes: Mapping[str, int] | None = None, **kwargs: Any) -> Any:  # type: ignore[misc]  # a ParamSpec may have that keyword
         """Make n actors of one class; none if one fails, or if there is no room for all.
 
+        Args:
+            n: How many.
+            cls: The class.
+            args: The arguments of the constructor, the same for all; each member finds its rank by `current_group()`.
+            axes: Names and sizes of axes, such as `{"dp": 2, "tp": 2}`: the ranks form a grid, row by row. A parameter
+                `axes` of the constructor is given by position.
+            kwargs: The arguments of the constructor, by keyword.
+
         Raises:
+            ValueError: The axes have another number of places than n.
             Exception: As `spawn`.
         """
-        return self._group("group", n, _check_class(cls, args, kwargs, plain="host_group"), args, kwargs)
+        return self._group("group", n, cls, args, kwargs, axes)
 
-    def host_group(self, n: int, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[ServiceGroup[T]]:
+    @overload
+    def host_group(
+        self, n: int, cls: Callable[..., T], /, *args: Any, axes: Mapping[str, int], **kwargs: Any
+    ) -> Spawned[ServiceGroup[T]]: ...
+    @overload
+    def host_group(
+        self, n: int, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Spawned[ServiceGroup[T]]: ...
+    def host_group(self, n: int, cls: Any, /, *args: Any, axes: Mapping[str, int] | None = None, **kwargs: Any) -> Any:  # type: ignore[misc]  # as above
         """Make n instances of any class; none if one fails, or if there is no room for all.
 
+        Args:
+            n: How many.
+            cls: The class.
+            args: As for `group`.
+            axes: As for `group`.
+            kwargs: As for `group`.
+
         Raises:
-            Exception: As `spawn`.
+            Exception: As `group`.
         """
-        return self._group("host_group", n, _check_class(cls, args, kwargs), args, kwargs)
+        return self._group("host_group", n, cls, args, kwargs, axes)
 
     def mesh(self, hosts: int, gpus: int = 0) -> Spawned[Mesh]:
         """Reserve a slice of each of several nodes, on which actors are placed later: all slices or none.
@@ -262,15 +302,25 @@ class Spawner(ABC):
 
         return Spawned(f"mesh({hosts}, {gpus})", start, scope.stop_mesh)
 
-    def _group(self, what: str, n: int, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Spawned[Any]:
+    def _group(
+        self,
+        what: Literal["group", "host_group"],
+        n: int,
+        cls: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        axes: Mapping[str, int] | None,
+    ) -> Spawned[Any]:
+        cls = _check_class(cls, args, kwargs, plain="host_group" if what == "group" else "")
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"a group has a positive number of members, not {n!r}")
         scope, constraints = self._spawning()
         if constraints.is_named:
             raise ValueError("on(name=..., lifetime=...) is for one actor, not for a group")
+        grid = Axes.of(axes, n)
 
         def start() -> Coroutine[Any, Any, Group[Any]]:
-            return scope.spawn_group(n, cls, args, kwargs, constraints)
+            return scope.spawn_group(n, cls, args, kwargs, constraints, grid)
 
         return Spawned(f"{what}({n}, {cls.__name__})", start, scope.stop_group)
 

@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar, cast
 
 from aiodaft._protocol.diagnostics.unhandled import Unhandled
+from aiodaft._protocol.groups.axes import Axes
+from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.placement.request import Anchor, Request, Where
@@ -21,7 +23,7 @@ from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import logger, see_through, shield_from_anyio
-from aiodaft._runtime.scope_actors import Constraints, Reserved, ScopeActors
+from aiodaft._runtime.scope_actors import Constraints, ScopeActors, Seat
 from aiodaft._runtime.supervision.child_spec import ChildSpec
 from aiodaft.actor import Actor, Handle, class_of, target_of
 from aiodaft.exceptions import (
@@ -33,6 +35,7 @@ from aiodaft.exceptions import (
     RuntimeClosed,
 )
 from aiodaft.group import Group
+from aiodaft.grouping import GroupMembers
 from aiodaft.info import ActorInfo, look_at
 from aiodaft.naming import found, register, reserved
 from aiodaft.placement import Mesh, Spawner
@@ -233,13 +236,12 @@ class Scope(Spawner):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         constraints: Constraints,
-        label: str = "",
-        reserved: Reserved | None = None,
+        seat: Seat | None = None,
     ) -> Handle:
         """Make an actor; awaiting `spawn` does this."""
         if constraints.is_named:
             return await self._spawn_named(cls, args, kwargs, constraints, anew=True)
-        return await self._spawn(cls, args, kwargs, constraints, label, reserved)
+        return await self._spawn(cls, args, kwargs, constraints, seat)
 
     async def get_or_spawn(
         self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
@@ -264,7 +266,7 @@ class Scope(Spawner):
                         await controller.nodes.of(target.remote).keep(target.remote)
                 except BaseException:
                     if not controller.is_closed:
-                        await self._stop_handles([handle])
+                        await self.stop_handles([handle])
                     raise
                 return handle
         if anew:
@@ -277,50 +279,37 @@ class Scope(Spawner):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         constraints: Constraints,
-        label: str = "",
-        reserved: Reserved | None = None,
+        seat: Seat | None = None,
     ) -> Handle:
         self.check_open(f"{cls.__name__} cannot be spawned")
-        label = label or self._controller.new_label(cls)
-        request = partial(self._request, label, constraints.demand(cls), constraints)
-        spec = ChildSpec(cls, label, args, kwargs, constraints.max_queue_with(cls))
-        return await self._scope_actors.make(spec, constraints, self._beside(constraints), reserved, request)
+        label, reserved, enrolment = seat or (self._controller.new_label(cls), None, None)
+        request = partial(self.request, label, constraints.demand(cls), constraints)
+        spec = ChildSpec(cls, label, args, kwargs, constraints.max_queue_with(cls), enrolment)
+        return await self._scope_actors.make(spec, constraints, self.beside(constraints), reserved, request)
 
     async def spawn_group(
-        self, n: int, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
+        self,
+        n: int,
+        cls: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        constraints: Constraints,
+        axes: Axes,
     ) -> Group[Any]:
         """Make a group of actors or services; awaiting `group` and `host_group` does this."""
-
-        async def grow(first: int, count: int) -> list[Any]:
-            self.check_open(f"{cls.__name__} cannot be spawned")
-            base = self._controller.new_label(cls)
-            labels = [f"{base}[{rank}]" for rank in range(first, first + count)]
-            request = await self._request(base, constraints.demand(cls), constraints, count)
-            reserved = await self._scope_actors.reserve(request, labels, constraints, self._beside(constraints))
-            made: dict[str, Handle] = {}
-
-            async def make(label: str, share: Reserved) -> None:
-                made[label] = await self.spawn_one(cls, args, kwargs, constraints, label, share)
-
-            try:
-                # Waits for all, even if one fails or all are cancelled: a cancelled spawn stops its actor.
-                results = await asyncio.gather(*map(make, labels, reserved), return_exceptions=True)
-                for error in filter(None, results):
-                    raise error
-            except BaseException:
-                self._scope_actors.release(reserved)
-                await self._stop_handles([made[label] for label in labels if label in made])
-                raise
-            return [made[label] for label in labels]
-
+        self.check_open(f"{cls.__name__} cannot be spawned")
+        controller = self._controller
+        members = GroupMembers(self, controller, self._scope_actors, cls, args, kwargs, constraints)
         kind = Group if issubclass(cls, Actor) else ServiceGroup
-        return kind(await grow(0, n), cls, grow, self._stop_handles)
+        group: Group[Any] = kind(Roster(controller.new_group(cls), 0, 0, Axes()), cls, members)
+        await group.resize(n, axes=axes.sizes or None)
+        return group
 
     async def spawn_mesh(self, hosts: int, demand: Demand, constraints: Constraints) -> Mesh:
         """Reserve the slices of a mesh; awaiting `mesh` does this."""
         label = f"mesh of {hosts} x {demand.gpus:g} GPUs"
         self.check_open(f"a {label} cannot be reserved")
-        request = await self._request(label, demand, constraints, hosts)
+        request = await self.request(label, demand, constraints, hosts)
         scope = _MeshScope(self._controller, self)
         self._children.append(scope)
         try:
@@ -331,8 +320,8 @@ class Scope(Spawner):
             raise
         return Mesh(scope, sites)
 
-    async def _request(self, label: str, demand: Demand, constraints: Constraints, count: int = 1) -> Request:
-        """What actors need, and where the actors are that they are to be near to or apart from.
+    async def request(self, label: str, demand: Demand, constraints: Constraints, count: int = 1) -> Request:
+        """What new actors need, and where the actors are that they are to be near to or apart from.
 
         Raises:
             ActorDied: No actor that they are to be near to is there.
@@ -361,7 +350,8 @@ class Scope(Spawner):
                 found.append(Anchor(target.label, self._controller.nodes.name_of(peer)))
         return tuple(found)
 
-    def _beside(self, constraints: Constraints) -> Target | None:
+    def beside(self, constraints: Constraints) -> Target | None:
+        """The actor of which new ones share the process."""
         return None if constraints.beside is None else self._target(constraints.beside)
 
     # Stopping.
@@ -371,7 +361,7 @@ class Scope(Spawner):
 
         Cancellation: the actor is killed, and is gone when this raises.
         """
-        await self._stop_handles([actor])
+        await self.stop_handles([actor])
 
     async def kill(self, actor: object) -> None:
         """Kill an actor's process, with every actor in it. Calls under way fail with ActorDied. Idempotent.
@@ -386,7 +376,7 @@ class Scope(Spawner):
 
         Cancellation: the remaining members are killed, and all are gone when this raises.
         """
-        await self._stop_handles(list(group))
+        await self.stop_handles(list(group))
 
     async def stop_mesh(self, mesh: Mesh) -> None:
         """Stop the actors on a mesh, the last one first, and release its slices. Idempotent.
@@ -400,7 +390,7 @@ class Scope(Spawner):
         if interrupted is not None:
             raise interrupted
 
-    async def _stop_handles(self, handles: list[Any]) -> None:
+    async def stop_handles(self, handles: list[Any]) -> None:
         """Stop actors, the last one first. Cancellation: see `stop_group`."""
         targets = [self._target(handle) for handle in reversed(handles)]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeAlias, TypeVar, cast, overload
 
+from aiodaft._protocol.groups.roster import Roster
 from aiodaft._runtime.serialization.building import builder
 from aiodaft.actor import target_of
-from aiodaft.group import Group, Items
+from aiodaft.group import Group, Items, MembersOwner
 from aiodaft.methods import ATTRIBUTE, MethodSpec, PlainMethods, Sig, StreamSig, is_private
 from aiodaft.ref import Ref, Refs, Stream
 
@@ -120,8 +121,8 @@ class ServiceGroup(Group[Service[T]]):
     group of some of them, which does not own them.
     """
 
-    def __init__(self, members: Iterable[Any], cls: type, grow: Any = None, shrink: Any = None) -> None:
-        super().__init__(members, cls, grow, shrink)
+    def __init__(self, roster: Roster[Any], cls: type, owner: MembersOwner | None = None) -> None:
+        super().__init__(roster, cls, owner)
         self._methods = PlainMethods(cls)
 
     def _member(self, handle: Any) -> Service[T]:

@@ -6,11 +6,14 @@ import asyncio
 import inspect
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final, Protocol, cast
 
 from aiodaft._protocol.calls.mailbox import BoundedMailbox
 from aiodaft._protocol.diagnostics.deadlock import CallAt, Waiting
-from aiodaft._protocol.ids import AGENT, ActorId, CallId, PeerId, incarnation, node_of
+from aiodaft._protocol.groups.roster import Roster
+from aiodaft._protocol.ids import AGENT, FIRST_USER_ACTOR, ActorId, CallId, PeerId, incarnation, node_of
+from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.fence import Fence
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller
@@ -64,6 +67,8 @@ class Agent(Actor):
         self._deadlocks = deadlocks
         self._ways = ways
         self._followers = followers
+        self._enlisted = Enlisted()
+        host.process.provide(Enlisted, self._enlisted)
 
     @method
     async def host(
@@ -91,12 +96,13 @@ class Agent(Actor):
             hosted.mailbox = hosted.bounds = BoundedMailbox(max_queue)
         try:
             being_made.set(hosted)
-            hosted.instance = await hosted.thread.run(lambda: cls(*args, **kwargs))
+            hosted.instance = await hosted.thread.run(partial(_construct, hosted, cls, args, kwargs))
             await hosted.enter_instance()
             if epoch and issubclass(cls, Actor):
                 await _tell_restarted(hosted, cls, epoch)
         except BaseException as error:
             hosted.thread.close()
+            self._enlisted.forget(hosted.id)
             if hosted.stop_spawned is not None:
                 await hosted.stop_spawned()
             process = self._host.process
@@ -105,13 +111,20 @@ class Agent(Actor):
         self._host.actors[hosted.id] = hosted
 
     @method
+    async def enlist(self, actor: int, roster: Roster[Any], rank: int) -> None:
+        """Tell an actor that is here, or that the next call makes, of its group; the owner of the group does."""
+        self._enlisted.enlist(ActorId(actor), roster, rank)
+
+    @method
     async def stop(self, actor: int, reason: str, grace: float, mover: str = "") -> None:
         """Stop an actor; see `HostedActor.stop`. Does nothing if it is gone.
 
         If its owner, the `mover`, moves it to another process, this returns when all that are connected know.
         """
         hosted = self._host.actors.get(ActorId(actor))
-        if hosted is not None:
+        if hosted is None:
+            self._enlisted.forget(ActorId(actor))
+        else:
             told = [agent.left(mover, actor) for agent in self._others()] if mover else []
             try:
                 await hosted.stop(reason, grace, moves=bool(mover))
@@ -119,6 +132,7 @@ class Agent(Actor):
                     await hosted.stop_spawned()
             finally:
                 self._host.remove(hosted)
+                self._enlisted.forget(hosted.id)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._host.process.grace):
                     await asyncio.gather(*told, return_exceptions=True)
@@ -255,6 +269,12 @@ def agent_of(caller: Caller, remote: PeerId) -> Agent:
     return cast("Agent", caller.handle(remote, AGENT, f"agent of {remote}", Agent))
 
 
+def _construct(hosted: HostedActor, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make the instance, in the actor's thread, whose context serves no other actor."""
+    being_made.set(hosted)
+    return cls(*args, **kwargs)
+
+
 async def _tell_restarted(hosted: HostedActor, cls: type, epoch: int) -> None:
     """Run the `on_restart` of a new incarnation."""
     hook: Any = getattr(cls, "on_restart", None)
@@ -264,6 +284,12 @@ async def _tell_restarted(hosted: HostedActor, cls: type, epoch: int) -> None:
         await hook(hosted.instance, epoch)
     else:
         await hosted.thread.run(lambda: hook(hosted.instance, epoch))
+
+
+def acting() -> HostedActor | None:
+    """The actor that the running code belongs to, also while it is made; None if it is no actor's."""
+    call = current_call.get()
+    return being_made.get() if call is None or call.hosted.id < FIRST_USER_ACTOR else call.hosted
 
 
 def serving() -> InboundCall:

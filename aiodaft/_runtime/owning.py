@@ -56,6 +56,7 @@ class Owner(ABC):
 
     def __init__(self, first_number: int = FIRST_USER_ACTOR) -> None:
         self._labels: Counter[str] = Counter()
+        self._group_labels: Counter[str] = Counter()
         self._actor_numbers = count(first_number)
 
     def _own(self, peer: Peer, root: Root) -> None:
@@ -168,6 +169,11 @@ class Owner(ABC):
         """The name of the next actor of a class, such as "Model-2"."""
         self._labels[cls.__name__] += 1
         return f"{cls.__name__}-{self._labels[cls.__name__]}"
+
+    def new_group(self, cls: type) -> str:
+        """The id of the next group of a class."""
+        self._group_labels[cls.__name__] += 1
+        return f"{cls.__name__}-group-{self._group_labels[cls.__name__]}@{self.process.id}"
 
     async def stack(self, patience: float) -> RuntimeStack:
         """The stacks of every process, each of which gets `patience` seconds to answer; then the kernel is asked."""

@@ -24,7 +24,7 @@ from aiodaft._runtime.objects.ref_state import UnhandledErrors
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.placing import FixedSites, Order, Site, Sites, Waiting
 from aiodaft._runtime.platform.tasks import shield_from_anyio
-from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, ChildSpec, stop_actor, stop_in_turn
+from aiodaft._runtime.supervision.child_spec import WHY_STOPPED, ChildSpec, Enrolment, stop_actor, stop_in_turn
 from aiodaft._runtime.supervision.supervisor import Child, Supervisor
 from aiodaft.actor import Handle
 from aiodaft.exceptions import (
@@ -95,6 +95,20 @@ class Reserved(NamedTuple):
 
     site: Site[NodeAgent]
     wish: Wish[Tenant]
+
+
+class Seat(NamedTuple):
+    """What a group has for one of its members.
+
+    Attributes:
+        label: The name of the member in errors.
+        reserved: Its share.
+        enrolment: Its place in the group.
+    """
+
+    label: str
+    reserved: Reserved
+    enrolment: Enrolment
 
 
 class Start(NamedTuple):

@@ -48,6 +48,7 @@ async def groups(rt: Runtime) -> None:
     ws.all(Model.execute, "no")  # E15 a value of the wrong type for all
     ws.each(Model.execute, [1, 2])  # E16 items of the wrong type
     (await ws.all(Model.none)).foo  # E17 a list has no such attribute
+    await rt.group(4, Model, "w", axes=["dp"])  # E55 axes are a mapping
     await rt.group("4", Model, "w")  # E31 not a number of members
     ws.all(Model.tokens, "x")  # E32 a stream for all
     ws.map(Model.execute, ["no"], ordered=False)  # E45 items of the wrong type, in any order

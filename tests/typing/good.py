@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any, assert_type
 
@@ -12,6 +12,7 @@ from aiodaft import (
     ActorInfo,
     Backoff,
     Channel,
+    CurrentGroup,
     Graph,
     Group,
     Ref,
@@ -58,6 +59,13 @@ class Model(aiodaft.Actor, gpus=1):
     @method
     async def three(self, x: Tensor, i: int, s: str) -> int:
         return int(x.v) + i + len(s)
+
+    @method
+    async def neighbour(self) -> str:
+        group: CurrentGroup[Model] = aiodaft.current_group().along("tp")
+        assert_type(group.along("tp"), CurrentGroup[Model])
+        assert_type(group.members[0].sync(1), Ref[str])
+        return await group.members[1 - group.rank].sync(1 - group.rank)
 
     @method
     async def none(self) -> int:
@@ -304,6 +312,11 @@ async def groups(rt: Runtime) -> None:
             assert_type(text, str)
         assert_type([member async for member in ws.map(Model.execute, everyone, scale=2.0, ordered=True)], list[Tensor])
         await ws.resize(3)
+    async with rt.group(4, Model, "w", axes={"dp": 2, "tp": 2}) as grid:
+        assert_type(grid, Group[Model])
+        assert_type(grid.axes, Mapping[str, int])
+        await grid.resize(2, axes={"tp": 2})
+        assert await grid.all(Model.neighbour) == ["1", "0"]
 
 
 async def services(rt: Runtime) -> None:

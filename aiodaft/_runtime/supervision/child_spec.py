@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from aiodaft._protocol.connections.messages import WANT_REPLY
+from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import AGENT, ActorId, PeerId, epoch_of, node_of
 from aiodaft._runtime.agent import Agent, agent_of
 from aiodaft._runtime.calls.call import Caller, CallState, Request, Target
@@ -24,6 +25,19 @@ from aiodaft.ref import Ref
 WHY_STOPPED: Final = "stopped by its owner"
 
 
+class Enrolment:
+    """The place of an actor in a group; the owner of the group changes it."""
+
+    def __init__(self, roster: Roster[Any], rank: int) -> None:
+        self.roster = roster
+        self.rank = rank
+
+    def tell(self, caller: Caller, remote: PeerId, actor: ActorId) -> Ref[None]:
+        """Tell the actor, or the process that is about to make it."""
+        told: Ref[None] = agent_of(caller, remote).enlist(actor, self.roster, self.rank)
+        return told
+
+
 class ChildSpec:
     """How an actor is made: its class, and the arguments of its constructor.
 
@@ -31,18 +45,30 @@ class ChildSpec:
     """
 
     def __init__(
-        self, cls: type, label: str, args: tuple[Any, ...], kwargs: dict[str, Any], max_queue: int | None
+        self,
+        cls: type,
+        label: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        max_queue: int | None,
+        enrolment: Enrolment | None = None,
     ) -> None:
         self.cls = cls
         self.label = label
         self._max_queue = max_queue
         self._args = args
         self._kwargs = kwargs
+        self._enrolment = enrolment
+        # What the incarnation that is being made was told of its group.
+        self._told: Roster[Any] | None = None
         self._origin: Origin | None = None
         self._request: Request | None = None
 
     def make(self, caller: Caller, remote: PeerId, actor: ActorId, *, again: bool) -> Ref[Any]:
         """Have a process make the actor; `again` if the spec is to be used another time."""
+        if self._enrolment is not None:
+            # Before it is made: its constructor may ask for its rank.
+            state_of(self.catch_up(caller, remote, actor)).mark_seen()
         target, spec = Target(caller, remote, AGENT, f"agent of {remote}", None), host_spec(self.cls)
         number = caller.process.next_number()
         state = CallState(target, spec, number)
@@ -55,6 +81,17 @@ class ChildSpec:
         self._request = request
         caller.sender.submit(request)
         return Ref(state)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the group of the actor has changed since it was told."""
+        return self._enrolment is not None and self._enrolment.roster is not self._told
+
+    def catch_up(self, caller: Caller, remote: PeerId, actor: ActorId) -> Ref[None]:
+        """Tell an incarnation of its group as that is now."""
+        assert self._enrolment is not None
+        self._told = self._enrolment.roster
+        return self._enrolment.tell(caller, remote, actor)
 
     def made(self) -> None:
         """Let go of the arguments: from the first success on, only their encoding is used."""

@@ -362,6 +362,9 @@ class Supervisor:
         child.place = Location(found.peer, found.actor)
         try:
             await child.wait_for(child.spec.make(self._caller, found.peer, found.actor, again=True))
+            while child.spec.is_behind:
+                # Calls go to it from now on: the group has changed while it was made.
+                await child.wait_for(child.spec.catch_up(self._caller, found.peer, found.actor))
         except Exception:
             await self._nodes.vacate(found.peer, found.actor, "it could not be made", keep=True)
             raise

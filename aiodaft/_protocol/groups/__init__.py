@@ -1,0 +1,1 @@
+"""Who is in a group, and what its members do together."""

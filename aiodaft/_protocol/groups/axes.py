@@ -1,0 +1,111 @@
+"""Named axes of a group: the ranks as the points of a grid, as in a device mesh. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The names and sizes of axes. Ranks run through the grid row by row: the last axis changes fastest.
+
+    Without axes, a group has ranks only.
+    """
+
+    pairs: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int] | None, count: int) -> Axes:
+        """Axes with these sizes for so many members.
+
+        Raises:
+            TypeError: A name is not a string, or a size is not an integer.
+            ValueError: A size is below 1, or the grid has another number of points.
+        """
+        if sizes is not None and not isinstance(sizes, Mapping):
+            raise TypeError(f"axes={sizes!r:.80}: a dict is needed, such as {{'dp': 2, 'tp': 2}}")
+        for name, size in (sizes or {}).items():
+            if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"axes: {name!r:.80}: {size!r:.80} is not a name with a whole number")
+            if size < 1:
+                raise ValueError(f"axes: {name!r} has {size} places: at least 1 is needed")
+        made = cls(tuple((sizes or {}).items()))
+        if made.pairs and made.count != count:
+            raise ValueError(f"axes {made} have {made.count} places, for {count} members")
+        return made
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return MappingProxyType(dict(self.pairs))
+
+    @property
+    def count(self) -> int:
+        """The number of points of the grid; 1 without axes."""
+        return prod(size for _, size in self.pairs)
+
+    def resized(self, count: int) -> Axes:
+        """The same axes for another number of members: the first one grows or shrinks, so that places stay.
+
+        Raises:
+            ValueError: The other axes do not divide the number.
+        """
+        if not self.pairs:
+            return self
+        (first, _), *others = self.pairs
+        rest = prod(size for _, size in others)
+        if count % rest or not count:
+            raise ValueError(f"axes {self} do not fit {count} members: give the new ones, `resize(n, axes={{...}})`")
+        return Axes(((first, count // rest), *others))
+
+    def coords(self, rank: int) -> Mapping[str, int]:
+        """The place of a rank on each axis."""
+        found: dict[str, int] = {}
+        for name, size in reversed(self.pairs):
+            rank, found[name] = divmod(rank, size)
+        return MappingProxyType({name: found[name] for name, _ in self.pairs})
+
+    def pick(self, names: Iterable[str]) -> Axes:
+        """Some of the axes, in the order of the grid.
+
+        Raises:
+            ValueError: There is no such axis, or no name.
+        """
+        wanted = tuple(names)
+        known = [name for name, _ in self.pairs]
+        for name in wanted:
+            if name not in known:
+                has = (
+                    f"it has {', '.join(map(repr, known))}" if known else "it has none: `rt.group(n, Class, axes=...)`"
+                )
+                raise ValueError(f"the group has no axis {name!r}: {has}")
+        if not wanted:
+            raise ValueError("the name of at least one axis is needed")
+        return Axes(tuple(pair for pair in self.pairs if pair[0] in wanted))
+
+    def drop(self, names: Iterable[str]) -> Axes:
+        """The other axes."""
+        wanted = set(names)
+        return Axes(tuple(pair for pair in self.pairs if pair[0] not in wanted))
+
+    def blocks(self, names: Iterable[str]) -> list[tuple[int, ...]]:
+        """The ranks at each place on some of the axes: blocks in the order of the places, ranks in their order."""
+        picked = self.pick(names)
+        blocks: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.count):
+            at = self.coords(rank)
+            blocks.setdefault(tuple(at[name] for name, _ in picked.pairs), []).append(rank)
+        return [tuple(ranks) for ranks in blocks.values()]
+
+    def along(self, rank: int, names: Iterable[str]) -> tuple[int, ...]:
+        """The ranks, this one among them, that differ from it only in some of the axes."""
+        moving = {name for name, _ in self.pick(names).pairs}
+        at = self.coords(rank)
+        fixed = [(name, place) for name, place in at.items() if name not in moving]
+        every = ((other, self.coords(other)) for other in range(self.count))
+        return tuple(other for other, there in every if all(there[name] == place for name, place in fixed))
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in self.pairs) or "(none)"

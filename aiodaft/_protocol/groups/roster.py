@@ -1,0 +1,51 @@
+"""Who is in a group: its members by rank, with an epoch that grows with every change. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from aiodaft._protocol.groups.axes import Axes
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Roster(Generic[T_co]):
+    """The members of a group at one epoch.
+
+    Attributes:
+        id: The name of the group, unique in its cluster.
+        epoch: Counts the changes of its members, from 1. No two rosters of a group have the same.
+        size: The number of members.
+        axes: How the ranks form a grid.
+        members: The members by rank; empty while they are being made.
+    """
+
+    id: str
+    epoch: int
+    size: int
+    axes: Axes
+    members: tuple[T_co, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all members are there."""
+        return len(self.members) == self.size
+
+    def part(self, ranks: tuple[int, ...], name: str, axes: Axes) -> Roster[T_co]:
+        """Some of the members, in this order; `name` tells the part from the others of the group."""
+        members = tuple(self.members[rank] for rank in ranks) if self.members else ()
+        return Roster(f"{self.id}/{name}", self.epoch, len(ranks), axes, members)
+
+    def along(self, rank: int, names: tuple[str, ...]) -> tuple[Roster[T_co], int]:
+        """The members that differ from one only in some of the axes, and the rank of that one among them.
+
+        Raises:
+            ValueError: There is no such axis.
+        """
+        ranks, picked = self.axes.along(rank, names), self.axes.pick(names)
+        fixed = self.axes.drop(names).pairs
+        at = self.axes.coords(rank)
+        where = ",".join(f"{name}={at[name]}" for name, _ in fixed)
+        return self.part(ranks, f"{'+'.join(picked.sizes)}[{where}]", picked), ranks.index(rank)

@@ -1,0 +1,45 @@
+"""The groups that the actors of this process are members of, as the owners of the groups have told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiodaft._protocol.groups.roster import Roster
+from aiodaft._protocol.ids import ActorId
+
+
+class Standing:
+    """The place of an actor in its group at one epoch. The members become known when all are made."""
+
+    def __init__(self, roster: Roster[Any], rank: int) -> None:
+        self.roster = roster
+        self.rank = rank
+        # Whether the group has not changed since.
+        self.is_current = True
+
+
+class Enlisted:
+    """The standing of each actor of one process that is a member of a group."""
+
+    def __init__(self) -> None:
+        self._standings: dict[ActorId, Standing] = {}
+
+    def find(self, actor: ActorId) -> Standing | None:
+        """The standing of an actor now; None if it is no member."""
+        return self._standings.get(actor)
+
+    def enlist(self, actor: ActorId, roster: Roster[Any], rank: int) -> None:
+        """Note what the owner of a group has told a member, also before that is made."""
+        known = self._standings.get(actor)
+        if known is not None and known.roster.epoch == roster.epoch:
+            known.roster = roster
+            return
+        if known is not None:
+            known.is_current = False
+        self._standings[actor] = Standing(roster, rank)
+
+    def forget(self, actor: ActorId) -> None:
+        """An actor is gone."""
+        known = self._standings.pop(actor, None)
+        if known is not None:
+            known.is_current = False

@@ -1,0 +1,111 @@
+"""The group of the actor that runs: what a member knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Generic, NoReturn, TypeVar, cast
+
+from aiodaft._protocol.groups.roster import Roster
+from aiodaft._runtime.actors.enlisted import Standing
+
+__all__ = ["CurrentGroup"]
+
+ActorT = TypeVar("ActorT")
+
+
+class CurrentGroup(Generic[ActorT]):
+    """A group as its member sees it, at one epoch: `group: CurrentGroup[Trainer] = aiodaft.current_group()`.
+
+    `resize` gives the group a new epoch. Ask `current_group()` again to see that; an object that was asked for before
+    stays as it was.
+    """
+
+    __slots__ = ("_axes_along", "_standing")
+
+    def __init__(self, standing: Standing, axes_along: tuple[tuple[str, ...], ...] = ()) -> None:
+        self._standing = standing
+        # The names that `along` was given, one after another.
+        self._axes_along = axes_along
+
+    @property
+    def _place(self) -> tuple[Roster[Any], int]:
+        # Not kept: the members become known later.
+        roster, rank = self._standing.roster, self._standing.rank
+        for names in self._axes_along:
+            roster, rank = roster.along(rank, names)
+        return roster, rank
+
+    @property
+    def id(self) -> str:
+        """The name of the group: the same for all members and for the `Group`, and unique in the cluster."""
+        return self._place[0].id
+
+    @property
+    def epoch(self) -> int:
+        """Counts the changes of the members, from 1."""
+        return self._standing.roster.epoch
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the newest epoch that the member was told of."""
+        return self._standing.is_current
+
+    @property
+    def rank(self) -> int:
+        """The number of this member, from 0."""
+        return self._place[1]
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return self._place[0].size
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """The names and sizes of the axes; empty if the group has none. The last axis changes fastest with the rank."""
+        return self._place[0].axes.sizes
+
+    @property
+    def coords(self) -> Mapping[str, int]:
+        """The place of this member on each axis."""
+        roster, rank = self._place
+        return roster.axes.coords(rank)
+
+    @property
+    def members(self) -> tuple[ActorT, ...]:
+        """Handles of all members by rank, this one among them; for a group of hosted classes the services.
+
+        Raises:
+            RuntimeError: The members are being made: this is a constructor, `__aenter__` or the like.
+        """
+        roster = self._place[0]
+        if not roster.is_complete:
+            raise RuntimeError(f"the members of {roster.id} are being made: ask for them in the first call, or later")
+        return cast("tuple[ActorT, ...]", roster.members)
+
+    def along(self, *axes: str) -> CurrentGroup[ActorT]:
+        """The members that differ from this one only in these axes: with axes dp and tp, `along("tp")` is its replica.
+
+        Each of them gets the same part, with an id of its own. Ranks in it follow the order of the axes of the group.
+
+        Raises:
+            ValueError: The group has no such axis.
+        """
+        part = CurrentGroup[ActorT](self._standing, (*self._axes_along, axes))
+        # Raises here for a wrong name.
+        assert part._place
+        return part
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CurrentGroup) and (self.id, self.epoch, self.rank) == (
+            other.id, other.epoch, other.rank
+        )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return hash((self.id, self.epoch, self.rank))
+
+    def __repr__(self) -> str:
+        return f"<CurrentGroup {self.id}, epoch {self.epoch}, rank {self.rank} of {self.size}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} belongs to its member: pass the `Group` instead, or the handles in `members`")

@@ -1,0 +1,125 @@
+"""Members of groups that say what they know of their group."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any, Self
+
+import aiodaft
+from aiodaft import Actor, Group, method
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a member has seen of its group."""
+
+    id: str
+    epoch: int
+    rank: int
+    size: int
+    axes: dict[str, int]
+    coords: dict[str, int]
+    members: tuple[Any, ...] | str
+
+
+def look(*along: str) -> Seen:
+    group = aiodaft.current_group()
+    if along:
+        group = group.along(*along)
+    try:
+        members: tuple[Any, ...] | str = group.members
+    except RuntimeError as error:
+        members = str(error)
+    return Seen(group.id, group.epoch, group.rank, group.size, dict(group.axes), dict(group.coords), members)
+
+
+class Seated(Actor):
+    """Looks when it is made, entered and called."""
+
+    def __init__(self, gate: str = "") -> None:
+        self.gate = gate
+        self.seen = [look()]
+        self.group = aiodaft.current_group()
+
+    async def __aenter__(self) -> Self:
+        self.seen.append(look())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        look()
+
+    def on_restart(self, epoch: int) -> None:
+        self.seen.append(look())
+        if self.gate:
+            with open(self.gate, encoding="utf-8"):
+                pass
+
+    @method
+    async def early(self) -> list[Seen]:
+        """What it has seen before its first call."""
+        return self.seen
+
+    @method
+    async def look(self, *along: str) -> Seen:
+        return look(*along)
+
+    @method
+    def look_in_thread(self) -> Seen:
+        return look()
+
+    @method
+    async def kept(self) -> tuple[int, bool, int]:
+        """The group that it has asked for in its constructor: its size, whether it is current, the known members."""
+        return self.group.size, self.group.is_current, len(self.group.members)
+
+    @method
+    async def next_rank(self) -> int:
+        """The rank of its neighbour, which says so itself."""
+        group: aiodaft.CurrentGroup[Seated] = aiodaft.current_group()
+        return (await group.members[(group.rank + 1) % group.size].look()).rank
+
+    @method
+    async def give_away(self) -> object:
+        return aiodaft.current_group()
+
+    @method
+    async def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Founder(Actor):
+    """Makes a group of its own."""
+
+    @method
+    async def found(self) -> list[Seen]:
+        group = await aiodaft.current_runtime().group(2, Seated)
+        return await group.all(Seated.look)
+
+
+class Loner(Actor):
+    """Is asked for its group."""
+
+    @method
+    async def look(self) -> Seen:
+        return look()
+
+
+class Passer(Actor):
+    """Gets a group as an argument."""
+
+    @method
+    async def name(self, group: Group[Seated]) -> tuple[str, int, dict[str, int], str]:
+        return group.id, group.epoch, dict(group.axes), (await group[0].look()).id
+
+
+class Plain:
+    """Knows nothing of actors, but for its group."""
+
+    def __init__(self) -> None:
+        self.rank = aiodaft.current_group().rank
+
+    def neighbour(self) -> tuple[int, str]:
+        group = aiodaft.current_group()
+        return self.rank, type(group.members[1 - group.rank]).__name__

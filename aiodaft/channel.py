@@ -31,12 +31,12 @@ class Channel(Generic[T]):
         ValueError: The capacity is not a positive number.
     """
 
-    __slots__ = ("_endpoint",)
+    __slots__ = ("_port",)
 
     def __init__(self, capacity: int = 16) -> None:
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f"a channel has room for a positive number of items, not {capacity!r}")
-        self._endpoint = current_process().part(Channels).create(capacity)
+        self._port = current_process().part(Channels).create(capacity)
 
     async def send(self, item: T) -> None:
         """Send an item; waits while the channel is full.
@@ -48,21 +48,21 @@ class Channel(Generic[T]):
 
         Cancellation: the item may or may not have been sent.
         """
-        await self._endpoint.send(item)
+        await self._port.send(item)
 
     async def recv(self) -> T:
         """Receive the next item; waits until there is one.
 
         Raises:
             ChannelClosed: The channel is closed, and everything in it has been received; or it ended because every
-                other process has dropped it, and this one has only received.
+                other process has dropped it, and all `Channel` objects of this one have only received.
             ActorDied, PeerLost: The process that had the channel's queue is gone, or that of a large item which is
                 lost with it; or a process that may have sent has died, no other that may send holds the channel, and
                 the channel is empty.
 
         Cancellation: no item is lost; the next receiver gets it.
         """
-        item: T = await self._endpoint.receive()
+        item: T = await self._port.receive()
         return item
 
     def __aiter__(self) -> Self:
@@ -81,18 +81,18 @@ class Channel(Generic[T]):
 
         Cancellation: the channel may or may not be closed.
         """
-        await self._endpoint.aclose()
+        await self._port.endpoint.aclose()
 
     def __repr__(self) -> str:
-        return repr(self._endpoint)
+        return repr(self._port.endpoint)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        endpoint = self._endpoint
-        return _rebuild, (endpoint.id, endpoint.hand_on(), endpoint.ref)
+        endpoint = self._port.endpoint
+        return _rebuild, (endpoint.id, self._port.hand_on(), endpoint.ref)
 
 
 @builder
 def _rebuild(channel_id: Any, keeper: Any, ref: Ref[None]) -> Channel[Any]:
     channel: Channel[Any] = Channel.__new__(Channel)
-    channel._endpoint = home().part(Channels).endpoint(channel_id, keeper, ref)
+    channel._port = home().part(Channels).port(channel_id, keeper, ref)
     return channel

@@ -3,8 +3,8 @@
 Small items travel with the messages. Large items travel as refs, from their sender straight to their receiver. Holders
 of a channel are counted as holders of a ref: every `Channel` object holds a ref that the channel's maker owns.
 
-    user -> Endpoint -> End ------- Message -------> Keeper      One `Channels` actor per process passes the
-            (one per process)  (one per process)   (the queue)   messages between its `ChannelTable` and the others.
+    user -> Port -> Endpoint -> End ------- Message -------> Keeper    One `Channels` actor per process passes the
+            (per user)  (one per process)                  (the queue)   messages between its `ChannelTable` and others.
 """
 
 from __future__ import annotations
@@ -170,22 +170,33 @@ class Channels(Actor):
         self._waiting: dict[tuple[ChannelId, int], asyncio.Future[Settle]] = {}
         self._spec = specs_of(Channels)["message"]
 
-    def create(self, capacity: int) -> Endpoint:
+    def create(self, capacity: int) -> Port:
         """Make a channel, with the queue in this process."""
         number, here = self.process.next_number(), self.process.id
         state = self._refs[number] = ChannelRef(self, number)
         self.table.create((here, number), capacity)
-        return self.endpoint((here, number), here, Ref(state))
+        return self.port((here, number), here, Ref(state))
 
-    def endpoint(self, channel_id: ChannelId, keeper: PeerId, ref: Ref[None]) -> Endpoint:
-        """This process's end of a channel. `keeper` is the process that probably has the queue."""
+    def port(self, channel_id: ChannelId, keeper: PeerId, ref: Ref[None]) -> Port:
+        """A further user's port of a channel. `keeper` is the process that probably has the queue."""
         with self._lock:
             endpoint = self._endpoints.get(channel_id)
             if endpoint is None:
                 end = self.table.ends.setdefault(channel_id, End(keeper))
                 endpoint = self._endpoints[channel_id] = Endpoint(self, channel_id, end, ref)
                 self.process.call_soon(partial(self._register, channel_id))
-            return endpoint
+            self.process.call_soon(partial(self.users_changed, channel_id, 0))
+            # Now: the process that handed the channel on may cease to hold it before the loop's next turn.
+            endpoint.end.senders += 1
+            return Port(endpoint)
+
+    def users_changed(self, channel_id: ChannelId, more: int) -> None:
+        """`more` users of this process may send."""
+        end = self.table.ends.get(channel_id)
+        if end is not None:
+            with self._lock:
+                end.senders += more
+            self.run(channel_id, end.say_whether_it_may_send())
 
     async def wait(self, channel_id: ChannelId, ticket: int, commands: list[Command]) -> Settle:
         """Carry out the commands that begin an operation, and wait for its outcome."""
@@ -268,42 +279,88 @@ class Channels(Actor):
         self.run(channel_id, self.table.handle(channel_id, call.caller, Message(Kind(kind), ticket, body)))
 
 
+class Port:
+    """One user's access to its process's end of a channel; every `Channel` object has one.
+
+    A user may send unless it has received and not sent; see `End`.
+    """
+
+    __slots__ = ("_has_sent", "_may_send", "endpoint")
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._may_send = True
+        self._has_sent = False
+
+    def __del__(self) -> None:
+        # Any thread may run this.
+        if self._may_send:
+            endpoint = self.endpoint
+            endpoint.process.call_soon(partial(endpoint.users_changed, -1))
+
+    def hand_on(self) -> PeerId:
+        """Note that the channel travels to another process. Returns the process that probably has the queue."""
+        end = self.endpoint.end
+        end.was_handed_on = True
+        return end.keeper
+
+    async def send(self, value: Any) -> None:
+        """Send an item; waits while the channel is full."""
+        self.endpoint.check()
+        self._has_sent = True
+        self._is_a_sender(True)
+        await self.endpoint.send(value)
+
+    async def receive(self) -> Any:
+        """Receive the next item. Cancellation: no item is lost."""
+        self.endpoint.check()
+        call = current_call.get()
+        # A caller in this process has the same object, and may send.
+        is_shared = call is not None and call.caller == self.endpoint.process.id
+        if not (self._has_sent or is_shared):
+            self._is_a_sender(False)
+        return await self.endpoint.receive()
+
+    def _is_a_sender(self, may_send: bool) -> None:
+        if self._may_send != may_send:
+            self._may_send = may_send
+            self.endpoint.users_changed(1 if may_send else -1)
+
+
 class Endpoint:
-    """One process's end of a channel, shared by its `Channel` objects there."""
+    """One process's end of a channel, shared by its users there."""
 
     def __init__(self, channels: Channels, channel_id: ChannelId, end: End, ref: Ref[None]) -> None:
         self.id = channel_id
         # Makes this process a holder of the channel.
         self.ref = ref
         self._channels = channels
-        self._process = channels.process
-        self._end = end
+        self.process = channels.process
+        self.end = end
         # One send and one receive at a time, in the order in which they began.
         self._sending = asyncio.Lock()
         self._receiving = asyncio.Lock()
 
     def __del__(self) -> None:
         # Any thread may run this.
-        self._process.call_soon(partial(self._channels.forget_if_unheld, self.id))
+        self.process.call_soon(partial(self._channels.forget_if_unheld, self.id))
 
     def __repr__(self) -> str:
         return f"<Channel {self.id[1]} of {self.id[0]}>"
 
-    def hand_on(self) -> PeerId:
-        """Note that the channel travels to another process. Returns the process that probably has the queue."""
-        self._end.is_passive = False
-        return self._end.keeper
+    def users_changed(self, more: int) -> None:
+        """`more` users may send."""
+        self._channels.users_changed(self.id, more)
 
     async def send(self, value: Any) -> None:
         """Send an item; waits while the channel is full."""
-        self._check()
         async with self._sending:
             item = value if is_plain(value) else await self._pack(value)
-            ticket = self._process.next_number()
+            ticket = self.process.next_number()
             try:
-                settled = await self._channels.wait(self.id, ticket, self._end.send(ticket, item))
+                settled = await self._channels.wait(self.id, ticket, self.end.send(ticket, item))
             except BaseException:
-                self._channels.run(self.id, self._end.stop_sending())
+                self._channels.run(self.id, self.end.stop_sending())
                 raise
         if settled.outcome is not Outcome.DONE:
             raise await self._error(settled, "nothing can be sent: the channel is closed")
@@ -317,11 +374,10 @@ class Endpoint:
 
     async def receive(self) -> Any:
         """Receive the next item. Cancellation: no item is lost."""
-        self._check()
-        end, channels = self._end, self._channels
+        end, channels = self.end, self._channels
         error: Exception | None = None
         async with self._receiving:
-            ticket = self._process.next_number()
+            ticket = self.process.next_number()
             try:
                 settled = await channels.wait(self.id, ticket, end.receive(ticket))
                 item = settled.body
@@ -344,18 +400,19 @@ class Endpoint:
 
     async def aclose(self) -> None:
         """Close the channel; its items can still be received."""
-        self._check()
-        ticket = self._process.next_number()
-        await self._channels.wait(self.id, ticket, self._end.close(ticket))
-        self._process.check_open("the channel cannot be closed")
+        self.check()
+        ticket = self.process.next_number()
+        await self._channels.wait(self.id, ticket, self.end.close(ticket))
+        self.process.check_open("the channel cannot be closed")
 
-    def _check(self) -> None:
-        self._process.check_open("the channel cannot be used")
-        if asyncio._get_running_loop() is not self._process.loop:
+    def check(self) -> None:
+        """Raise if the channel cannot be used here and now."""
+        self.process.check_open("the channel cannot be used")
+        if asyncio._get_running_loop() is not self.process.loop:
             raise RuntimeError("a channel is used on another event loop than the one its runtime was opened on")
 
     async def _error(self, settled: Settle, closed: str) -> DaftError:
-        self._process.check_open("the channel cannot be used")
+        self.process.check_open("the channel cannot be used")
         process = settled.body
         if settled.outcome is Outcome.CLOSED:
             return ChannelClosed(closed, executed=False)

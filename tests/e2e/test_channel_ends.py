@@ -36,6 +36,13 @@ async def die(rt: aiodaft.Runtime, actor: Courier) -> None:
     os.kill((await rt.info(actor)).pid, signal.SIGKILL)
 
 
+async def is_known_to_be_alone(actor: Courier) -> None:
+    """The process of the actor has heard that no other one holds the only channel that it has."""
+    gc.collect()
+    while not await actor.is_alone():
+        await asyncio.sleep(0)
+
+
 async def nothing_is_left(rt: aiodaft.Runtime, *actors: Courier) -> None:
     """No process has anything left of any channel."""
     gc.collect()
@@ -143,6 +150,85 @@ async def test_a_channel_ends_when_only_a_receiver_holds_it(rt: aiodaft.Runtime)
     assert await received == [1, 2, 3]
     await receiver.drop_kept()
     await nothing_is_left(rt, receiver, sender)
+
+
+async def test_a_channel_stays_open_while_an_actor_beside_the_receiver_may_send(rt: aiodaft.Runtime) -> None:
+    receiver = await rt.spawn(Courier)
+    sender = await rt.on(with_=receiver).spawn(Courier)
+    channel: Channel[int] = Channel(4)
+    await sender.keep(channel)
+    received = receiver.drain(channel)
+    await channel.send(0)
+    del channel
+    await is_known_to_be_alone(receiver)
+    assert await sender.send_kept([1, 2]) == 2
+    # It was the last process that held the channel, and an actor of it that has sent held it as well.
+    await sender.drop_kept()
+    assert await received == [0, 1, 2]
+    await nothing_is_left(rt, receiver)
+
+
+async def test_a_channel_stays_open_while_an_actor_waits_for_a_receiver_beside_it(rt: aiodaft.Runtime) -> None:
+    sender = await rt.spawn(Courier)
+    receiver = await rt.on(with_=sender).spawn(Courier)
+    channel: Channel[int] = Channel(4)
+    await sender.keep(channel)
+    await channel.send(0)
+    # Both actors have the same object.
+    received = sender.have_kept_drained(receiver)
+    del channel
+    await is_known_to_be_alone(sender)
+    await sender.send_kept([1, 2])
+    await sender.close_kept()
+    assert await received == [0, 1, 2]
+
+
+async def test_a_channel_ends_when_the_actor_beside_the_receiver_drops_it_unsent(rt: aiodaft.Runtime) -> None:
+    receiver = await rt.spawn(Courier)
+    other = await rt.on(with_=receiver).spawn(Courier)
+    channel: Channel[int] = Channel(4)
+    await other.keep(channel)
+    received = receiver.drain(channel)
+    await channel.send(0)
+    del channel
+    await is_known_to_be_alone(receiver)
+    await other.drop_kept()
+    assert await received == [0]
+
+
+async def test_a_receiver_that_has_passed_the_channel_on_learns_that_the_sender_has_died(rt: aiodaft.Runtime) -> None:
+    maker, sender = await rt.spawn(Courier), await rt.spawn(Courier)
+    channel = await maker.make(4)
+    await sender.keep(channel)
+    await sender.send_kept([1])
+    assert await channel.recv() == 1
+    await die(rt, sender)
+    with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
+        await channel.recv()
+
+
+@pytest.mark.parametrize("then", ["sends", "drops"])
+async def test_a_sender_dies_while_an_actor_beside_the_receiver_may_send(rt: aiodaft.Runtime, then: str) -> None:
+    receiver, doomed = await rt.spawn(Courier), await rt.spawn(Courier)
+    other = await rt.on(with_=receiver).spawn(Courier)
+    channel: Channel[int] = Channel(4)
+    await other.keep(channel)
+    received = receiver.drain(channel)
+    await doomed.send(channel, [1])
+    await doomed.keep(channel)
+    await die(rt, doomed)
+    with pytest.raises(aiodaft.ActorDied):
+        await doomed.count()
+    while not await receiver.misses_a_sender():
+        await asyncio.sleep(0)
+    if then == "sends":
+        await other.send_kept([2])
+        await channel.aclose()
+        assert await received == [1, 2]
+    else:
+        await other.drop_kept()
+        with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
+            await received
 
 
 async def test_an_item_for_a_receiver_that_dies_goes_to_another(rt: aiodaft.Runtime) -> None:

@@ -150,7 +150,7 @@ def test_the_death_of_a_process_that_only_received_orphans_no_receiver() -> None
 def test_the_last_holder_finishes_a_channel_only_if_it_was_sent_to_and_itself_only_received() -> None:
     assert End(HERE).handle(OTHER, Message(Kind.ALONE)) == [tell(HERE, Kind.FINISH)]
     sender = End(HERE)
-    sender.send(1, "a")
+    sender.senders = 1
     assert sender.handle(OTHER, Message(Kind.ALONE)) == []
     keeper = settled()
     keeper.handle(HERE, Message(Kind.WANT, 1))
@@ -159,6 +159,42 @@ def test_the_last_holder_finishes_a_channel_only_if_it_was_sent_to_and_itself_on
     keeper.handle(HERE, Message(Kind.GOT, 1))
     keeper.handle(HERE, Message(Kind.WANT, 2))
     assert keeper.handle(HERE, Message(Kind.FINISH)) == [tell(HERE, Kind.OVER, 2)]
+
+
+def test_an_end_says_whether_another_user_of_its_process_may_send() -> None:
+    end = End(OTHER)
+    end.senders = 1
+    assert end.say_whether_it_may_send() == []
+    assert end.receive(1) == [tell(OTHER, Kind.WANT, 1, True)]
+    assert end.handle(OTHER, Message(Kind.ALONE)) == []
+    end.senders = 0
+    assert end.say_whether_it_may_send() == [tell(OTHER, Kind.MAY_SEND, 0, False), tell(OTHER, Kind.FINISH)]
+
+
+def test_a_process_that_has_handed_a_channel_on_keeps_it_open() -> None:
+    end = End(OTHER)
+    end.was_handed_on = True
+    assert end.receive(1) == [tell(OTHER, Kind.WANT, 1, False)]
+    assert end.handle(OTHER, Message(Kind.ALONE)) == []
+
+
+def test_a_receiver_that_may_also_send_is_left_until_it_may_not() -> None:
+    keeper = settled()
+    keeper.holder_came(OTHER)
+    keeper.handle(THIRD, Message(Kind.WANT, 1, True))
+    assert keeper.holder_left(OTHER, Leaving.DIED) == []
+    assert keeper.handle(THIRD, Message(Kind.MAY_SEND, 0, False)) == [tell(THIRD, Kind.ORPHANED, 1, OTHER)]
+
+
+def test_a_sender_counts_no_more_when_its_process_only_receives() -> None:
+    keeper = settled()
+    for sender in (OTHER, THIRD):
+        keeper.handle(sender, Message(Kind.OFFER, 1, "a"))
+        keeper.handle(HERE, Message(Kind.WANT, 2))
+        keeper.handle(HERE, Message(Kind.GOT, 2))
+    keeper.handle(THIRD, Message(Kind.WANT, 2, True))
+    assert keeper.holder_left(OTHER, Leaving.DIED) == []
+    assert keeper.handle(THIRD, Message(Kind.MAY_SEND, 0, False)) == [tell(THIRD, Kind.ORPHANED, 2, OTHER)]
 
 
 def test_a_keeper_counts_by_itself_when_the_maker_is_gone() -> None:
@@ -218,7 +254,7 @@ def test_an_end_asks_again_where_the_queue_has_moved_but_offers_nothing_twice() 
     end.handle(THIRD, Message(Kind.MOVED, 0, THIRD))
     # What was offered may have been taken, and have moved with the queue.
     assert end.peer_lost(OTHER) == [
-        tell(THIRD, Kind.WANT, 1),
+        tell(THIRD, Kind.WANT, 1, False),
         Settle(2, Outcome.LOST, OTHER),
         tell(THIRD, Kind.CLOSE, 3),
     ]
@@ -231,7 +267,10 @@ def test_a_receive_that_begins_while_an_item_is_on_its_way_back_gets_that_item()
     end.confirm(1)
     assert end.stop_receiving() == []
     assert end.receive(2) == []
-    assert end.handle(OTHER, Message(Kind.YOURS, 1)) == [tell(OTHER, Kind.BACK, 0, "a"), tell(OTHER, Kind.WANT, 2)]
+    assert end.handle(OTHER, Message(Kind.YOURS, 1)) == [
+        tell(OTHER, Kind.BACK, 0, "a"),
+        tell(OTHER, Kind.WANT, 2, False),
+    ]
 
 
 def test_a_close_that_did_not_find_the_queue_is_made_when_it_turns_up() -> None:

@@ -35,6 +35,8 @@ class Process:
     owned: str | None = None
     item: str = ""
     seen: list[str] = field(default_factory=list)
+    # At some time it might not send.
+    only_received: bool = False
 
     @property
     def name(self) -> PeerId:
@@ -76,6 +78,7 @@ class AnyHistory(RuleBasedStateMachine):
         maker = self.processes[MAKER]
         maker.table.create(CHANNEL, CAPACITY)
         maker.table.ends[CHANNEL] = End(MAKER)
+        maker.table.ends[CHANNEL].senders = 1
         self.items = 0
         self.tickets = count(1)
         self.sent: list[str] = []
@@ -103,6 +106,8 @@ class AnyHistory(RuleBasedStateMachine):
         what, item = process.waiting.pop(settled.ticket, ("", ""))
         if what == "send" and settled.outcome is Outcome.DONE:
             self.sent.append(item)
+        elif what == "send" and settled.outcome is Outcome.CLOSED:
+            assert self.closed or process.only_received
         elif what == "receive" and settled.outcome is Outcome.DONE:
             process.lent, process.item = settled.ticket, settled.body
         elif what == "confirm":
@@ -122,13 +127,35 @@ class AnyHistory(RuleBasedStateMachine):
         assert giver.end is not None
         if taker is giver or taker.end is not None:
             return
-        giver.end.is_passive = False
-        taker.table.ends[CHANNEL] = End(giver.end.keeper)
+        giver.end.was_handed_on = True
+        taker.only_received = False
+        taker.table.ends[CHANNEL] = end = End(giver.end.keeper)
+        end.senders = 1
         maker = self.processes[MAKER]
         if maker.alive:
             self.run(maker, maker.table.holder_came(CHANNEL, taker.name))
         else:
             self.run(taker, taker.table.register(CHANNEL))
+
+    def change_senders(self, process: Process, by: int) -> None:
+        """More or fewer users of a process may send."""
+        assert process.end is not None
+        process.end.senders += by
+        process.only_received |= not process.end.may_send and not process.end.was_handed_on
+        self.run(process, process.end.say_whether_it_may_send())
+
+    @precondition(lambda self: self.living())
+    @rule(data=st.data())
+    def a_user_comes(self, data: st.DataObject) -> None:
+        self.change_senders(data.draw(st.sampled_from(self.living())), 1)
+
+    @precondition(lambda self: self.living())
+    @rule(data=st.data())
+    def a_user_only_receives(self, data: st.DataObject) -> None:
+        process = data.draw(st.sampled_from(self.living()))
+        assert process.end is not None
+        if process.end.senders:
+            self.change_senders(process, -1)
 
     @precondition(lambda self: self.living())
     @rule(data=st.data())
@@ -158,6 +185,8 @@ class AnyHistory(RuleBasedStateMachine):
     def send(self, data: st.DataObject) -> None:
         process = data.draw(st.sampled_from([one for one in self.living() if not one.sends]))
         assert process.end is not None
+        if not process.end.senders:
+            self.change_senders(process, 1)
         self.items += 1
         item, ticket = f"{process.name} {self.items}", next(self.tickets)
         process.waiting[ticket] = ("send", item)

@@ -53,7 +53,7 @@ def test_the_queue_makes_a_keeper_where_it_moves() -> None:
     receiver.ends[OURS] = end = End(HERE)
     maker.run(OURS, maker.ends[OURS].send(1, "x"))
     (want,) = receiver.run(OURS, end.receive(2))
-    assert want == tell(HERE, Kind.WANT, 2)
+    assert want == tell(HERE, Kind.WANT, 2, False)
     (queue,) = maker.run(OURS, maker.handle(OURS, OTHER, Message(Kind.WANT, 2)))
     assert isinstance(queue, Tell)
     assert receiver.run(OURS, receiver.handle(OURS, HERE, queue.message)) == [tell(HERE, Kind.HAVE)]

@@ -13,7 +13,7 @@ from neighbours import Neighbour, close
 from rooms import ELSEWHERE, HERE, THERE, turns
 
 from aiodaft._protocol.channels.channel import Kind, Place
-from aiodaft._runtime.channels import Endpoint, QueuedItem
+from aiodaft._runtime.channels import Port, QueuedItem
 from aiodaft.exceptions import ChannelClosed, DaftError, PeerLost
 from aiodaft.ref import Ref
 
@@ -32,12 +32,13 @@ async def sites() -> AsyncIterator[Sites]:
     await close(list(sites))
 
 
-async def given(endpoint: Endpoint, giver: Neighbour, taker: Neighbour) -> Endpoint:
+async def given(port: Port, giver: Neighbour, taker: Neighbour) -> Port:
     """The end of a channel in a process that gets it from another one."""
+    endpoint = port.endpoint
     refs, described = taker.objects.refs, giver.objects.refs.describe(endpoint.ref)
-    keeper = endpoint.hand_on()
+    keeper = port.hand_on()
     (ref,) = await refs.adopt((described,), taker.to(giver.process.id))
-    taken = taker.channels.endpoint(endpoint.id, keeper, ref)
+    taken = taker.channels.port(endpoint.id, keeper, ref)
     await turns()
     return taken
 
@@ -46,8 +47,8 @@ def task(what: Any) -> asyncio.Task[Any]:
     return asyncio.get_running_loop().create_task(what)
 
 
-def place(site: Neighbour, endpoint: Endpoint) -> Place | None:
-    keeper = site.channels.table.keepers.get(endpoint.id)
+def place(site: Neighbour, port: Port) -> Place | None:
+    keeper = site.channels.table.keepers.get(port.endpoint.id)
     return None if keeper is None else keeper.place
 
 
@@ -57,7 +58,7 @@ async def test_in_one_process_no_message_is_sent(sites: Sites) -> None:
     for item in ("plain", ["encoded"]):
         await channel.send(item)
     assert [await channel.receive(), await channel.receive()] == ["plain", ["encoded"]]
-    await channel.aclose()
+    await channel.endpoint.aclose()
     with pytest.raises(ChannelClosed, match="everything in it has been received"):
         await channel.receive()
     with pytest.raises(ChannelClosed, match="nothing can be sent"):
@@ -119,7 +120,7 @@ async def test_receivers_learn_that_the_process_with_the_queue_is_gone(sites: Si
         await made.send("x")
     assert "is lost with its items" in caught.value.__notes__[-1]
     # Its end is no error.
-    await made.aclose()
+    await made.endpoint.aclose()
     waiting.cancel()
     await turns()
 

@@ -173,10 +173,10 @@ run = ChannelTable.run
 
 def give_back_what_is_kept(end: End, sender: PeerId, message: Message) -> list[Command]:
     commands = handle(end, sender, message)
-    if message.kind is not Kind.ITEM or not end.is_passive:
+    if message.kind is not Kind.ITEM or end.was_handed_on:
         return commands
     # Once, or it would come again for ever.
-    end.is_passive = False
+    end.was_handed_on = True
     return [*commands, Tell(end.keeper, Message(Kind.BACK, 0, message.body))]
 
 
@@ -191,6 +191,7 @@ handle = End.handle
         (ChannelTable, "run", without(Kind.MOVED), "a task waits"),
         (End, "peer_lost", lambda end, peer: [], "a task waits"),
         (ChannelTable, "drop", lambda table, channel_id: [], "channels"),
+        (End, "may_send", property(lambda end: False), "before it was closed"),
     ],
 )
 def test_a_bug_planted_in_channels_is_found(

@@ -324,6 +324,11 @@ class Courier(Actor):
         return [item async for item in self.channel]
 
     @method
+    async def have_kept_drained(self, receiver: Courier) -> list[Any]:
+        assert self.channel is not None
+        return await receiver.drain(self.channel)
+
+    @method
     async def drop_kept(self) -> None:
         self.channel = None
 
@@ -335,6 +340,23 @@ class Courier(Actor):
     async def close_kept(self) -> None:
         assert self.channel is not None
         await self.channel.aclose()
+
+    @method
+    async def send_kept(self, items: list[Any]) -> int:
+        assert self.channel is not None
+        return await Courier.send.fn(self, self.channel, items)
+
+    @method
+    async def is_alone(self) -> bool:
+        """Whether this process knows that no other one holds its only channel."""
+        (end,) = current_peer().channels.table.ends.values()
+        return end.is_alone
+
+    @method
+    async def misses_a_sender(self) -> bool:
+        """Whether this process, which has the queue of its only channel, knows that a sender has died."""
+        (keeper,) = current_peer().channels.table.keepers.values()
+        return keeper.missed is not None
 
     @method
     async def both(self, channel: aiodaft.Channel[Any], items: list[Any]) -> list[Any]:

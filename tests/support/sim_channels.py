@@ -25,6 +25,8 @@ class Cargo:
     seen: list[tuple[str, tuple[int, int]]] = field(default_factory=list)
     # A task gave up a receive or a send.
     given_up: bool = False
+    # It was refused, although nobody had closed the channel.
+    refused: bool = False
 
     of: ClassVar[dict[int, Cargo]] = {}
 
@@ -69,6 +71,23 @@ async def receive(channel: Channel[Any], name: int, seconds: float) -> None:
 class Porter(Actor):
     """A process that uses channels."""
 
+    def __init__(self) -> None:
+        self.kept: dict[int, Channel[Any]] = {}
+
+    @method
+    async def keep(self, channel: Channel[Any], name: int) -> None:
+        self.kept[name] = channel
+
+    @method
+    async def send_kept(self, name: int, count: int) -> None:
+        """Send, close and drop a channel that was kept."""
+        channel = self.kept.pop(name)
+        try:
+            await send(channel, name, 1, count, 60.0)
+        except aiodaft.ChannelClosed:
+            Cargo.of[name].refused = True
+        await channel.aclose()
+
     @method
     async def make(self, capacity: int) -> Channel[Any]:
         return Channel(capacity)
@@ -94,6 +113,7 @@ class ChannelProgram(Program):
         self.channels = 0
 
     async def _spawn(self, rt: aiodaft.Runtime) -> None:
+        self.rt = rt
         self.actors = list(await asyncio.gather(*(rt.spawn(Porter) for _ in range(self.rng.randint(1, 3)))))
         if self.rng.random() < 0.3:
             self.actors.append(await rt.on(with_=self.actors[0]).spawn(Porter))
@@ -102,13 +122,27 @@ class ChannelProgram(Program):
         """One channel, from its making to its end."""
         rng = self.rng
         self.channels += 1
-        name, maker = self.channels, rng.choice([*self.actors, None])
+        name = self.channels
         Cargo.of[name] = cargo = Cargo(self.world.loop, name)
-        capacity = rng.randint(1, 4)
         with suppress(aiodaft.DaftError):
-            channel: Channel[Any] = Channel(capacity) if maker is None else await maker.make(capacity)
-            await self._use(channel, name)
+            await (self._leave_to_one_process(name) if rng.random() < 0.2 else self._use(await self._make(), name))
         self._judge(cargo)
+
+    async def _make(self) -> Channel[Any]:
+        maker, capacity = self.rng.choice([*self.actors, None]), self.rng.randint(1, 4)
+        return Channel(capacity) if maker is None else await maker.make(capacity)
+
+    async def _leave_to_one_process(self, name: int) -> None:
+        """An actor sends to another one in its process, after every other process has dropped the channel."""
+        channel, receiver = await self._make(), self.rng.choice(self.actors)
+        async with self.rt.on(with_=receiver).spawn(Porter) as sender:
+            await sender.keep(channel, name)
+            received = receiver.receive(channel, name, 60.0)
+            await send(channel, name, 0, 1, 60.0)
+            del channel
+            await asyncio.sleep(self.rng.random() * 0.02)
+            await sender.send_kept(name, self.rng.randint(1, 6))
+            await received
 
     async def _use(self, channel: Channel[Any], name: int) -> None:
         rng = self.rng
@@ -151,6 +185,8 @@ class ChannelProgram(Program):
         seen = [item for _, item in cargo.seen]
         if len(seen) > len(set(seen)):
             self.history.wrong.append(f"channel {cargo.name}: items were received twice: {sorted(seen)}")
+        if cargo.refused:
+            self.history.wrong.append(f"channel {cargo.name}: nothing could be sent before it was closed")
         if any(what in {"kill", "cut"} for _, _, what, *_ in self.world.loop.trace):
             return
         if missing := sorted(cargo.sent - set(seen)):

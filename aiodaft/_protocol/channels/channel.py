@@ -35,12 +35,12 @@ class Kind(IntEnum):
 
     OFFER = 0  # item: take it when there is room
     WITHDRAW = 1  # the offer is taken back
-    WANT = 2  # lend the next item
+    WANT = 2  # whether the process may also send: lend the next item
     UNWANT = 3  # do not; or take back the lent item
     GOT = 4  # the lent item is here: may the user have it?
     BACK = 5  # item: the user did not take it
     CLOSE = 6  # refuse offers from now on
-    FINISH = 7  # if there was an offer, close: no other process holds the channel, and the sender only receives
+    FINISH = 7  # if there was an offer, close: no other process holds the channel, and this one may not send
 
     TAKEN = 8  # the offered item is in the queue
     ITEM = 9  # item: lent
@@ -57,6 +57,7 @@ class Kind(IntEnum):
     HELD = 19  # process: it holds the channel
     LEFT = 20  # process, `Leaving`: it no longer holds the channel
     DROP = 21  # no process holds the channel, as far as its maker knows
+    MAY_SEND = 22  # whether a process that has asked for items may also send
 
 
 class Leaving(IntEnum):
@@ -148,7 +149,7 @@ class Keeper:
         self._offers: deque[tuple[PeerId, int, Any]] = deque()
         self._wants: deque[tuple[PeerId, int]] = deque()
         self._lent: dict[tuple[PeerId, int], Any] = {}
-        # Processes that hold the channel, that have sent, and that have received. They may do so again.
+        # Processes that hold the channel; that have sent, and may do so again; that have received, and may not send.
         self._holders: dict[PeerId, None] = {maker: None}
         self._senders: dict[PeerId, None] = {}
         self._receivers: set[PeerId] = set()
@@ -156,7 +157,7 @@ class Keeper:
         self._gone: dict[PeerId, Leaving] = {}
         self._over: set[PeerId] = set()
         # The last process that died and may have sent; None once another one has begun to send.
-        self._missed: PeerId | None = None
+        self.missed: PeerId | None = None
         # Requests that came while the queue moved.
         self._held: list[tuple[PeerId, Message]] = []
         self._out: list[Command] = []
@@ -254,7 +255,7 @@ class Keeper:
     # The process that has the queue: one method per message.
 
     def _take_over(self, sender: PeerId, message: Message) -> None:
-        _, items, self._used, self._closed, holders, senders, self._missed = message.body
+        _, items, self._used, self._closed, holders, senders, self.missed = message.body
         self.place = Place.SETTLED
         self._items.extend(items)
         self._holders, self._senders = dict.fromkeys(holders), dict.fromkeys(senders)
@@ -266,7 +267,7 @@ class Keeper:
             return
         if sender not in self._senders:
             self._senders[sender] = None
-            self._missed = None
+            self.missed = None
         self._used = True
         self._hold(sender)
         self._offers.append((sender, message.ticket, message.body))
@@ -281,14 +282,21 @@ class Keeper:
             return
         self.place = Place.SETTLED
         self._hold(sender)
-        self._receivers.add(sender)
         self._wants.append((sender, message.ticket))
+        self._may_or_may_not_send(sender, message)
+
+    def _may_or_may_not_send(self, sender: PeerId, message: Message) -> None:
+        if message.body:
+            self._receivers.discard(sender)
+        else:
+            self._receivers.add(sender)
+            self._senders.pop(sender, None)
         self._pump()
 
     def _move(self, to: PeerId, want: Message) -> None:
         self.place, self._at = Place.MOVING, to
         items, holders, senders = tuple(self._items), tuple(self._holders), tuple(self._senders)
-        contents = Contents(self._capacity, items, self._used, self._closed, holders, senders, self._missed)
+        contents = Contents(self._capacity, items, self._used, self._closed, holders, senders, self.missed)
         self._tell(to, Kind.QUEUE, 0, contents)
         # Senders of held requests are told the new place when the queue has arrived.
         self._held.append((to, want))
@@ -354,7 +362,7 @@ class Keeper:
             return
         self._over.add(peer)
         if how is Leaving.DIED and (peer in self._senders or peer not in self._receivers):
-            self._missed = peer
+            self.missed = peer
         self._senders.pop(peer, None)
 
     def _pump(self) -> None:
@@ -372,9 +380,9 @@ class Keeper:
         # A lent item may be returned.
         if self._items or self._lent:
             return
-        orphaned = self._missed is not None and not any(map(self._may_send, self._holders))
+        orphaned = self.missed is not None and not any(map(self._may_send, self._holders))
         if self._closed or orphaned:
-            kind, body = (Kind.OVER, None) if self._closed else (Kind.ORPHANED, self._missed)
+            kind, body = (Kind.OVER, None) if self._closed else (Kind.ORPHANED, self.missed)
             for peer, ticket in self._wants:
                 self._tell(peer, kind, ticket, body)
             self._wants.clear()
@@ -414,6 +422,7 @@ class Keeper:
         Kind.CLOSE: _close,
         Kind.FINISH: _finish,
         Kind.DROP: _dropped,
+        Kind.MAY_SEND: _may_or_may_not_send,
     }
 
 

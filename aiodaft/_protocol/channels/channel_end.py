@@ -42,14 +42,21 @@ class End:
     """One process's sends and receives of one channel: one send and one receive at a time, any number of closes.
 
     Each has a ticket, a number that the process never uses again: a late answer must not meet another request.
+
+    Several users of one process share its end, say two actors, and each has a `Channel` object of its own. A user may
+    send unless it has received and not sent, and a process may send if one of its users may.
     """
 
     def __init__(self, keeper: PeerId) -> None:
         # The process that has the queue, as far as this one knows; and whether it is gone.
         self.keeper = keeper
         self.is_lost = False
-        # Nothing was sent from here, and the channel was not handed on.
-        self.is_passive = True
+        # How many users may send, and what the keeper was last told of that; see above.
+        self.senders = 0
+        self.was_handed_on = False
+        self._said_may_send: bool | None = None
+        # No other process holds the channel.
+        self.is_alone = False
         # The maker is gone, and the keeper has asked to be told when the channel is dropped here.
         self._is_counted = False
         self._offer: tuple[int, Any] | None = None
@@ -69,11 +76,26 @@ class End:
         """Nothing is under way."""
         return self._offer is None and self._want is Want.IDLE and not self._closes
 
+    @property
+    def may_send(self) -> bool:
+        """Whether this process may send."""
+        return self.senders > 0
+
     # What users do.
+
+    def say_whether_it_may_send(self) -> list[Command]:
+        """Say so if this has changed: to be called after each change."""
+        may_send, commands = self.may_send, list[Command]()
+        if self._said_may_send not in {None, may_send}:
+            self._said_may_send = may_send
+            commands += self._say(Kind.MAY_SEND, 0, may_send)
+        # What was handed on once may be handed on again.
+        if self.is_alone and not may_send and not self.was_handed_on:
+            commands += self._say(Kind.FINISH, 0)
+        return commands
 
     def send(self, ticket: int, item: Any) -> list[Command]:
         """Offer an item."""
-        self.is_passive = False
         self._offer = ticket, item
         return self._ask(Kind.OFFER, ticket, item)
 
@@ -90,7 +112,7 @@ class End:
             self._next_want = ticket
             return []
         self._want, self._want_ticket = Want.ASKED, ticket
-        return self._ask(Kind.WANT, ticket)
+        return self._ask_for_item()
 
     def confirm(self, ticket: int) -> list[Command]:
         """The lent item is ready for the user."""
@@ -143,7 +165,8 @@ class End:
         if kind is Kind.MOVED:
             return self._follow(ticket, body)
         if kind is Kind.ALONE:
-            return self._say(Kind.FINISH, 0) if self.is_passive else []
+            self.is_alone = True
+            return self.say_whether_it_may_send()
         if kind is Kind.TAKEN:
             if self._offer is None or self._offer[0] != ticket:
                 return []
@@ -200,8 +223,12 @@ class End:
         if self._offer is not None and self._offer[0] == ticket:
             return self._ask(Kind.OFFER, *self._offer)
         if self._want is Want.ASKED and self._want_ticket == ticket:
-            return self._ask(Kind.WANT, ticket)
+            return self._ask_for_item()
         return self._ask(Kind.CLOSE, ticket) if ticket in self._closes else []
+
+    def _ask_for_item(self) -> list[Command]:
+        self._said_may_send = self.may_send
+        return self._ask(Kind.WANT, self._want_ticket, self.may_send)
 
     def _ask(self, kind: Kind, ticket: int, body: Any = None) -> list[Command]:
         if self.is_lost:

@@ -12,7 +12,7 @@ from actors import Echo
 from rooms import ELSEWHERE, HERE, THERE, Bench, turns
 
 from aiodaft._protocol.calls.following import NOWHERE, Location
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, incarnation
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, PeerId, incarnation, node_of
 from aiodaft._protocol.supervision.supervision import Backoff, Restart
 from aiodaft._runtime.calls.call import Caller, PendingCall, Request, Target
 from aiodaft._runtime.calls.following import Followers
@@ -72,6 +72,8 @@ class House(Bench):
         self.sender = self
         # The process that serves each node.
         self.servers = {"": HERE, "other": PeerId("node@other")}
+        # What nodes that are gone are told if they come back: an incarnation, and whether its actor keeps its share.
+        self.owed: list[tuple[ActorId, bool]] = []
         nodes: Any = SimpleNamespace(
             of=lambda peer: self._handle(Node),
             vacate=self._vacate,
@@ -98,8 +100,11 @@ class House(Bench):
         while not self.moves:
             await asyncio.sleep(0)
 
-    def _tell_to_vacate(self, peer: PeerId, actor: ActorId, reason: str) -> None:
-        self._handle(Node).vacate.tell(self.process.id, peer, actor, reason)
+    def _tell_to_vacate(self, peer: PeerId, actor: ActorId, reason: str, *, keep: bool = False) -> None:
+        if node_of(peer) in self.servers:
+            self._handle(Node).vacate.tell(self.process.id, peer, actor, reason, keep)
+        else:
+            self.owed.append((actor, keep))
 
     async def _vacate(self, peer: PeerId, actor: ActorId, reason: str, **how: bool) -> None:
         await self._handle(Node).vacate(self.process.id, peer, actor, reason, **how)
@@ -274,6 +279,8 @@ async def test_an_actor_of_a_lost_node_is_made_on_another_and_then_again_there()
     found.set_result(Place(FAR, actor, ()))
     assert (await house.answer("host", None))[:2] == (actor, "Echo-1")
     assert child.target.place == Location(FAR, actor)
+    # If the node comes back, first the old incarnation ends there, then what the actor had there is free.
+    assert house.owed == [(ACTOR, True), (actor, False)]
     await house.directory.process_ended(FAR, died(), wanted=False)
     again = Place(FAR, incarnation(ACTOR, 2), ())
     assert (await house.answer("place_again", again))[1:3] == ("Echo-1", incarnation(ACTOR, 2))
@@ -288,6 +295,7 @@ async def test_an_actor_whose_node_has_given_up_its_owner_is_placed_anew() -> No
     await house.answer("place_again", died())
     [(actor, host, found)] = house.moves
     assert (actor, host) == (incarnation(ACTOR, 1), None)
+    await house.answer("vacate", None)
     found.set_result(Place(FAR, actor, ()))
     assert (await house.answer("host", None))[:2] == (actor, "Echo-1")
     assert child.target.place == Location(FAR, actor)

@@ -213,6 +213,37 @@ def test_the_news_that_the_first_node_is_gone_may_come_after_its_successor_was_f
     play(scene, seed)
 
 
+@pytest.mark.parametrize("unheard", ["by the coordinator", "by all"])
+def test_a_node_that_comes_back_keeps_nothing_of_an_actor_that_was_made_again_elsewhere(unheard: str) -> None:
+    async def scene(simulation: Simulation, rt: aiodaft.Runtime) -> None:
+        fillers = [await rt.on(node=name, cpus=100).spawn(Subject) for name in ("one", "three")]
+        restart = aiodaft.Restart(backoff=aiodaft.Backoff(base=0), follow=True)
+        actor = await rt.on(cpus=1, restart=restart).spawn(Subject)
+        [old] = [process for process in simulation.workers if process.host == "two"]
+        await rt.stop(fillers[0])
+        for other in ("one",) if unheard == "by the coordinator" else ("one", "three", DESK):
+            simulation.routes.drop("two", other)
+            simulation.routes.drop(other, "two")
+        if unheard == "by the coordinator":
+            # Longer than a lease: the node is no member any more when its process ends.
+            await asyncio.sleep(10)
+            simulation.kill(old)
+        while not any(process.host == "one" for process in simulation.workers):
+            await asyncio.sleep(1)
+        assert await call(actor) is not None
+        simulation.routes.heal()
+        while True:
+            try:
+                # All that it has.
+                await rt.on(node="two", cpus=100, wait=30).spawn(Subject)
+                break
+            except (aiodaft.PeerLost, aiodaft.ActorDied):
+                await asyncio.sleep(1)
+        assert not old.alive
+
+    play(scene)
+
+
 def test_a_node_that_is_gone_is_not_dialled_again_and_again() -> None:
     async def scene(simulation: Simulation, rt: aiodaft.Runtime) -> None:
         await spread(rt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import NODE, ActorId, PeerId, node_of
@@ -18,6 +18,16 @@ from aiodaft.exceptions import ActorDied, OutcomeUnknown, PeerLost, RuntimeClose
 # Seconds that a node has to end a process, before this one goes on without an answer.
 _PATIENCE: Final = 10.0
 
+# Tells a node something.
+Order: TypeAlias = Callable[[NodeAgent], object]
+
+
+class Absence(NamedTuple):
+    """A node that is no member any more: the process that served it, and what that is told if it comes back."""
+
+    process: PeerId
+    orders: list[Order]
+
 
 class Nodes:
     """The nodes by their names."""
@@ -27,6 +37,7 @@ class Nodes:
         # What users call the node of a runtime of one machine.
         self._here = caller.process.options.node
         self._members: dict[str, Member] = {}
+        self._absent: dict[str, Absence] = {}
         self._agents: dict[PeerId, NodeAgent] = {}
         self._changed = asyncio.Event()
         # The processes of nodes that are being drained, and until when, on the clock of `Env`.
@@ -44,6 +55,11 @@ class Nodes:
         self._wake()
         if before is not None and before.peer != member.peer:
             self._gone(before)
+        absence = self._absent.pop(member.name, None)
+        if absence is not None and absence.process == member.peer:
+            # Before anything else is asked of it.
+            for order in absence.orders:
+                order(self._agent(member))
         if before is None or before.epoch != member.epoch:
             self.on_joined(member)
 
@@ -56,6 +72,9 @@ class Nodes:
         """A node is no member any more. Idempotent."""
         member = self._members.pop(name, None)
         if member is not None:
+            self._absent[name] = Absence(member.peer, [])
+            while len(self._absent) > self._caller.process.env.remembered:
+                del self._absent[next(iter(self._absent))]
             self._wake()
             self._gone(member)
 
@@ -106,13 +125,24 @@ class Nodes:
         """
         return self._agent(self._member(peer))
 
+    def _tell(self, peer: PeerId, order: Order) -> None:
+        """Tell the node of a process something; one that is no member, if it comes back."""
+        name = node_of(peer)
+        if name in self._members:
+            order(self._agent(self._members[name]))
+        elif name in self._absent:
+            self._absent[name].orders.append(order)
+
     async def vacate(
         self, peer: PeerId, actor: ActorId, reason: str, *, keep: bool = False, answers: bool = True
     ) -> None:
         """Remove an actor of this process from its node; see `NodeAgent.vacate`.
 
-        Nothing if the node is gone, or this process ends. One that is silent does it when it answers again.
+        Nothing if this process ends. A node that is silent, or gone, does it when it is back.
         """
+        if not self.is_member(node_of(peer)):
+            self.tell_to_vacate(peer, actor, reason, keep=keep)
+            return
         with suppress(OutcomeUnknown, RuntimeClosed):
             vacate = self.of(peer).vacate
             try:
@@ -122,10 +152,10 @@ class Nodes:
                 # Perhaps only the connection broke.
                 vacate.tell(self._caller.process.id, peer, actor, reason, keep, answers)
 
-    def tell_to_vacate(self, peer: PeerId, actor: ActorId, reason: str) -> None:
+    def tell_to_vacate(self, peer: PeerId, actor: ActorId, reason: str, *, keep: bool = False) -> None:
         """The same, without waiting for it."""
-        with suppress(OutcomeUnknown):
-            self.of(peer).vacate.tell(self._caller.process.id, peer, actor, reason)
+        owner = self._caller.process.id
+        self._tell(peer, lambda node: node.vacate.tell(owner, peer, actor, reason, keep))
 
     @asynccontextmanager
     async def in_turn(self, patience: float) -> AsyncGenerator[None]:
@@ -145,11 +175,14 @@ class Nodes:
 
     def tell_moved(self, peer: PeerId, actor: ActorId) -> None:
         """Have a node remove an actor that lives on another one now; see `NodeAgent.moved`."""
-        with suppress(OutcomeUnknown):
-            self.of(peer).moved.tell(self._caller.process.id, peer, actor)
+        owner = self._caller.process.id
+        self._tell(peer, lambda node: node.moved.tell(owner, peer, actor))
 
     async def kill(self, peer: PeerId, reason: str) -> None:
-        """Kill a process; nothing if its node is gone, or this process ends."""
+        """Kill a process; nothing if this process ends. A node that is gone does it if it comes back."""
+        if not self.is_member(node_of(peer)):
+            self._tell(peer, lambda node: node.kill.tell(peer, reason))
+            return
         with suppress(OutcomeUnknown, RuntimeClosed):
             kill = self.of(peer).kill
             try:

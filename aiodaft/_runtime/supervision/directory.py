@@ -154,7 +154,11 @@ class Directory(OwnerContact):
 
     def node_gone(self, name: str, error: OutcomeUnknown) -> None:
         """Restart the actors that were on a node, elsewhere if that is possible."""
-        for peer in {child.place.peer for child in self._children.values() if node_of(child.place.peer) == name}:
+        lost = [child for child in self._children.values() if node_of(child.place.peer) == name]
+        for child in lost:
+            # It may run on there, if only the others do not hear the node.
+            self._nodes.tell_to_vacate(child.place.peer, child.place.actor, str(error), keep=True)
+        for peer in dict.fromkeys(child.place.peer for child in lost):
             self.ended(peer, error, wanted=False)
 
     @method

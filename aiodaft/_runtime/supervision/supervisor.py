@@ -58,7 +58,7 @@ class Child:
         self.supervisor = supervisor
         self.beside = beside
         self.state = ChildState.STARTING
-        # The current incarnation, or the last one; and the process that serves its node.
+        # The current incarnation, or the last one; and the process that serves its node, until it leaves that.
         self.place = target.place
         self.node = supervisor.node_of(target.place.peer)
         # Finds its next place before it leaves its node, which is being drained.
@@ -379,7 +379,8 @@ class Supervisor:
         elif host is not None:
             beside = host.remote
         try:
-            if self.node_of(beside or child.place.peer) == child.node and child.node not in self._nodes.draining:
+            stays = child.node is not None and self.node_of(beside or child.place.peer) == child.node
+            if stays and child.node not in self._nodes.draining:
                 node, number = self._nodes.of(child.place.peer), child.place.actor
                 try:
                     return await child.wait_for(node.place_again(self._process.id, child.label, number, beside))
@@ -387,6 +388,10 @@ class Supervisor:
                     if host is not None:
                         raise
             # Its node is gone, being drained, or has given up this process; or its host was made again on another one.
+            if child.node is not None:
+                # It keeps what the actor had, also while others do not hear it.
+                child.node = None
+                self._nodes.tell_to_vacate(child.place.peer, child.place.actor, "it is made again on another node")
             finding, child.next = child.next, None
             if finding is None:
                 moving = child.move(child.place.actor, beside)

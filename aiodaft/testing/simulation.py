@@ -16,6 +16,7 @@ from aiodaft._runtime.node.environment import WorkerEnvironment
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import closed
+from aiodaft._runtime.supervision import child_spec
 from aiodaft.runtime import Runtime
 from aiodaft.testing.hosts import SimulatedHost
 from aiodaft.testing.launcher import FIRST_PID, SimulatedLauncher
@@ -288,6 +289,7 @@ def _alike_everywhere() -> Generator[None, None, None]:
             # Paths in tracebacks.
             patch.object(sys, "tracebacklimit", 0, create=True),
             patch.object(WorkerEnvironment, "here", lambda: nowhere),
+            patch.object(child_spec, "origin_of", lambda cls: None),
         ):
             yield
     finally:

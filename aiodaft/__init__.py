@@ -42,7 +42,7 @@ from aiodaft.exceptions import (
 )
 from aiodaft.graph import Graph, compile
 from aiodaft.group import Group
-from aiodaft.info import ActorInfo
+from aiodaft.info import ActorInfo, NodeInfo
 from aiodaft.inside import current_group, current_runtime
 from aiodaft.memory import Registration, empty, register
 from aiodaft.methods import method
@@ -79,6 +79,7 @@ __all__ = [
     "Mesh",
     "NameNotFound",
     "NameTaken",
+    "NodeInfo",
     "NotAuthenticated",
     "Overloaded",
     "OwnerDied",

@@ -1,12 +1,15 @@
-"""How an actor is doing, without waiting for its calls."""
+"""How an actor is doing, without waiting for its calls, and what the nodes have."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from aiodaft._protocol.calls.following import NOWHERE
+from aiodaft._protocol.coordination.records import Member
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.diagnostics.process_stack import is_answered
@@ -16,7 +19,7 @@ from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError, OutcomeUnknown
 from aiodaft.ref import Ref
 
-__all__ = ["ActorInfo", "look_at"]
+__all__ = ["ActorInfo", "NodeInfo", "look_at", "look_at_nodes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,46 @@ class ActorInfo:
     epoch: int = 0
     restarts: int = 0
     last_error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """A node, and what it has.
+
+    Attributes:
+        name: The name of the node; of a runtime of one machine, that of the host.
+        labels: Its labels.
+        state: "ready"; "draining" if it takes no new actors; "silent" if it does not answer.
+        total: The amount of each resource, "cpus" and "gpus" among them.
+        free: What of it is not in use; nothing of a node that is silent.
+        actors: The number of shares in use, each of an actor or a slice of a mesh; 0 of a node that is silent.
+    """
+
+    name: str
+    labels: Mapping[str, str]
+    state: Literal["ready", "draining", "silent"]
+    total: Mapping[str, float]
+    free: Mapping[str, float] = field(default_factory=dict[str, float])
+    actors: int = 0
+
+
+async def look_at_nodes(controller: Owner, patience: float) -> tuple[NodeInfo, ...]:
+    """Ask each node what it has, by name; one that does not answer within `patience` seconds is silent."""
+    await controller.ready()
+    found = await asyncio.gather(*(_look_at_node(controller, node, patience) for node in controller.nodes.members()))
+    return tuple(info for info in found if info is not None)
+
+
+async def _look_at_node(controller: Owner, node: Member, patience: float) -> NodeInfo | None:
+    """What a node has; None if it is not in the cluster any more."""
+    name = controller.nodes.name_of(node.peer)
+    with suppress(OutcomeUnknown):
+        asked = controller.nodes.named(node.name).state()
+        if await is_answered(asked, patience):
+            said = await asked
+            state: Literal["ready", "draining"] = "draining" if said.draining else "ready"
+            return NodeInfo(name, node.labels, state, said.stock.totals, said.stock.free, said.actors)
+    return NodeInfo(name, node.labels, "silent", node.totals) if controller.nodes.is_member(node.name) else None
 
 
 async def look_at(controller: Owner, target: Target, cls: type) -> ActorInfo:

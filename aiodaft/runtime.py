@@ -32,6 +32,7 @@ from aiodaft._runtime.process import MSGPACK, ProcessOptions
 from aiodaft._runtime.serialization.errors import give_frames, take_frames
 from aiodaft.actor import Actor, class_of
 from aiodaft.exceptions import OutcomeUnknown
+from aiodaft.info import NodeInfo, look_at_nodes
 from aiodaft.naming import found, register
 from aiodaft.placement import check_labels
 from aiodaft.ref import Ref
@@ -330,8 +331,23 @@ class Runtime(Scope):
         controller = self._controller
         return await controller.nodes.of(controller.process.id).resources()
 
+    async def nodes(self, *, patience: float = 1.0) -> tuple[NodeInfo, ...]:
+        """The nodes of the cluster by name, with what is free on each; without a cluster, this machine.
+
+        Args:
+            patience: Seconds that a node gets to answer; one that does not is "silent".
+
+        Raises:
+            DaftError: This is the runtime of an actor whose node does not answer.
+
+        Cancellation: nothing is lost.
+        """
+        self._controller.check_running("nodes cannot be asked")
+        return await look_at_nodes(self._controller, patience)
+
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), "aclose", "lookup", "name", "names", "put", "resources", "ship", "stack", "traffic"]
+        names = "aclose", "lookup", "name", "names", "nodes", "put", "resources", "ship", "stack", "traffic"
+        return [*super().__dir__(), *names]
 
     def __repr__(self) -> str:
         controller = self._controller

@@ -26,6 +26,15 @@ class Shard(Actor, gpus=1):
         return 1
 
 
+class Onlooker(Actor):
+    """Looks at the cluster from inside."""
+
+    @method
+    async def free(self) -> dict[str, float]:
+        """The free CPUs of each node."""
+        return {node.name: node.free["cpus"] for node in await aiodaft.current_runtime().nodes(patience=30)}
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three nodes with 8 CPUs each; n2 and n3 have four GPUs."""
@@ -51,6 +60,17 @@ async def test_labels_and_the_places_of_others_choose_the_node(rt: aiodaft.Runti
     with pytest.raises(aiodaft.InsufficientResources) as caught:
         await rt.on(labels={"zone": "a"}, apart_from=apart).spawn(Traveller)
     assert str(caught.value).endswith("but no node has that: n1: no label 'zone'; n2: Traveller-3 there; n3: zone='b'")
+
+
+async def test_a_program_and_its_actors_see_what_each_node_has(rt: aiodaft.Runtime) -> None:
+    await rt.on(node="n2", cpus=2, gpus=0.5).spawn(Traveller)
+    first, second, third = await rt.nodes(patience=30)
+    assert first == aiodaft.NodeInfo("n1", {}, "ready", {"cpus": 8, "gpus": 0}, {"cpus": 8, "gpus": 0}, 0)
+    total = {"cpus": 8, "gpus": 4}
+    assert second == aiodaft.NodeInfo("n2", {"zone": "a"}, "ready", total, {"cpus": 6, "gpus": 3.5}, 1)
+    assert (third.name, third.labels, third.free) == ("n3", {"zone": "b"}, total)
+    onlooker = await rt.on(node="n3", cpus=1).spawn(Onlooker)
+    assert await onlooker.free() == {"n1": 8, "n2": 6, "n3": 7}
 
 
 async def test_actors_are_packed_or_spread(rt: aiodaft.Runtime) -> None:

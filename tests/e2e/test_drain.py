@@ -96,6 +96,7 @@ async def test_a_drained_node_takes_nothing_new_and_ends_with_its_last_actor(
         await rt.on(with_=second).spawn(Traveller)
     shown = await asyncio.to_thread(cluster.run, "ps")
     assert "    is being drained" in shown.stdout.splitlines()
+    assert {node.name: node.state for node in await rt.nodes(patience=30)} == {"n1": "ready", "n2": "draining"}
     # What needs no new place goes on.
     assert await second.ask(first, 1) == 2
     await rt.stop(second)

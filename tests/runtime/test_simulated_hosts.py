@@ -100,6 +100,22 @@ def test_a_partition_fails_calls_in_the_time_of_tcp_and_heals() -> None:
     play(scene)
 
 
+def test_a_node_that_does_not_answer_is_shown_as_silent() -> None:
+    async def scene(simulation: Simulation, rt: aiodaft.Runtime) -> None:
+        await spread(rt)
+        for other in ("one", DESK):
+            simulation.routes.drop("two", other)
+        states = [(node.name, node.state, node.free) for node in await rt.nodes(patience=2)]
+        free = {"cpus": 100, "gpus": 0}
+        assert states == [("one", "ready", free), ("three", "ready", free), ("two", "silent", {})]
+        # Once its lease is over, it is no node of the cluster.
+        while len(nodes := await rt.nodes()) > 2:
+            await asyncio.sleep(1)
+        assert [node.name for node in nodes] == ["one", "three"]
+
+    play(scene)
+
+
 def test_what_is_sent_one_way_arrives_although_nothing_comes_back() -> None:
     async def scene(simulation: Simulation, rt: aiodaft.Runtime) -> None:
         _, second, _ = await spread(rt)

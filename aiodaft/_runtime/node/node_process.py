@@ -104,7 +104,7 @@ class NodeProcess:
         port = NodePort(peer, far, self._local.launcher)
         self._door = network.door(peer.process.tasks, port.control_came, port.data_came)
         address = str(await self._door.open(parse_address(options.listen, to_listen=True)))
-        member = Member(options.name, local, address, options.labels, self._machine.resources.totals)
+        member = Member(options.name, local, address, options.labels, self._machine.resources.stock().totals)
         nodes.add(member)
         tasks = peer.process.tasks
         if other is None:

@@ -1,6 +1,6 @@
 """Distributed actors, futures and tasks for asyncio: one plain async program drives many processes and GPUs."""
 
-from aiodaft import exceptions
+from aiodaft import exceptions, policies
 from aiodaft._protocol.connections.versions import __version__
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._protocol.supervision.supervision import Backoff, Restart
@@ -119,6 +119,7 @@ __all__ = [
     "lazy",
     "local",
     "method",
+    "policies",
     "register",
     "run",
     "start",

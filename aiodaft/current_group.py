@@ -91,10 +91,8 @@ class CurrentGroup(Generic[ActorT]):
         Raises:
             ValueError: The group has no such axis.
         """
-        part = CurrentGroup[ActorT](self._standing, (*self._axes_along, axes))
-        # Raises here for a wrong name.
-        assert part._place
-        return part
+        self._place[0].axes.pick(axes)
+        return CurrentGroup(self._standing, (*self._axes_along, axes))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CurrentGroup) and (self.id, self.epoch, self.rank) == (

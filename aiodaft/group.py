@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, Self, TypeAlias, TypeVar, overload
+from itertools import count
+from typing import (
+    Any,
+    Concatenate,
+    Final,
+    Generic,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypeVar,
+    cast,
+    overload,
+)
 
 from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.groups.roster import Roster
+from aiodaft._protocol.groups.shares import even_shares
 from aiodaft._runtime.serialization.building import builder
 from aiodaft.actor import CallTarget, target_of
 from aiodaft.methods import MethodSpec, Sig, StreamSig, specs_of
+from aiodaft.policies import Load, Policy, fewest_in_flight
 from aiodaft.ref import Ref, Refs, Stream
 
 __all__ = ["Group"]
@@ -51,22 +67,24 @@ class Group(Generic[ActorT]):
     a slice a group of some of them, which does not own them.
     """
 
-    def __init__(
-        self,
-        roster: Roster[Any],
-        cls: type,
-        owner: MembersOwner | None = None,
-    ) -> None:
-        # With the handles of the members.
-        self._roster = roster
+    def __init__(self, roster: Roster[Any], cls: type, owner: MembersOwner | None = None) -> None:
+        # With the handles of the members; of a view: when it was made.
+        self._kept = roster
         self._class = cls
         self._owner = owner
-        # Also of those that no member came to be in: no two changes have the same.
+        # Also of changes that failed: no two changes have the same.
         self._last_epoch = roster.epoch
         self._resizing = asyncio.Lock()
         # Calls of this group that are under way, by member. Threads add to it.
         self._under_way: dict[CallTarget, set[Any]] = {}
-        self._turn = 0
+        # Where the search for a free member begins.
+        self._turns = count()
+        # What a view changes: the group it is of, the axes, the places of the ranks with the results, the policy.
+        self._of: Group[ActorT] | None = None
+        self._along: tuple[str, ...] = ()
+        self._places: Mapping[str, int] = {}
+        self._policy: Policy = fewest_in_flight
+        self._units: tuple[Roster[Any] | None, list[_Unit]] = (None, [])
 
     @overload
     def all(self, m: Sig[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Refs[R]: ...
@@ -75,7 +93,7 @@ class Group(Generic[ActorT]):
     def all(self, m: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of every member with the same arguments; a ref argument goes to every member."""
         spec = self._spec(m)
-        return Refs([self._call(target, spec, args, kwargs) for target in self._targets()])
+        return self._call_all([(unit, args) for unit in self._seats()], spec, kwargs)
 
     def each(self, m: Sig[Concatenate[A0, P1], R], a0: Items[A0], /, *args: P1.args, **kwargs: P1.kwargs) -> Refs[R]:
         """Call a method of every member, with one item each as its first argument.
@@ -83,12 +101,34 @@ class Group(Generic[ActorT]):
         Raises:
             ValueError: The number of items differs from that of members; no call was made.
         """
-        spec = self._spec(m)
+        spec, units = self._spec(m), self._seats()
         items = list(a0)
-        if len(items) != len(self._roster.members):
-            raise ValueError(f"{spec.label}: {len(items)} items for {len(self._roster.members)} members")
-        pairs = zip(self._targets(), items, strict=True)
-        return Refs([self._call(target, spec, (item, *args), kwargs) for target, item in pairs])
+        if len(items) != len(units):
+            raise ValueError(f"{spec.label}: {len(items)} items for {len(units)} members")
+        return self._call_all([(unit, (item, *args)) for unit, item in zip(units, items, strict=True)], spec, kwargs)
+
+    def split(self, m: Sig[Concatenate[A0, P1], R], a0: A0, /, *args: P1.args, **kwargs: P1.kwargs) -> Refs[R]:
+        """Call a method of every member, with a contiguous part each of a batch as its first argument.
+
+        Args:
+            m: The method.
+            a0: What has a length and slices: a list, or a tensor or array, which is split along its first dimension.
+                The sizes of the parts differ by at most one, the first ones are larger, and some may be empty.
+            args: The other arguments, the same for each call.
+            kwargs: The other arguments, by keyword.
+
+        Raises:
+            TypeError: The batch has no length or slices; no call was made.
+            ValueError: The group has no members.
+        """
+        spec, units, batch = self._spec(m), self._some_seats(), cast("Any", a0)
+        try:
+            parts = [batch[share] for share in even_shares(len(batch), len(units))]
+        except (TypeError, KeyError) as error:
+            raise TypeError(
+                f"{spec.label}: {type(batch).__name__} cannot be split into slices; use `each` with one item per member"
+            ) from error
+        return self._call_all([(unit, (part, *args)) for unit, part in zip(units, parts, strict=True)], spec, kwargs)
 
     @overload
     def any(self, m: Sig[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
@@ -99,7 +139,8 @@ class Group(Generic[ActorT]):
     def any(self, m: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the member with the fewest calls of this group under way, in turn among equals.
 
-        Members that are dead, restarting or silent are left out, as far as this process knows (the controller knows all
+        `with_policy` chooses in other ways. Members that are dead, restarting, silent or on a node that is being
+        drained are left out, as far as this process knows (the controller knows all
         of them; another process learns of a death from its own connection or call). If no other member is left, the
         call waits for one that restarts or is silent; if all are dead, the ref fails at once with the `ActorDied` of
         one of them.
@@ -108,14 +149,16 @@ class Group(Generic[ActorT]):
             ValueError: The group has no members.
         """
         spec = self._spec(m, streams=True)
-        target = self._freest()
+        unit = self._choose()
         if spec.is_stream:
-            stream = target.stream(spec, args, kwargs)
-            under_way = self._under_way.setdefault(target, set())
+            if unit.others:
+                raise TypeError(f"{spec.label} is a stream, which only one member can give: call it on that one")
+            stream = unit.target.stream(spec, args, kwargs)
+            under_way = self._under_way.setdefault(unit.target, set())
             under_way.add(stream._backend)
             stream.when_over(under_way.discard)
             return stream
-        return self._call(target, spec, args, kwargs)
+        return self._call(unit, spec, args, kwargs)
 
     @overload
     def map(
@@ -150,6 +193,58 @@ class Group(Generic[ActorT]):
         """
         return _Map(self, self._spec(m), iter(items), args, kwargs).results(ordered=ordered)
 
+    # Views.
+
+    def along(self, *axes: str, result: Mapping[str, int] | None = None) -> Self:
+        """A view in which the members at one place on these axes are called as one.
+
+        With `axes={"dp": 2, "tp": 4}`, `group.along("dp").each(Trainer.step, shards)` gives shard i to the four members
+        at dp=i, and gives one result per place on dp. All calls of a group work so: `split` a batch over dp, `any` one
+        replica, `map` with replicas. The view follows the changes of the group.
+
+        An error of a member whose result does not count is raised by `await refs`; with `any` and `map` it goes to the
+        scope that owns the member, unless the call whose result counts fails as well.
+
+        Args:
+            axes: Their names.
+            result: The place on other axes of the member whose result counts, such as `{"pp": -1}` for that of the last
+                stage. Default: place 0 on each.
+
+        Raises:
+            ValueError: The group has no such axis or place.
+            TypeError: This is such a view.
+        """
+        if self._along:
+            raise TypeError(f"this is a view along {', '.join(self._along)}: name all axes in one call of `along`")
+        roster, places = self._roster, dict(result or {})
+        roster.axes.leads(axes, places)
+        view = self._view()
+        view._along, view._places = axes, places
+        return view
+
+    def with_policy(self, policy: Policy) -> Self:
+        """A view in which `any` and `map` choose among the members that can take a call by this policy.
+
+        The view shares the count of calls with the group, and follows its changes.
+
+        Args:
+            policy: A function of `aiodaft.policies`, or of yours: it gets the `Load` of each such member, and returns
+                the index of one.
+        """
+        view = self._view()
+        view._policy = policy
+        return view
+
+    def _view(self) -> Self:
+        view = type(self)(self._roster, self._class)
+        view._of, view._under_way, view._turns = self._of or self, self._under_way, self._turns
+        view._along, view._places, view._policy = self._along, self._places, self._policy
+        return view
+
+    @property
+    def _roster(self) -> Roster[Any]:
+        return self._kept if self._of is None else self._of._kept
+
     @property
     def id(self) -> str:
         """The name of the group, unique in the cluster; its members know it, too."""
@@ -163,7 +258,8 @@ class Group(Generic[ActorT]):
     @property
     def axes(self) -> Mapping[str, int]:
         """The names and sizes of the axes; empty if the group has none. The last axis changes fastest with the rank."""
-        return self._roster.axes.sizes
+        axes = self._roster.axes
+        return (axes.pick(self._along) if self._along else axes).sizes
 
     async def resize(self, n: int, *, axes: Mapping[str, int] | None = None) -> None:
         """Resize the group to n members: spawn new ones like the first, or stop the last ranks.
@@ -188,7 +284,7 @@ class Group(Generic[ActorT]):
         if n < 0:
             raise ValueError(f"a group cannot have {n} members")
         async with self._resizing:
-            old = self._roster
+            old = self._kept
             grid = old.axes.resized(n) if axes is None else Axes.of(axes, n)
             if n == old.size and grid == old.axes:
                 return
@@ -197,10 +293,10 @@ class Group(Generic[ActorT]):
             new = await owner.grow(wanted) if n > old.size else []
             surplus = old.members[n:]
             # Before they are stopped, so that no new call goes to them.
-            self._roster = replace(wanted, members=(*old.members[:n], *new))
+            self._kept = replace(wanted, members=(*old.members[:n], *new))
             for member in surplus:
                 self._under_way.pop(target_of(member), None)
-            told = owner.tell(replace(wanted, members=tuple(self)), list(self._roster.members))
+            told = owner.tell(replace(wanted, members=tuple(self)), list(self._kept.members))
             if surplus:
                 await owner.shrink(list(surplus))
             await told
@@ -210,23 +306,33 @@ class Group(Generic[ActorT]):
     @overload
     def __getitem__(self, index: slice) -> Self: ...
     def __getitem__(self, index: int | slice) -> ActorT | Self:
-        if isinstance(index, slice):
-            ranks = range(len(self))[index]
-            name = f"{ranks.start}:{ranks.stop}:{ranks.step}"
-            return type(self)(self._roster.part(tuple(ranks), name, Axes()), self._class)
-        return self._member(self._roster.members[index])
+        if not isinstance(index, slice):
+            return self._member(self._handles()[index])
+        if self._along:
+            raise TypeError(f"a view along {', '.join(self._along)} has no slices")
+        ranks = range(len(self))[index]
+        part = self._roster.part(tuple(ranks), f"{ranks.start}:{ranks.stop}:{ranks.step}", Axes())
+        return type(self)(part, self._class)
 
     def __len__(self) -> int:
-        return len(self._roster.members)
+        return len(self._seats())
 
     def __iter__(self) -> Iterator[ActorT]:
-        return map(self._member, self._roster.members)
+        return map(self._member, self._handles())
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self._roster.members)} {self._class.__name__}>"
+        along = f" along {', '.join(self._along)}" if self._along else ""
+        return f"<{type(self).__name__} of {len(self._roster.members)} {self._class.__name__}{along}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._roster, self._class)
+        if self._of is None:
+            return type(self), (self._kept, self._class)
+        policy = None if self._policy is fewest_in_flight else self._policy
+        return _view_of, (self._of, self._along, dict(self._places), policy)
+
+    def _handles(self) -> list[Any]:
+        members = self._roster.members
+        return [members[unit.rank] for unit in self._seats()]
 
     def _member(self, handle: Any) -> ActorT:
         """A member as users see it."""
@@ -248,29 +354,94 @@ class Group(Generic[ActorT]):
             raise TypeError(f"{spec.label} is a stream: use `group.any`, or call it on one member")
         return spec
 
-    def _targets(self) -> list[CallTarget]:
-        return [target_of(member) for member in self._roster.members]
+    def _seats(self) -> list[_Unit]:
+        """What one item of `each` goes to: the members, or those of a view that are called as one."""
+        roster = self._roster
+        known, units = self._units
+        if known is not roster:
+            targets = [target_of(member) for member in roster.members]
+            if self._along:
+                leads = roster.axes.leads(self._along, self._places)
+            else:
+                leads = [(rank, ()) for rank in range(len(targets))]
+            units = [_Unit(rank, targets[rank], tuple(targets[other] for other in others)) for rank, others in leads]
+            self._units = roster, units
+        return units
 
-    def _freest(self, busy: Mapping[CallTarget, int] = _NO_CALLS) -> CallTarget:
-        """The member to call next: the healthiest, then one with room among its `busy` calls, then the least busy."""
-        targets = self._targets()
-        if not targets:
+    def _some_seats(self) -> list[_Unit]:
+        units = self._seats()
+        if not units:
             raise ValueError("the group has no members")
-        self._turn += 1
-        turned = targets[self._turn % len(targets) :] + targets[: self._turn % len(targets)]
+        return units
 
-        def rank(target: CallTarget) -> tuple[int, bool, int]:
-            under_way = len(self._under_way.get(target, ()))
-            return target.health().value, busy.get(target, 0) >= _UNDER_WAY, under_way
+    def _choose(self, busy: Mapping[CallTarget, int] = _NO_CALLS) -> _Unit:
+        """The member to call next: of the healthiest, one with room among its `busy` calls, by the policy."""
+        units = self._some_seats()
+        turn = next(self._turns) % len(units)
+        turned = units[turn:] + units[:turn]
+        health = [unit.health() for unit in turned]
+        free = [unit for unit, seen in zip(turned, health, strict=True) if seen == min(health)]
+        free = [unit for unit in free if busy.get(unit.target, 0) < _UNDER_WAY] or free
+        under_way = self._under_way
+        loads = [Load(unit.rank, len(under_way.get(unit.target, ())), unit.target.distance()) for unit in free]
+        return free[self._policy(loads)]
 
-        return min(turned, key=rank)
+    def _make(self, unit: _Unit, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ref[Any]]:
+        """Call the members of a unit; the first result counts."""
+        refs = [target.call(spec, args, kwargs) for target in (unit.target, *unit.others)]
+        state = refs[0]._state
+        under_way = self._under_way.setdefault(unit.target, set())
+        under_way.add(state)
+        state.watch(under_way.discard)
+        return refs
 
-    def _call(self, target: CallTarget, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
-        ref = target.call(spec, args, kwargs)
-        under_way = self._under_way.setdefault(target, set())
-        under_way.add(ref._state)
-        ref._state.watch(under_way.discard)
+    def _call_all(
+        self, calls: Sequence[tuple[_Unit, tuple[Any, ...]]], spec: MethodSpec, kwargs: dict[str, Any]
+    ) -> Refs[Any]:
+        made = [self._make(unit, spec, args, kwargs) for unit, args in calls]
+        return Refs([refs[0] for refs in made], [other for refs in made for other in refs[1:]])
+
+    def _call(self, unit: _Unit, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
+        ref, *others = self._make(unit, spec, args, kwargs)
+        if others:
+            # Until then, they are held: an error that no code sees goes to the scope when the ref is dropped.
+            ref._state.watch(partial(_end_others, others))
         return ref
+
+
+class _Unit(NamedTuple):
+    """Members that are called as one.
+
+    Attributes:
+        rank: That of the member whose result counts.
+        target: This member.
+        others: The others.
+    """
+
+    rank: int
+    target: CallTarget
+    others: tuple[CallTarget, ...]
+
+    def health(self) -> int:
+        """The health of the sickest of them."""
+        health = self.target.health().value
+        return max(health, *(other.health().value for other in self.others)) if self.others else health
+
+
+def _end_others(others: list[Ref[Any]], state: Any) -> None:
+    if state.error is not None:
+        for other in others:
+            other._state.mark_seen()
+            other.cancel()
+
+
+@builder
+def _view_of(
+    group: Group[ActorT], along: tuple[str, ...], places: dict[str, int], policy: Policy | None
+) -> Group[ActorT]:
+    view = group.along(*along, result=places) if along else group._view()
+    view._policy = policy or fewest_in_flight
+    return view
 
 
 class _Map:
@@ -325,12 +496,13 @@ class _Map:
         group = self._group
         most = _RESULTS * max(1, len(group))
         while self._open and len(self._over) < most and self._stored_bytes < _RESULT_BYTES:
-            target = group._freest(self._under_way)
+            unit = group._choose(self._under_way)
+            target = unit.target
             if self._under_way[target] >= _UNDER_WAY:
                 return
             try:
                 item = next(self._items)
-                ref = group._call(target, self._spec, (item, *self._args), self._kwargs)
+                ref = group._call(unit, self._spec, (item, *self._args), self._kwargs)
             except StopIteration:
                 self._open = False
                 return

@@ -272,23 +272,28 @@ class Refs(Generic[T_co]):
     Cancellation: as for each ref.
     """
 
-    __slots__ = ("_refs",)
+    __slots__ = ("_besides", "_refs")
 
-    def __init__(self, refs: Sequence[Ref[T_co]]) -> None:
+    def __init__(self, refs: Sequence[Ref[T_co]], besides: Sequence[Ref[Any]] = ()) -> None:
         self._refs = tuple(refs)
+        # Calls of which only the errors count.
+        self._besides = tuple(besides)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Refs, (self._refs,)
 
     def __await__(self) -> Generator[Any, None, list[T_co]]:
         return self._values().__await__()
 
     async def _values(self) -> list[T_co]:
         # Awaits all at the same time, so that a cancellation cancels all.
-        results = await asyncio.gather(*self._refs, return_exceptions=True)
+        results = await asyncio.gather(*self._refs, *map(_ended, self._besides), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if len(errors) > 1:
             raise BaseExceptionGroup(f"{len(errors)} members failed", errors)
         if errors:
             raise errors[0]
-        return cast("list[T_co]", results)
+        return cast("list[T_co]", results[: len(self._refs)])
 
     def __aiter__(self) -> AsyncIterator[Ref[T_co]]:
         return self._as_completed()
@@ -329,8 +334,19 @@ class Refs(Generic[T_co]):
 
     def cancel(self) -> None:
         """Cancel every call that is not over."""
-        for ref in self._refs:
+        for ref in (*self._refs, *self._besides):
             ref.cancel()
+
+
+async def _ended(ref: Ref[Any]) -> None:
+    """Wait for a call, and raise its error; its value is not fetched."""
+    try:
+        await ref.ready()
+    except asyncio.CancelledError:
+        ref.cancel()
+        raise
+    if (error := ref.exception()) is not None:
+        raise error
 
 
 class LoopBackend(Protocol):

@@ -159,6 +159,16 @@ class ServiceGroup(Group[Service[T]]):
         def each(self, m: Any, a0: Any, /, *args: Any, **kwargs: Any) -> Any: ...
 
         @overload  # type: ignore[override]  # see above
+        def split(
+            self, m: Async[Concatenate[T, A0, P1], R], a0: A0, /, *args: P1.args, **kwargs: P1.kwargs
+        ) -> Refs[R]: ...
+        @overload
+        def split(
+            self, m: Callable[Concatenate[T, A0, P1], R], a0: A0, /, *args: P1.args, **kwargs: P1.kwargs
+        ) -> Refs[R]: ...
+        def split(self, m: Any, a0: Any, /, *args: Any, **kwargs: Any) -> Any: ...
+
+        @overload  # type: ignore[override]  # see above
         def any(self, m: Async[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Ref[R]: ...
         @overload
         def any(  # type: ignore[overload-overlap]  # the first that fits counts

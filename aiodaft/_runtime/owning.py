@@ -67,6 +67,7 @@ class Owner(ABC):
         self.nodes = Nodes(peer.caller)
         self.nodes.on_gone = lambda name: process.create_task(self._node_gone(name, root), name=f"lose node {name}")
         self.nodes.on_joined = self._node_joined
+        peer.caller.is_draining = self.nodes.is_draining
         self.contact = CoordinatorContact(peer.caller, self.nodes)
         self.placing = Placing(lambda coro, name: process.tasks.start(coro, name=name))
         self.directory = Directory(peer.caller, self.nodes, root)

@@ -334,3 +334,11 @@ async def test_dp3_the_value_for_the_next_call_is_fetched_while_a_method_runs_on
     following = receiver.total_on_thread(sender.ones(50_000))
     assert await running
     assert await following == 50_000
+
+
+async def test_a_group_gets_a_tensor_in_parts_along_its_first_dimension(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keeper)
+    batch = torch.arange(3 * MIB, dtype=torch.float32).reshape(3, MIB)
+    parts = await group.split(Keeper.echo, batch)
+    assert [part.shape[0] for part in parts] == [2, 1]
+    assert torch.equal(torch.cat(parts), batch)

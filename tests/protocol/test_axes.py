@@ -66,7 +66,7 @@ def test_wrong_axes_are_refused() -> None:
     with pytest.raises(ValueError, match="'dp' has 0 places"):
         Axes.of({"dp": 0}, 0)
     with pytest.raises(TypeError, match="a dict is needed"):
-        Axes.of(4, 4)  # type: ignore[arg-type]  # the mistake under test
+        Axes.of(4, 4)
     with pytest.raises(TypeError, match="'dp': True is not a name with a whole number"):
         Axes.of({"dp": True}, 1)
     with pytest.raises(ValueError, match="at least one axis"):

@@ -63,7 +63,12 @@ def test_a_handle_of_a_later_incarnation_says_that_the_known_one_is_down() -> No
 
 def test_an_actor_that_may_be_restarted_is_suspect_and_one_that_is_over_is_lost() -> None:
     actor = known(Location(THERE, FIRST))
-    assert [actor.health(seen) for seen in Health] == [Health.ALIVE, Health.SUSPECT, Health.SUSPECT]
+    assert {seen: actor.health(seen) for seen in Health} == {
+        Health.ALIVE: Health.ALIVE,
+        Health.LEAVING: Health.LEAVING,
+        Health.SUSPECT: Health.SUSPECT,
+        Health.LOST: Health.SUSPECT,
+    }
     actor.move(OVER)
     assert {actor.health(seen) for seen in Health} == {Health.LOST}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -123,3 +125,81 @@ class Plain:
     def neighbour(self) -> tuple[int, str]:
         group = aiodaft.current_group()
         return self.rank, type(group.members[1 - group.rank]).__name__
+
+
+class Stage(Actor):
+    """A member that is called as one with others; keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.rank = aiodaft.current_group().rank
+        self.got: list[Any] = []
+        self.gate = asyncio.Event()
+
+    @method
+    async def take(self, value: Any, *, more: int = 0) -> tuple[int, Any]:
+        self.got.append(value)
+        return self.rank, value
+
+    @method
+    async def news(self) -> list[Any]:
+        """What it has got since the last time."""
+        got, self.got = self.got, []
+        return got
+
+    @method
+    async def fail_at(self, ranks: tuple[int, ...]) -> int:
+        if self.rank in ranks:
+            raise ValueError(f"{self.rank} failed")
+        return self.rank
+
+    @method
+    async def fail_or_wait(self, failing: int) -> int:
+        """The other members wait until they are cancelled."""
+        if self.rank == failing:
+            raise ValueError(f"{self.rank} failed")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.got.append("cancelled")
+        return self.rank
+
+    @method
+    async def held(self, value: Any) -> int:
+        self.got.append(value)
+        await self.gate.wait()
+        return self.rank
+
+    @method
+    async def open(self) -> None:
+        self.gate.set()
+
+    @method
+    async def large(self, size: int) -> bytes:
+        return bytes([self.rank]) * size
+
+    @method
+    async def words(self, text: str) -> AsyncIterator[str]:
+        for word in text.split():
+            yield word
+
+
+class PlainStage:
+    """The same, of a class that is no actor."""
+
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+
+    def take(self, value: list[int]) -> int:
+        self.got.append(value)
+        return sum(value)
+
+    def news(self) -> list[Any]:
+        return self.got
+
+
+class Viewer(Actor):
+    """Calls a view of a group from another process."""
+
+    @method
+    async def each(self, view: Group[Stage], items: list[int]) -> list[Any]:
+        return await view.each(Stage.take, items)

@@ -50,6 +50,8 @@ async def groups(rt: Runtime) -> None:
     (await ws.all(Model.none)).foo  # E17 a list has no such attribute
     await rt.group(4, Model, "w", axes=["dp"])  # E55 axes are a mapping
     await rt.group("4", Model, "w")  # E31 not a number of members
+    ws.along("dp").each(Model.execute, [1])  # E56 items of the wrong type
+    ws.split(Model.execute, [Tensor()])  # E57 a batch of another type than the argument
     ws.all(Model.tokens, "x")  # E32 a stream for all
     ws.map(Model.execute, ["no"], ordered=False)  # E45 items of the wrong type, in any order
 

@@ -317,6 +317,13 @@ async def groups(rt: Runtime) -> None:
     async with rt.group(4, Model, "w", axes={"dp": 2, "tp": 2}) as grid:
         assert_type(grid, Group[Model])
         assert_type(grid.axes, Mapping[str, int])
+        replicas = grid.along("dp", result={"tp": -1})
+        assert_type(replicas, Group[Model])
+        assert_type(await replicas.each(Model.sync, [1, 2]), list[str])
+        assert_type(
+            grid.split(Model.two, Tensor(1), [inp, inp]) if not replicas else None, Refs[dict[str, float]] | None
+        )
+        assert_type(grid.with_policy(aiodaft.policies.two_choices).any(Model.sync, 1), Ref[str])
         await grid.resize(2, axes={"tp": 2})
         assert await grid.all(Model.neighbour) == ["1", "0"]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
+from typing import cast
 
 
 @dataclass(frozen=True)
@@ -18,21 +19,25 @@ class Axes:
     pairs: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int] | None, count: int) -> Axes:
-        """Axes with these sizes for so many members.
+    def of(cls, sizes: object, count: int) -> Axes:
+        """Axes with these sizes, by name, for so many members; None: without axes.
 
         Raises:
             TypeError: A name is not a string, or a size is not an integer.
             ValueError: A size is below 1, or the grid has another number of points.
         """
-        if sizes is not None and not isinstance(sizes, Mapping):
+        if sizes is None:
+            return cls()
+        if not isinstance(sizes, Mapping):
             raise TypeError(f"axes={sizes!r:.80}: a dict is needed, such as {{'dp': 2, 'tp': 2}}")
-        for name, size in (sizes or {}).items():
+        pairs: list[tuple[str, int]] = []
+        for name, size in cast("Mapping[object, object]", sizes).items():
             if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, int):
                 raise TypeError(f"axes: {name!r:.80}: {size!r:.80} is not a name with a whole number")
             if size < 1:
                 raise ValueError(f"axes: {name!r} has {size} places: at least 1 is needed")
-        made = cls(tuple((sizes or {}).items()))
+            pairs.append((name, size))
+        made = cls(tuple(pairs))
         if made.pairs and made.count != count:
             raise ValueError(f"axes {made} have {made.count} places, for {count} members")
         return made
@@ -98,6 +103,30 @@ class Axes:
             at = self.coords(rank)
             blocks.setdefault(tuple(at[name] for name, _ in picked.pairs), []).append(rank)
         return [tuple(ranks) for ranks in blocks.values()]
+
+    def leads(self, names: Iterable[str], places: Mapping[str, int]) -> list[tuple[int, tuple[int, ...]]]:
+        """The block at each place on some of the axes, as the rank that speaks for it and the others.
+
+        Args:
+            names: These axes.
+            places: The place on other axes of the rank that speaks; negative ones count from the end. Default: 0.
+
+        Raises:
+            ValueError: There is no such axis or place.
+        """
+        wanted, others = tuple(names), self.drop(names)
+        for name, place in places.items():
+            size = dict(others.pairs).get(name)
+            if size is None:
+                raise ValueError(f"result={{{name!r}: {place}}}: {name!r} is not one of the other axes, {others}")
+            if not -size <= place < size:
+                raise ValueError(f"result={{{name!r}: {place}}}: the axis has the places 0 to {size - 1}")
+        at = {name: places.get(name, 0) % size for name, size in others.pairs}
+        found: list[tuple[int, tuple[int, ...]]] = []
+        for block in self.blocks(wanted):
+            lead = next(rank for rank in block if at.items() <= self.coords(rank).items())
+            found.append((lead, tuple(rank for rank in block if rank != lead)))
+        return found
 
     def along(self, rank: int, names: Iterable[str]) -> tuple[int, ...]:
         """The ranks, this one among them, that differ from it only in some of the axes."""

@@ -72,9 +72,11 @@ class Patience:
 
 
 class Health(enum.Enum):
-    """What is believed of a process."""
+    """What is believed of a process. The better for a call, the smaller the value."""
 
     ALIVE = enum.auto()
+    # Its node is being drained.
+    LEAVING = enum.auto()
     SUSPECT = enum.auto()
     LOST = enum.auto()
 

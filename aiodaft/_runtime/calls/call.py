@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId, node_of
 from aiodaft._protocol.node.liveness import Health
 from aiodaft._protocol.objects.value import FAILED, HERE, PENDING, THERE, Status
 from aiodaft._runtime.actors.hosted_actor import HostedActor
@@ -64,6 +64,8 @@ class Caller:
         # The actors of this process.
         self.actors = actors
         self.next_number = process.next_number
+        # Whether the node of a process is being drained; told to processes that own actors there.
+        self.is_draining: Callable[[PeerId], bool] = lambda remote: False
         # Gives the maker of a call: the running task; in a worker, the call that the task serves.
         self.current_maker: Callable[[], object] = partial(current_task, process.loop)
 
@@ -294,8 +296,9 @@ class Target:
         """The health of the actor, as far as this process knows. Safe in any thread.
 
         Returns:
-            ALIVE: a call goes to the actor. SUSPECT: a call may have to wait, because the actor is restarted or its
-            process does not answer. LOST: a call fails at once.
+            ALIVE: a call goes to the actor. LEAVING: the same, but its node is being drained, as far as this process
+            was told. SUSPECT: a call may have to wait, because the actor is restarted or its process does not answer.
+            LOST: a call fails at once.
         """
         if self.stopped:
             return Health.LOST
@@ -305,7 +308,14 @@ class Target:
         connection = connections.get(remote)
         if connection is not None and connection.lost is not None:
             return Health.LOST
-        return Health.SUSPECT if remote in connections.suspects else Health.ALIVE
+        if remote in connections.suspects:
+            return Health.SUSPECT
+        return Health.LEAVING if self.caller.is_draining(remote) else Health.ALIVE
+
+    def distance(self) -> int:
+        """0 if the actor is in this process, 1 if it is on the node that this process belongs to, 2 otherwise."""
+        here = self.caller.process.id
+        return 0 if self.remote == here else 1 if node_of(self.remote) == node_of(here) else 2
 
     def note_death(self, error: ActorDied) -> None:
         """Note the error of a call. It may be about another actor: the one of an argument or a nested call."""

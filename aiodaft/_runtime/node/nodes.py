@@ -100,6 +100,10 @@ class Nodes:
         member = self._members.get(name)
         return None if member is None else member.peer
 
+    def is_draining(self, process: PeerId) -> bool:
+        """Whether the node of a process is being drained, as far as this process was told."""
+        return bool(self.draining) and self.server_of(node_of(process)) in self.draining
+
     def is_member(self, name: str) -> bool:
         return name in self._members
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from aiodaft.program import run
 
-from . import calls, compare, graphs, hosts, payloads, processes, refs, scale, transports, values
+from . import calls, compare, graphs, hosts, payloads, processes, refs, scale, transports, values, workflows
 from .results import Bench, Result, as_json, table
 
 _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
@@ -18,6 +18,7 @@ _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
     "processes": processes.run,
     "calls": calls.run,
     "refs": refs.run,
+    "workflows": workflows.run,
     "values": values.run,
     "graph": graphs.run,
     "payloads": payloads.run,

@@ -123,3 +123,41 @@ def payload(size: int) -> Any:
     except ImportError:
         return b"\x01" * size
     return torch.ones(size, dtype=torch.uint8)
+
+
+class Stage(Actor):
+    """A stage of workflows that actors hand on to each other."""
+
+    def __init__(self) -> None:
+        self._stages: list[Stage] = []
+        self._left = 0
+        self._all_ended = asyncio.Event()
+
+    @method
+    async def meet(self, stages: list[Stage]) -> None:
+        """The stages, this one among them."""
+        self._stages = stages
+
+    @method
+    async def hop(self, name: int) -> int:
+        """A hop that the controller asks for."""
+        return name
+
+    @method
+    async def run(self, names: list[int], hops: int) -> None:
+        """Begin workflows here, and wait until they have ended."""
+        self._left = len(names)
+        self._all_ended.clear()
+        for name in names:
+            self._stages[(name + hops - 1) % len(self._stages)].hand_on.tell(name, hops - 1)
+        await self._all_ended.wait()
+
+    @method
+    async def hand_on(self, name: int, hops: int) -> None:
+        """A hop; `hops` more follow, the last one where the workflow began."""
+        if hops:
+            self._stages[(name + hops - 1) % len(self._stages)].hand_on.tell(name, hops - 1)
+            return
+        self._left -= 1
+        if not self._left:
+            self._all_ended.set()

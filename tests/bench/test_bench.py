@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from clusters import cluster_of
 
-from aiodaft.bench import refs, scale
+from aiodaft.bench import refs, scale, workflows
 from aiodaft.bench.compare import comparison
 from aiodaft.bench.floors import Copy, open_echo, run_python
 from aiodaft.bench.results import Bench, Result, as_json, in_turns, table
@@ -42,6 +42,16 @@ async def test_calls_through_refs_are_compared_with_the_same_work_without() -> N
     floors = ["await each", "await each", "one", "8 plain calls", "an int by ref", "1.3 ints, two memcpy", "plain call"]
     assert [result.floor_name for result in bench.results] == floors
     assert all(result.budget and result.value > 0 for result in bench.results)
+
+
+@pytest.mark.timeout(60)
+async def test_workflows_between_actors_are_compared_with_those_that_the_controller_drives() -> None:
+    bench = Bench(1)
+    await workflows.run(bench, count=50)
+    rates, messages = bench.results
+    assert (rates.floor_name, rates.budget) == ("driven by the controller", ">= 2.0")
+    assert rates.value > 0
+    assert messages.within
 
 
 @pytest.mark.timeout(60)

@@ -56,11 +56,13 @@ _EXAMPLES: dict[int, Message] = {
     m.ADMIT: (m.ADMIT, "peer-d", b"key"),
     m.DATA: (m.DATA, "peer-d", 3, b"key"),
     m.REACH: (m.REACH, ("ucx",)),
+    m.TELL: (m.TELL, 2, 16, "add", (1, "x")),
 }
 
 # Fields that may be of several types: (kind, position, what else may stand there).
 _ALTERNATIVES: list[tuple[int, int, Any]] = [
     (m.CALL, 4, b"payload"),
+    (m.TELL, 4, b"payload"),
     *((kind, place, value) for kind, place in ((m.REPLY, 2), (m.GIVEN, 3))
       for value in (None, False, -1, (1 << 64) - 1, 0.5, "", b"")),
     (m.SEND, 5, 2500),

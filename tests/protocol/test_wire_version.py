@@ -72,6 +72,8 @@ _CONTROLLER_1: Final[list[tuple[str, Message]]] = [
     ("921d02", (29, 2)),
     ("931fc405006e616d65c40780736f75726365", (31, b"\x00name", b"\x80source")),
     ("9220c405006e616d65", (32, b"\x00name")),
+    ("95240410a36c6f679201a178", (36, 4, 16, "log", (1, "x"))),
+    ("95240510a36c6f67c403039080", (36, 5, 16, "log", b"\x03\x90\x80")),
     ("9212b67468652072756e74696d652077617320636c6f736564", (18, "the runtime was closed")),
 ]
 _WORKER_1: Final[list[tuple[str, Message]]] = [

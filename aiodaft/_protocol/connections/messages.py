@@ -5,6 +5,7 @@ Kind       From -> to            Fields
 ========== ===================== ================================================================================
 HELLO      each side, once       oldest and newest wire version that it speaks, its id, its pid
 CALL       caller -> callee      call id, actor, method, plain positional arguments, or the payload of small arguments
+TELL       caller -> callee      as CALL: nothing is to be returned, and the REPLY says that the call is over
 APPLY      caller -> callee      call id, actor, method, plain positional arguments, *awaited refs* among them
 SEND       caller -> callee      call id, actor, method, mode (WANT_*), microseconds left, *value* (the arguments),
                                  descriptors of awaited refs, number of earlier attempts
@@ -59,8 +60,8 @@ An *input* is a tuple that begins with the index of a value in its graph; its le
 the constants beside it).
 
 For each kind, a function of its name builds the message, and `read_<kind>` returns its fields. No other module knows
-the position of a field. Some kinds are built as tuples where they are sent, and unpacked where they are handled: CALL
-and REPLY, because each function counts there, those of a pull (PULL to BROKEN), and RUN, FLOW and REPORT. Use:
+the position of a field. Some kinds are built as tuples where they are sent, and unpacked where they are handled: CALL,
+TELL and REPLY, because each function counts there, those of a pull (PULL to BROKEN), and RUN, FLOW and REPORT. Use:
 
     from aiodaft._protocol.connections import messages as m
 
@@ -94,12 +95,12 @@ INLINE_LIMIT: Final = 64 << 10
 # Arguments that need no encoding beyond the frame's own; longer text and bytes are encoded, and so accounted for.
 PLAIN_TEXT_LIMIT: Final = 1 << 10
 
-KINDS: Final = 36
+KINDS: Final = 37
 # The place of a kind is its number on the wire: a new one comes last.
 (
     HELLO, CALL, SEND, REPLY, RESULT, STORED, ERROR, CANCEL, ITEM, CREDIT, PULL, VALUE, MOVED, BROKEN, RELEASE, ADOPTED,
     NOTE, INTRODUCE, BYE, BORROW, JOIN, LEAVE, RING, RUN, FLOW, REPORT, SKIP, APPLY, FORWARD, ASK, GIVEN,
-    DEFINE, FORGET, ADMIT, DATA, REACH,
+    DEFINE, FORGET, ADMIT, DATA, REACH, TELL,
 ) = range(KINDS)  # fmt: skip
 
 # Stages of RING. USED, sent by both sides, is the last message of its direction that goes over the socket.
@@ -172,6 +173,7 @@ _LAYOUT: Final[dict[int, tuple[_Types, ...]]] = {
     ADMIT: (_STR, _BYTES),
     DATA: (_STR, _INT, _BYTES),
     REACH: (_TUPLE,),
+    TELL: (_INT, _INT, _STR, (tuple, bytes)),
 }
 
 _SHAPES: Final = {kind: frozenset((int, *types) for types in product(*fields)) for kind, fields in _LAYOUT.items()}

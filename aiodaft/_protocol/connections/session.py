@@ -27,6 +27,7 @@ from aiodaft._protocol.connections.messages import (
     CALL,
     HELLO,
     OLDEST_WIRE_VERSION,
+    TELL,
     WIRE_VERSION,
     Message,
     check_all,
@@ -41,6 +42,8 @@ CallT = TypeVar("CallT")
 # The window: unanswered calls of one connection, and bytes of their arguments.
 WINDOW: Final = 4096
 WINDOW_BYTES: Final = 64 << 20
+# Calls with arguments that are plain or encoded.
+_PLAIN: Final = (CALL, TELL)
 # Seconds without an answer after which the window grows.
 STALL: Final = 1.0
 
@@ -148,7 +151,7 @@ class Session(Generic[CallT]):
         Args:
             call_id: Number of the call.
             call: Kept with it until it is answered.
-            message: The CALL or SEND; None until `provide`.
+            message: The CALL, TELL or SEND; None until `provide`.
             cost: Bytes of arguments in it.
             admitted: The call was accepted before: do not refuse it.
 
@@ -176,7 +179,9 @@ class Session(Generic[CallT]):
         self.calls[call_id] = call
         # Behind another one that waits, it has to wait, too.
         blocked = bool(self._waiting)
-        self._waiting[call_id] = message if message is None or message[0] != CALL else self._encoder.frame(message)
+        self._waiting[call_id] = (
+            message if message is None or message[0] not in _PLAIN else self._encoder.frame(message)
+        )
         if cost:
             self._costs[call_id] = cost
         if not blocked:

@@ -336,7 +336,7 @@ class HostedActor:
             if call.stage is LATE:
                 # It returned a result after its deadline.
                 answer, given = self._fail_late, None
-            elif call.responder.is_local or is_plain(result):
+            elif call.dropped or call.responder.is_local or is_plain(result):
                 answer, given = call.responder.answer, result
             elif (small := encode_small((result,), by_name=True)) is not None:
                 answer, given = call.responder.answer_stored, small

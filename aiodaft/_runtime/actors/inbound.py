@@ -48,8 +48,15 @@ class Inbound:
 
     def call_came(self, connection: Connection, message: Message) -> None:
         """CALL came."""
+        self._short_came(connection, message, WANT_REPLY)
+
+    def tell_came(self, connection: Connection, message: Message) -> None:
+        """TELL came."""
+        self._short_came(connection, message, WANT_NOTHING)
+
+    def _short_came(self, connection: Connection, message: Message, mode: int) -> None:
         _, number, actor, name, args = message
-        call = self._accept(connection, number, actor, name, WANT_REPLY, args)
+        call = self._accept(connection, number, actor, name, mode, args)
         if call is not None:
             if args.__class__ is bytes:
                 call.received = ReceivedValue(args, None, [], [], connection.definitions.heard)
@@ -158,6 +165,8 @@ class Inbound:
         if responder is None:
             responder = self._responders[connection.remote] = RemoteResponder(connection, self._store, self._refs)
         call = InboundCall(responder, connection.remote, number, hosted, spec, mode, args)
+        if mode == WANT_NOTHING:
+            call.dropped = True
         if responder.calls.setdefault(number, call) is not call:
             raise RemoteProtocolError(f"{connection.remote} uses the number of call {number} twice")
         return call if hosted.bounds is None or hosted.admits(call) else None

@@ -283,7 +283,8 @@ class Target:
 
     def tell(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call a method without a reply."""
-        spec.check(args, kwargs)
+        if kwargs or not spec.low <= len(args) <= spec.high:
+            spec.check(args, kwargs)
         number = self.caller.next_number()
         state = TellState(spec.label, own=self.actor < FIRST_USER_ACTOR)
         self.caller.outgoing.submit(Request(self, spec, args, kwargs, number, WANT_NOTHING, state))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Iterable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from weakref import ref
 
 from aiodaft._protocol.calls.order import Entry, Order
 from aiodaft._protocol.connections import messages as m
-from aiodaft._protocol.connections.messages import CALL, WANT_REPLY, Message
+from aiodaft._protocol.connections.messages import CALL, TELL, WANT_NOTHING, WANT_REPLY, Message
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.actors.inbound import Inbound
@@ -27,6 +27,9 @@ from aiodaft._runtime.serialization.pickling import TooLong
 from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.exceptions import BorrowError, DaftError, Overloaded, ResourceExhausted, RuntimeClosed
 from aiodaft.ref import Ref
+
+# The kinds of calls that have neither deadline nor earlier attempts.
+_SHORT: Final = {WANT_REPLY: CALL, WANT_NOTHING: TELL}
 
 
 class Submitted(Entry, Protocol):
@@ -87,9 +90,9 @@ class Outgoing:
                 return
             if not isinstance(state, TellState):
                 state.connection = connection
-            short = request.mode == WANT_REPLY and deadline is None and not request.attempt
+            short = deadline is None and not request.attempt and request.mode in _SHORT
             if short and not request.kwargs and all_plain(args):
-                message = (CALL, request.number, target.actor, request.spec.name, args)
+                message = (_SHORT[request.mode], request.number, target.actor, request.spec.name, args)
                 if target.actor < FIRST_USER_ACTOR:
                     connection.submit_own(request.number, state, message)
                 else:
@@ -156,10 +159,11 @@ class Outgoing:
     # The slower ways.
 
     def _submit_encoded(self, connection: Connection, request: Request, short: bool) -> None:
-        """`short`: CALL has fields for all that is to be said of the call, besides its arguments."""
+        """`short`: CALL or TELL has fields for all that is to be said of the call, besides its arguments."""
         args = request.args
         if (
             short
+            and request.mode == WANT_REPLY
             and not request.kwargs
             and Ref in map(type, args)
             and submit_with_refs(self._refs, connection, request)
@@ -174,8 +178,10 @@ class Outgoing:
                 payload, defined = small
                 if defined:
                     connection.tell(defined)
-                message: Message = (CALL, number, request.target.actor, request.spec.name, payload)
-                if not short:
+                message: Message
+                if short:
+                    message = (_SHORT[request.mode], number, request.target.actor, request.spec.name, payload)
+                else:
                     message = self._send(request, (payload, None, (), ()))
                 submit(number, state, message, len(payload), admitted)
                 return

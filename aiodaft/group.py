@@ -276,7 +276,8 @@ class Group(Generic[ActorT]):
             ValueError: The axes do not fit the number.
             InsufficientResources: There are not enough resources; the group stays as it is.
 
-        Cancellation: new members are taken back, and the group stays as it is; members to be stopped are killed.
+        Cancellation: members that are being made are taken back, and the group stays as it is; once all are made, the
+        group is as it is to be. Members to be stopped are killed.
         """
         owner = self._owner
         if owner is None:

@@ -17,6 +17,7 @@ from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.scope_actors import Constraints, Reserved, ScopeActors, Seat
 from aiodaft._runtime.supervision.child_spec import Enrolment
 from aiodaft.actor import Handle, target_of
+from aiodaft.group import Group
 from aiodaft.ref import Ref
 
 
@@ -65,22 +66,22 @@ class GroupMembers:
 
         Cancellation: they are taken back.
         """
-        cls, constraints, first = self._class, self._constraints, len(self._enrolments)
+        cls, first = self._class, len(self._enrolments)
         self._scope.check_open(f"{cls.__name__} cannot be spawned")
         base = self._owner.new_label(cls)
         labels = [f"{base}[{rank}]" for rank in range(first, wanted.size)]
-        request = await self._scope.request(base, constraints.demand(cls), constraints, len(labels))
-        shares = await self._actors.reserve(request, labels, constraints, self._scope.beside(constraints))
+        where = self._where(first, wanted.size)
+        shares = await self._reserve(base, labels, where)
         enrolments = [Enrolment(wanted, rank) for rank in range(first, wanted.size)]
         made: dict[str, Handle] = {}
 
-        async def make(label: str, share: Reserved, enrolment: Enrolment) -> None:
+        async def make(label: str, share: Reserved, enrolment: Enrolment, there: Constraints) -> None:
             seat = Seat(label, share, enrolment)
-            made[label] = await self._scope.spawn_one(cls, self._args, self._kwargs, constraints, seat)
+            made[label] = await self._scope.spawn_one(cls, self._args, self._kwargs, there, seat)
 
         try:
             # Waits for all, even if one fails or all are cancelled: a cancelled spawn stops its actor.
-            results = await asyncio.gather(*map(make, labels, shares, enrolments), return_exceptions=True)
+            results = await asyncio.gather(*map(make, labels, shares, enrolments, where), return_exceptions=True)
             for error in filter(None, results):
                 raise error
         except BaseException:
@@ -89,6 +90,31 @@ class GroupMembers:
             raise
         self._enrolments += enrolments
         return [made[label] for label in labels]
+
+    def _where(self, first: int, end: int) -> list[Constraints]:
+        """The constraints on each of these ranks: beside a group, each shares the process of the same rank there."""
+        given = self._constraints
+        if not isinstance(given.beside, Group):
+            return [given] * (end - first)
+        hosts = list(given.beside)
+        if len(hosts) < end:
+            raise ValueError(f"{end} members go beside {given.beside!r}: there have to be as many, for rank by rank")
+        return [given._replace(beside=host) for host in hosts[first:end]]
+
+    async def _reserve(self, base: str, labels: list[str], where: list[Constraints]) -> list[Reserved]:
+        """Reserve the shares of all members, or of none."""
+        shares: list[Reserved] = []
+        # A gang has its members in one place, or wherever there is room. Beside a group, each has a place of its own.
+        singles = [([label], there) for label, there in zip(labels, where, strict=True)]
+        gangs = singles if isinstance(self._constraints.beside, Group) else [(labels, self._constraints)]
+        try:
+            for gang, there in gangs:
+                request = await self._scope.request(base, there.demand(self._class), there, len(gang))
+                shares += await self._actors.reserve(request, gang, there, self._scope.beside(there))
+        except BaseException:
+            self._actors.release(shares)
+            raise
+        return shares
 
     def tell(self, roster: Roster[Any], handles: list[Any]) -> Awaitable[object]:
         """Tell every member that is up; the others are told before they are up again.

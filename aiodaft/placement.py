@@ -134,7 +134,8 @@ class Spawner(ABC):
             gpus: GPUs each of them needs: whole ones are exclusive, a fraction shares one.
             resources: Other things each needs, as declared by `Runtime(resources=...)`.
             node: Name of the node, which is a machine.
-            with_: An actor to share the process with: refs between them cost nothing.
+            with_: An actor to share the process with: refs between them cost nothing. For `group` and `host_group` also
+                a group with at least as many members: each new member shares the process of the same rank there.
             patience: How long to wait for an actor that does not answer; in a shared process, the longest patience
                 counts. Overrides the class line.
             restart: What happens when one of them dies. A policy is for each of them alone, and overrides the class
@@ -191,6 +192,7 @@ class Spawner(ABC):
         """
         scope, constraints = self._spawning()
         actor_class = _check_class(cls, args, kwargs, plain="host")
+        _check_single(constraints)
 
         async def start() -> ActorT:
             return cast("ActorT", await scope.spawn_one(actor_class, args, kwargs, constraints))
@@ -210,6 +212,7 @@ class Spawner(ABC):
         scope, constraints = self._spawning()
         actor_class = _check_class(cls, args, kwargs, plain="host")
         constraints = constraints._replace(name=check_name(name))
+        _check_single(constraints)
         return cast("ActorT", await scope.get_or_spawn(actor_class, args, kwargs, constraints))
 
     def host(self, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[Service[T]]:
@@ -220,6 +223,7 @@ class Spawner(ABC):
         """
         scope, constraints = self._spawning()
         hosted_class = _check_class(cls, args, kwargs)
+        _check_single(constraints)
 
         async def start() -> Service[T]:
             return Service(await scope.spawn_one(hosted_class, args, kwargs, constraints), hosted_class)
@@ -430,10 +434,16 @@ def _actors_in(given: object, name: str) -> tuple[object, ...]:
 
 
 def _check_beside(constraints: Constraints) -> None:
-    [actor] = _actors_in([constraints.beside], "with_")
+    actor = constraints.beside
+    _actors_in(actor if isinstance(actor, Group) else [actor], "with_")
     for name in ("node", "labels", "near", "apart_from", "spread"):
         if getattr(constraints, name):
             raise ValueError(f"{name} cannot be combined with with_: the process of {actor!r} has its place")
+
+
+def _check_single(constraints: Constraints) -> None:
+    if isinstance(constraints.beside, Group):
+        raise ValueError(f"one actor goes beside one actor: give a member, with_=group[0], not {constraints.beside!r}")
 
 
 def _check_mesh(constraints: Constraints) -> None:

@@ -302,7 +302,13 @@ class Scope(Spawner):
         members = GroupMembers(self, controller, self._scope_actors, cls, args, kwargs, constraints)
         kind = Group if issubclass(cls, Actor) else ServiceGroup
         group: Group[Any] = kind(Roster(controller.new_group(cls), 0, 0, Axes()), cls, members)
-        await group.resize(n, axes=axes.sizes or None)
+        try:
+            await group.resize(n, axes=axes.sizes or None)
+        except BaseException:
+            if len(group):
+                # They are made, and were being told of each other.
+                await self.stop_group(group)
+            raise
         return group
 
     async def spawn_mesh(self, hosts: int, demand: Demand, constraints: Constraints) -> Mesh:

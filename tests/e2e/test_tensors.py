@@ -342,3 +342,14 @@ async def test_a_group_gets_a_tensor_in_parts_along_its_first_dimension(rt: aiod
     parts = await group.split(Keeper.echo, batch)
     assert [part.shape[0] for part in parts] == [2, 1]
     assert torch.equal(torch.cat(parts), batch)
+
+
+async def test_groups_in_the_same_processes_hand_over_tensors_without_a_copy(rt: aiodaft.Runtime) -> None:
+    trainers = await rt.group(2, Keeper)
+    generators = await rt.on(with_=trainers).group(2, Keeper)
+    made = trainers.all(Keeper.make, 4 * MIB, 1.5)
+    await generators.each(Keeper.keep, made)
+    # The same memory, in processes of their own.
+    assert await generators.all(Keeper.address) == await trainers.all(Keeper.address)
+    assert await generators.each(Keeper.is_mine, made) == [True, True]
+    assert await generators.all(Keeper.kept) == [4 * MIB * 1.5] * 2

@@ -49,6 +49,7 @@ from aiodaft.methods import method
 from aiodaft.placement import Mesh, Placement, Slice, Spawned
 from aiodaft.program import run, start, stop
 from aiodaft.ref import Ref, Refs, Stream, borrow, lazy
+from aiodaft.resharding import Layout, ReshardPlan, Sharding, reshard
 from aiodaft.runtime import Runtime
 from aiodaft.scope import Scope
 from aiodaft.service import Service, ServiceGroup
@@ -75,6 +76,7 @@ __all__ = [
     "InsufficientResources",
     "KeyFileError",
     "LaunchFailed",
+    "Layout",
     "LeaseLost",
     "Mesh",
     "NameNotFound",
@@ -90,6 +92,7 @@ __all__ = [
     "Refs",
     "Registration",
     "RemoteError",
+    "ReshardPlan",
     "ResourceExhausted",
     "Restart",
     "RestartLimitReached",
@@ -99,6 +102,7 @@ __all__ = [
     "SerializationError",
     "Service",
     "ServiceGroup",
+    "Sharding",
     "Slice",
     "SpawnFailed",
     "Spawned",
@@ -121,6 +125,7 @@ __all__ = [
     "method",
     "policies",
     "register",
+    "reshard",
     "run",
     "start",
     "stop",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.process import current_process
@@ -33,17 +33,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     import torch  # noqa: PLC0415 - optional package
 
     shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)  # type: ignore[arg-type]  # as torch.empty
-    dtype = dtype or torch.get_default_dtype()
-    nbytes = shape.numel() * dtype.itemsize
-    if not nbytes:
-        return torch.empty(shape, dtype=dtype)
-    store = current_process().part(Store)
-    block = store.transport.allocate(nbytes)
-    flat = torch.frombuffer(block.view, dtype=torch.uint8, count=nbytes)
-    storage: Any = flat.untyped_storage()
-    store.share(block.address, block)
-    weakref.finalize(storage, store.unshare, block.address).atexit = False
-    return flat.view(dtype).view(shape)
+    return current_process().part(Store).empty(shape, dtype or torch.get_default_dtype())
 
 
 class Registration:

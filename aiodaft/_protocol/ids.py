@@ -12,13 +12,14 @@ ActorId = NewType("ActorId", int)
 # A call, and its result: unique within the process that made the call.
 CallId = NewType("CallId", int)
 
-# Every process hosts two actors that serve its peers; the controller (or a node process) hosts more.
+# Every process hosts actors that serve its peers; the controller (or a node process) hosts more.
 AGENT: Final = ActorId(0)
 CHANNELS: Final = ActorId(3)
 NODE: Final = ActorId(1)
 COORDINATOR: Final = ActorId(2)
 SUPERVISOR: Final = ActorId(4)
 CODE: Final = ActorId(5)
+RESHARDING: Final = ActorId(7)
 FIRST_USER_ACTOR: Final = ActorId(16)
 
 _EPOCH_SHIFT: Final = 32

@@ -255,3 +255,26 @@ async def test_what_cannot_be_registered_is_refused_with_the_reason(module_rt: a
     aiodaft.register(torch.zeros(0, 3)).close()
     with aiodaft.register(whole[:50]), aiodaft.register(whole[50:]):
         assert len(peer_of(module_rt).store.registered) == 2
+
+
+async def test_shared_memory_and_other_memory_in_one_result(module_rt: aiodaft.Runtime) -> None:
+    """The tensor in shared memory is read in place, the other one is a snapshot."""
+    keeper, other = await module_rt.spawn(Keeper), await module_rt.spawn(Keeper)
+    both = keeper.make_both(SIZE, 2.0)
+    await keeper.overwrite(5.0)
+    for _ in range(2):
+        shared, plain = await other.echo(both)
+        assert shared.min() == shared.max() == plain.min() == plain.max() == 2.0
+
+
+async def test_a_lent_value_is_not_copied_for_its_own_process(module_rt: aiodaft.Runtime) -> None:
+    keeper = await module_rt.spawn(Keeper)
+    lent = keeper.lend(SIZE, 2.0)
+    assert await keeper.is_mine(lent)
+    assert await keeper.stored_bytes() == 0
+    # It is there for other processes nevertheless; and once it was written to, it is what nobody gets.
+    assert (await lent).max() == 2.0
+    again = keeper.lend(SIZE, 3.0)
+    await keeper.overwrite(4.0)
+    with pytest.raises(aiodaft.BorrowError):
+        await keeper.is_mine(again)

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import torch
+from here import copied_bytes
 from torch import Tensor
 
 import aiodaft
@@ -45,6 +46,17 @@ class Keeper(Actor):
         self.tensor = torch.full((size,), value)
         self.lent = aiodaft.borrow(self.tensor)
         return self.lent
+
+    @method
+    async def make_both(self, size: int, value: float) -> tuple[Tensor, Tensor]:
+        """One tensor in shared memory, and one that is not."""
+        self.tensor = torch.full((size,), value)
+        return aiodaft.empty(size).fill_(value), self.tensor
+
+    @method
+    async def stored_bytes(self) -> int:
+        """The memory that values of this process take besides their tensors."""
+        return copied_bytes()
 
     @method
     async def wait_returned(self) -> bool:

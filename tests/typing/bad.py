@@ -93,3 +93,10 @@ async def supervision(rt: Runtime) -> None:
     rt.scope(restart="permanent")  # E42 not a policy
     wrong: int = await rt.rebind(rt)  # E43 a handle of another type
     aiodaft.method(retries="twice")  # E44 not a number of retries
+
+
+async def resharding(rt: Runtime, layout: aiodaft.Layout) -> None:
+    aiodaft.Sharding(shape="2", dims={0: "tp"})  # E58 no dtype
+    plan = aiodaft.reshard(layout, {"tp": 3})  # E59 not a layout
+    models = await rt.group(2, Model, "w")
+    await plan.move(models.all(Model.sync, 1), to=models)  # E60 results that are no shards

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from typing import Any, assert_type
+from typing import TYPE_CHECKING, Any, assert_type
 
 import aiodaft
 from aiodaft import (
@@ -30,6 +30,9 @@ from aiodaft import (
     method,
 )
 from aiodaft.pipeline import drive, one_f_one_b
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Tensor:
@@ -445,12 +448,36 @@ async def pipelines(rt: Runtime) -> None:
         assert len(results) == 2
 
 
+class Sharded(aiodaft.Actor):
+    """Has a shard, of no tensors."""
+
+    @method
+    async def state(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    @method
+    async def load(self, state: dict[str, torch.Tensor]) -> int:
+        return len(state)
+
+
+async def resharding(rt: Runtime) -> None:
+    """Layouts and plans."""
+    layout = aiodaft.Layout({"pp": 1, "tp": 1}, {})
+    plan = aiodaft.reshard(layout, aiodaft.Layout({}, {}), colocated=False)
+    assert_type(plan, aiodaft.ReshardPlan)
+    assert_type(plan.received, tuple[int, ...])
+    group = await rt.group(1, Sharded)
+    new = await plan.move(group.all(Sharded.state), to=group)
+    assert_type(new, "Refs[dict[str, torch.Tensor]]")
+    assert_type(await group.each(Sharded.load, new), list[int])
+
+
 async def main() -> str:
     """Run all of it."""
     async with Runtime(gpus=8) as rt:
         assert_type(rt, Runtime)
         registered(aiodaft.Registration(list))
-        for part in (calls, refs, owners, groups, services, dataflows, supervised, pipelines):
+        for part in (calls, refs, owners, groups, services, dataflows, supervised, resharding, pipelines):
             await part(rt)
     started = await aiodaft.start()
     assert_type(started, Runtime)

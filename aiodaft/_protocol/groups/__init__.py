@@ -1,1 +1,1 @@
-"""Who is in a group, and what its members do together."""
+"""Who is in a group, what its members do together, and how tensors are laid out over them."""

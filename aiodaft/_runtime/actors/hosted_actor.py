@@ -402,7 +402,7 @@ class HostedActor:
         lender = result if isinstance(result, Borrowed) else None
         value = result if lender is None else lender.value
         stored = await store.keep_anywhere(value, Names(label, ((what, value),)), via=via, lender=lender, small=small)
-        if stored.lent or store.pack_now(stored):
+        if stored.wholly_lent or store.pack_now(stored):
             return stored
         if len(self.running) > 1:
             store.pack_here(stored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -209,12 +210,12 @@ class Store:
         await stored.wait_filled()
 
     def keep_patiently(self, result: Any, label: str, via: str | None, *, small: bool = True) -> StoredValue:
-        """Encode a result, and pack it if it is not lent. May take long: not on the loop."""
+        """Encode a result, and pack what is not lent. May take long: not on the loop."""
         lender = result if isinstance(result, Borrowed) else None
         value = result if lender is None else lender.value
         names = Names(label, (("result", value),))
         stored = self.keep(value, names, via=via, lender=lender, patient=True, small=small)
-        if not stored.lent:
+        if not stored.wholly_lent:
             self.pack_here(stored)
         return stored
 
@@ -324,11 +325,21 @@ class Store:
         for key in [key for key, stored in self.entries.items() if remote in (key[0], stored.root)]:
             self.drop(key)
 
-    def share(self, address: int, block: Block) -> None:
-        """Remember that a tensor made by `empty()` begins at an address."""
-        self._shared[address] = block, self._forks.value
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised CPU tensor in memory that other processes can map."""
+        import torch  # noqa: PLC0415 - optional package
 
-    def unshare(self, address: int) -> None:
+        nbytes = shape.numel() * dtype.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype)
+        block = self.transport.allocate(nbytes)
+        flat = torch.frombuffer(block.view, dtype=torch.uint8, count=nbytes)
+        storage: Any = flat.untyped_storage()
+        self._shared[block.address] = block, self._forks.value
+        weakref.finalize(storage, self._unshare, block.address).atexit = False
+        return flat.view(dtype).view(shape)
+
+    def _unshare(self, address: int) -> None:
         """Release the block of a freed tensor. It is not reused if a forked child may have the tensor."""
         block, forks = self._shared.pop(address)
         if self._forks.value != forks:

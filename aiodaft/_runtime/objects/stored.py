@@ -151,6 +151,11 @@ class StoredValue:
                 yield transport, transport.grant(transport.adopt(cast("Block", block)), connection)
 
     @property
+    def wholly_lent(self) -> bool:
+        """Whether every buffer is read in place."""
+        return self.lent and all(source.lent for source in self.encoded.sources)
+
+    @property
     def is_free(self) -> bool:
         """Whether keeping it keeps nothing else: no memory of the user, no block, no ref."""
         return self.is_inline and self._lender is None and not (self.lent or self.refs)
@@ -223,10 +228,10 @@ class StoredValue:
                 # It was released meanwhile, before it had the block.
                 block.release()
         self.packed = True
-        for source in encoded.sources:
+        for index, source in enumerate(encoded.sources):
             if not source.lent:
-                # After the copy, the original is not needed any more.
-                source.keep = source.fill = source.version = None
+                # After the copy, the original is not needed any more, and may change.
+                source.keep = source.fill = source.version = self._versions[index] = None
 
     def blobs_for(self, connection: Route) -> bytes | tuple[tuple[str, Grant], ...] | None:
         """Grant the blocks to a peer. Returns the field for the message.
@@ -270,6 +275,16 @@ class StoredValue:
         """The object that buffer `index` was made of, if it is unchanged."""
         find = self.origins[index] if self.origins else None
         return None if find is None else find()
+
+    def originals(self) -> list[Any] | None:
+        """The objects that the buffers of a lent value were made of; None if one is gone, or was changed.
+
+        Not for accelerators, whose streams have to wait for each other.
+        """
+        if not self.lent or self._devices is not None:
+            return None
+        found = [self.origin(index) for index in range(len(self.encoded.sources))]
+        return None if any(one is None for one in found) else found
 
     def release(self) -> None:
         """Release the memory: it is reused once the last reader is done. Idempotent."""

@@ -1,0 +1,282 @@
+"""Moves tensors by a plan of `_protocol.groups.reshard`: an actor in every process.
+
+The destination asks the sources for parcels: pieces of tensors, one after the other, as bytes. A source cuts a parcel
+when it is asked, and frees it when the destination has it; neither has more on the way than the plan allows.
+
+    controller -- receive --> destination -- cut --> source     The parcel comes as the result of `cut`, like any
+                              (each rank)            (its shard) other value: over `shm`, `tcp` or `ucx`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+
+from aiodaft._protocol.connections.messages import INLINE_LIMIT
+from aiodaft._protocol.groups.reshard import Piece
+from aiodaft._protocol.ids import RESHARDING, PeerId
+from aiodaft._runtime.calls.call import Caller
+from aiodaft._runtime.graphs.captured_call import Opaque
+from aiodaft._runtime.objects.ref_state import UnhandledErrors
+from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.platform.threads import SYNC_COPY
+from aiodaft._runtime.serialization.errors import add_note
+from aiodaft._runtime.serialization.tensors import is_dense_tensor
+from aiodaft.actor import Actor
+from aiodaft.exceptions import DaftError
+from aiodaft.methods import method
+from aiodaft.ref import Ref, borrow
+
+if TYPE_CHECKING:
+    import torch
+
+# Name, dtype and shape of a tensor of a shard.
+Expected: TypeAlias = tuple[str, str, tuple[int, ...]]
+
+
+class Source(NamedTuple):
+    """A rank of the source: its process, what to call it, and its shard."""
+
+    peer: PeerId
+    label: str
+    shard: Ref[Mapping[str, torch.Tensor]]
+
+
+class Transit:
+    """Bytes of this process that are on the way."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        # The most that there were at a time.
+        self.most = 0
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+
+class Room:
+    """Bytes on the way in one direction. What is too much waits."""
+
+    def __init__(self, transit: Transit) -> None:
+        self._transit = transit
+        self._used = 0
+        self._freed = asyncio.Event()
+
+    async def take(self, nbytes: int, bound: int) -> None:
+        """Wait until there is room below the bound; something larger than that waits until there is nothing else."""
+        while self._used and self._used + nbytes > bound:
+            self._freed.clear()
+            await self._freed.wait()
+        self._used += nbytes
+        self._transit.add(nbytes)
+
+    def give_back(self, nbytes: int, _: object = None) -> None:
+        self._used -= nbytes
+        self._transit.add(-nbytes)
+        self._freed.set()
+
+
+class Resharding(Actor):
+    """Cuts the shards of this process, and puts together new ones."""
+
+    def __init__(self, caller: Caller, store: Store) -> None:
+        self._caller = caller
+        self._process = caller.process
+        self._store = store
+        self.transit = Transit()
+        # What was cut here and has not arrived.
+        self.cut_room = Room(self.transit)
+
+    # The source.
+
+    @method(ordered=False)
+    async def check(self, shard: Mapping[str, torch.Tensor], rank: int, expected: Sequence[Expected]) -> None:
+        """Compare a shard with its layout.
+
+        Raises:
+            TypeError: It is no dict of plain tensors.
+            ValueError: Names, shapes or dtypes differ.
+        """
+        _check(shard, rank, expected)
+
+    @method(ordered=False)
+    async def cut(
+        self, shard: Mapping[str, torch.Tensor], parcel: Sequence[tuple[Any, ...]], bound: int
+    ) -> torch.Tensor:
+        """Return pieces of a shard as bytes, without gaps. Waits while `bound` bytes are on the way."""
+        pieces = [Piece(*fields) for fields in parcel]
+        nbytes = sum(piece.nbytes for piece in pieces)
+        await self.cut_room.take(nbytes, bound)
+        try:
+            flat = self._allocate((nbytes,), "uint8")
+        except BaseException:
+            self.cut_room.give_back(nbytes)
+            raise
+        # With the last user of its memory; any thread may run this.
+        freed = partial(self._process.call_soon, partial(self.cut_room.give_back, nbytes))
+        weakref.finalize(flat.untyped_storage(), freed).atexit = False
+        await self._copy(partial(_fill, flat, shard, pieces), nbytes)
+        return flat
+
+    # The destination.
+
+    @method(ordered=False)
+    async def receive(
+        self,
+        new: Sequence[Expected],
+        kept: Sequence[tuple[Any, ...]],
+        parcels: Sequence[Sequence[tuple[Any, ...]]],
+        bound: int,
+        sources: Opaque,
+    ) -> dict[str, torch.Tensor]:
+        """Put a shard together.
+
+        Args:
+            new: Its tensors.
+            kept: Pieces of shards of this process.
+            parcels: The pieces of other processes, in messages.
+            bound: The bytes that may be on the way to here.
+            sources: The ranks that give pieces.
+
+        Raises:
+            DaftError: A source is lost, or its shard.
+        """
+        ranks = cast("Mapping[int, Source]", sources.content)
+        tensors = {name: self._allocate(shape, dtype) for name, dtype, shape in new}
+        await self._keep(tensors, [Piece(*fields) for fields in kept], ranks)
+        error: BaseException | None = None
+        try:
+            await self._fetch_all(tensors, [[Piece(*fields) for fields in parcel] for parcel in parcels], ranks, bound)
+        except BaseExceptionGroup as errors:
+            # The others follow from the first one, or say the same.
+            error = errors.exceptions[0]
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # Its frames lead here.
+                del error
+        # The actor gets these objects; nothing is copied, unless another process asks for them.
+        return borrow(tensors)
+
+    async def _fetch_all(
+        self, tensors: dict[str, torch.Tensor], parcels: list[list[Piece]], ranks: Mapping[int, Source], bound: int
+    ) -> None:
+        room = Room(self.transit)
+        async with asyncio.TaskGroup() as group:
+            for pieces in parcels:
+                nbytes = sum(piece.nbytes for piece in pieces)
+                await room.take(nbytes, bound)
+                task = group.create_task(self._fetch(tensors, pieces, ranks[pieces[0].source], bound))
+                task.add_done_callback(partial(room.give_back, nbytes))
+
+    async def _keep(self, tensors: dict[str, torch.Tensor], pieces: list[Piece], ranks: Mapping[int, Source]) -> None:
+        """Copy what this process has."""
+        for piece in pieces:
+            shard = await ranks[piece.source].shard
+            await self._copy(partial(_keep, tensors, shard, piece), piece.nbytes)
+
+    async def _fetch(self, tensors: dict[str, torch.Tensor], pieces: list[Piece], source: Source, bound: int) -> None:
+        """Bring one parcel: straight to where it belongs, if that is one place."""
+        actor = resharding_of(self._caller, source.peer, source.label)
+        parcel = actor.cut(source.shard, [tuple(piece) for piece in pieces], bound)
+        try:
+            place = _region(tensors, pieces[0]) if len(pieces) == 1 else None
+            if place is not None and place.is_contiguous() and place.nbytes > INLINE_LIMIT:
+                await parcel.into(_bytes_of(place))
+            else:
+                flat = await parcel
+                await self._copy(partial(_place, tensors, flat, pieces), flat.nbytes)
+        except DaftError as error:
+            add_note(error, f"{pieces[0].name!r} was on its way from {source.label} for a new layout")
+            raise
+        finally:
+            # At once: a cancelled `into` cancels nothing, and a traceback may refer to the ref.
+            parcel.cancel()
+            parcel.free()
+
+    # Memory.
+
+    def _allocate(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        """Memory for a tensor; a large one lies where other processes can read it."""
+        import torch  # noqa: PLC0415 - optional package
+
+        kind: torch.dtype = getattr(torch, dtype)
+        if prod(shape) * kind.itemsize <= INLINE_LIMIT:
+            return torch.empty(tuple(shape), dtype=kind)
+        return self._store.empty(torch.Size(shape), kind)
+
+    async def _copy(self, job: Callable[[], object], nbytes: int) -> None:
+        if nbytes > SYNC_COPY:
+            await self._store.run_to_end(job)
+        else:
+            job()
+
+
+def resharding_of(caller: Caller, peer: PeerId, label: str, sink: UnhandledErrors | None = None) -> Resharding:
+    """The actor of a process; errors name the rank by `label`."""
+    return cast("Resharding", caller.handle(peer, RESHARDING, label, Resharding, sink))
+
+
+def _check(shard: object, rank: int, expected: Sequence[Expected]) -> None:
+    of = f"the shard of rank {rank} of the source"
+    if not isinstance(shard, Mapping):
+        raise TypeError(f"{of} is {type(shard).__name__}, and a dict of tensors is expected")
+    for name, dtype, shape in expected:
+        if name not in shard:
+            raise ValueError(f"{of} has no {name!r}; its layout expects torch.{dtype} of shape {tuple(shape)}")
+        tensor = shard[name]
+        if not is_dense_tensor(tensor):
+            raise TypeError(f"{name!r} in {of} is {type(tensor).__name__}, and a plain tensor is expected")
+        if str(tensor.dtype) != f"torch.{dtype}" or tuple(tensor.shape) != tuple(shape):
+            raise ValueError(
+                f"{name!r} in {of} is {tensor.dtype} of shape {tuple(tensor.shape)}; "
+                f"its layout expects torch.{dtype} of shape {tuple(shape)}"
+            )
+    surplus = shard.keys() - {name for name, _, _ in expected}
+    if surplus:
+        raise ValueError(f"{of} has {min(map(repr, surplus))}, which its layout does not expect there")
+
+
+def _slices(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
+
+
+def _region(tensors: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
+    return tensors[piece.name][_slices(piece.target_start, piece.size)]
+
+
+def _given(shard: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
+    return shard[piece.name].detach()[_slices(piece.source_start, piece.size)]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without gaps as bytes."""
+    import torch  # noqa: PLC0415 - optional package
+
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _fill(flat: torch.Tensor, shard: Mapping[str, torch.Tensor], pieces: Sequence[Piece]) -> None:
+    at = 0
+    for piece in pieces:
+        given = _given(shard, piece)
+        flat[at : at + piece.nbytes].view(given.dtype).view(given.shape).copy_(given)
+        at += piece.nbytes
+
+
+def _place(tensors: Mapping[str, torch.Tensor], flat: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    at = 0
+    for piece in pieces:
+        place = _region(tensors, piece)
+        place.copy_(flat[at : at + piece.nbytes].view(place.dtype).view(place.shape))
+        at += piece.nbytes
+
+
+def _keep(tensors: Mapping[str, torch.Tensor], shard: Mapping[str, torch.Tensor], piece: Piece) -> None:
+    _region(tensors, piece).copy_(_given(shard, piece))

@@ -69,9 +69,10 @@ class GroupMembers:
         cls, first = self._class, len(self._enrolments)
         self._scope.check_open(f"{cls.__name__} cannot be spawned")
         base = self._owner.new_label(cls)
-        labels = [f"{base}[{rank}]" for rank in range(first, wanted.size)]
-        where = self._where(first, wanted.size)
-        shares = await self._reserve(base, labels, where)
+        gangs = self._gangs(first, wanted.size)
+        shares = await self._reserve(base, gangs)
+        labels = [share.wish.label for share in shares]
+        where = [there for ranks, there in gangs for _ in ranks]
         enrolments = [Enrolment(wanted, rank) for rank in range(first, wanted.size)]
         made: dict[str, Handle] = {}
 
@@ -91,26 +92,26 @@ class GroupMembers:
         self._enrolments += enrolments
         return [made[label] for label in labels]
 
-    def _where(self, first: int, end: int) -> list[Constraints]:
-        """The constraints on each of these ranks: beside a group, each shares the process of the same rank there."""
+    def _gangs(self, first: int, end: int) -> list[tuple[range, Constraints]]:
+        """The ranks that are placed together, and their constraints: one place, or wherever there is room.
+
+        Beside a group, each rank has a place of its own: the process of the same rank there.
+        """
         given = self._constraints
         if not isinstance(given.beside, Group):
-            return [given] * (end - first)
+            return [(range(first, end), given)]
         hosts = list(given.beside)
         if len(hosts) < end:
             raise ValueError(f"{end} members go beside {given.beside!r}: there have to be as many, for rank by rank")
-        return [given._replace(beside=host) for host in hosts[first:end]]
+        return [(range(rank, rank + 1), given._replace(beside=hosts[rank])) for rank in range(first, end)]
 
-    async def _reserve(self, base: str, labels: list[str], where: list[Constraints]) -> list[Reserved]:
+    async def _reserve(self, base: str, gangs: list[tuple[range, Constraints]]) -> list[Reserved]:
         """Reserve the shares of all members, or of none."""
         shares: list[Reserved] = []
-        # A gang has its members in one place, or wherever there is room. Beside a group, each has a place of its own.
-        singles = [([label], there) for label, there in zip(labels, where, strict=True)]
-        gangs = singles if isinstance(self._constraints.beside, Group) else [(labels, self._constraints)]
         try:
-            for gang, there in gangs:
-                request = await self._scope.request(base, there.demand(self._class), there, len(gang))
-                shares += await self._actors.reserve(request, gang, there, self._scope.beside(there))
+            for ranks, there in gangs:
+                request = await self._scope.request(base, there.demand(self._class), there, len(ranks))
+                shares += await self._actors.reserve(request, ranks.start, there, self._scope.beside(there))
         except BaseException:
             self._actors.release(shares)
             raise

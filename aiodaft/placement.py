@@ -469,6 +469,9 @@ def _check_class(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain:
         raise TypeError(
             f"{cls.__name__} is abstract: {', '.join(sorted(getattr(cls, '__abstractmethods__', ())))} are missing"
         )
+    for enter, leave in (("__aenter__", "__aexit__"), ("__enter__", "__exit__")):
+        if hasattr(cls, enter) and not hasattr(cls, leave):
+            raise TypeError(f"{cls.__name__} has {enter} and no {leave}: an actor is left when it is stopped")
     signature = signature_of(cls)
     if signature is not None:
         try:

@@ -71,7 +71,7 @@ class Owner(ABC):
         self.contact = CoordinatorContact(peer.caller, self.nodes)
         self.placing = Placing(lambda coro, name: process.tasks.start(coro, name=name))
         self.directory = Directory(peer.caller, self.nodes, root)
-        self.directory.on_over = lambda number: self.coordinator.release.tell(process.id, number)
+        self.directory.on_over = lambda number: self.contact.free_names(process.id, number)
         peer.add_actor(SUPERVISOR, "supervisor", self.directory)
 
     def _node_joined(self, node: Member) -> None:

@@ -24,6 +24,8 @@ _NOTHING: Final = Stock({}, {}, ())
 # Seconds within which a node answers; after which one that does not say what it has is out of reach.
 _PROMPT: Final = 0.5
 _PATIENCE: Final = 10.0
+# Members that a node is asked for without a look at what it has, if it is the only one.
+_FEW: Final = 64
 
 
 class Agent(Protocol):
@@ -227,7 +229,7 @@ class Placing:
             raise InsufficientResources(explain([site.unseen() for site in known], request))
         search = _Search(request, known, allowed)
         while True:
-            if len(allowed) == 1 and not (request.own_nodes and request.count > 1):
+            if len(allowed) == 1 and not (request.own_nodes and request.count > 1) and request.count <= _FEW:
                 chosen = {allowed[0].name: list(range(request.count))}
             else:
                 async with self._planning:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from aiodaft._protocol.calls.following import Location
@@ -303,33 +303,37 @@ class ScopeActors:
             raise
 
     async def reserve(
-        self, request: Request, labels: Sequence[str], constraints: Constraints, beside: Target | None
+        self, request: Request, first: int, constraints: Constraints, beside: Target | None
     ) -> list[Reserved]:
         """Reserve the shares of a gang: all of them or none.
 
         Args:
             request: What the gang needs.
-            labels: The names of its members.
+            first: The rank of its first member.
             constraints: What `on` was given.
             beside: The actor of which they share the process.
 
         Cancellation: nothing is reserved.
         """
-        wishes = [Wish(self._controller.new_tenant(), label, request.demand) for label in labels]
+
+        # Not before there is room for them: there may be any number.
+        @cache
+        def wish(rank: int) -> Wish[Tenant]:
+            return Wish(self._controller.new_tenant(), f"{request.label}[{first + rank}]", request.demand)
 
         async def attempt(site: Site[NodeAgent], ranks: Sequence[int]) -> list[Wish[Tenant]]:
-            found = [wishes[rank] for rank in ranks]
+            found = [wish(rank) for rank in ranks]
             await site.agent.reserve(found, site.within)
             return found
 
         host = None if beside is None else await self._controller.directory.host_of(beside)
-        order = Order(request, self._sites(constraints, host), attempt, partial(_release, wishes))
+        order = Order(request, self._sites(constraints, host), attempt, partial(_release, wish))
         return [Reserved(*placed) for placed in await self._place(order, constraints.wait)]
 
     def release(self, reserved: Iterable[Reserved]) -> None:
         """Give back the shares among these that no actor has. Idempotent."""
         for site, wish in reserved:
-            _release([wish], site, [0])
+            _release([wish].__getitem__, site, [0])
 
     async def carve(self, request: Request, constraints: Constraints) -> list[tuple[Site[NodeAgent], tuple[int, ...]]]:
         """Reserve slices, which `stop_all` releases; returns them with the numbers of their GPUs.
@@ -341,7 +345,7 @@ class ScopeActors:
         async def attempt(site: Site[NodeAgent], ranks: Sequence[int]) -> list[tuple[int, ...]]:
             return [await site.agent.carve(wishes[rank]) for rank in ranks]
 
-        order = Order(request, self._sites(constraints, None), attempt, partial(_release, wishes))
+        order = Order(request, self._sites(constraints, None), attempt, partial(_release, wishes.__getitem__))
         placed = await self._place(order, constraints.wait)
         self._slices = [Reserved(site, wish) for (site, _), wish in zip(placed, wishes, strict=True)]
         return [(site._replace(within=wish.holder), gpus) for (site, gpus), wish in zip(placed, wishes, strict=True)]
@@ -462,7 +466,7 @@ def _lacks_code(error: BaseException | None) -> bool:
     return isinstance(error, ImportError) or (isinstance(error, AttributeError) and "module '" in str(error))
 
 
-def _release(wishes: Sequence[Wish[Tenant]], site: Site[NodeAgent], ranks: Sequence[int]) -> None:
+def _release(wish: Callable[[int], Wish[Tenant]], site: Site[NodeAgent], ranks: Sequence[int]) -> None:
     # What a lost node had reserved is gone with it.
     with suppress(DaftError):
-        site.agent.release.tell([wishes[rank].holder for rank in ranks])
+        site.agent.release.tell([wish(rank).holder for rank in ranks])

@@ -20,6 +20,19 @@ from probes import Abstract, Careless, DiesInConstructor, StuckInConstructor
 
 import aiodaft
 
+
+class Entered(aiodaft.Actor):
+    """Is never left."""
+
+    async def __aenter__(self) -> None: ...
+
+
+class Opened:
+    """Is never closed."""
+
+    def __enter__(self) -> None: ...
+
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -94,6 +107,8 @@ async def test_wrong_arguments_fail_at_the_call_and_nothing_is_sent(
         (lambda rt: rt.spawn(Trainer, rate=1), TypeError, r"^Trainer\(lr: .*: missing a required argument: 'lr'$"),
         (lambda rt: rt.group(2, Trainer, gpus=1), TypeError, r"^Trainer\(lr: "),
         (lambda rt: rt.host(Plain), TypeError, r"^Plain\(base: .*: missing a required argument: 'base'$"),
+        (lambda rt: rt.spawn(Entered), TypeError, r"^Entered has __aenter__ and no __aexit__: an actor is left when"),
+        (lambda rt: rt.host(Opened), TypeError, r"^Opened has __enter__ and no __exit__: an actor is left when"),
         (lambda rt: rt.spawn(Plain, 1), TypeError, r"^Plain is not an Actor: .*rt.host"),
         (lambda rt: rt.group(2, Plain, 1), TypeError, r"^Plain is not an Actor"),
         (lambda rt: rt.spawn(Echo()), TypeError, r"^spawning takes a class and its constructor's arguments, not <"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import tracemalloc
 
 import pytest
 from leaks import open_files
@@ -134,6 +135,21 @@ async def test_a_lost_connection_does_not_remember_what_was_being_handled_when_i
     broken = connection.lost.__cause__
     assert isinstance(broken, BrokenPipeError)
     assert (broken.__traceback__, broken.__context__, connection.lost.__context__) == (None, None, None)
+
+
+async def test_a_lost_connection_keeps_no_buffers() -> None:
+    """Some are remembered, to explain later calls."""
+    owner = Owner()
+    tracemalloc.start()
+    try:
+        connection = connection_of(owner)
+        before, _ = tracemalloc.get_traced_memory()
+        connection.close(PeerLost("it ended"))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # The one for reading, and those of the decoder.
+    assert before - after > 64_000
 
 
 async def test_calls_behind_one_that_is_withdrawn_are_written_in_the_same_turn() -> None:

@@ -64,6 +64,18 @@ async def free_gpus(rt: aiodaft.Runtime) -> float:
 # Gangs.
 
 
+def test_a_gang_of_any_size_is_refused_before_its_members_are_counted_out() -> None:
+    async def program(rt: aiodaft.Runtime) -> None:
+        with pytest.raises(aiodaft.InsufficientResources) as caught:
+            await rt.on(cpus=1).group(10**9, Light)
+        assert "each of the 1000000000 actors Light-1 needs cpus=1, but there is room for 4" in str(caught.value)
+        # As many as there may be are placed one by one.
+        async with rt.on(cpus=0.01).group(65, Light) as group:
+            assert len(group) == 65
+
+    simulate(program)
+
+
 def test_a_gang_that_does_not_fit_starts_no_process() -> None:
     async def program(rt: aiodaft.Runtime) -> None:
         async with rt.group(2, Shard) as first:

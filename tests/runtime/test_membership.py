@@ -17,7 +17,7 @@ from aiodaft._protocol.coordination.registry import Stored
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.node.contact import CoordinatorContact
-from aiodaft._runtime.node.membership import Membership
+from aiodaft._runtime.node.membership import Membership, watch_members
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import CoordinatorUnavailable, DaftError
 from aiodaft.testing import AutojumpLoop
@@ -326,3 +326,27 @@ async def test_a_node_that_another_one_has_replaced_ends() -> None:
         while not actor.ousted:
             await asyncio.sleep(0.1)
         assert not actor.serves
+
+
+@in_virtual_time
+async def test_a_list_of_nodes_that_makes_no_sense_does_not_end_the_watch() -> None:
+    coordinator, seen = new(), asyncio.Queue[Member]()
+
+    class Garbling(Contact):
+        @property
+        def now(self) -> Coordinator:
+            answers: Any = SimpleNamespace(watch_members=self._answer)
+            return cast("Coordinator", answers)
+
+        async def _answer(self, known: int) -> object:
+            if not self.is_dead:
+                self.is_dead = True
+                return "no batch"
+            return await coordinator.watch_members(known)
+
+    nodes: Any = SimpleNamespace(add=seen.put_nowait)
+    contact = cast("CoordinatorContact", Garbling(coordinator))
+    watching = asyncio.get_running_loop().create_task(watch_members(contact, nodes))
+    async with node(Contact(coordinator), "n1"):
+        assert (await seen.get()).name == "n1"
+    watching.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, Protocol
 
 import pytest
@@ -22,12 +23,12 @@ class Scene(Protocol):
     def __call__(self, simulation: Simulation, rt: aiodaft.Runtime, /) -> Coroutine[Any, Any, None]: ...
 
 
-def play(scene: Scene, seed: object = 1, **options: Any) -> Simulation:
+def play(scene: Scene, seed: object = 1, at: str = "one", **options: Any) -> Simulation:
     simulation = Simulation(seed, hosts=HOSTS, lease=4.0, **options)
     Onlooker.history = History(simulation.loop)
 
     async def main() -> None:
-        async with simulation.runtime("one", unhandled="log") as rt:
+        async with simulation.runtime(at, unhandled="log") as rt:
             await scene(simulation, rt)
 
     simulation.run(main())
@@ -188,6 +189,34 @@ def test_a_coordinator_that_is_started_again_costs_calls_nothing(seed: int) -> N
         assert await call(found) is not None
 
     play(scene, seed)
+
+
+def test_the_name_of_an_actor_that_ended_while_the_coordinator_was_not_heard_is_free_once_it_is() -> None:
+    async def scene(simulation: Simulation, rt: aiodaft.Runtime) -> None:
+        actor = await rt.on(node="two", restart=aiodaft.Restart(intensity=0)).spawn(Subject)
+        other = await rt.on(node="three").spawn(Subject)
+        await rt.name(actor, "x")
+        [process] = [process for process in simulation.workers if process.host == "two"]
+        for ends in ((DESK, "one"), ("one", DESK)):
+            simulation.routes.drop(*ends)
+        with pytest.raises(aiodaft.PeerLost):
+            await rt.names()
+        simulation.kill(process)
+        with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
+            await call(actor)
+        # Longer than it takes to find that there is no way.
+        await asyncio.sleep(30)
+        simulation.routes.heal()
+        while await names(rt) != ():
+            await asyncio.sleep(1)
+        await rt.name(other, "x")
+
+    async def names(rt: aiodaft.Runtime) -> tuple[str, ...] | None:
+        with suppress(aiodaft.PeerLost):
+            return await rt.names()
+        return None
+
+    play(scene, at="two")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -113,6 +113,10 @@ class FrameDecoder:
                 raise RemoteProtocolError(f"these bytes are no frame: it exceeds {MAX_FRAME} bytes")
         return frames
 
+    def close(self) -> None:
+        """Free its buffer: no data comes any more."""
+        self._unpacker = None
+
 
 def big_int(value: Any) -> Any:
     """An integer beyond 64 bits as plain data.

@@ -88,6 +88,8 @@ class Session(Generic[CallT]):
         self._encoder = FrameEncoder()
         self.send: Callable[[Message], None] = self._encoder.pack
         self.data_to_send = self._encoder.take
+        # Frees what receiving needs, when the connection has ended. Calls stay.
+        self.close = self._decoder.close
         # Packed messages that `data_to_send` has not taken.
         self.packed = self._encoder.frames
         self.send(hello(local, pid))

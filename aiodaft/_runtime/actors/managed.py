@@ -24,7 +24,7 @@ async def enter(instance: Any, thread: HelperThread) -> tuple[Any, Any]:
 
 async def leave(manager: Any, thread: HelperThread) -> None:
     """Leave what `enter` has entered."""
-    if hasattr(type(manager), "__aexit__"):
+    if hasattr(type(manager), "__aenter__"):
         await manager.__aexit__(None, None, None)
     elif manager is not None:
         await thread.run(lambda: manager.__exit__(None, None, None))

@@ -322,8 +322,9 @@ class Connection:
         self.drop_offer()
         self._drop_rings()
         self._descriptors.close()
-        # Lost connections are kept for a while: free the buffer.
+        # Lost connections are kept for a while: free the buffers.
         self._buffer = bytearray()
+        self.session.close()
         self._on_lost(self, reason)
 
     def _uncork(self) -> None:

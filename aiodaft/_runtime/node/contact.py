@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
-from typing import cast
+from typing import Final, cast
 
 from aiodaft._protocol.connections.address import is_name, parse_address
 from aiodaft._protocol.coordination.records import Member
-from aiodaft._protocol.ids import COORDINATOR, node_of
+from aiodaft._protocol.ids import COORDINATOR, ActorId, PeerId, node_of
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.connections.far import Network, who_listens
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.node.nodes import Nodes
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError, PeerLost, VersionMismatch
+
+# Seconds after which the coordinator is asked again.
+_PAUSE: Final = 0.5
 
 
 class CoordinatorContact:
@@ -26,6 +30,9 @@ class CoordinatorContact:
         self.joined_at: str | None = None
         # Where the coordinator was, also if its node is no member any more.
         self._address: str | None = None
+        # Processes, and actors of processes that live, that have ended with names which may not be free yet.
+        self._ended: dict[tuple[PeerId, ActorId | None], None] = {}
+        self._freeing = False
 
     @property
     def now(self) -> Coordinator:
@@ -37,6 +44,25 @@ class CoordinatorContact:
     def _note_address(self) -> None:
         with suppress(PeerLost):
             self._address = self._nodes.address_of(self._caller.process.coordinator)
+
+    def free_names(self, process: PeerId, actor: ActorId | None) -> None:
+        """An actor, or all of a process, has ended: free its names as soon as the coordinator answers."""
+        self._ended[process, actor] = None
+        if not self._freeing and self._caller.process.closed is None:
+            self._freeing = True
+            self._caller.process.create_task(self._free_names(), name="free names")
+
+    async def _free_names(self) -> None:
+        # A message that got lost would leave what is reserved, for which others wait.
+        while self._ended:
+            ended = next(iter(self._ended))
+            try:
+                await self.now.release(*ended)
+                del self._ended[ended]
+            except DaftError as error:
+                logger.debug("the names of %s are not free yet: %s", ended, error)
+                await asyncio.sleep(_PAUSE)
+        self._freeing = False
 
     async def find_again(self) -> bool:
         """Look whether another process is the coordinator now; False if there is none where it may be."""

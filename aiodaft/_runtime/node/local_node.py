@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, Protocol
@@ -20,13 +19,10 @@ from aiodaft._runtime.node.worker import Tenant
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.gpu_claims import GpuClaims
-from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError, OutcomeUnknown, ProtocolError
 
 # Seconds that a controller gets to connect again after its connection broke.
 _ORPHAN_GRACE: Final = 2.0
-# Seconds after which the coordinator is asked again.
-_PAUSE: Final = 0.5
 
 
 class Machine:
@@ -114,18 +110,7 @@ class LocalNode:
         peer.add_actor(NODE, "node agent", self.agent)
 
     def _process_ended(self, ended: PeerId) -> None:
-        process = self._peer.process
-        if process.closed is None:
-            process.create_task(self._free_names(ended), name=f"free the names of {ended}")
-
-    async def _free_names(self, ended: PeerId) -> None:
-        # A message that got lost would leave what it has reserved, for which others wait.
-        while True:
-            try:
-                return await self._coordinator.now.release(ended, None)
-            except DaftError as error:
-                logger.debug("the names of %s are not free yet: %s", ended, error)
-                await asyncio.sleep(_PAUSE)
+        self._coordinator.free_names(ended, None)
 
     async def _explain(self, connection: Connection, reason: Exception) -> DaftError:
         if is_attached(connection.remote):

@@ -14,6 +14,7 @@ from aiodaft._protocol.coordination.watch import Batch, View
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.nodes import Nodes
+from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError, LeaseLost, NameTaken
@@ -244,6 +245,11 @@ async def watch_members(coordinator: CoordinatorContact, nodes: Nodes) -> None:
             logger.warning("the coordinator does not answer: %s", error)
             await asyncio.sleep(_PAUSE)
             await coordinator.find_again()
+            continue
+        except Exception as error:  # noqa: BLE001 - it would know of no node any more
+            log_error("the list of nodes cannot be read", error)
+            view = View(Kind.MEMBER)
+            await asyncio.sleep(_PAUSE)
             continue
         for change in changes:
             if isinstance(change.record, Member):

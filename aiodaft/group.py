@@ -26,6 +26,8 @@ from typing import (
 from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.groups.shares import even_shares
+from aiodaft._runtime.calls.call import Target
+from aiodaft._runtime.calls.rosters import RosterCell, Rosters
 from aiodaft._runtime.serialization.building import builder
 from aiodaft.actor import CallTarget, target_of
 from aiodaft.methods import MethodSpec, Sig, StreamSig, specs_of
@@ -65,11 +67,14 @@ class Group(Generic[ActorT]):
 
     Methods are named by the class, `group.all(Model.step, batch)`, so that calls stay typed. An index gives a member,
     a slice a group of some of them, which does not own them.
+
+    A copy in another process learns of changes soon after they were made, as long as that process reaches the owner;
+    else it stays as it was, and its `repr` says so. A slice stays as it is.
     """
 
     def __init__(self, roster: Roster[Any], cls: type, owner: MembersOwner | None = None) -> None:
         # With the handles of the members; of a view: when it was made.
-        self._kept = roster
+        self._cell = RosterCell(roster)
         self._class = cls
         self._owner = owner
         # Also of changes that failed: no two changes have the same.
@@ -84,6 +89,8 @@ class Group(Generic[ActorT]):
         self._along: tuple[str, ...] = ()
         self._places: Mapping[str, int] = {}
         self._policy: Policy = fewest_in_flight
+        # A slice has its members for good.
+        self._is_whole = True
         self._units: tuple[Roster[Any] | None, list[_Unit]] = (None, [])
 
     @overload
@@ -243,7 +250,7 @@ class Group(Generic[ActorT]):
 
     @property
     def _roster(self) -> Roster[Any]:
-        return self._kept if self._of is None else self._of._kept
+        return (self if self._of is None else self._of)._cell.roster
 
     @property
     def id(self) -> str:
@@ -285,7 +292,7 @@ class Group(Generic[ActorT]):
         if n < 0:
             raise ValueError(f"a group cannot have {n} members")
         async with self._resizing:
-            old = self._kept
+            old = self._roster
             grid = old.axes.resized(n) if axes is None else Axes.of(axes, n)
             if n == old.size and grid == old.axes:
                 return
@@ -294,10 +301,10 @@ class Group(Generic[ActorT]):
             new = await owner.grow(wanted) if n > old.size else []
             surplus = old.members[n:]
             # Before they are stopped, so that no new call goes to them.
-            self._kept = replace(wanted, members=(*old.members[:n], *new))
+            self._cell.change(replace(wanted, members=(*old.members[:n], *new)))
             for member in surplus:
                 self._under_way.pop(target_of(member), None)
-            told = owner.tell(replace(wanted, members=tuple(self)), list(self._kept.members))
+            told = owner.tell(replace(wanted, members=tuple(self)), list(self._roster.members))
             if surplus:
                 await owner.shrink(list(surplus))
             await told
@@ -313,7 +320,9 @@ class Group(Generic[ActorT]):
             raise TypeError(f"a view along {', '.join(self._along)} has no slices")
         ranks = range(len(self))[index]
         part = self._roster.part(tuple(ranks), f"{ranks.start}:{ranks.stop}:{ranks.step}", Axes())
-        return type(self)(part, self._class)
+        made = type(self)(part, self._class)
+        made._is_whole = False
+        return made
 
     def __len__(self) -> int:
         return len(self._seats())
@@ -323,11 +332,12 @@ class Group(Generic[ActorT]):
 
     def __repr__(self) -> str:
         along = f" along {', '.join(self._along)}" if self._along else ""
-        return f"<{type(self).__name__} of {len(self._roster.members)} {self._class.__name__}{along}>"
+        frozen = "" if self._cell.follows else f", as it was at epoch {self.epoch}"
+        return f"<{type(self).__name__} of {len(self._roster.members)} {self._class.__name__}{along}{frozen}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._of is None:
-            return type(self), (self._kept, self._class)
+            return _copy_of, (type(self), self._cell.roster, self._class, self._is_whole)
         policy = None if self._policy is fewest_in_flight else self._policy
         return _view_of, (self._of, self._along, dict(self._places), policy)
 
@@ -434,6 +444,15 @@ def _end_others(others: list[Ref[Any]], state: Any) -> None:
         for other in others:
             other._state.mark_seen()
             other.cancel()
+
+
+@builder
+def _copy_of(kind: type[Group[ActorT]], roster: Roster[Any], cls: type, is_whole: bool) -> Group[ActorT]:
+    made = kind(roster, cls)
+    made._is_whole = is_whole
+    if is_whole and roster.members:
+        made._cell = cast("Target", target_of(roster.members[0])).process.part(Rosters).copy(roster)
+    return made
 
 
 @builder

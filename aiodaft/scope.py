@@ -19,6 +19,7 @@ from aiodaft._protocol.placement.request import Anchor, Request, Where
 from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
+from aiodaft._runtime.calls.rosters import Rosters
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.error_log import log_error
@@ -302,6 +303,7 @@ class Scope(Spawner):
         members = GroupMembers(self, controller, self._scope_actors, cls, args, kwargs, constraints)
         kind = Group if issubclass(cls, Actor) else ServiceGroup
         group: Group[Any] = kind(Roster(controller.new_group(cls), 0, 0, Axes()), cls, members)
+        controller.process.part(Rosters).own(group._cell)
         try:
             await group.resize(n, axes=axes.sizes or None)
         except BaseException:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 
 from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, RESHARDING, SUPERVISOR, ActorId, CallId, PeerId, is_attached
 from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.actors.fence import Fence
@@ -19,6 +20,7 @@ from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.calls.replies import Replies
+from aiodaft._runtime.calls.rosters import Rosters
 from aiodaft._runtime.channels import Channels, leaving_of
 from aiodaft._runtime.connections.connection import Connection, Handler
 from aiodaft._runtime.connections.connections import Connections
@@ -75,6 +77,11 @@ class OwnerContact(Actor):
     @method
     async def locate(self, number: int, wait: bool) -> Location:
         """Where a supervised actor is; if it is down, and `wait`, as soon as it is up."""
+        raise NotImplementedError
+
+    @method(ordered=False)
+    async def roster_after(self, group: str, epoch: int) -> Roster[Any] | None:
+        """The members of a group, as soon as that has a newer epoch; None if there is no such group any more."""
         raise NotImplementedError
 
     @method
@@ -149,6 +156,7 @@ class Peer:
         process.provide(Store, self.store)
         process.provide(Caller, self.caller)
         process.provide(Followers, self.followers)
+        process.provide(Rosters, Rosters(process, self._roster_after))
         process.provide(Channels, self.channels)
         process.provide(Graphs, self.graphs)
         self.add_actor(CHANNELS, "channels", self.channels)
@@ -165,6 +173,10 @@ class Peer:
     def owner(self, controller: PeerId) -> OwnerContact:
         """What a controller answers as the owner of actors."""
         return cast("OwnerContact", self.caller.handle(controller, SUPERVISOR, "supervisor", OwnerContact))
+
+    def _roster_after(self, owner: PeerId, group: str, epoch: int) -> Ref[Roster[Any] | None]:
+        asked: Ref[Roster[Any] | None] = self.owner(owner).roster_after(group, epoch)
+        return asked
 
     def _locate(self, owner: PeerId, number: ActorId, wait: bool) -> Ref[Location]:
         if is_attached(owner) and is_attached(self.process.id) and owner != self.process.id:

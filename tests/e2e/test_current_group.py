@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
+from actors import Echo
+from inside import peer_of
 from seated import Founder, Loner, Passer, Plain, Seated
 from supervised import AT_ONCE
 
@@ -138,6 +141,37 @@ async def test_a_group_keeps_its_id_in_another_process(rt: aiodaft.Runtime) -> N
     assert group[:1].id == f"{group.id}/0:1:1"
     other = await rt.group(2, Seated)
     assert other.id != group.id
+
+
+async def test_a_copy_follows_the_changes_of_its_owner(rt: aiodaft.Runtime) -> None:
+    group, passer = await rt.group(2, Seated, axes={"dp": 2}), await rt.spawn(Passer)
+    assert await passer.keep(group) == 1
+    await group.resize(3)
+    assert await passer.waits_for_size(3) == (2, {"dp": 3}, [0, 1, 2])
+    await group.resize(1)
+    assert await passer.waits_for_size(1) == (3, {"dp": 1}, [0])
+    assert await passer.shown() == "<Group of 1 Seated>"
+    # Another copy in that process is the same, and one that comes back is the group's own.
+    assert await passer.keep(group) == 3
+    echo = await rt.spawn(Echo)
+    back: Any = await echo.echo([group])
+    await group.resize(2)
+    assert len(back[0]) == 2
+    # Nothing is asked of the owner when no copy is left.
+    await passer.drop()
+    await rt.stop(echo)
+    while any(call.label.endswith("roster_after") for call in peer_of(rt).host.calls()):
+        await asyncio.sleep(0)
+
+
+async def test_a_copy_that_cannot_reach_the_owner_says_that_it_stays_as_it_was(rt: aiodaft.Runtime) -> None:
+    founder, passer = await rt.spawn(Founder), await rt.spawn(Passer)
+    await founder.hand_over(passer)
+    assert await passer.waits_for_size(2) == (1, {}, [0, 1])
+    await rt.kill(founder)
+    while await passer.shown() == "<Group of 2 Seated>":
+        pass
+    assert await passer.shown() == "<Group of 2 Seated, as it was at epoch 1>"
 
 
 async def test_members_of_hosted_classes_know_their_group(rt: aiodaft.Runtime) -> None:

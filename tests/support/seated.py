@@ -99,6 +99,11 @@ class Founder(Actor):
         group = await aiodaft.current_runtime().group(2, Seated)
         return await group.all(Seated.look)
 
+    @method
+    async def hand_over(self, passer: Passer) -> None:
+        """Give another actor a group that ends with this one."""
+        await passer.keep(await aiodaft.current_runtime().group(2, Seated))
+
 
 class Loner(Actor):
     """Is asked for its group."""
@@ -110,6 +115,31 @@ class Loner(Actor):
 
 class Passer(Actor):
     """Gets a group as an argument."""
+
+    def __init__(self) -> None:
+        self.group: Group[Seated] | None = None
+
+    @method
+    async def keep(self, group: Group[Seated]) -> int:
+        self.group = group
+        return group.epoch
+
+    @method
+    async def drop(self) -> None:
+        self.group = None
+
+    @method
+    async def shown(self) -> str:
+        return repr(self.group)
+
+    @method
+    async def waits_for_size(self, size: int) -> tuple[int, dict[str, int], list[int]]:
+        """Once its copy has so many members: the epoch, the axes, and the ranks that answer."""
+        assert self.group is not None
+        while len(self.group) != size:
+            await asyncio.sleep(0)
+        answers = await self.group.all(Seated.look)
+        return self.group.epoch, dict(self.group.axes), [seen.rank for seen in answers]
 
     @method
     async def name(self, group: Group[Seated]) -> tuple[str, int, dict[str, int], str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from aiodaft._protocol.groups.axes import Axes
+from aiodaft._protocol.ids import PeerId
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -15,7 +16,7 @@ class Roster(Generic[T_co]):
     """The members of a group at one epoch.
 
     Attributes:
-        id: The name of the group, unique in its cluster.
+        id: The name of the group, unique in its cluster: what its owner calls it, an @, and the owner.
         epoch: Counts the changes of its members, from 1. No two rosters of a group have the same.
         size: The number of members.
         axes: How the ranks form a grid.
@@ -32,6 +33,11 @@ class Roster(Generic[T_co]):
     def is_complete(self) -> bool:
         """Whether all members are there."""
         return len(self.members) == self.size
+
+    @property
+    def owner(self) -> PeerId:
+        """The process that makes and stops its members."""
+        return PeerId(self.id.partition("@")[2])
 
     def part(self, ranks: tuple[int, ...], name: str, axes: Axes) -> Roster[T_co]:
         """Some of the members, in this order; `name` tells the part from the others of the group."""

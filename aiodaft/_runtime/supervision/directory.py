@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from aiodaft._protocol.calls.following import NOWHERE, Location
+from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import ActorId, PeerId, node_of
 from aiodaft._protocol.node.liveness import Health
 from aiodaft._protocol.supervision.child import REACHABLE, ChildEvent, ChildState, Fate, fate_of
 from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
+from aiodaft._runtime.calls.rosters import Rosters
 from aiodaft._runtime.node.nodes import Nodes
 from aiodaft._runtime.peer import OwnerContact
 from aiodaft._runtime.serialization.errors import copy_error, decode_error
@@ -59,6 +61,11 @@ class Directory(OwnerContact):
         if child.state in REACHABLE:
             return child.place
         return Location(NOWHERE, child.place.actor, child.target.ended if child.state is ChildState.OVER else None)
+
+    @method(ordered=False)
+    async def roster_after(self, group: str, epoch: int) -> Roster[Any] | None:
+        cell = self._caller.process.part(Rosters).find(group)
+        return None if cell is None else await cell.after(epoch)
 
     async def host_of(self, target: Target) -> PeerId:
         """The process of any actor; that of a supervised one once it is up.

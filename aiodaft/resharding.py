@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from aiodaft._protocol.groups.axes import Axes
 from aiodaft._protocol.groups.layout import Grid, Rule, lay_out
-from aiodaft._protocol.groups.reshard import plan
+from aiodaft._protocol.groups.reshard import bundle, plan
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.groups.resharding import Expected, Source, resharding_of
@@ -195,7 +195,7 @@ class ReshardPlan:
 
     def _order(self, rank: int) -> tuple[Any, ...]:
         made = self._plan
-        kept = [tuple(piece) for piece in made.kept[rank]]
+        kept = [[tuple(piece) for piece in parcel] for parcel in bundle(made.kept[rank], made.parcel)]
         parcels = [[tuple(piece) for piece in parcel] for parcel in made.schedule(rank)]
         ranks = sorted({piece.source for piece in (*made.sent[rank], *made.kept[rank])})
         return self.destination._expected(rank), kept, parcels, made.bound, ranks

@@ -291,6 +291,29 @@ async def test_a_source_that_dies_on_the_way_fails_the_shards_that_need_it_and_n
         await plan.move(shards, to=new)
 
 
+@pytest.mark.parametrize("when", ["before a parcel is cut", "while a parcel is cut"])
+async def test_a_shard_that_its_actor_writes_to_on_the_way_is_a_snapshot_or_an_error(
+    rt: aiodaft.Runtime, when: str
+) -> None:
+    plan = reshard(tp(2), tp(1))
+    old, new = await rt.group(2, Rank), await rt.group(1, Rank)
+    whole = whole_tensors({"w": Sharding(shape=(1024, 256), dtype=F32)})
+    await loaded(old, tp(2), whole)
+    for how in (Rank.give, Rank.lend):
+        shards = old.all(how)
+        await (old[0].hold_cuts() if when == "before a parcel is cut" else old[0].write_at_cut())
+        moved = await plan.move(shards, to=new)
+        if when == "before a parcel is cut":
+            await old[0].wait_asked()
+            await old[0].add(1.0)
+            await old[0].go_on()
+        if how is Rank.lend:
+            with pytest.raises(aiodaft.BorrowError):
+                await moved[0]
+        else:
+            await assert_has(new, tp(1), whole, moved)
+
+
 async def test_a_new_shard_that_is_cancelled_on_the_way_leaves_nothing(rt: aiodaft.Runtime) -> None:
     plan = reshard(tp(2), tp(1))
     old, new = await rt.group(2, Rank), await rt.group(1, Rank)

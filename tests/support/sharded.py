@@ -17,6 +17,7 @@ from torch import Tensor
 import aiodaft
 from aiodaft import Actor, method
 from aiodaft._protocol.ids import RESHARDING
+from aiodaft._runtime.groups import resharding as module
 from aiodaft._runtime.groups.resharding import Resharding
 
 State: TypeAlias = dict[str, Tensor]
@@ -97,6 +98,8 @@ class Rank(Actor):
     @method
     async def hold_cuts(self) -> None:
         """Give no parcels until `go_on`."""
+        self._asked.clear()
+        self._go_on.clear()
 
         async def hold(take: Take, nbytes: int, bound: int) -> None:
             self._asked.set()
@@ -104,6 +107,19 @@ class Rank(Actor):
             await take(nbytes, bound)
 
         self._before_cuts(hold)
+
+    @method
+    async def write_at_cut(self) -> None:
+        """Write to the shard while the first parcel is cut."""
+        fill = getattr(module, "_fill")  # noqa: B009 - to put another function in its place
+
+        def write_and_fill(*args: object) -> None:
+            setattr(module, "_fill", fill)  # noqa: B010 - as above
+            for tensor in self.state.values():
+                tensor.add_(1.0)
+            fill(*args)
+
+        setattr(module, "_fill", write_and_fill)  # noqa: B010 - as above
 
     def _before_cuts(self, wait: Callable[[Take, int, int], Awaitable[None]]) -> None:
         room = resharding().cut_room

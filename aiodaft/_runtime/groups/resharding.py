@@ -21,7 +21,7 @@ from aiodaft._protocol.groups.reshard import Piece
 from aiodaft._protocol.ids import RESHARDING, PeerId
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.graphs.captured_call import Opaque
-from aiodaft._runtime.objects.ref_state import UnhandledErrors
+from aiodaft._runtime.objects.ref_state import UnhandledErrors, state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.platform.threads import SYNC_COPY
 from aiodaft._runtime.serialization.errors import add_note
@@ -105,10 +105,8 @@ class Resharding(Actor):
         _check(shard, rank, expected)
 
     @method(ordered=False)
-    async def cut(
-        self, shard: Mapping[str, torch.Tensor], parcel: Sequence[tuple[Any, ...]], bound: int
-    ) -> torch.Tensor:
-        """Return pieces of a shard as bytes, without gaps. Waits while `bound` bytes are on the way."""
+    async def cut(self, shard: Opaque, parcel: Sequence[tuple[Any, ...]], bound: int) -> torch.Tensor:
+        """Return pieces of a shard, of which this gets the ref, as bytes. Waits while `bound` bytes are on the way."""
         pieces = [Piece(*fields) for fields in parcel]
         nbytes = sum(piece.nbytes for piece in pieces)
         await self.cut_room.take(nbytes, bound)
@@ -120,7 +118,7 @@ class Resharding(Actor):
         # With the last user of its memory; any thread may run this.
         freed = partial(self._process.call_soon, partial(self.cut_room.give_back, nbytes))
         weakref.finalize(flat.untyped_storage(), freed).atexit = False
-        await self._copy(partial(_fill, flat, shard, pieces), nbytes)
+        await self._read(shard.content, pieces, partial(_fill, flat))
         return flat
 
     # The destination.
@@ -129,7 +127,7 @@ class Resharding(Actor):
     async def receive(
         self,
         new: Sequence[Expected],
-        kept: Sequence[tuple[Any, ...]],
+        kept: Sequence[Sequence[tuple[Any, ...]]],
         parcels: Sequence[Sequence[tuple[Any, ...]]],
         bound: int,
         sources: Opaque,
@@ -148,7 +146,9 @@ class Resharding(Actor):
         """
         ranks = cast("Mapping[int, Source]", sources.content)
         tensors = {name: self._allocate(shape, dtype) for name, dtype, shape in new}
-        await self._keep(tensors, [Piece(*fields) for fields in kept], ranks)
+        for parcel in kept:
+            pieces = [Piece(*fields) for fields in parcel]
+            await self._read(ranks[pieces[0].source].shard, pieces, partial(_keep, tensors))
         error: BaseException | None = None
         try:
             await self._fetch_all(tensors, [[Piece(*fields) for fields in parcel] for parcel in parcels], ranks, bound)
@@ -175,16 +175,10 @@ class Resharding(Actor):
                 task = group.create_task(self._fetch(tensors, pieces, ranks[pieces[0].source], bound))
                 task.add_done_callback(partial(room.give_back, nbytes))
 
-    async def _keep(self, tensors: dict[str, torch.Tensor], pieces: list[Piece], ranks: Mapping[int, Source]) -> None:
-        """Copy what this process has."""
-        for piece in pieces:
-            shard = await ranks[piece.source].shard
-            await self._copy(partial(_keep, tensors, shard, piece), piece.nbytes)
-
     async def _fetch(self, tensors: dict[str, torch.Tensor], pieces: list[Piece], source: Source, bound: int) -> None:
         """Bring one parcel: straight to where it belongs, if that is one place."""
         actor = resharding_of(self._caller, source.peer, source.label)
-        parcel = actor.cut(source.shard, [tuple(piece) for piece in pieces], bound)
+        parcel = actor.cut(Opaque(source.shard), [tuple(piece) for piece in pieces], bound)
         try:
             place = _region(tensors, pieces[0]) if len(pieces) == 1 else None
             if place is not None and place.is_contiguous() and place.nbytes > INLINE_LIMIT:
@@ -210,6 +204,26 @@ class Resharding(Actor):
         if prod(shape) * kind.itemsize <= INLINE_LIMIT:
             return torch.empty(tuple(shape), dtype=kind)
         return self._store.empty(torch.Size(shape), kind)
+
+    async def _read(
+        self,
+        ref: Ref[Mapping[str, torch.Tensor]],
+        pieces: list[Piece],
+        copy: Callable[[Mapping[str, torch.Tensor], list[Piece]], object],
+    ) -> None:
+        """Copy pieces of a shard of this process.
+
+        Raises:
+            BorrowError: It was lent, and has been written to.
+        """
+        nbytes = sum(piece.nbytes for piece in pieces)
+        while True:
+            # Each time anew: the objects of the actor while they are as they were, else what was stored of them.
+            shard = await state_of(ref).bring()
+            before = _versions(shard, pieces)
+            await self._copy(partial(copy, shard, pieces), nbytes)
+            if _versions(shard, pieces) == before:
+                return
 
     async def _copy(self, job: Callable[[], object], nbytes: int) -> None:
         if nbytes > SYNC_COPY:
@@ -278,5 +292,12 @@ def _place(tensors: Mapping[str, torch.Tensor], flat: torch.Tensor, pieces: Sequ
         at += piece.nbytes
 
 
-def _keep(tensors: Mapping[str, torch.Tensor], shard: Mapping[str, torch.Tensor], piece: Piece) -> None:
-    _region(tensors, piece).copy_(_given(shard, piece))
+def _keep(tensors: Mapping[str, torch.Tensor], shard: Mapping[str, torch.Tensor], pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        _region(tensors, piece).copy_(_given(shard, piece))
+
+
+def _versions(shard: Mapping[str, torch.Tensor], pieces: Sequence[Piece]) -> list[int | None]:
+    """The number of writes to the tensors of pieces, as torch counts them."""
+    tensors = [shard[piece.name] for piece in pieces]
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]

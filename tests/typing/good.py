@@ -30,6 +30,7 @@ from aiodaft import (
     method,
 )
 from aiodaft.pipeline import drive, one_f_one_b
+from aiodaft.queue import Batch, Consumer, TransferQueue, Wants, at_once, open_queue
 
 if TYPE_CHECKING:
     import torch
@@ -472,12 +473,25 @@ async def resharding(rt: Runtime) -> None:
     assert_type(await group.each(Sharded.load, new), list[int])
 
 
+async def queues(rt: Runtime) -> None:
+    """A transfer queue."""
+    async with open_queue(rt, {"train": ["x"], "eval": Wants(["x"], at_once)}, capacity=8, storages=2) as queue:
+        assert_type(queue, TransferQueue)
+        assert_type(await queue.put({"x": [1, 2]}), list[int])
+        async with queue.consumer("eval") as consumer:
+            assert_type(consumer, Consumer)
+            batch = await consumer.take(4)
+            assert_type(batch, Batch)
+            assert_type(batch.fields, dict[str, list[Any]])
+            await consumer.acknowledge(batch)
+
+
 async def main() -> str:
     """Run all of it."""
     async with Runtime(gpus=8) as rt:
         assert_type(rt, Runtime)
         registered(aiodaft.Registration(list))
-        for part in (calls, refs, owners, groups, services, dataflows, supervised, resharding, pipelines):
+        for part in (calls, refs, owners, groups, services, dataflows, supervised, resharding, queues, pipelines):
             await part(rt)
     started = await aiodaft.start()
     assert_type(started, Runtime)

@@ -1,0 +1,152 @@
+"""Which row of a queue has which field, and who has taken it. Pure.
+
+For each consumer, a row goes through these states:
+
+    State    | event                         | next
+    PARTIAL  | its last wanted field comes   | READY
+    READY    | `take`                        | TAKEN
+    TAKEN    | `acknowledge`                 | OVER
+    TAKEN    | `give_back`                   | READY
+    any      | `clear`                       | (forgotten)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+# Rows that are ready, the oldest first, and how many are wanted: which of them are given now? None: wait for more.
+Sampler: TypeAlias = Callable[[Sequence[int], int], Iterable[int]]
+
+
+def oldest(ready: Sequence[int], count: int) -> Sequence[int]:
+    """A sampler: the oldest rows, once there are as many as are wanted."""
+    return ready[:count] if len(ready) >= count else ()
+
+
+def at_once(ready: Sequence[int], count: int) -> Sequence[int]:
+    """A sampler: the oldest rows, without waiting for as many as are wanted."""
+    return ready[:count]
+
+
+@dataclass(slots=True)
+class _View:
+    """The rows as one consumer sees them."""
+
+    fields: frozenset[str]
+    sampler: Sampler
+    partial: set[int] = field(default_factory=set)
+    # In the order of their numbers.
+    ready: dict[int, None] = field(default_factory=dict)
+    # The lease under which a row was taken.
+    taken: dict[int, int] = field(default_factory=dict)
+
+
+class Rows:
+    """The rows of a queue, by number; numbers are never used again.
+
+    Args:
+        consumers: For each consumer, the fields that it needs and its sampler.
+        capacity: Rows that are not cleared, at most.
+    """
+
+    def __init__(self, consumers: Mapping[str, tuple[Iterable[str], Sampler]], capacity: int) -> None:
+        self.capacity = capacity
+        self.is_finished = False
+        self._views = {name: _View(frozenset(fields), sampler) for name, (fields, sampler) in consumers.items()}
+        self._fields: dict[int, set[str]] = {}
+        self._next = 0
+
+    @property
+    def count(self) -> int:
+        """Rows that are not cleared."""
+        return len(self._fields)
+
+    def fields_of(self, consumer: str) -> frozenset[str]:
+        """The fields that a consumer needs.
+
+        Raises:
+            ValueError: There is no such consumer.
+        """
+        if consumer not in self._views:
+            raise ValueError(f"the queue has no consumer {consumer!r}, only {', '.join(map(repr, self._views))}")
+        return self._views[consumer].fields
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many rows can be added."""
+        return len(self._fields) + count <= self.capacity
+
+    def add(self, count: int) -> list[int]:
+        """Add rows without fields. Returns their numbers.
+
+        Raises:
+            ValueError: The queue is finished.
+        """
+        if self.is_finished:
+            raise ValueError("no row can be added: the queue is finished")
+        rows = list(range(self._next, self._next + count))
+        self._next += count
+        for row in rows:
+            self._fields[row] = set()
+            for view in self._views.values():
+                view.partial.add(row)
+        return rows
+
+    def wrote(self, rows: Iterable[int], fields: Iterable[str]) -> None:
+        """Fields of rows are stored. Rows that were cleared meanwhile are left out."""
+        for row in rows:
+            if row in self._fields:
+                self._fields[row].update(fields)
+                for view in self._views.values():
+                    if row in view.partial and view.fields <= self._fields[row]:
+                        view.partial.remove(row)
+                        view.ready[row] = None
+
+    def without_fields(self, rows: Iterable[int]) -> list[int]:
+        """The rows that nothing was stored for, and that were not cleared."""
+        return [row for row in rows if self._fields.get(row) == set()]
+
+    def take(self, consumer: str, lease: int, count: int) -> list[int] | None:
+        """Take rows that are ready; each is given once. None: wait. No rows: there will be none any more.
+
+        Raises:
+            ValueError: The sampler chose a row twice, one that is not ready, or more rows than are wanted.
+        """
+        view = self._views[consumer]
+        if self.is_finished:
+            count = min(count, len(view.partial) + len(view.ready))
+            if not count:
+                # Those that others have taken may be given back.
+                return None if any(other != lease for other in view.taken.values()) else []
+        ready = sorted(view.ready)
+        chosen = list(view.sampler(ready, count))
+        if len(set(chosen)) < len(chosen) or len(chosen) > count or not view.ready.keys() >= set(chosen):
+            raise ValueError(f"the sampler of {consumer!r} chose {chosen} for {count} of the rows {ready}")
+        for row in chosen:
+            del view.ready[row]
+            view.taken[row] = lease
+        return chosen or None
+
+    def acknowledge(self, consumer: str, lease: int, rows: Iterable[int]) -> None:
+        """A consumer is done with rows. Rows that were cleared meanwhile are left out."""
+        view = self._views[consumer]
+        for row in rows:
+            if view.taken.get(row) == lease:
+                del view.taken[row]
+
+    def give_back(self, consumer: str, lease: int, but: Iterable[int] = ()) -> None:
+        """What was taken under a lease, and is not acknowledged, is ready again; `but` stays taken."""
+        view, kept = self._views[consumer], set(but)
+        for row in [row for row, other in view.taken.items() if other == lease and row not in kept]:
+            del view.taken[row]
+            view.ready[row] = None
+
+    def clear(self, rows: Iterable[int]) -> None:
+        """Forget rows. Idempotent."""
+        for row in rows:
+            if self._fields.pop(row, None) is not None:
+                for view in self._views.values():
+                    view.partial.discard(row)
+                    view.ready.pop(row, None)
+                    view.taken.pop(row, None)

@@ -1,0 +1,224 @@
+"""The queue as producers and consumers use it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from aiodaft.exceptions import RuntimeClosed
+from aiodaft.scope import Scope
+
+from .actors import Metadata, Storage
+from .rows import Sampler, oldest
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What a consumer wants.
+
+    Attributes:
+        fields: It gets the rows that have all of these.
+        sampler: Chooses among them, in the process of the metadata actor; see `Sampler`. What it raises, `take` raises.
+    """
+
+    fields: Sequence[str]
+    sampler: Sampler = oldest
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some rows. Without rows it is false: no row will come any more.
+
+    Attributes:
+        rows: Their numbers.
+        fields: For each field, the values of all rows.
+    """
+
+    rows: list[int]
+    fields: dict[str, list[Any]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
+class TransferQueue:
+    """A queue. Pass it to producers and consumers; see `open_queue`.
+
+    Its methods raise `ActorDied` if the metadata actor or a storage that they need has died: its rows are lost.
+
+    Attributes:
+        metadata: The actor that knows which row has which field.
+        storages: The actors that have the values; row n is in storage n modulo their number.
+    """
+
+    metadata: Metadata
+    storages: tuple[Storage, ...]
+
+    async def put(self, fields: Mapping[str, Sequence[Any]]) -> list[int]:
+        """Add rows: for each field, the values of all rows. A value may be a `Ref`: it goes straight to its storage.
+
+        Waits while the queue is full; producers get room in the order in which they asked.
+
+        Returns:
+            The numbers of the rows.
+
+        Raises:
+            ValueError: The fields have no rows, or different numbers of rows; they are more than the capacity of the
+                queue; or the queue is finished.
+
+        Cancellation: no row is added, or all are.
+        """
+        lengths = {len(values) for values in fields.values()}
+        if len(lengths) != 1 or 0 in lengths:
+            counts = ", ".join(f"{name!r}: {len(values)}" for name, values in fields.items())
+            raise ValueError(f"put() takes fields with the same positive number of values, not {{{counts}}}")
+        added: list[int] = []
+        # The loop goes on when the rows have fields. If it is left before, the rows are cleared.
+        async for rows in self.metadata.reserve(lengths.pop()):
+            await self.write(rows, fields)
+            added = rows
+        return added
+
+    async def write(self, rows: Sequence[int], fields: Mapping[str, Sequence[Any]]) -> None:
+        """Add fields to rows; see `put`. What is there already is replaced. Rows that were cleared are left out.
+
+        Raises:
+            ValueError: A field has another number of values than there are rows.
+
+        Cancellation: the fields are written or not.
+        """
+        for name, values in fields.items():
+            if len(values) != len(rows):
+                raise ValueError(f"write() got {len(values)} values of {name!r} for {len(rows)} rows")
+        parts = self._parts(rows)
+        await asyncio.gather(
+            *(
+                self.storages[index].write(
+                    [rows[place] for place in places],
+                    {name: [values[place] for place in places] for name, values in fields.items()},
+                )
+                for index, places in parts.items()
+            )
+        )
+        await self.metadata.wrote(list(rows), list(fields))
+
+    async def clear(self, rows: Iterable[int]) -> None:
+        """Forget rows, for all consumers: their values are freed, and there is room for others. Idempotent.
+
+        Cancellation: some rows may be left.
+        """
+        cleared = list(rows)
+        await self.metadata.clear(cleared)
+        await asyncio.gather(
+            *(
+                self.storages[index].clear([cleared[place] for place in places])
+                for index, places in self._parts(cleared).items()
+            )
+        )
+
+    async def finish(self) -> None:
+        """No rows will be added: consumers get the rows that are left, and then an empty batch. Idempotent."""
+        await self.metadata.finish()
+
+    @asynccontextmanager
+    async def consumer(self, name: str) -> AsyncGenerator[Consumer, None]:
+        """Consume rows, as one of any number of processes that share the rows of the consumer of this name.
+
+        When the block ends, or the process dies, the rows that were taken and not acknowledged are given again.
+
+        Raises:
+            ValueError: The queue has no such consumer.
+        """
+        async with self.metadata.lease(name) as leases:
+            lease, fields = await anext(leases)
+            yield Consumer(self, lease, fields)
+
+    def _parts(self, rows: Sequence[int]) -> dict[int, list[int]]:
+        """For each storage that has some of the rows, their places."""
+        parts: dict[int, list[int]] = {}
+        for place, row in enumerate(rows):
+            parts.setdefault(row % len(self.storages), []).append(place)
+        return parts
+
+
+class Consumer:
+    """Takes rows; see `TransferQueue.consumer`."""
+
+    def __init__(self, queue: TransferQueue, lease: int, fields: list[str]) -> None:
+        self._queue = queue
+        self._lease = lease
+        self._fields = fields
+        # Rows that were taken and not acknowledged.
+        self._rows: set[int] = set()
+
+    async def take(self, count: int) -> Batch:
+        """Take at most so many rows that have the fields; waits until the sampler chooses some.
+
+        Each row is given once, and again only if it was not acknowledged. An empty batch means that the queue is
+        finished, and no other process of this consumer has rows that it has not acknowledged.
+
+        Raises:
+            ValueError: The count is not positive, or the sampler chose rows that are not ready.
+            LookupError: A row was cleared meanwhile; the others are given again.
+
+        Cancellation: no row is lost. One take at a time.
+        """
+        if count < 1:
+            raise ValueError(f"take() takes a positive number of rows, not {count}")
+        queue = self._queue
+        try:
+            rows = await queue.metadata.take(self._lease, count)
+            values: dict[str, list[Any]] = {name: [None] * len(rows) for name in self._fields}
+            parts = queue._parts(rows)
+            found = await asyncio.gather(
+                *(
+                    queue.storages[index].read([rows[place] for place in places], self._fields)
+                    for index, places in parts.items()
+                )
+            )
+        except BaseException:
+            # Which rows were taken may be unknown here.
+            with suppress(RuntimeClosed):
+                queue.metadata.keep_only.tell(self._lease, sorted(self._rows))
+            raise
+        for places, part in zip(parts.values(), found, strict=True):
+            for name, column in part.items():
+                for place, value in zip(places, column, strict=True):
+                    values[name][place] = value
+        self._rows.update(rows)
+        return Batch(rows, values)
+
+    async def acknowledge(self, batch: Batch) -> None:
+        """The rows of a batch are done with, and will not be given again to this consumer. Idempotent."""
+        self._rows.difference_update(batch.rows)
+        await self._queue.metadata.acknowledge(self._lease, batch.rows)
+
+
+@asynccontextmanager
+async def open_queue(
+    scope: Scope, consumers: Mapping[str, Wants | Sequence[str]], *, capacity: int = 1024, storages: int = 1
+) -> AsyncGenerator[TransferQueue, None]:
+    """Open a queue, the actors of which end with the block.
+
+    Args:
+        scope: A runtime or scope: where the actors live.
+        consumers: What each consumer wants; a list of fields stands for `Wants(fields)`.
+        capacity: Rows that are not cleared, at most. Further `put`s wait.
+        storages: How many actors have the values.
+
+    Raises:
+        ValueError: The capacity or the number of storages is not positive.
+    """
+    for name, number in (("capacity", capacity), ("storages", storages)):
+        if number < 1:
+            raise ValueError(f"{name} is a positive number, not {number}")
+    wanted = {name: wants if isinstance(wants, Wants) else Wants(wants) for name, wants in consumers.items()}
+    plain = {name: (list(wants.fields), wants.sampler) for name, wants in wanted.items()}
+    async with scope.group(storages, Storage, storages) as group:
+        members = tuple(group)
+        async with scope.spawn(Metadata, plain, capacity, members) as metadata:
+            yield TransferQueue(metadata, members)

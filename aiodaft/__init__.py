@@ -8,6 +8,16 @@ from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft.actor import Actor, local
 from aiodaft.attempt import current_attempt
 from aiodaft.channel import Channel
+from aiodaft.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
 from aiodaft.current_group import CurrentGroup
 from aiodaft.deadline import deadline
 from aiodaft.exceptions import (
@@ -111,7 +121,11 @@ __all__ = [
     "Traffic",
     "VersionMismatch",
     "__version__",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
     "borrow",
+    "broadcast",
     "cancel_on_disconnect",
     "compile",
     "current_attempt",
@@ -120,13 +134,17 @@ __all__ = [
     "deadline",
     "empty",
     "exceptions",
+    "gather",
     "lazy",
     "local",
     "method",
     "policies",
+    "reduce",
+    "reduce_scatter",
     "register",
     "reshard",
     "run",
+    "scatter",
     "start",
     "stop",
 ]

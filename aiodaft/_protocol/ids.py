@@ -19,6 +19,7 @@ NODE: Final = ActorId(1)
 COORDINATOR: Final = ActorId(2)
 SUPERVISOR: Final = ActorId(4)
 CODE: Final = ActorId(5)
+COLLECTIVES: Final = ActorId(6)
 RESHARDING: Final = ActorId(7)
 FIRST_USER_ACTOR: Final = ActorId(16)
 

@@ -10,7 +10,18 @@ from typing import Any, Protocol, cast
 from aiodaft._protocol.calls.following import Location
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.groups.roster import Roster
-from aiodaft._protocol.ids import AGENT, CHANNELS, NODE, RESHARDING, SUPERVISOR, ActorId, CallId, PeerId, is_attached
+from aiodaft._protocol.ids import (
+    AGENT,
+    CHANNELS,
+    COLLECTIVES,
+    NODE,
+    RESHARDING,
+    SUPERVISOR,
+    ActorId,
+    CallId,
+    PeerId,
+    is_attached,
+)
 from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.actors.fence import Fence
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
@@ -30,6 +41,7 @@ from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.groups.collectives import Collectives
 from aiodaft._runtime.groups.resharding import Resharding
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.store import Store
@@ -161,6 +173,7 @@ class Peer:
         process.provide(Graphs, self.graphs)
         self.add_actor(CHANNELS, "channels", self.channels)
         self.add_actor(RESHARDING, "resharding", Resharding(self.caller, self.store))
+        self.add_actor(COLLECTIVES, "collectives", Collectives(self.store))
 
     # Actors.
 

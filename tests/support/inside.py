@@ -10,6 +10,7 @@ from aiodaft._runtime.controller import Controller
 from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.local_node import LocalNode
 from aiodaft._runtime.node.node_agent import NodeAgent
+from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Timeouts
 from aiodaft._runtime.scope_actors import ScopeActors
@@ -68,3 +69,8 @@ def failed_refs_of(rt: aiodaft.Runtime) -> Collection[object]:
 async def awaited(spawned: Awaitable[T]) -> T:
     """What a spawn gives, as a coroutine for a task of its own."""
     return await spawned
+
+
+def producer_of(ref: aiodaft.Ref[object]) -> str:
+    """The process that makes or has made the value of a ref."""
+    return state_of(ref).producer

@@ -418,6 +418,21 @@ class Stage(aiodaft.Actor):
         return len(done)
 
 
+async def collectives(rt: Runtime) -> None:
+    """Collectives on refs keep the types of the values."""
+    async with rt.spawn(Derived, "a") as a, rt.spawn(Derived, "b") as b:
+        numbers = [rt.put(1), rt.put(2)]
+        await assert_type(aiodaft.all_reduce(numbers), Refs[int])
+        await assert_type(aiodaft.all_reduce(numbers, lambda x, y: x - y, algorithm="tree"), Refs[int])
+        await assert_type(aiodaft.reduce(numbers, "max", root=1), Ref[int])
+        await assert_type(aiodaft.all_gather(numbers), Refs[list[int]])
+        await assert_type(aiodaft.gather(aiodaft.all_reduce(numbers)), Ref[list[int]])
+        assert await assert_type(aiodaft.broadcast(numbers[0], to=[a, b]), Refs[int]) == [1, 1]
+        assert await assert_type(aiodaft.scatter(aiodaft.gather(numbers), to=[a, b]), Refs[int]) == [1, 2]
+        await assert_type(aiodaft.all_to_all(aiodaft.all_gather(numbers)), Refs[list[int]])
+        assert await aiodaft.all_reduce(numbers, min) == [1, 1]
+
+
 async def supervised(rt: Runtime) -> None:
     """Restart policies, for one and for siblings."""
     async with rt.scope(restart=Restart(strategy="one_for_all")) as siblings:
@@ -491,7 +506,19 @@ async def main() -> str:
     async with Runtime(gpus=8) as rt:
         assert_type(rt, Runtime)
         registered(aiodaft.Registration(list))
-        for part in (calls, refs, owners, groups, services, dataflows, supervised, resharding, queues, pipelines):
+        for part in (
+            calls,
+            refs,
+            owners,
+            groups,
+            services,
+            dataflows,
+            supervised,
+            resharding,
+            queues,
+            collectives,
+            pipelines,
+        ):
             await part(rt)
     started = await aiodaft.start()
     assert_type(started, Runtime)

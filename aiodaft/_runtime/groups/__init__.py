@@ -1,4 +1,4 @@
-"""Groups: moves tensors from the ranks of one group to those of another (`resharding`).
+"""What the members of groups do together: collectives, and tensors that move from group to group (`resharding`).
 
 May import `channels`, `graphs`, `calls`, `actors`, `objects`, `connections`, `serialization`, `process`, `platform` and
 `_protocol`.

@@ -1,0 +1,281 @@
+"""Collectives as dataflows: which member makes what out of which values.
+
+A plan names no moment and no message: a step runs when its inputs exist, wherever they were made. No two collectives
+can therefore wait for each other, whatever the order in which they are issued and the members that they share.
+
+Algorithms: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+# Bytes of a value up to which one step at each member, which reads all values whole, is fastest.
+SMALL: Final = 1 << 16
+
+
+class Work(enum.IntEnum):
+    """What a step does with its inputs."""
+
+    TAKE = 0  # gives its only input
+    REDUCE = 1  # combines them, from the left
+    LIST = 2  # makes a list of them
+    JOIN = 3  # puts the parts after the first input together to a value of its shape
+
+
+class Cut(enum.IntEnum):
+    """Which part of each input a step uses."""
+
+    WHOLE = 0
+    ELEMENTS = 1  # an equal part of the elements, in the order of rows
+    ROWS = 2  # an equal part along the first dimension
+    ITEM = 3  # one item of a list
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step.
+
+    Args:
+        rank: The member that does it.
+        work: What it does.
+        inputs: Numbers of values.
+        cut: Which part of each input it uses.
+        part: The number of this part, from 0.
+    """
+
+    rank: int
+    work: Work
+    inputs: tuple[int, ...]
+    cut: Cut = Cut.WHOLE
+    part: int = 0
+
+
+class Plan:
+    """The steps of a collective, in an order in which each comes after its inputs.
+
+    The values 0 to n - 1 are those of the first n members; each step makes the next value.
+
+    Args:
+        members: How many members have a value.
+        parts: Into how many parts values are cut. Default: one for each of them.
+    """
+
+    def __init__(self, members: int, parts: int | None = None) -> None:
+        self.members = members
+        self.parts = members if parts is None else parts
+        self.steps: list[Step] = []
+        # The values that the collective gives.
+        self.results: list[int] = []
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The values of the members."""
+        return tuple(range(self.members))
+
+    def rank_of(self, value: int) -> int:
+        """The member at which a value is."""
+        return value if value < self.members else self.steps[value - self.members].rank
+
+    def add(self, rank: int, work: Work, *inputs: int, cut: Cut = Cut.WHOLE, part: int = 0) -> int:
+        """Add a step; returns the number of its value."""
+        self.steps.append(Step(rank, work, inputs, cut, part))
+        return self.members + len(self.steps) - 1
+
+    def join(self, rank: int, parts: list[int]) -> int:
+        """Add a step that puts parts together to a value like the member's own."""
+        return self.add(rank, Work.JOIN, rank, *parts)
+
+
+# All-reduce. Every algorithm gives the same bits to all members, and the same bits each time.
+
+
+def exchange(members: int) -> Plan:
+    """Each member reads all values, and reduces them in the order of ranks. One step for each member."""
+    plan = Plan(members)
+    plan.results = [plan.add(rank, Work.REDUCE, *plan.inputs) for rank in plan.inputs]
+    return plan
+
+
+def star(members: int) -> Plan:
+    """Member 0 reduces all values in the order of ranks; the others take the result."""
+    plan = Plan(members)
+    total = plan.add(0, Work.REDUCE, *plan.inputs)
+    plan.results = [total, *(plan.add(rank, Work.TAKE, total) for rank in plan.inputs[1:])]
+    return plan
+
+
+def shared(members: int) -> Plan:
+    """Each member reduces its part of all values, in the order of ranks, and joins the parts of all members.
+
+    It reads the values where they lie: for members that share memory.
+    """
+    plan = Plan(members)
+    parts = [plan.add(rank, Work.REDUCE, *plan.inputs, cut=Cut.ELEMENTS, part=rank) for rank in plan.inputs]
+    plan.results = [plan.join(rank, parts) for rank in plan.inputs]
+    return plan
+
+
+def direct(members: int) -> Plan:
+    """As `shared`, but each member sends to each other one only the part that this one reduces."""
+    plan = Plan(members)
+    parts = [_reduce_cut(plan, Cut.ELEMENTS, rank) for rank in plan.inputs]
+    plan.results = [plan.join(rank, parts) for rank in plan.inputs]
+    return plan
+
+
+def ring(members: int) -> Plan:
+    """Parts travel round the ring of members, first to be reduced, then to be known to all.
+
+    Part k is reduced in the order k + 1, k + 2, ..., k of ranks, modulo the number of members: only for reducers whose
+    result does not depend on the order.
+    """
+    plan = Plan(members)
+    known: list[list[int]] = [[] for _ in plan.inputs]
+    for part in plan.inputs:
+        round_trip = [(part + hop) % members for hop in range(1, members + 1)]
+        value = _cut(plan, round_trip[0], Cut.ELEMENTS, part)
+        for rank in round_trip[1:]:
+            value = plan.add(rank, Work.REDUCE, value, _cut(plan, rank, Cut.ELEMENTS, part))
+        known[part].append(value)
+        for rank in round_trip[:-1]:
+            value = plan.add(rank, Work.TAKE, value)
+            known[rank].append(value)
+    plan.results = [plan.join(rank, known[rank]) for rank in plan.inputs]
+    return plan
+
+
+def tree(members: int) -> Plan:
+    """Neighbours reduce in pairs, then pairs of pairs, in the order of ranks; the result goes back the same way."""
+    plan = Plan(members)
+    held = list(plan.inputs)
+    distances = [1 << level for level in range((members - 1).bit_length())]
+    for distance in distances:
+        for rank in range(0, members - distance, 2 * distance):
+            held[rank] = plan.add(rank, Work.REDUCE, held[rank], held[rank + distance])
+    for distance in reversed(distances):
+        for rank in range(0, members - distance, 2 * distance):
+            held[rank + distance] = plan.add(rank + distance, Work.TAKE, held[rank])
+    if members == 1:
+        held = [plan.add(0, Work.REDUCE, 0)]
+    plan.results = held
+    return plan
+
+
+def doubling(members: int) -> Plan:
+    """Recursive doubling: all members exchange at distances 1, 2, 4, ...; those over a power of two join in before.
+
+    Only for reducers whose result does not depend on the order.
+    """
+    plan = Plan(members)
+    core = 1 << (members.bit_length() - 1)
+    held = list(plan.inputs)
+    for rank in range(core, members):
+        held[rank - core] = plan.add(rank - core, Work.REDUCE, held[rank - core], held[rank])
+    distance = 1
+    while distance < core:
+        # The lower rank comes first at both members: so they have the same bits.
+        pairs = [(held[rank & ~distance], held[rank | distance]) for rank in range(core)]
+        held[:core] = [plan.add(rank, Work.REDUCE, *pair) for rank, pair in enumerate(pairs)]
+        distance *= 2
+    if members == 1:
+        held = [plan.add(0, Work.REDUCE, 0)]
+    held[core:] = [plan.add(rank, Work.TAKE, held[rank - core]) for rank in range(core, members)]
+    plan.results = held
+    return plan
+
+
+ALL_REDUCE: Final[Mapping[str, Callable[[int], Plan]]] = {
+    algorithm.__name__: algorithm for algorithm in (exchange, star, shared, direct, ring, tree, doubling)
+}
+
+
+def choose(members: int, nbytes: int | None, *, one_memory: bool, elementwise: bool) -> str:
+    """The algorithm of an all-reduce.
+
+    Args:
+        members: Their number.
+        nbytes: The size of the largest value; None if one does not exist yet.
+        one_memory: Whether the members share memory.
+        elementwise: Whether a part of a value can be reduced without the rest.
+    """
+    if members == 1 or (nbytes is not None and nbytes <= SMALL):
+        return "exchange"
+    if not elementwise:
+        return "star"
+    return "shared" if one_memory else "direct"
+
+
+# The others.
+
+
+def reduce(members: int, root: int, *, by_parts: bool) -> Plan:
+    """One member gets the reduced value: it reduces all values itself, or each member a part of them."""
+    plan = Plan(members)
+    if by_parts:
+        parts = [plan.add(rank, Work.REDUCE, *plan.inputs, cut=Cut.ELEMENTS, part=rank) for rank in plan.inputs]
+        plan.results = [plan.join(root, parts)]
+    else:
+        plan.results = [plan.add(root, Work.REDUCE, *plan.inputs)]
+    return plan
+
+
+def reduce_scatter(members: int, *, one_memory: bool) -> Plan:
+    """Each member reduces its rows, in the order of ranks."""
+    plan = Plan(members)
+    if one_memory:
+        plan.results = [plan.add(rank, Work.REDUCE, *plan.inputs, cut=Cut.ROWS, part=rank) for rank in plan.inputs]
+    else:
+        plan.results = [_reduce_cut(plan, Cut.ROWS, rank) for rank in plan.inputs]
+    return plan
+
+
+def all_gather(members: int) -> Plan:
+    """Each member gets the list of all values."""
+    plan = Plan(members)
+    plan.results = [plan.add(rank, Work.LIST, *plan.inputs) for rank in plan.inputs]
+    return plan
+
+
+def gather(members: int, root: int) -> Plan:
+    """One member gets the list of all values."""
+    plan = Plan(members)
+    plan.results = [plan.add(root, Work.LIST, *plan.inputs)]
+    return plan
+
+
+def all_to_all(members: int, *, one_memory: bool) -> Plan:
+    """Member j gets the list of item j of every member's list."""
+    plan = Plan(members)
+    for rank in plan.inputs:
+        if one_memory:
+            plan.results.append(plan.add(rank, Work.LIST, *plan.inputs, cut=Cut.ITEM, part=rank))
+        else:
+            items = [_cut(plan, source, Cut.ITEM, rank) for source in plan.inputs]
+            plan.results.append(plan.add(rank, Work.LIST, *items))
+    return plan
+
+
+def hand_out(receivers: int, cut: Cut, *, one_memory: bool) -> Plan:
+    """Value 0 of member 0, or item k of it, goes to member k + 1, for all receivers."""
+    plan = Plan(1, receivers)
+    for part in range(receivers):
+        if one_memory or cut is Cut.WHOLE:
+            plan.results.append(plan.add(part + 1, Work.TAKE, 0, cut=cut, part=part))
+        else:
+            plan.results.append(plan.add(part + 1, Work.TAKE, _cut(plan, 0, cut, part)))
+    return plan
+
+
+def _cut(plan: Plan, rank: int, cut: Cut, part: int) -> int:
+    return plan.add(rank, Work.TAKE, rank, cut=cut, part=part)
+
+
+def _reduce_cut(plan: Plan, cut: Cut, rank: int) -> int:
+    """Every member cuts off what one of them reduces."""
+    cuts = [_cut(plan, source, cut, rank) for source in plan.inputs]
+    # To cut again what is cut changes nothing; it tells what the result is.
+    return plan.add(rank, Work.REDUCE, *cuts, cut=cut, part=rank)

@@ -1,0 +1,180 @@
+"""Cuts, reduces and joins values: tensors, arrays, and numbers, which have no parts."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any, Final, TypeAlias
+
+from aiodaft._protocol.groups.collective import Cut
+from aiodaft._runtime.serialization.tensors import loaded_torch
+
+# Makes an uninitialised tensor of a shape and a dtype.
+Allocate: TypeAlias = Callable[[Any, Any], Any]
+# The name of a reducer below, or a function of two values.
+Reducer: TypeAlias = str | Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a value, and what the whole is; see `kind_of`."""
+
+    kind: str
+    value: Any
+
+
+# By name: the function of numbers, that of torch, and that of numpy.
+_REDUCERS: Final[dict[str, tuple[Callable[[Any, Any], Any], str, str]]] = {
+    "sum": (operator.add, "add", "add"),
+    "product": (operator.mul, "mul", "multiply"),
+    "min": (min, "minimum", "minimum"),
+    "max": (max, "maximum", "maximum"),
+}
+
+
+def check_reducer(op: Reducer) -> Reducer:
+    """Return a reducer.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    if not callable(op) and op not in _REDUCERS:
+        raise ValueError(f"op is one of {', '.join(_REDUCERS)}, or a function of two values, not {op!r}")
+    return op
+
+
+def kind_of(value: Any) -> str:
+    """What has to be the same for all members: the type, and of tensors and arrays the dtype and the shape."""
+    if isinstance(value, Piece):
+        return value.kind
+    if not _is_array(value):
+        return type(value).__name__
+    dtype = str(value.dtype)
+    return f"{dtype if _is_tensor(value) else f'numpy {dtype}'} {tuple(value.shape)}"
+
+
+def cut(value: Any, how: Cut, part: int, parts: int) -> Any:
+    """A part of a value. Tensors and arrays are cut as `torch.tensor_split` does; a number is given whole.
+
+    Raises:
+        TypeError, ValueError: The value has no such parts.
+    """
+    if how is Cut.WHOLE or isinstance(value, Piece):
+        return value
+    if how is Cut.ITEM:
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"expected a list of {parts} items, one for each member, not {type(value).__name__}")
+        if len(value) != parts:
+            raise ValueError(f"expected {parts} items, one for each member, not {len(value)}")
+        return value[part]
+    if not _is_array(value):
+        if how is Cut.ROWS:
+            raise TypeError(f"expected a tensor or an array to be cut, not {type(value).__name__}")
+        return Piece(kind_of(value), value)
+    if how is Cut.ROWS and not value.shape:
+        raise ValueError(f"{kind_of(value)} has no first dimension to be cut")
+    rows = value if how is Cut.ROWS else value.reshape(-1)
+    start, stop = _bounds(rows.shape[0], part, parts)
+    return Piece(kind_of(value), rows[start:stop])
+
+
+def alone(value: Any) -> Any:
+    """A cut value that travels without the rest of its tensor."""
+    if not isinstance(value, Piece) or not _is_array(value.value):
+        return value
+    return Piece(value.kind, value.value.clone() if _is_tensor(value.value) else value.value.copy())
+
+
+def reduced(values: Sequence[Any], ranks: Sequence[int], op: Reducer, title: str, allocate: Allocate) -> Any:
+    """Combine values from the left. Pieces give a piece.
+
+    Raises:
+        ValueError: The values are not of one kind.
+    """
+    first, kind = values[0], kind_of(values[0])
+    for value, rank in zip(values[1:], ranks[1:], strict=True):
+        if kind_of(value) != kind:
+            raise ValueError(
+                f"{title}: the members disagree: rank {ranks[0]} has {kind}, rank {rank} has {kind_of(value)}"
+            )
+    if isinstance(first, Piece):
+        return Piece(kind, _combined([piece.value for piece in values], op, allocate))
+    return _combined(values, op, allocate)
+
+
+def joined(pattern: Any, parts: Sequence[Piece], allocate: Allocate) -> Any:
+    """Put the parts of a value together; `pattern` has its shape."""
+    if not _is_array(pattern):
+        return parts[0].value
+    pieces = [part.value for part in parts]
+    whole = _like(pattern, allocate)
+    flat, start = whole.reshape(-1), 0
+    for piece in pieces:
+        flat[start : start + len(piece)] = piece
+        start += len(piece)
+    return whole
+
+
+def no_gradients() -> AbstractContextManager[object]:
+    """No step is recorded for autograd: its result is a value of its own."""
+    torch = loaded_torch()
+    return nullcontext() if torch is None else torch.no_grad()
+
+
+def nbytes_of(value: Any) -> int:
+    """About how much there is to compute."""
+    if isinstance(value, Piece):
+        return nbytes_of(value.value)
+    return int(value.nbytes) if _is_array(value) else 0
+
+
+def _combined(values: Sequence[Any], op: Reducer, allocate: Allocate) -> Any:
+    if callable(op):
+        return reduce(op, values)
+    number, of_torch, of_numpy = _REDUCERS[op]
+    first = values[0]
+    if not _is_array(first):
+        return reduce(number, values)
+    total = _like(first, allocate)
+    if len(values) == 1:
+        total[...] = first
+        return total
+    module = loaded_torch() if _is_tensor(first) else _numpy()
+    combine = partial(getattr(module, of_torch if _is_tensor(first) else of_numpy), out=total)
+    combine(first, values[1])
+    for value in values[2:]:
+        combine(total, value)
+    return total
+
+
+def _like(value: Any, allocate: Allocate) -> Any:
+    if not _is_tensor(value):
+        return _numpy().empty(value.shape, value.dtype)
+    if value.device.type != "cpu":
+        return value.new_empty(value.shape)
+    return allocate(value.shape, value.dtype)
+
+
+def _bounds(length: int, part: int, parts: int) -> tuple[int, int]:
+    """Where a part begins and ends; the first ones are longer by one if the length cannot be divided."""
+    size, longer = divmod(length, parts)
+    start = part * size + min(part, longer)
+    return start, start + size + (part < longer)
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = loaded_torch()
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _is_array(value: Any) -> bool:
+    return _is_tensor(value) or type(value).__module__ == "numpy"
+
+
+def _numpy() -> Any:
+    """The module, which a process that has an array has imported."""
+    return sys.modules["numpy"]

@@ -1,0 +1,115 @@
+"""Collectives on refs: carries out the plans of `_protocol.groups.collective` by calls between the members' processes.
+
+Every process has a `Collectives` actor. A step of a plan is a call of it, with refs of the step's inputs: values go
+from member to member as arguments do, and errors, deaths and cancellations are those of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+from aiodaft._protocol.groups.collective import SMALL, Cut, Plan, Step, Work
+from aiodaft._protocol.ids import COLLECTIVES, PeerId, can_share_memory
+from aiodaft._protocol.objects.value import PENDING
+from aiodaft._runtime.actors.hosted_actor import current_call
+from aiodaft._runtime.calls.call import Caller, CallState, Target
+from aiodaft._runtime.groups.arithmetic import Reducer, alone, cut, joined, nbytes_of, no_gradients, reduced
+from aiodaft._runtime.objects.ref_state import state_of
+from aiodaft._runtime.objects.store import Store
+from aiodaft.actor import Actor
+from aiodaft.methods import method, specs_of
+from aiodaft.ref import Ref
+
+
+class Collectives(Actor):
+    """Does the steps of the member in this process."""
+
+    def __init__(self, store: Store) -> None:
+        self._allocate = store.empty
+
+    # Unordered: a step of one collective does not wait for the inputs of another.
+    @method(ordered=False)
+    async def step(self, step: Step, parts: int, ranks: tuple[int, ...], op: Reducer, title: str, *values: Any) -> Any:
+        """Do a step; `ranks` are the members that the values come from."""
+        job = partial(self._do, step, parts, ranks, op, title, values)
+        if not callable(op) and sum(map(nbytes_of, values)) <= SMALL:
+            return job()
+        call = current_call.get()
+        assert call is not None
+        return await call.hosted.thread.run(job)
+
+    def _do(
+        self, step: Step, parts: int, ranks: tuple[int, ...], op: Reducer, title: str, values: Sequence[Any]
+    ) -> Any:
+        try:
+            inputs = [cut(value, step.cut, step.part, parts) for value in values]
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{title}: {error}") from None
+        with no_gradients():
+            match step.work:
+                case Work.TAKE:
+                    return inputs[0] if step.cut is Cut.WHOLE else alone(inputs[0])
+                case Work.LIST:
+                    return inputs
+                case Work.JOIN:
+                    return joined(inputs[0], inputs[1:], self._allocate)
+                case Work.REDUCE:
+                    total = reduced(inputs, ranks, op, title, self._allocate)
+                    # The rows are what the member gets; parts of elements are joined.
+                    return total.value if step.cut is Cut.ROWS else total
+
+
+_STEP: Final = specs_of(Collectives)["step"]
+
+
+class Members:
+    """The members of one collective.
+
+    Args:
+        refs: The values of the members.
+        places: The processes of the members. Default: those that have the values.
+    """
+
+    def __init__(self, refs: Sequence[Ref[Any]], places: Sequence[PeerId] | None = None) -> None:
+        self._refs = refs
+        self._process = state_of(refs[0]).process
+        self.places = [_place_of(ref) for ref in refs] if places is None else places
+
+    @property
+    def nbytes(self) -> int | None:
+        """The bytes of the largest value, as its producer stores it; None if one does not exist yet."""
+        if not all(ref.done() for ref in self._refs):
+            return None
+        return max(_stored_bytes(ref) for ref in self._refs)
+
+    @property
+    def one_memory(self) -> bool:
+        """Whether values go from member to member through memory that they share."""
+        first = self.places[0]
+        return self._process.options.transport == "shm" and all(can_share_memory(first, place) for place in self.places)
+
+    def carry_out(self, plan: Plan, op: Reducer, title: str) -> list[Ref[Any]]:
+        """Make the calls of a plan; returns refs of its results."""
+        caller, values = self._process.part(Caller), list(self._refs)
+        sink = state_of(self._refs[0]).sink
+        targets = [Target(caller, place, COLLECTIVES, f"the collectives of {place}", sink) for place in self.places]
+        for step in plan.steps:
+            ranks = tuple(plan.rank_of(number) for number in step.inputs)
+            inputs = [values[number] for number in step.inputs]
+            values.append(targets[step.rank].call(_STEP, (step, plan.parts, ranks, op, title, *inputs), {}))
+        return [values[number] for number in plan.results]
+
+
+def _place_of(ref: Ref[Any]) -> PeerId:
+    """The process where a value is, or will be."""
+    state = state_of(ref)
+    if isinstance(state, CallState) and state.status is PENDING:
+        return state.target.remote
+    return state.producer
+
+
+def _stored_bytes(ref: Ref[Any]) -> int:
+    state = state_of(ref)
+    return state.stored_bytes if state.stored is None else state.stored.size

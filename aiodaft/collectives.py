@@ -1,0 +1,203 @@
+"""Collectives on refs: the values of several actors are combined or exchanged, from actor to actor.
+
+A collective takes refs, one for each member; the process that has or makes the i-th value is member i. It returns at
+once, also if the values do not exist yet, with refs of the results, each at its member. No payload passes the caller.
+Collectives that are issued in any order, and that share members, cannot wait for each other.
+
+All of them raise the following. For awaiting a result:
+    Exception: What a value raised; `ActorDied` names a member that died before the result was there.
+    ValueError: The kinds of the values (type, dtype, shape) differ; it names two ranks. All results raise it.
+    TypeError: A value cannot be reduced or cut.
+Cancellation of a result: as for any ref. The results of the other members are not concerned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+from aiodaft._protocol.groups import collective
+from aiodaft._protocol.groups.collective import ALL_REDUCE, Cut
+from aiodaft._protocol.ids import PeerId
+from aiodaft._runtime.calls.call import Target
+from aiodaft._runtime.groups.arithmetic import check_reducer
+from aiodaft._runtime.groups.collectives import Members
+from aiodaft.actor import target_of
+from aiodaft.ref import Ref, Refs
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+
+T = TypeVar("T")
+
+Op: TypeAlias = Literal["sum", "product", "min", "max"] | Callable[[T, T], T]
+Algorithm: TypeAlias = Literal["exchange", "star", "shared", "direct", "ring", "tree", "doubling"]
+
+
+def all_reduce(refs: Iterable[Ref[T]], op: Op[T] = "sum", *, algorithm: Algorithm | None = None) -> Refs[T]:
+    """Combine the values of all members; each member gets the result.
+
+    The values are tensors or arrays of one dtype and shape, or numbers; a function combines any values. All members get
+    the same bits, and the same inputs give the same bits each time. Without `algorithm`, the values are combined from
+    the left in the order of ranks: ((x0 + x1) + x2) + x3.
+
+    Args:
+        refs: The values, one for each member.
+        op: "sum", "product", "min", "max", or a function of two values, which must not change them. It runs in the
+            members' processes, has to be associative, and gets whole values.
+        algorithm: How to combine. Default: chosen by size, if the values exist already, and by the members' machines.
+
+            - exchange: each member reads all values whole. Fewest steps: for small values.
+            - shared: each reduces its part of all values, which it reads where they lie: for members on one machine.
+            - direct: each sends to each other one the part that this one reduces: for members on several machines.
+            - star: member 0 reduces all, the others take the result.
+            - tree: neighbours reduce in pairs, then pairs of pairs: (x0 + x1) + (x2 + x3).
+            - ring: part k is combined in the order k + 1, k + 2, ..., k of ranks.
+            - doubling: recursive doubling; ranks over a power of two are added to the first ranks before.
+
+            For ring and doubling a function has to be commutative. It cannot be combined by parts: use another
+            algorithm than shared, direct and ring for it.
+
+    Raises:
+        ValueError: There are no refs, or no such op or algorithm, or the algorithm cuts values for a function.
+    """
+    members, reducer = _members(refs), check_reducer(op)
+    count, by_function = len(members.places), callable(reducer)
+    if algorithm is None:
+        algorithm = cast(
+            "Algorithm",
+            collective.choose(count, members.nbytes, one_memory=members.one_memory, elementwise=not by_function),
+        )
+    elif algorithm not in ALL_REDUCE:
+        raise ValueError(f"algorithm is one of {', '.join(ALL_REDUCE)}, not {algorithm!r}")
+    elif by_function and algorithm in {"shared", "direct", "ring"}:
+        raise ValueError(f"{algorithm} combines parts of values, and a function is for whole ones: use star or tree")
+    return Refs(members.carry_out(ALL_REDUCE[algorithm](count), reducer, "all_reduce"))
+
+
+def reduce(refs: Iterable[Ref[T]], op: Op[T] = "sum", *, root: int = 0) -> Ref[T]:
+    """Combine the values of all members in the order of ranks; one member gets the result.
+
+    Args:
+        refs: The values, as for `all_reduce`.
+        op: As for `all_reduce`.
+        root: The rank of the member that gets the result.
+
+    Raises:
+        ValueError: There are no refs, no such op or no such rank.
+    """
+    members, reducer = _members(refs), check_reducer(op)
+    count, nbytes = len(members.places), members.nbytes
+    by_parts = not callable(reducer) and members.one_memory and (nbytes is None or nbytes > collective.SMALL)
+    plan = collective.reduce(count, _rank(root, count), by_parts=by_parts)
+    return members.carry_out(plan, reducer, "reduce")[0]
+
+
+def reduce_scatter(refs: Iterable[Ref[T]], op: Op[T] = "sum") -> Refs[T]:
+    """Combine the values of all members in the order of ranks; each member gets its part of the result.
+
+    The values are tensors or arrays. They are cut along the first dimension as by `torch.tensor_split`: if its length
+    cannot be divided by the number of members, the parts of the first members are longer by one.
+
+    Args:
+        refs: The values, as for `all_reduce`.
+        op: As for `all_reduce`; a function gets parts.
+
+    Raises:
+        ValueError: There are no refs, or no such op.
+    """
+    members, reducer = _members(refs), check_reducer(op)
+    plan = collective.reduce_scatter(len(members.places), one_memory=members.one_memory)
+    return Refs(members.carry_out(plan, reducer, "reduce_scatter"))
+
+
+def all_gather(refs: Iterable[Ref[T]]) -> Refs[list[T]]:
+    """Give each member the list of the values of all members. The values may be of different kinds.
+
+    Raises:
+        ValueError: There are no refs.
+    """
+    members = _members(refs)
+    return Refs(members.carry_out(collective.all_gather(len(members.places)), "sum", "all_gather"))
+
+
+def gather(refs: Iterable[Ref[T]], *, root: int = 0) -> Ref[list[T]]:
+    """Give one member the list of the values of all members. The values may be of different kinds.
+
+    Raises:
+        ValueError: There are no refs, or no member has the rank `root`.
+    """
+    members = _members(refs)
+    count = len(members.places)
+    return members.carry_out(collective.gather(count, _rank(root, count)), "sum", "gather")[0]
+
+
+def all_to_all(refs: Iterable[Ref[list[T]]]) -> Refs[list[T]]:
+    """Exchange items: every member has a list with one item for each member, and gets a list of one item of each.
+
+    Result j is the list of item j of all members, in the order of ranks. Items may be of different kinds and sizes.
+
+    Raises:
+        ValueError: There are no refs.
+    """
+    members = _members(refs)
+    plan = collective.all_to_all(len(members.places), one_memory=members.one_memory)
+    return Refs(members.carry_out(plan, "sum", "all_to_all"))
+
+
+def broadcast(ref: Ref[T], to: Iterable[Any]) -> Refs[T]:
+    """Give a value to actors: result i is at the process of actor i.
+
+    Args:
+        ref: The value, of any kind.
+        to: Handles of actors, such as a `Group`.
+
+    Raises:
+        TypeError: `to` has something else than handles.
+        ValueError: There are no actors.
+    """
+    return _hand_out(ref, to, Cut.WHOLE, "broadcast")
+
+
+def scatter(ref: Ref[list[T]], to: Iterable[Any]) -> Refs[T]:
+    """Give each of several actors one item of a list: result i is at the process of actor i.
+
+    Args:
+        ref: The list; it has as many items as there are actors.
+        to: Handles of actors, such as a `Group`.
+
+    Raises:
+        TypeError: `to` has something else than handles.
+        ValueError: There are no actors.
+    """
+    return _hand_out(ref, to, Cut.ITEM, "scatter")
+
+
+def _hand_out(ref: Ref[Any], to: Iterable[Any], cut: Cut, title: str) -> Refs[Any]:
+    (source,) = _members([ref]).places
+    receivers = [_process_of(handle) for handle in to]
+    if not receivers:
+        raise ValueError("there are no actors to give a value to")
+    members = Members([ref], [source, *receivers])
+    return Refs(
+        members.carry_out(collective.hand_out(len(receivers), cut, one_memory=members.one_memory), "sum", title)
+    )
+
+
+def _members(refs: Iterable[Ref[Any]]) -> Members:
+    listed = list(refs)
+    for ref in listed:
+        if not isinstance(ref, Ref):
+            raise TypeError(f"a collective takes refs, one for each member, not {type(ref).__name__}")
+    if not listed:
+        raise ValueError("a collective needs at least one ref")
+    return Members(listed)
+
+
+def _rank(root: int, count: int) -> int:
+    if not 0 <= root < count:
+        raise ValueError(f"root is the rank of one of {count} members, from 0, not {root}")
+    return root
+
+
+def _process_of(handle: Any) -> PeerId:
+    return cast("Target", target_of(handle)).remote

@@ -1,0 +1,137 @@
+"""Plans of collectives, carried out on texts that show what was combined with what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aiodaft._protocol.groups import collective
+from aiodaft._protocol.groups.collective import ALL_REDUCE, SMALL, Cut, Plan, Step, Work, choose
+
+SIZES = range(1, 10)
+IN_ORDER = ("exchange", "star", "shared", "direct", "tree")
+
+
+def letters(members: int) -> str:
+    return "abcdefghi"[:members]
+
+
+def do(step: Step, inputs: list[Any], parts: int) -> Any:
+    """Carry out a step. A value is a list of `parts` texts; to reduce is to write one behind the other."""
+    cut = [value if step.cut is Cut.WHOLE or len(value) == 1 else [value[step.part]] for value in inputs]
+    match step.work:
+        case Work.TAKE:
+            (only,) = cut
+            return only
+        case Work.REDUCE:
+            assert len({len(value) for value in cut}) == 1
+            return ["".join(texts) for texts in zip(*cut, strict=True)]
+        case Work.LIST:
+            return cut
+        case Work.JOIN:
+            return [text for value in cut[1:] for text in value]
+
+
+def carried_out(plan: Plan) -> list[Any]:
+    """The results, if member i has the value [i0, i1, ...] of its letter and the numbers of the parts."""
+    values: list[Any] = [[f"{letter}{part}" for part in range(plan.parts)] for letter in letters(plan.members)]
+    for step in plan.steps:
+        assert all(number < len(values) for number in step.inputs)
+        values.append(do(step, [values[number] for number in step.inputs], plan.parts))
+    return [values[number] for number in plan.results]
+
+
+def combined(members: int, part: int) -> str:
+    return "".join(f"{letter}{part}" for letter in letters(members))
+
+
+@pytest.mark.parametrize("members", SIZES)
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_all_members_get_every_value_once_and_in_the_same_order(name: str, members: int) -> None:
+    plan = ALL_REDUCE[name](members)
+    results = carried_out(plan)
+    assert [plan.rank_of(number) for number in plan.results] == list(range(members))
+    assert all(result == results[0] for result in results)
+    for part, text in enumerate(results[0]):
+        expected = combined(members, part)
+        assert sorted(text[::2]) == list(letters(members))
+        assert set(text[1::2]) == {str(part)}
+        if name in IN_ORDER:
+            assert text == expected
+
+
+@pytest.mark.parametrize("members", SIZES)
+def test_a_result_is_made_by_a_step_and_is_no_value_of_a_member(members: int) -> None:
+    for algorithm in ALL_REDUCE.values():
+        assert min(algorithm(members).results) >= members
+
+
+def moved(plan: Plan) -> int:
+    """The parts of values that go from member to member."""
+    size = [plan.parts] * plan.members
+    total = 0
+    for step in plan.steps:
+        cut = [1 if step.cut is not Cut.WHOLE else size[number] for number in step.inputs]
+        # Without shared memory, a value travels whole, whatever the step uses of it.
+        total += sum(size[number] for number in step.inputs if plan.rank_of(number) != step.rank)
+        size.append(sum(cut[1:]) if step.work is Work.JOIN else cut[0])
+    return total
+
+
+@pytest.mark.parametrize("members", range(2, 10))
+def test_direct_and_ring_move_the_fewest_bytes(members: int) -> None:
+    # Every member sends and gets n - 1 parts to be reduced, and n - 1 reduced ones.
+    fewest = 2 * members * (members - 1)
+    assert moved(ALL_REDUCE["direct"](members)) == fewest
+    assert moved(ALL_REDUCE["ring"](members)) == fewest
+
+
+@pytest.mark.parametrize("members", SIZES)
+def test_reduce_and_its_scattered_form(members: int) -> None:
+    whole = [combined(members, part) for part in range(members)]
+    for by_parts in (False, True):
+        for root in range(members):
+            plan = collective.reduce(members, root, by_parts=by_parts)
+            assert carried_out(plan) == [whole]
+            assert plan.rank_of(plan.results[0]) == root
+    for one_memory in (False, True):
+        plan = collective.reduce_scatter(members, one_memory=one_memory)
+        assert carried_out(plan) == [[text] for text in whole]
+        assert [plan.rank_of(number) for number in plan.results] == list(range(members))
+
+
+@pytest.mark.parametrize("members", SIZES)
+def test_lists_of_values_and_of_items(members: int) -> None:
+    values = [[f"{letter}{part}" for part in range(members)] for letter in letters(members)]
+    assert carried_out(collective.all_gather(members)) == [values] * members
+    for root in range(members):
+        plan = collective.gather(members, root)
+        assert carried_out(plan) == [values]
+        assert plan.rank_of(plan.results[0]) == root
+    for one_memory in (False, True):
+        plan = collective.all_to_all(members, one_memory=one_memory)
+        assert carried_out(plan) == [[[value[part]] for value in values] for part in range(members)]
+        assert [plan.rank_of(number) for number in plan.results] == list(range(members))
+
+
+@pytest.mark.parametrize("one_memory", [False, True])
+@pytest.mark.parametrize("receivers", SIZES)
+def test_one_value_for_many(receivers: int, one_memory: bool) -> None:
+    items = [f"a{part}" for part in range(receivers)]
+    plan = collective.hand_out(receivers, Cut.WHOLE, one_memory=one_memory)
+    assert carried_out(plan) == [items] * receivers
+    assert [plan.rank_of(number) for number in plan.results] == list(range(1, receivers + 1))
+    plan = collective.hand_out(receivers, Cut.ITEM, one_memory=one_memory)
+    assert carried_out(plan) == [[item] for item in items]
+    assert [plan.rank_of(number) for number in plan.results] == list(range(1, receivers + 1))
+
+
+def test_the_algorithm_is_chosen_by_size_memory_and_reducer() -> None:
+    assert choose(1, None, one_memory=False, elementwise=False) == "exchange"
+    assert choose(4, SMALL, one_memory=True, elementwise=True) == "exchange"
+    assert choose(4, SMALL, one_memory=False, elementwise=False) == "exchange"
+    assert choose(4, SMALL + 1, one_memory=True, elementwise=True) == "shared"
+    assert choose(4, None, one_memory=True, elementwise=True) == "shared"
+    assert choose(4, SMALL + 1, one_memory=False, elementwise=True) == "direct"
+    assert choose(4, SMALL + 1, one_memory=True, elementwise=False) == "star"

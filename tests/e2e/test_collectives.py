@@ -152,6 +152,7 @@ async def test_all_to_all_of_different_sizes(rt: aiodaft.Runtime) -> None:
             assert torch.equal(part, torch.full((sizes[source][rank],), float(source)))
 
 
+@pytest.mark.timeout(120)
 async def test_opposite_orders_and_shared_members_for_500_rounds(rt: aiodaft.Runtime) -> None:
     """Failures 1, 3 and 7 of gloo: what SPMD programs must issue in one order may be issued in any."""
     members = list(await rt.group(4, Member))
@@ -252,6 +253,7 @@ async def test_wrong_arguments_are_refused_at_the_line(rt: aiodaft.Runtime) -> N
         await aiodaft.reduce_scatter(refs)
 
 
+@pytest.mark.timeout(60)
 async def test_over_tcp_members_send_parts() -> None:
     async with aiodaft.Runtime(transport="tcp", preload=()) as rt:
         members = list(await rt.group(3, Member))

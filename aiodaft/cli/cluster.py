@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 
 from aiodaft._protocol.coordination.records import Member, check_name
 from aiodaft._protocol.ids import is_node, node_of
+from aiodaft._runtime.connections.far import who_listens
 from aiodaft._runtime.diagnostics.process_stack import is_answered
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost
 from aiodaft.naming import found
@@ -149,8 +150,23 @@ async def _end(rt: Runtime) -> None:
             except PeerLost as error:
                 silent.append(f"the node {member.name} was not told to end: {error}")
 
+    async def end_lost(member: Member) -> None:
+        far = controller.connections.far
+        assert far is not None
+        try:
+            found = await who_listens(far.network, controller.process.id, member.address)
+        except DaftError as error:
+            # Where nothing listens, it has ended.
+            if not isinstance(error.__cause__, ConnectionRefusedError):
+                silent.append(f"the node {member.name}, which had lost its lease, was not told to end: {error}")
+        else:
+            if found.node == member.peer:
+                controller.nodes.add(member)
+                await end(member)
+
+    lost = await _answer(controller.coordinator.lost_members()) or ()
     # The coordinator is the last one, so that the others can leave.
-    await asyncio.gather(*(end(member) for member in members if member.name != first))
+    await asyncio.gather(*(end(member) for member in members if member.name != first), *map(end_lost, lost))
     await asyncio.gather(*(end(member) for member in members if member.name == first))
     if silent:
         raise PeerLost("; ".join(silent))

@@ -296,6 +296,25 @@ def test_down_says_which_node_was_not_told_to_end(tmp_path: Path) -> None:
             first.process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.hosts
+async def test_down_ends_a_node_that_has_lost_its_lease(tmp_path: Path) -> None:
+    with cluster_of(tmp_path / "key", "n1", "n2", "n3", options=("--lease", "1")) as cluster:
+        _, second, third = cluster.nodes
+        third.process.send_signal(signal.SIGSTOP)
+        try:
+            async with aiodaft.Runtime(cluster.address, key_file=cluster.key_file, unhandled="log") as rt:
+                while len(await rt.nodes()) == 3:
+                    await asyncio.sleep(0.05)
+            down = asyncio.get_running_loop().create_task(asyncio.to_thread(cluster.run, "down"))
+            # Now the third one is waited for.
+            assert await asyncio.to_thread(second.process.wait, 30) == 0
+        finally:
+            third.process.send_signal(signal.SIGCONT)
+        said = await down
+        assert said.returncode == 0, said.stderr
+        assert await asyncio.to_thread(third.process.wait, 30) == 0
+
+
 def test_down_ends_all_nodes(tmp_path: Path) -> None:
     with cluster_of(tmp_path / "key", "n1", "n2") as cluster:
         assert cluster.run("down").returncode == 0

@@ -71,6 +71,16 @@ def stored(registry: Registry) -> tuple[Record, ...]:
     return (*registry.names.all(), *registry.members.all())
 
 
+def test_a_node_that_was_not_heard_is_known_as_lost_until_it_comes_back() -> None:
+    registry = new_registry()
+    silent, gone = join(registry, node("n1")), join(registry, node("n2"))
+    registry.apply(registry.leave(gone.epoch), now=1)
+    look_until(registry, 1, 2 * TTL)
+    assert registry.lost == {"n1": silent}
+    join(registry, node("n1"), now=2 * TTL)
+    assert registry.lost == {}
+
+
 # Names of nodes.
 
 

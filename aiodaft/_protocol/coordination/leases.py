@@ -81,6 +81,10 @@ class LeaseTable:
         lease = self._leases.pop(epoch)
         lease.state = next_state(TRANSITIONS, lease.state, LeaseEvent.ENDED)
 
+    def is_late(self, epoch: int, now: float) -> bool:
+        """Whether the time of a lease is over."""
+        return self._leases[epoch].deadline <= now
+
     def state(self, epoch: int) -> LeaseState:
         lease = self._leases.get(epoch)
         return LeaseState.OVER if lease is None else lease.state

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from aiodaft._protocol.coordination.leases import LeaseTable
 from aiodaft._protocol.coordination.members import MemberTable
@@ -30,6 +31,9 @@ from aiodaft._protocol.coordination.records import (
 from aiodaft._protocol.coordination.watch import Batch, History
 from aiodaft._protocol.ids import ActorId, PeerId, is_attached, node_of
 from aiodaft.exceptions import CoordinatorUnavailable, LeaseLost
+
+# Lost members that are remembered.
+_REMEMBERED: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class Registry:
         self.names = NameTable()
         self.members = MemberTable()
         self.leases = LeaseTable(ttl, now)
+        # Members whose leases ended by themselves, until they join again: they may still run.
+        self.lost: dict[str, Member] = {}
         self._history = History(first_revision(stored.term))
         self._recovered_at = now + ttl if stored.forgot else now
         newest = max((record.revision for record in stored.records), default=0)
@@ -221,6 +227,11 @@ class Registry:
             return
         assert not isinstance(record, NamedActor)
         before = self.members.put(key, record)
+        self.lost.pop(key, None)
+        if before is not None and record is None and self.leases.is_late(before.epoch, now):
+            self.lost[key] = before
+            while len(self.lost) > _REMEMBERED:
+                del self.lost[next(iter(self.lost))]
         if before is not None and (record is None or record.epoch != before.epoch):
             self.leases.end(before.epoch)
         if record is not None and (before is None or record.epoch != before.epoch):

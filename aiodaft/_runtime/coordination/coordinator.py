@@ -234,6 +234,11 @@ class Coordinator(Actor):
         return tuple(self._here().members.all())
 
     @method
+    async def lost_members(self) -> tuple[Member, ...]:
+        """The nodes whose leases are over because they were not heard, and that have not come back."""
+        return tuple(self._here().lost.values())
+
+    @method
     async def watch_members(self, since: int) -> Batch:
         """Wait for changes of members after a revision; see `View`. 0: begin with the members that there are."""
         return await self._news(Kind.MEMBER, "", since)

@@ -62,6 +62,10 @@ def test_many_changes_at_once_are_stored_in_order(run: Run) -> None:
     run("many_changes_at_once_are_stored_in_order")
 
 
+def test_a_member_that_most_others_do_not_hear_confirms_nothing(run: Run) -> None:
+    run("a_member_that_most_others_do_not_hear_confirms_nothing")
+
+
 def test_a_term_is_greater_than_the_time_and_than_the_last(run: Run) -> None:
     run("a_term_is_greater_than_the_time_and_than_the_last")
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import aetcd
 import pytest
@@ -21,10 +22,11 @@ from etcd_cluster import EtcdCluster
 from aiodaft._protocol.coordination.records import Change, Kind, Member, NamedActor
 from aiodaft._protocol.coordination.registry import first_revision
 from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._runtime.coordination import etcd_link
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.coordination.etcd_link import Address, EtcdEvent, EtcdLink, events
 from aiodaft._runtime.coordination.etcd_store import EtcdStore
-from aiodaft._runtime.coordination.store import Deposed
+from aiodaft._runtime.coordination.store import Deposed, StoreFailed
 from aiodaft.exceptions import CoordinatorUnavailable, CorruptState, NameTaken
 
 
@@ -139,6 +141,17 @@ async def many_changes_at_once_are_stored_in_order(etcd: EtcdCluster) -> None:
         await store.open()
     await store.aclose()
     await again.aclose()
+
+
+async def a_member_that_most_others_do_not_hear_confirms_nothing(etcd: EtcdCluster) -> None:
+    store = first_at(etcd, 0)
+    await store.open()
+    await store.commit([])
+    for member in (1, 2):
+        etcd.kill(member)
+    with patch.object(etcd_link, "_PATIENCE", 0.5), pytest.raises(StoreFailed, match="no member of etcd"):
+        await store.commit([])
+    await store.aclose()
 
 
 async def a_term_is_greater_than_the_time_and_than_the_last(etcd: EtcdCluster) -> None:

@@ -116,6 +116,8 @@ class EtcdStore:
                 else make.put(key, json.dumps(plain_of(change.record)).encode())
                 for key, change in changes.items()
             ]
+            # A member alone answers what neither writes nor reads, also one that the others do not reach any more.
+            operations.append(make.get(self._owner_key))
             succeeded, _ = await client.transaction([make.value(self._owner_key) == self._mine], operations, [])
             return bool(succeeded)
 

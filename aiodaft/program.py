@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from aiodaft._runtime.platform.fork_hooks import leave_signals, no_more, when_forked
 from aiodaft.runtime import Runtime, has_uvloop
@@ -14,6 +14,9 @@ from aiodaft.runtime import Runtime, has_uvloop
 __all__ = ["run", "start", "stop"]
 
 T = TypeVar("T")
+
+# Seconds in which a SIGTERM is the same as the one before.
+_SAME_SIGNAL: Final = 1.0
 
 _started: Runtime | None = None
 _options: dict[str, Any] = {}
@@ -76,7 +79,8 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     """Run a coroutine on uvloop where it is installed, as `asyncio.run` does.
 
     The first Ctrl-C cancels `main`, so that scopes close; the second ends the process at once. The first and second
-    SIGTERM do the same (exit code 143), unless the program handles the signal. No actor's process survives either.
+    SIGTERM do the same (exit code 143), unless the program handles the signal; what comes within a second of the first
+    counts as the first, since engines may send it twice. No actor's process survives either.
 
     Raises:
         RuntimeError: An event loop runs here already, as in a notebook.
@@ -104,10 +108,11 @@ async def _until_terminated(main: Coroutine[Any, Any, T]) -> T:
 
     def terminate() -> None:
         nonlocal terminated
-        terminated = True
-        # The second one ends the process.
-        loop.remove_signal_handler(signal.SIGTERM)
-        task.cancel()
+        if not terminated:
+            terminated = True
+            # Then the next one ends the process.
+            loop.call_later(_SAME_SIGNAL, loop.remove_signal_handler, signal.SIGTERM)
+            task.cancel()
 
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         loop.add_signal_handler(signal.SIGTERM, terminate)

@@ -135,8 +135,9 @@ async def _follow(task: Task, arguments: argparse.Namespace, meeting: Path) -> i
     listen = arguments.listen or str(Address(interface_to(address), 0))
     node = make_node(arguments, address, listen, identity, Coordinator())
     await node.open()
-    # At first it stays for what the script does when it is told to end, and ends with it.
-    asked = chain([_leave], repeat(node.end))
+    # It stays for what the script does when it is told to end, and ends with it. Others than an engine that signals all
+    # processes, and may do so again, end it at once by a second signal.
+    asked = chain([_leave], repeat(_leave if task.signals_all else node.end))
     _on_signals(lambda: next(asked)(), lambda: next(asked)())
     node.end_when_alone()
     await node.run()

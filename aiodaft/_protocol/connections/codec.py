@@ -69,7 +69,7 @@ class FrameDecoder:
     """Cuts a stream of bytes into frames."""
 
     def __init__(self) -> None:
-        self._unpacker = msgpack.Unpacker(
+        self._unpacker: Any = msgpack.Unpacker(
             use_list=False,
             strict_map_key=False,
             unicode_errors="surrogatepass",

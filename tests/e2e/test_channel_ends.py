@@ -216,6 +216,9 @@ async def test_a_sender_dies_while_an_actor_beside_the_receiver_may_send(rt: aio
     received = receiver.drain(channel)
     await doomed.send(channel, [1])
     await doomed.keep(channel)
+    # It comes to the only receiver.
+    while not await receiver.has_queue():
+        await asyncio.sleep(0)
     await die(rt, doomed)
     with pytest.raises(aiodaft.ActorDied):
         await doomed.count()

@@ -353,6 +353,11 @@ class Courier(Actor):
         return end.is_alone
 
     @method
+    async def has_queue(self) -> bool:
+        """Whether this process has the queue of a channel."""
+        return bool(current_peer().channels.table.keepers)
+
+    @method
     async def misses_a_sender(self) -> bool:
         """Whether this process, which has the queue of its only channel, knows that a sender has died."""
         (keeper,) = current_peer().channels.table.keepers.values()

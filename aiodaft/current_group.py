@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._runtime.actors.enlisted import Standing
+from aiodaft._runtime.agent import acting
+from aiodaft._runtime.calls.call import Caller, Target
+from aiodaft._runtime.groups.process_group import Membership, process_group
+from aiodaft.actor import target_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["CurrentGroup"]
 
@@ -93,6 +101,44 @@ class CurrentGroup(Generic[ActorT]):
         """
         self._place[0].axes.pick(axes)
         return CurrentGroup(self._standing, (*self._axes_along, axes))
+
+    @contextmanager
+    def process_group(
+        self, backend: str | None = None, *, interface: str | None = None, patience: float = 60.0
+    ) -> Generator[ProcessGroup]:
+        """The default process group of torch.distributed for a block of a `def` method that all members run.
+
+        In the block, torch.distributed, DDP, FSDP, DTensor and DeviceMesh work as in a program for torchrun, whose
+        variables (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...) are set. At its end each member waits for the others;
+        then the group is destroyed and the variables are as before. To keep it for several calls, enter it into an
+        `ExitStack` of the actor. Each member needs a process of its own.
+
+        When a member dies, is stopped or leaves the block by an error, all that the others wait for fails at once. gloo
+        rarely misses the end of its connections: then the process of the actor that waits ends after 5 seconds.
+
+        Args:
+            backend: "gloo", "nccl" or what else torch has; None lets torch choose.
+            interface: The network interface, such as "eth0", if the members are on several machines. torch neither
+                authenticates nor encrypts what goes over it. On one machine nothing leaves it.
+            patience: Seconds that the other members have to come.
+
+        Raises:
+            ActorDied: Another member died or was stopped, and an operation failed because of that.
+            TimeoutError: Members did not come; the error names their ranks.
+            RuntimeError: Another member left by an error, and an operation failed because of that. This is an `async
+                def` method, or the process has a process group.
+            ValueError: There is no such interface, or one is needed.
+
+        Cancellation: an operation of torch that is under way goes on; the wait for the others ends.
+        """
+        hosted = acting()
+        if hosted is None:
+            raise RuntimeError("process_group() is for methods of members: no code of an actor runs here")
+        members = [cast("Target", target_of(getattr(member, "handle", member))) for member in self.members]
+        caller = hosted._process.part(Caller)
+        membership = Membership(caller, hosted, self.id, self.epoch, members, self.rank)
+        with process_group(membership, backend, interface, patience) as group:
+            yield group
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CurrentGroup) and (self.id, self.epoch, self.rank) == (

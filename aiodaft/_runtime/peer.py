@@ -12,6 +12,7 @@ from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import (
     AGENT,
+    BLOCKS,
     CHANNELS,
     COLLECTIVES,
     NODE,
@@ -23,6 +24,7 @@ from aiodaft._protocol.ids import (
     is_attached,
 )
 from aiodaft._runtime.actors.blocking import block_on
+from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.fence import Fence
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.actors.inbound import Inbound
@@ -41,6 +43,7 @@ from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.groups.blocks import Blocks
 from aiodaft._runtime.groups.collectives import Collectives
 from aiodaft._runtime.groups.resharding import Resharding
 from aiodaft._runtime.objects.objects import Objects
@@ -173,6 +176,9 @@ class Peer:
         process.provide(Graphs, self.graphs)
         self.add_actor(CHANNELS, "channels", self.channels)
         self.add_actor(RESHARDING, "resharding", Resharding(self.caller, self.store))
+        blocks = Blocks(process, process.part(Enlisted))
+        process.provide(Blocks, blocks)
+        self.add_actor(BLOCKS, "blocks", blocks)
         self.add_actor(COLLECTIVES, "collectives", Collectives(self.store))
 
     # Actors.
@@ -331,7 +337,7 @@ class Peer:
         return self.agent_of(producer).unread(owner, number)
 
     def block_on(self, ref: Ref[Any]) -> Any:
-        return block_on(self.process, ref)
+        return block_on(self.process, ref, f"{ref!r}: result()")
 
     def _open_transport(self, name: str) -> Transport:
         return open_transport(name, self.process)

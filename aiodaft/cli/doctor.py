@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from aiodaft._protocol.node.resources import gpu_names
 from aiodaft._runtime.platform.gpu_claims import machine_gpus
+from aiodaft._runtime.platform.interfaces import interfaces
 from aiodaft.bench.actors import Echo
 from aiodaft.runtime import Runtime
 from aiodaft_transport import NAMES, TransportError, default_name
@@ -23,7 +24,6 @@ from aiodaft_transport.cuda.libcuda import CudaDriver
 
 from .between_hosts import examine_hosts
 from .cluster import add_address as add_cluster
-from .interfaces import interfaces
 
 _SIZE: Final = 1 << 20
 _PATIENCE: Final = 20.0

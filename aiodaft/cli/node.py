@@ -24,12 +24,11 @@ from aiodaft._runtime.node.local_node import Machine
 from aiodaft._runtime.node.node_agent import NodeOptions
 from aiodaft._runtime.node.node_process import NodeProcess, NodeProcessOptions
 from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.platform.interfaces import interface_to
 from aiodaft._runtime.process import MSGPACK, ProcessOptions
 from aiodaft.exceptions import DaftError
 from aiodaft.runtime import has_uvloop
 from aiodaft_transport import TransportError, default_name
-
-from .interfaces import interface_to
 
 _NOBODY = PeerId("")
 

@@ -11,11 +11,10 @@ from statistics import median
 from typing import Final, NamedTuple
 
 import aiodaft
+from aiodaft._runtime.platform.interfaces import interface_to, interfaces
 from aiodaft.actor import Actor
 from aiodaft.methods import method
 from aiodaft_transport.ucx import INTERFACE_VARIABLE
-
-from .interfaces import interface_to, interfaces
 
 # The most calls that are measured, and the most seconds that they may take, unless one takes longer.
 _CALLS: Final = 100

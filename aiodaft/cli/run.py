@@ -19,6 +19,7 @@ from aiodaft._runtime.connections.identity import VARIABLE, Identity, find_key_f
 from aiodaft._runtime.coordination.coordinator import Coordinator
 from aiodaft._runtime.node.node_process import NodeProcess
 from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.platform.interfaces import interface_to
 from aiodaft._runtime.platform.linux import die_with_parent
 from aiodaft.exceptions import DaftError, LaunchFailed
 from aiodaft.launch.rendezvous import meet, published
@@ -26,7 +27,6 @@ from aiodaft.launch.task import ALONE, Task, find_task
 from aiodaft_transport import TransportError
 from aiodaft_transport.handshake import KEY_SIZE
 
-from .interfaces import interface_to
 from .key import new_certificate
 from .node import add_offers, make_node, new_term
 

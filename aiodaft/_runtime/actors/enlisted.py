@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from aiodaft._protocol.groups.roster import Roster
-from aiodaft._protocol.ids import ActorId
+from aiodaft._protocol.ids import ActorId, number_of
 
 
 class Standing:
@@ -23,10 +24,16 @@ class Enlisted:
 
     def __init__(self) -> None:
         self._standings: dict[ActorId, Standing] = {}
+        # Told of each actor that is gone.
+        self.on_forgotten: Callable[[ActorId], object] = lambda actor: None
 
     def find(self, actor: ActorId) -> Standing | None:
         """The standing of an actor now; None if it is no member."""
         return self._standings.get(actor)
+
+    def has(self, actor: ActorId) -> bool:
+        """Whether an incarnation of an actor is a member, or is being made."""
+        return any(number_of(other) == number_of(actor) for other in self._standings)
 
     def enlist(self, actor: ActorId, roster: Roster[Any], rank: int) -> None:
         """Note what the owner of a group has told a member, also before that is made."""
@@ -43,3 +50,4 @@ class Enlisted:
         known = self._standings.pop(actor, None)
         if known is not None:
             known.is_current = False
+            self.on_forgotten(actor)

@@ -1,0 +1,158 @@
+"""The blocks of code in which the members of a group use one process group of torch: who is in, and how each left."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, NamedTuple, cast
+
+from aiodaft._protocol.ids import BLOCKS, ActorId, PeerId, number_of
+from aiodaft._runtime.actors.enlisted import Enlisted
+from aiodaft._runtime.calls.call import Caller
+from aiodaft._runtime.process import Process
+from aiodaft.actor import Actor
+from aiodaft.exceptions import ActorDied
+from aiodaft.methods import method
+
+# The name of no block: a member leaves it only by its end.
+NO_BLOCK: Final = ""
+
+
+class Begun(NamedTuple):
+    """A block that all members have come to: its name, and where the store of torch listens."""
+
+    name: str
+    address: str
+
+
+class Left(NamedTuple):
+    """How a member left a block.
+
+    Attributes:
+        error: The error by which it left early; "" if it did not.
+        follows: Whether that error came of another member.
+        gone: Whether the member is gone.
+    """
+
+    error: str = ""
+    follows: bool = False
+    gone: bool = False
+
+
+class Gathering:
+    """The members that have come for the next block of their group."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._came: dict[int, asyncio.Future[Begun]] = {}
+        # What rank 0 brings.
+        self._begun: Begun | None = None
+
+    async def come(self, rank: int, patience: float, begun: Begun | None = None) -> Begun:
+        """Wait for the others, for so many seconds; rank 0 says what begins. Cancellation: the member has not come.
+
+        Raises:
+            TimeoutError: Not all came.
+            Exception: What `fail` was given.
+        """
+        future = self._came[rank] = asyncio.get_running_loop().create_future()
+        self._begun = begun or self._begun
+        try:
+            if len(self._came) == self._size and self._begun is not None:
+                for waiting in self._came.values():
+                    waiting.set_result(self._begun)
+            async with asyncio.timeout(patience):
+                began: Begun = await future
+                return began
+        except TimeoutError:
+            late = ", ".join(str(rank) for rank in range(self._size) if rank not in self._came)
+            error = TimeoutError(f"rank {late} of {self._size} did not come to the process group in {patience:g} s")
+            self.fail(error)
+            raise error from None
+        finally:
+            del self._came[rank]
+            if begun is not None:
+                self._begun = None
+
+    def fail(self, error: Exception) -> None:
+        """Not all will come."""
+        for future in self._came.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+class Blocks(Actor):
+    """The blocks of the members in this process.
+
+    The members of a group come together at rank 0. Then each asks the others how they leave the block.
+    """
+
+    def __init__(self, process: Process, enlisted: Enlisted) -> None:
+        self._process = process
+        self._enlisted = enlisted
+        enlisted.on_forgotten = self._forget_member
+        # By the actor with rank 0, and the epoch of its group.
+        self._gatherings: dict[tuple[ActorId, int], Gathering] = {}
+        # How each member left a block. Made by whoever comes first: the member, or a question. What a member left early
+        # is kept, since a question may come later.
+        self._left: dict[tuple[ActorId, str], asyncio.Future[Left]] = {}
+
+    # What other members ask.
+
+    @method(ordered=False)
+    async def come(self, actor: int, epoch: int, rank: int, size: int, patience: float) -> Begun:
+        """Come to the gathering at rank 0, which is `actor`; returns when all have come.
+
+        Raises:
+            TimeoutError: Not all came in time.
+            ActorDied: A member is gone.
+        """
+        if not self._enlisted.has(ActorId(actor)):
+            raise ActorDied("rank 0 of the group was stopped", executed=False)
+        return await self._gathering(actor, epoch, size).come(rank, patience)
+
+    @method(ordered=False)
+    async def left(self, actor: int, block: str) -> Left:
+        """Wait until a member has left a block."""
+        if not self._enlisted.has(ActorId(actor)):
+            return Left(gone=True)
+        return await asyncio.shield(self._how_left(ActorId(actor), block))
+
+    # What the member itself tells.
+
+    async def gather(self, actor: ActorId, epoch: int, size: int, address: str, patience: float) -> Begun:
+        """Come as rank 0. Raises as `come` does."""
+        begun = Begun(f"{self._process.id}/{self._process.next_number()}", address)
+        return await self._gathering(actor, epoch, size).come(0, patience, begun)
+
+    def leave(self, actor: ActorId, block: str, how: Left) -> None:
+        """The member leaves a block."""
+        left = self._how_left(actor, block)
+        if not left.done():
+            left.set_result(how)
+
+    def forget(self, actor: ActorId, block: str) -> None:
+        """All others have left a block, and so have asked before."""
+        self._left.pop((number_of(actor), block), None)
+
+    def _forget_member(self, actor: ActorId) -> None:
+        number = number_of(actor)
+        for key in [key for key in self._left if key[0] == number]:
+            left = self._left.pop(key)
+            if not left.done():
+                left.set_result(Left(gone=True))
+        for place in [place for place in self._gatherings if place[0] == number]:
+            self._gatherings.pop(place).fail(ActorDied("rank 0 of the group was stopped", executed=False))
+
+    def _gathering(self, actor: int, epoch: int, size: int) -> Gathering:
+        return self._gatherings.setdefault((number_of(ActorId(actor)), epoch), Gathering(size))
+
+    def _how_left(self, actor: ActorId, block: str) -> asyncio.Future[Left]:
+        key = number_of(actor), block
+        if key not in self._left:
+            self._left[key] = self._process.loop.create_future()
+        return self._left[key]
+
+
+def blocks_of(caller: Caller, remote: PeerId) -> Blocks:
+    """The blocks of a process, for calls."""
+    return cast("Blocks", caller.handle(remote, BLOCKS, f"blocks of {remote}", Blocks))

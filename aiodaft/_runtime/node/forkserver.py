@@ -230,6 +230,8 @@ class ForkServer:
 
     def _sweep(self) -> None:
         """End every descendant. Workers end with their connection to the node; what is left is killed."""
+        # Not within itself: an import that a signal interrupts cannot be made again.
+        signal.signal(signal.SIGCONT, signal.SIG_IGN)
         deadline = time.monotonic() + _LAST_GRACE
         while children() and (left := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):

@@ -39,7 +39,6 @@ _FREE_WITHIN: Final = 5.0
 # Seconds from a broken operation of torch until this process has heard which member is gone.
 _HEARD_WITHIN: Final = 2.0
 
-
 # The process of a member, and its number there.
 Place: TypeAlias = tuple[PeerId, ActorId]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -24,12 +25,13 @@ from typing import (
 )
 
 from aiodaft._protocol.groups.axes import Axes
-from aiodaft._protocol.groups.roster import Roster
+from aiodaft._protocol.groups.roster import Roster, seats_after
 from aiodaft._protocol.groups.shares import even_shares
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.rosters import RosterCell, Rosters
 from aiodaft._runtime.serialization.building import builder
 from aiodaft.actor import CallTarget, target_of
+from aiodaft.group_map import UNDER_WAY, GroupMap
 from aiodaft.methods import MethodSpec, Sig, StreamSig, specs_of
 from aiodaft.policies import Load, Policy, fewest_in_flight
 from aiodaft.ref import Ref, Refs, Stream
@@ -45,20 +47,22 @@ ActorT = TypeVar("ActorT")
 # Items of `each` and `map`: values, or the results of an earlier call of a group.
 Items: TypeAlias = Iterable[A0] | Refs[A0]
 
-# Calls per member that `map` has under way: the next argument travels while the member works.
-_UNDER_WAY: Final = 2
-# Untaken results of `map`: their number per member, and the bytes of large ones.
-_RESULTS: Final = 64
-_RESULT_BYTES: Final = 256 << 20
+# Loads new members with the state of others; see `Group.resize`.
+Prepare: TypeAlias = Callable[[list[ActorT]], Awaitable[object]]
+
 _NO_CALLS: Final[Mapping[CallTarget, int]] = {}
+# The changes whose `prepare` the running code belongs to.
+_preparing_here: ContextVar[tuple[Roster[Any] | None, ...]] = ContextVar("aiodaft_preparing", default=())
 
 
 class MembersOwner(Protocol):
     """Makes, tells and stops the members of a group, in the process that owns them."""
 
-    async def grow(self, wanted: Roster[Any]) -> list[Any]: ...
+    async def grow(self, wanted: Roster[Any], ranks: Sequence[int]) -> list[Any]: ...
     def tell(self, roster: Roster[Any], handles: list[Any]) -> Awaitable[object]: ...
-    async def shrink(self, surplus: list[Any]) -> None: ...
+    async def gone(self, roster: Roster[Any]) -> list[int]: ...
+    async def see_off(self, leaving: list[Any], calls: list[set[Any]]) -> None: ...
+    async def stop(self, members: list[Any]) -> None: ...
 
 
 @builder
@@ -79,7 +83,9 @@ class Group(Generic[ActorT]):
         self._owner = owner
         # Also of changes that failed: no two changes have the same.
         self._last_epoch = roster.epoch
-        self._resizing = asyncio.Lock()
+        self._turn = asyncio.Lock()
+        # The change whose `prepare` runs.
+        self._preparing: Roster[Any] | None = None
         # Calls of this group that are under way, by member. Threads add to it.
         self._under_way: dict[CallTarget, set[Any]] = {}
         # Where the search for a free member begins.
@@ -198,7 +204,12 @@ class Group(Generic[ActorT]):
         Cancellation: the calls under way are cancelled, as they are when the loop is left. If you leave the loop early
         while a name still refers to the iterator, use `contextlib.aclosing`.
         """
-        return _Map(self, self._spec(m), iter(items), args, kwargs).results(ordered=ordered)
+        spec = self._spec(m)
+
+        def call(unit: _Unit, item: Any) -> Ref[Any]:
+            return self._call(unit, spec, (item, *args), kwargs)
+
+        return GroupMap(iter(items), self._choose, call, self.__len__).results(ordered=ordered)
 
     # Views.
 
@@ -268,46 +279,152 @@ class Group(Generic[ActorT]):
         axes = self._roster.axes
         return (axes.pick(self._along) if self._along else axes).sizes
 
-    async def resize(self, n: int, *, axes: Mapping[str, int] | None = None) -> None:
-        """Resize the group to n members: spawn new ones like the first, or stop the last ranks.
+    # Changes of the members.
 
-        The group gets a new epoch. The other members know of it when this returns, and before any later call of this
-        process: see `current_group`. A member that is restarted meanwhile knows it when it is up.
+    async def resize(
+        self, n: int, *, axes: Mapping[str, int] | None = None, prepare: Prepare[ActorT] | None = None
+    ) -> None:
+        """Resize the group to n members: make new ones like the first, or stop the last ranks.
+
+        The group gets a new epoch. The other members know of it when this returns: see `current_group`. A member that
+        is restarted meanwhile knows it when it is up. What the others do goes on meanwhile.
+
+        A member that leaves gets no new calls. The calls that this process has made of it through the group, and what
+        needs a value that its process stores, have `stop_grace` to end; then it is stopped, as by `rt.stop`.
 
         Args:
             n: The number of members.
             axes: The new sizes of the axes. Default: the first one changes, and members keep their places.
+            prepare: An `async def` function of the list of new members, which are not in the group yet. It lets them
+                take over the state of others, by refs, before they get any other call. They know their rank.
 
         Raises:
-            TypeError: The group is a slice of another, or came from another process.
+            TypeError: The group is a slice or a view of another, or came from another process.
             ValueError: The axes do not fit the number.
             InsufficientResources: There are not enough resources; the group stays as it is.
+            RuntimeError: The `prepare` of a change changes the same group.
+            Exception: What `prepare` raised: the new members are stopped, and the group stays as it is.
 
-        Cancellation: members that are being made are taken back, and the group stays as it is; once all are made, the
-        group is as it is to be. Members to be stopped are killed.
+        Cancellation: members that are being made or prepared are taken back, and the group stays as it is; once they
+        are in the group, it is as it is to be. Members to be stopped are killed.
         """
-        owner = self._owner
-        if owner is None:
-            raise TypeError("only the group that `rt.group` gave can be resized, not a part of it")
         if n < 0:
             raise ValueError(f"a group cannot have {n} members")
-        async with self._resizing:
-            old = self._roster
-            grid = old.axes.resized(n) if axes is None else Axes.of(axes, n)
-            if n == old.size and grid == old.axes:
-                return
-            self._last_epoch += 1
-            wanted = Roster[Any](old.id, self._last_epoch, n, grid)
-            new = await owner.grow(wanted) if n > old.size else []
-            surplus = old.members[n:]
-            # Before they are stopped, so that no new call goes to them.
-            self._cell.change(replace(wanted, members=(*old.members[:n], *new)))
-            for member in surplus:
-                self._under_way.pop(target_of(member), None)
-            told = owner.tell(replace(wanted, members=tuple(self)), list(self._roster.members))
-            if surplus:
-                await owner.shrink(list(surplus))
-            await told
+        async with self._changing() as owner:
+            await self._change(owner, range(self._roster.size), n, axes, prepare)
+
+    async def heal(
+        self, n: int | None = None, *, axes: Mapping[str, int] | None = None, prepare: Prepare[ActorT] | None = None
+    ) -> list[int]:
+        """Leave out the members that are gone for good, and make new ones up to n.
+
+        If n is at least the former number, the others keep their ranks, and so their places on the axes; the new
+        members get the ranks that are free. Else the others close ranks, in order. For the rest see `resize`.
+
+        A member is gone if its process has ended or it was stopped, and it is not restarted. Each is asked; one that is
+        silent is waited for until its `Patience` is over.
+
+        Args:
+            n: The number of members. Default: those that are left.
+            axes: As for `resize`.
+            prepare: As for `resize`.
+
+        Returns:
+            The former ranks of the members that were left out.
+
+        Raises:
+            Exception: As `resize`.
+
+        Cancellation: as for `resize`.
+        """
+        if n is not None and n < 0:
+            raise ValueError(f"a group cannot have {n} members")
+        async with self._changing() as owner:
+            gone = await owner.gone(self._roster)
+            staying = [rank for rank in range(self._roster.size) if rank not in gone]
+            await self._change(owner, staying, len(staying) if n is None else n, axes, prepare)
+        return gone
+
+    async def remove(self, *members: ActorT, axes: Mapping[str, int] | None = None) -> None:
+        """Stop some of the members; the others close ranks, in order. For the rest see `resize`.
+
+        Args:
+            members: Members: `group[1]`, or `*group[2:]` for several.
+            axes: As for `resize`.
+
+        Raises:
+            ValueError: One is not in the group.
+            Exception: As `resize`.
+
+        Cancellation: as for `resize`.
+        """
+        async with self._changing() as owner:
+            ranks = [self._rank_of(member) for member in members]
+            staying = [rank for rank in range(self._roster.size) if rank not in ranks]
+            await self._change(owner, staying, len(staying), axes, None)
+
+    def _rank_of(self, member: ActorT) -> int:
+        handle = getattr(member, "handle", member)
+        if handle not in self._roster.members:
+            raise ValueError(f"{handle!r:.200} is no member of {self!r}")
+        return self._roster.members.index(handle)
+
+    @asynccontextmanager
+    async def _changing(self) -> AsyncGenerator[MembersOwner]:
+        """The turn of one change."""
+        owner = self._owner
+        if owner is None:
+            raise TypeError("only the group that `rt.group` gave can be changed, not a part, view or copy of it")
+        if self._preparing in _preparing_here.get():
+            raise RuntimeError(f"{self!r} is being changed, and what prepares its new members cannot change it")
+        async with self._turn:
+            yield owner
+
+    async def _change(
+        self,
+        owner: MembersOwner,
+        staying: Sequence[int],
+        n: int,
+        axes: Mapping[str, int] | None,
+        prepare: Prepare[ActorT] | None,
+    ) -> None:
+        """Change the members: those at some ranks stay, as far as there are places for them; new ones fill the rest."""
+        old = self._roster
+        grid = old.axes.resized(n) if axes is None else Axes.of(axes, n)
+        seats = seats_after(old.size, staying, n)
+        free: Sequence[int] = range(len(seats), n)
+        if None in seats:
+            free = [*(rank for rank, seat in enumerate(seats) if seat is None), *free]
+        if n == old.size and not free and grid == old.axes:
+            return
+        self._last_epoch += 1
+        wanted = Roster[Any](old.id, self._last_epoch, n, grid)
+        new = await owner.grow(wanted, free)
+        if new and prepare is not None:
+            try:
+                await self._prepare(wanted, new, prepare)
+            except BaseException:
+                await owner.stop(new)
+                raise
+        joining = iter(new)
+        taken = [next(joining) if seat is None else old.members[seat] for seat in seats]
+        wanted = replace(wanted, members=(*taken, *joining))
+        # Before members are stopped, so that no new call goes to them.
+        self._cell.change(wanted)
+        told = owner.tell(replace(wanted, members=tuple(self)), list(wanted.members))
+        leaving = [member for rank, member in enumerate(old.members) if rank not in seats]
+        if leaving:
+            await owner.see_off(leaving, [self._under_way.pop(target_of(member), set()) for member in leaving])
+        await told
+
+    async def _prepare(self, wanted: Roster[Any], new: list[Any], prepare: Prepare[ActorT]) -> None:
+        token = _preparing_here.set((*_preparing_here.get(), wanted))
+        self._preparing = wanted
+        try:
+            await prepare([self._member(handle) for handle in new])
+        finally:
+            self._preparing = None
+            _preparing_here.reset(token)
 
     @overload
     def __getitem__(self, index: int) -> ActorT: ...
@@ -392,18 +509,19 @@ class Group(Generic[ActorT]):
         turned = units[turn:] + units[:turn]
         health = [unit.health() for unit in turned]
         free = [unit for unit, seen in zip(turned, health, strict=True) if seen == min(health)]
-        free = [unit for unit in free if busy.get(unit.target, 0) < _UNDER_WAY] or free
+        free = [unit for unit in free if busy.get(unit.target, 0) < UNDER_WAY] or free
         under_way = self._under_way
         loads = [Load(unit.rank, len(under_way.get(unit.target, ())), unit.target.distance()) for unit in free]
         return free[self._policy(loads)]
 
     def _make(self, unit: _Unit, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ref[Any]]:
         """Call the members of a unit; the first result counts."""
-        refs = [target.call(spec, args, kwargs) for target in (unit.target, *unit.others)]
-        state = refs[0]._state
-        under_way = self._under_way.setdefault(unit.target, set())
-        under_way.add(state)
-        state.watch(under_way.discard)
+        targets = (unit.target, *unit.others)
+        refs = [target.call(spec, args, kwargs) for target in targets]
+        for target, ref in zip(targets, refs, strict=True):
+            under_way = self._under_way.setdefault(target, set())
+            under_way.add(ref._state)
+            ref._state.watch(under_way.discard)
         return refs
 
     def _call_all(
@@ -462,85 +580,3 @@ def _view_of(
     view = group.along(*along, result=places) if along else group._view()
     view._policy = policy or fewest_in_flight
     return view
-
-
-class _Map:
-    """One `Group.map`: its calls under way and its untaken results."""
-
-    def __init__(
-        self,
-        group: Group[Any],
-        spec: MethodSpec,
-        items: Iterator[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._group = group
-        self._spec = spec
-        self._items = items
-        self._args = args
-        self._kwargs = kwargs
-        # Whether more items are taken; the error that `items` or a call to be made raised.
-        self._open = True
-        self._failure: Exception | None = None
-        # Calls with untaken results: all in the order of items, the finished in the order in which they finished.
-        self._calls: dict[Ref[Any], None] = {}
-        self._over: dict[Ref[Any], None] = {}
-        self._under_way: Counter[CallTarget] = Counter()
-        self._stored_bytes = 0
-        self._news = asyncio.Event()
-
-    async def results(self, *, ordered: bool) -> AsyncGenerator[Any, None]:
-        """Yield the results; see `Group.map`."""
-        try:
-            while True:
-                self._begin_calls()
-                if not self._calls:
-                    break
-                ref = next(iter(self._calls if ordered or not self._over else self._over))
-                if ref in self._over:
-                    yield await ref
-                    self._taken(ref)
-                else:
-                    self._news.clear()
-                    await self._news.wait()
-            if self._failure is not None:
-                raise self._failure
-        finally:
-            for ref in self._calls:
-                ref._state.mark_seen()
-                ref.cancel()
-
-    def _begin_calls(self) -> None:
-        """Make calls while members are free and the bounds allow it."""
-        group = self._group
-        most = _RESULTS * max(1, len(group))
-        while self._open and len(self._over) < most and self._stored_bytes < _RESULT_BYTES:
-            unit = group._choose(self._under_way)
-            target = unit.target
-            if self._under_way[target] >= _UNDER_WAY:
-                return
-            try:
-                item = next(self._items)
-                ref = group._call(unit, self._spec, (item, *self._args), self._kwargs)
-            except StopIteration:
-                self._open = False
-                return
-            except Exception as error:  # noqa: BLE001 - raised in the place of this item's result
-                self._open, self._failure = False, error
-                return
-            self._calls[ref] = None
-            self._under_way[target] += 1
-            ref._state.watch(partial(self._ended, ref, target))
-
-    def _ended(self, ref: Ref[Any], target: CallTarget, _: object) -> None:
-        self._under_way[target] -= 1
-        self._stored_bytes += ref._state.stored_bytes
-        self._over[ref] = None
-        if ref._state.error is not None:
-            self._open = False
-        self._news.set()
-
-    def _taken(self, ref: Ref[Any]) -> None:
-        del self._calls[ref], self._over[ref]
-        self._stored_bytes -= ref._state.stored_bytes

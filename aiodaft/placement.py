@@ -16,7 +16,7 @@ from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.supervision.supervision import Kind, Restart, check_alone
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.placing import FixedSites, Site
-from aiodaft._runtime.scope_actors import Constraints
+from aiodaft._runtime.scope_actors import Blueprint, Constraints
 from aiodaft.actor import Actor, Handle, target_of
 from aiodaft.group import Group
 from aiodaft.methods import signature_of
@@ -78,21 +78,9 @@ class Spawned(Generic[T]):
 class SpawningScope(Protocol):
     """What spawning needs of a scope."""
 
-    async def spawn_one(
-        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
-    ) -> Handle: ...
-    async def get_or_spawn(
-        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
-    ) -> Handle: ...
-    async def spawn_group(
-        self,
-        n: int,
-        cls: type,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        constraints: Constraints,
-        axes: Axes,
-    ) -> Group[Any]: ...
+    async def spawn_one(self, what: Blueprint) -> Handle: ...
+    async def get_or_spawn(self, what: Blueprint) -> Handle: ...
+    async def spawn_group(self, n: int, what: Blueprint, axes: Axes) -> Group[Any]: ...
     async def spawn_mesh(self, hosts: int, demand: Demand, constraints: Constraints) -> Mesh: ...
     async def stop(self, actor: object) -> None: ...
     async def stop_group(self, group: Group[Any]) -> None: ...
@@ -195,7 +183,7 @@ class Spawner(ABC):
         _check_single(constraints)
 
         async def start() -> ActorT:
-            return cast("ActorT", await scope.spawn_one(actor_class, args, kwargs, constraints))
+            return cast("ActorT", await scope.spawn_one(Blueprint(actor_class, args, kwargs, constraints)))
 
         return Spawned(f"spawn({actor_class.__name__})", start, scope.stop)
 
@@ -213,7 +201,7 @@ class Spawner(ABC):
         actor_class = _check_class(cls, args, kwargs, plain="host")
         constraints = constraints._replace(name=check_name(name))
         _check_single(constraints)
-        return cast("ActorT", await scope.get_or_spawn(actor_class, args, kwargs, constraints))
+        return cast("ActorT", await scope.get_or_spawn(Blueprint(actor_class, args, kwargs, constraints)))
 
     def host(self, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Spawned[Service[T]]:
         """Make an instance of any class in a process of its own; `service.call(Class.method, ...)` calls it.
@@ -226,7 +214,7 @@ class Spawner(ABC):
         _check_single(constraints)
 
         async def start() -> Service[T]:
-            return Service(await scope.spawn_one(hosted_class, args, kwargs, constraints), hosted_class)
+            return Service(await scope.spawn_one(Blueprint(hosted_class, args, kwargs, constraints)), hosted_class)
 
         return Spawned(f"host({hosted_class.__name__})", start, lambda service: scope.stop(service.handle))
 
@@ -324,7 +312,7 @@ class Spawner(ABC):
         grid = Axes.of(axes, n)
 
         def start() -> Coroutine[Any, Any, Group[Any]]:
-            return scope.spawn_group(n, cls, args, kwargs, constraints, grid)
+            return scope.spawn_group(n, Blueprint(cls, args, kwargs, constraints), grid)
 
         return Spawned(f"{what}({n}, {cls.__name__})", start, scope.stop_group)
 

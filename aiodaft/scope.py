@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -24,7 +24,7 @@ from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import logger, see_through, shield_from_anyio
-from aiodaft._runtime.scope_actors import Constraints, ScopeActors, Seat
+from aiodaft._runtime.scope_actors import Blueprint, Constraints, ScopeActors, Seat
 from aiodaft._runtime.supervision.child_spec import ChildSpec
 from aiodaft.actor import Actor, Handle, class_of, target_of
 from aiodaft.exceptions import (
@@ -231,38 +231,27 @@ class Scope(Spawner):
     def _spawning(self) -> tuple[Scope, Constraints]:
         return self, Constraints()
 
-    async def spawn_one(
-        self,
-        cls: type,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        constraints: Constraints,
-        seat: Seat | None = None,
-    ) -> Handle:
+    async def spawn_one(self, what: Blueprint, seat: Seat | None = None) -> Handle:
         """Make an actor; awaiting `spawn` does this."""
-        if constraints.is_named:
-            return await self._spawn_named(cls, args, kwargs, constraints, anew=True)
-        return await self._spawn(cls, args, kwargs, constraints, seat)
+        if what.constraints.is_named:
+            return await self._spawn_named(what, anew=True)
+        return await self._spawn(what, seat)
 
-    async def get_or_spawn(
-        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints
-    ) -> Handle:
+    async def get_or_spawn(self, what: Blueprint) -> Handle:
         """Find the actor with the name among the constraints, or make it; awaiting `get_or_create` does this."""
-        return await self._spawn_named(cls, args, kwargs, constraints, anew=False)
+        return await self._spawn_named(what, anew=False)
 
-    async def _spawn_named(
-        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], constraints: Constraints, *, anew: bool
-    ) -> Handle:
-        what, controller = f"{cls.__name__} cannot be spawned", self._controller
-        self.check_open(what)
+    async def _spawn_named(self, what: Blueprint, *, anew: bool) -> Handle:
+        cls, constraints, controller = what.cls, what.constraints, self._controller
+        self._check_spawning(cls)
         name = self._scope_actors.check_named(cls, constraints)
         async with reserved(controller, name, cls) as held:
             if held.reserved:
-                handle = await self._spawn(cls, args, kwargs, constraints)
+                handle = await self._spawn(what)
                 target = self._target(handle)
                 try:
                     await register(controller, target, cls, name, held.epoch)
-                    self.check_open(what)
+                    self._check_spawning(cls)
                     if constraints.lifetime is not None:
                         await controller.nodes.of(target.remote).keep(target.remote)
                 except BaseException:
@@ -274,33 +263,22 @@ class Scope(Spawner):
             raise NameTaken(f"the name {name!r} belongs to {held.label}")
         return await found(controller, held, cls, self)
 
-    async def _spawn(
-        self,
-        cls: type,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        constraints: Constraints,
-        seat: Seat | None = None,
-    ) -> Handle:
-        self.check_open(f"{cls.__name__} cannot be spawned")
+    async def _spawn(self, what: Blueprint, seat: Seat | None = None) -> Handle:
+        cls, constraints = what.cls, what.constraints
+        self._check_spawning(cls)
         label, reserved, enrolment = seat or (self._controller.new_label(cls), None, None)
-        request = partial(self.request, label, constraints.demand(cls), constraints)
-        spec = ChildSpec(cls, label, args, kwargs, constraints.max_queue_with(cls), enrolment)
+        request = partial(self.request, label, what.demand, constraints)
+        spec = ChildSpec(cls, label, what.args, what.kwargs, what.max_queue, enrolment)
         return await self._scope_actors.make(spec, constraints, self.beside(constraints), reserved, request)
 
-    async def spawn_group(
-        self,
-        n: int,
-        cls: type,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        constraints: Constraints,
-        axes: Axes,
-    ) -> Group[Any]:
-        """Make a group of actors or services; awaiting `group` and `host_group` does this."""
+    def _check_spawning(self, cls: type) -> None:
         self.check_open(f"{cls.__name__} cannot be spawned")
-        controller = self._controller
-        members = GroupMembers(self, controller, self._scope_actors, cls, args, kwargs, constraints)
+
+    async def spawn_group(self, n: int, what: Blueprint, axes: Axes) -> Group[Any]:
+        """Make a group of actors or services; awaiting `group` and `host_group` does this."""
+        cls, controller = what.cls, self._controller
+        self._check_spawning(cls)
+        members = GroupMembers(self, controller, self._scope_actors, what)
         kind = Group if issubclass(cls, Actor) else ServiceGroup
         group: Group[Any] = kind(Roster(controller.new_group(cls), 0, 0, Axes()), cls, members)
         controller.process.part(Rosters).own(group._cell)
@@ -398,8 +376,8 @@ class Scope(Spawner):
         if interrupted is not None:
             raise interrupted
 
-    async def stop_handles(self, handles: list[Any]) -> None:
-        """Stop actors, the last one first. Cancellation: see `stop_group`."""
+    async def stop_handles(self, handles: list[Any], first: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Stop actors, the last one first, after `first` has returned. Cancellation: see `stop_group`."""
         targets = [self._target(handle) for handle in reversed(handles)]
 
         def kill() -> None:
@@ -407,8 +385,13 @@ class Scope(Spawner):
             for target in targets if not self._controller.is_closed else ():
                 self._controller.process.tasks.create_task(self._scope_actors.kill(target), name=f"kill {target.label}")
 
+        async def stop() -> None:
+            if first is not None:
+                await first()
+            await self._scope_actors.stop(targets)
+
         what = ", ".join(target.label for target in targets)
-        await see_through(self._controller.start_task(self._scope_actors.stop(targets), f"stop {what}"), kill)
+        await see_through(self._controller.start_task(stop(), f"stop {what}"), kill)
 
     # Inspecting.
 

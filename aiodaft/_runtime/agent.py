@@ -256,8 +256,13 @@ class Agent(Actor):
         return state is not None and await state.wait_ended()
 
     @method
-    async def unneeded(self) -> None:
-        """Wait until no other process needs a value that this one stores, or a ref that it owns."""
+    async def unneeded(self, actor: int = 0) -> None:
+        """Wait until no other process needs a value that this one stores, or a ref that it owns.
+
+        If an actor is given, return at once if this process goes on without it, for others.
+        """
+        if any(other >= FIRST_USER_ACTOR and other != actor for other in self._host.actors if actor):
+            return
         while self._objects.store.entries or self._objects.refs.are_lent:
             await self._objects.store.wait_freed()
 

@@ -85,9 +85,24 @@ class Constraints(NamedTuple):
         """The patience with an actor of this class; None where neither `on` nor the class line gives one."""
         return self.patience or getattr(cls, "__aiodaft_patience__", None)
 
-    def max_queue_with(self, cls: type) -> int | None:
-        """How many calls may wait at an actor of this class; None if that is not bounded."""
-        return self.max_queue or getattr(cls, "__aiodaft_max_queue__", None)
+
+class Blueprint(NamedTuple):
+    """What to make: a class, the arguments of its constructor, and what `on(...)` was given."""
+
+    cls: type
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    constraints: Constraints
+
+    @property
+    def demand(self) -> Demand:
+        """The resources that it needs."""
+        return self.constraints.demand(self.cls)
+
+    @property
+    def max_queue(self) -> int | None:
+        """How many calls may wait at it; None if that is not bounded."""
+        return self.constraints.max_queue or getattr(self.cls, "__aiodaft_max_queue__", None)
 
 
 class Reserved(NamedTuple):
@@ -303,13 +318,13 @@ class ScopeActors:
             raise
 
     async def reserve(
-        self, request: Request, first: int, constraints: Constraints, beside: Target | None
+        self, request: Request, ranks: Sequence[int], constraints: Constraints, beside: Target | None
     ) -> list[Reserved]:
         """Reserve the shares of a gang: all of them or none.
 
         Args:
             request: What the gang needs.
-            first: The rank of its first member.
+            ranks: The ranks of its members.
             constraints: What `on` was given.
             beside: The actor of which they share the process.
 
@@ -318,11 +333,11 @@ class ScopeActors:
 
         # Not before there is room for them: there may be any number.
         @cache
-        def wish(rank: int) -> Wish[Tenant]:
-            return Wish(self._controller.new_tenant(), f"{request.label}[{first + rank}]", request.demand)
+        def wish(index: int) -> Wish[Tenant]:
+            return Wish(self._controller.new_tenant(), f"{request.label}[{ranks[index]}]", request.demand)
 
-        async def attempt(site: Site[NodeAgent], ranks: Sequence[int]) -> list[Wish[Tenant]]:
-            found = [wish(rank) for rank in ranks]
+        async def attempt(site: Site[NodeAgent], indices: Sequence[int]) -> list[Wish[Tenant]]:
+            found = [wish(index) for index in indices]
             await site.agent.reserve(found, site.within)
             return found
 

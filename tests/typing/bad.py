@@ -55,6 +55,11 @@ async def groups(rt: Runtime) -> None:
     ws.all(Model.tokens, "x")  # E32 a stream for all
     ws.map(Model.execute, ["no"], ordered=False)  # E45 items of the wrong type, in any order
 
+    async def prepare(new: list[LLM]) -> None: ...
+
+    await ws.resize(5, prepare=prepare)  # E61 members of another class are prepared
+    await ws.remove(1)  # E62 a rank is no member
+
 
 async def services(rt: Runtime, b: Model) -> None:
     svc = await rt.host(LLM, "opt")

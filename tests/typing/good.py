@@ -317,7 +317,14 @@ async def groups(rt: Runtime) -> None:
         async for text in ws.map(Model.sync, range(3), ordered=False):
             assert_type(text, str)
         assert_type([member async for member in ws.map(Model.execute, everyone, scale=2.0, ordered=True)], list[Tensor])
-        await ws.resize(3)
+
+        async def prepare(new: list[Model]) -> list[str]:
+            return await asyncio.gather(*(one.sync(1) for one in new))
+
+        assert_type(await ws.resize(3, prepare=prepare), None)
+        assert_type(await ws.heal(), list[int])
+        assert_type(await ws.heal(3, prepare=prepare), list[int])
+        await ws.remove(ws[0], *ws[1:])
     async with rt.group(4, Model, "w", axes={"dp": 2, "tp": 2}) as grid:
         assert_type(grid, Group[Model])
         assert_type(grid.axes, Mapping[str, int])

@@ -62,7 +62,7 @@ class Axes:
         (first, _), *others = self.pairs
         rest = prod(size for _, size in others)
         if count % rest or not count:
-            raise ValueError(f"axes {self} do not fit {count} members: give the new ones, `resize(n, axes={{...}})`")
+            raise ValueError(f"axes {self} do not fit {count} members: give the new ones by `axes={{...}}`")
         return Axes(((first, count // rest), *others))
 
     def coords(self, rank: int) -> Mapping[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -55,3 +56,18 @@ class Roster(Generic[T_co]):
         at = self.axes.coords(rank)
         where = ",".join(f"{name}={at[name]}" for name, _ in fixed)
         return self.part(ranks, f"{'+'.join(picked.sizes)}[{where}]", picked), ranks.index(rank)
+
+
+def seats_after(size: int, staying: Sequence[int], n: int) -> tuple[int | None, ...]:
+    """Who has the first ranks after a change: members by their former rank, None for a new one. The others are new.
+
+    Args:
+        size: The number of members before.
+        staying: The ranks of those that can stay, in order.
+        n: The number of members after it. If it is at least `size`, ranks are kept; else the ranks are closed, and the
+            last members leave if there are too many.
+    """
+    if n < size:
+        return tuple(staying[:n])
+    kept = frozenset(staying)
+    return tuple(rank if rank in kept else None for rank in range(size))

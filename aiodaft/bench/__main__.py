@@ -10,7 +10,7 @@ from typing import Final
 
 from aiodaft.program import run
 
-from . import calls, compare, graphs, hosts, payloads, processes, refs, scale, transports, values, workflows
+from . import calls, compare, graphs, hosts, payloads, processes, refs, reshard, scale, transports, values, workflows
 from .results import Bench, Result, as_json, table
 
 _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
@@ -22,6 +22,7 @@ _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
     "values": values.run,
     "graph": graphs.run,
     "payloads": payloads.run,
+    "reshard": reshard.run,
     "transport": transports.run,
     "scale": scale.run,
     "hosts": hosts.run,

@@ -1,27 +1,30 @@
-"""Actors with shards of tensors, which look at how these are moved."""
+"""Actors with shards of tensors, which look at how these are moved; and what tests of that have in common."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from here import copied_bytes, current_peer
 from torch import Tensor
 
 import aiodaft
-from aiodaft import Actor, method
+from aiodaft import Actor, Group, Layout, Refs, Sharding, method
 from aiodaft._protocol.ids import RESHARDING
-from aiodaft._runtime.groups import resharding as module
 from aiodaft._runtime.groups.resharding import Resharding
+from aiodaft_transport.shm import ShmTransport
+from aiodaft_transport.tcp import TcpTransport
 
 State: TypeAlias = dict[str, Tensor]
-Take: TypeAlias = Callable[[int, int], Awaitable[None]]
+# Copies a parcel of so many bytes.
+Copy: TypeAlias = Callable[[Callable[[], object], int], Awaitable[None]]
 
 
 def resharding() -> Resharding:
@@ -35,6 +38,7 @@ class Rank(Actor):
 
     def __init__(self) -> None:
         self.state: State = {}
+        self._copied = 0
         self._asked = asyncio.Event()
         self._go_on = asyncio.Event()
 
@@ -46,6 +50,12 @@ class Rank(Actor):
     async def copy(self, state: State) -> None:
         """Take a shard that came from elsewhere, in memory of this process."""
         self.state = {name: tensor.clone() for name, tensor in state.items()}
+
+    @method
+    async def hold(self, whole_and_parts: tuple[State, dict[str, list[list[int]]]]) -> None:
+        """Have parts of tensors, from the first element to the end in each dimension, as views."""
+        whole, parts = whole_and_parts
+        self.state = {name: whole[name][tuple(slice(*bounds) for bounds in part)] for name, part in parts.items()}
 
     @method
     async def lend(self) -> State:
@@ -84,46 +94,82 @@ class Rank(Actor):
         return copied_bytes()
 
     @method
-    async def end_at_cut(self, count: int) -> None:
+    async def blocks(self, at_most: int | None = None) -> int:
+        """The blocks of memory that are in use here, once there are so few."""
+        arena = cast("ShmTransport | TcpTransport", current_peer().store.transport).arena
+        while at_most is not None and arena.live_blocks() > at_most:
+            await asyncio.sleep(0)
+            gc.collect()
+        return arena.live_blocks()
+
+    @method
+    async def drop(self) -> None:
+        """Keep no shard."""
+        self.state = {}
+
+    @method
+    async def count_copies(self) -> None:
+        """Count the bytes that are copied from now on."""
+        self._copied = 0
+
+        async def count(copy: Copy, job: Callable[[], object], nbytes: int) -> None:
+            self._copied += nbytes
+            await copy(job, nbytes)
+
+        self._instead_of_copies(count)
+
+    @method
+    async def copied(self) -> int:
+        """The bytes that were copied, from tensor to tensor, since `count_copies`."""
+        return self._copied
+
+    @method
+    async def end(self) -> None:
+        """Kill this process."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @method
+    async def end_at_parcel(self, count: int) -> None:
         """Kill this process instead of giving more parcels than `count`."""
         given = itertools.count()
 
-        async def end(take: Take, nbytes: int, bound: int) -> None:
+        async def end(copy: Copy, job: Callable[[], object], nbytes: int) -> None:
             if next(given) == count:
                 os.kill(os.getpid(), signal.SIGKILL)
-            await take(nbytes, bound)
+            await copy(job, nbytes)
 
-        self._before_cuts(end)
+        self._instead_of_copies(end)
 
     @method
-    async def hold_cuts(self) -> None:
+    async def hold_parcels(self) -> None:
         """Give no parcels until `go_on`."""
         self._asked.clear()
         self._go_on.clear()
 
-        async def hold(take: Take, nbytes: int, bound: int) -> None:
+        async def hold(copy: Copy, job: Callable[[], object], nbytes: int) -> None:
             self._asked.set()
             await self._go_on.wait()
-            await take(nbytes, bound)
+            await copy(job, nbytes)
 
-        self._before_cuts(hold)
+        self._instead_of_copies(hold)
 
     @method
-    async def write_at_cut(self) -> None:
-        """Write to the shard while the first parcel is cut."""
-        fill = getattr(module, "_fill")  # noqa: B009 - to put another function in its place
+    async def write_at_parcel(self) -> None:
+        """Write to the shard while the first parcel is copied."""
+        writes = itertools.count()
 
-        def write_and_fill(*args: object) -> None:
-            setattr(module, "_fill", fill)  # noqa: B010 - as above
-            for tensor in self.state.values():
-                tensor.add_(1.0)
-            fill(*args)
+        async def write(copy: Copy, job: Callable[[], object], nbytes: int) -> None:
+            if not next(writes):
+                for tensor in self.state.values():
+                    tensor.add_(1.0)
+            await copy(job, nbytes)
 
-        setattr(module, "_fill", write_and_fill)  # noqa: B010 - as above
+        self._instead_of_copies(write)
 
-    def _before_cuts(self, wait: Callable[[Take, int, int], Awaitable[None]]) -> None:
-        room = resharding().cut_room
-        setattr(room, "take", partial(wait, room.take))  # noqa: B010 - a method of this one object
+    def _instead_of_copies(self, action: Callable[[Copy, Callable[[], object], int], Awaitable[None]]) -> None:
+        actor = resharding()
+        copy = partial(Resharding._copy, actor)  # noqa: SLF001 - see above
+        setattr(actor, "_copy", partial(action, copy))  # noqa: B010 - a method of this one object
 
     @method
     async def wait_asked(self) -> None:
@@ -138,3 +184,42 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
     """All that a tensor is."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return tensor.dtype, tuple(tensor.shape), flat.numpy().tobytes()
+
+
+def whole_tensors(shardings: Mapping[str, Sharding]) -> State:
+    """Tensors in which each element is another one."""
+    made: State = {}
+    for index, (name, one) in enumerate(shardings.items()):
+        values = torch.arange(index + 1, index + 1 + int(torch.Size(one.shape).numel()), dtype=torch.float64)
+        made[name] = values.reshape(tuple(one.shape)).to(one.dtype)
+    return made
+
+
+async def loaded(group: Group[Rank], layout: Layout, whole: State) -> Refs[State]:
+    """Give each member its shard, and return refs of them."""
+    await group.each(Rank.copy, [layout.shard(whole, rank) for rank in range(layout.size)])
+    return group.all(Rank.lend)
+
+
+async def assert_has(group: Group[Rank], layout: Layout, whole: State, new: Refs[State]) -> None:
+    await group.each(Rank.load, new)
+    for rank, state in enumerate(await group.all(Rank.give)):
+        expected = layout.shard(whole, rank)
+        assert {name: bits(tensor) for name, tensor in state.items()} == {
+            name: bits(tensor) for name, tensor in expected.items()
+        }
+
+
+def bounds(layout: Layout, whole: State, rank: int) -> dict[str, list[list[int]]]:
+    """Where the parts of a rank begin and end in each dimension."""
+    parts = {name: layout.part(name, rank) for name in whole}
+    return {name: [[one.start, one.stop] for one in part] for name, part in parts.items() if part is not None}
+
+
+def in_place() -> bool:
+    """Whether the ranks of a source write into the memory of those that they send to."""
+    return current_peer().process.options.transport == "shm"
+
+
+def tp(size: int, shape: tuple[int, ...] = (1024, 256), dim: int = 0) -> Layout:
+    return Layout({"tp": size}, {"w": Sharding(shape=shape, dtype=torch.float32, dims={dim: "tp"})})

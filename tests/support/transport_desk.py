@@ -85,6 +85,15 @@ class Office:
         self.desk.settle()
         return grant
 
+    def admit(self, block: Block, name: str = "consumer") -> Grant:
+        grant = self.producer.admit(block, self.to[name])
+        assert grant is not None
+        self.desk.settle()
+        return grant
+
+    def place(self, grant: Grant, name: str = "consumer") -> memoryview:
+        return self.consumers[name].place(grant, self.back[name])
+
     def fetch(self, grant: Grant, name: str = "consumer") -> memoryview:
         return at_once(self.consumers[name].fetch(grant, self.back[name]))
 

@@ -95,7 +95,7 @@ class Transport(Protocol):
         ...
 
     def revoke(self, grant: Grant, control: Control) -> None:
-        """Take back a grant that was not sent to the peer; does nothing if the peer is gone."""
+        """Take back a grant that was not sent to the peer, or one of `admit`; does nothing if the peer is gone."""
         ...
 
     def fetch(self, grant: Grant, control: Control) -> Awaitable[memoryview]:
@@ -126,6 +126,25 @@ class Transport(Protocol):
 
     def decline(self, grant: Grant, control: Control) -> None:
         """Return a grant without fetching it."""
+        ...
+
+    def admit(self, block: Block, control: Control) -> Grant | None:
+        """Let the peer at `control` write to `block`, until the grant is revoked. None if it cannot.
+
+        If the peer is lost before, it may still write: the memory is not reused.
+
+        Raises:
+            OSError: The system refuses a descriptor that the peer needs. Nothing is granted.
+        """
+        ...
+
+    def place(self, grant: Grant, control: Control) -> memoryview:
+        """The memory of the peer that has admitted this process, to write to until the peer revokes the grant.
+
+        Raises:
+            GrantError: It is not known here.
+            OSError: The system refuses the memory, or a descriptor for it.
+        """
         ...
 
     def register(self, address: int, nbytes: int) -> None:

@@ -121,6 +121,12 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
     def fetch_now(self, grant: Grant, control: Control) -> memoryview | None:
         return None
 
+    def admit(self, block: BlockT, control: Control) -> Grant | None:
+        return None
+
+    def place(self, grant: Grant, control: Control) -> memoryview:
+        raise GrantError(f"{control.peer} granted memory that is only read")
+
     def register(self, address: int, nbytes: int) -> None:
         if self._regions is not None:
             self._regions.add(address, nbytes)

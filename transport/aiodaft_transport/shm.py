@@ -9,6 +9,8 @@ shows the file's page again.
 A consumer that forks while it has a view says so when it returns the grant: its children may have the view, and read
 the file's pages, so the producer does not reuse the block. It retires the whole segment, and closes it with its last
 block; the kernel frees the memory when the last child has ended.
+
+A producer also admits peers to a block, to write there: they map its segment shared.
 """
 
 from __future__ import annotations
@@ -65,12 +67,21 @@ class _Mapping:
 class _RemoteSegment:
     """A segment of a peer: its descriptor, and a mapping for each concurrent read of the same block."""
 
-    __slots__ = ("fd", "mappings", "size")
+    __slots__ = ("_shared", "fd", "mappings", "size")
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd = fd
         self.size = size
         self.mappings: list[_Mapping] = []
+        # The mapping to write through, once it is needed.
+        self._shared: mmap | None = None
+
+    @property
+    def shared(self) -> mmap:
+        """The segment itself."""
+        if self._shared is None:
+            self._shared = mmap(self.fd, self.size)
+        return self._shared
 
     def idle_mapping(self, offset: int) -> _Mapping | None:
         for mapping in self.mappings:
@@ -89,6 +100,7 @@ class _RemoteSegment:
         os.close(self.fd)
         # A live view keeps its mapping; the others are unmapped now.
         self.mappings.clear()
+        self._shared = None
 
 
 class _Remote(SegmentRemote[_RemoteSegment]):
@@ -119,13 +131,15 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
         return self.arena.allocate(nbytes)
 
     async def fetch(self, grant: Grant, control: Control) -> memoryview:
-        segment_id, offset, _, _ = cast(tuple[int, int, int, int], grant)
         with self._declining(grant, control, OSError):
-            if control.peer in self.remotes and segment_id in self.remotes[control.peer].missed:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            remote, segment = self.source_of(grant, control)
-            mapping = segment.mapping_for(offset)
+            remote, segment = self._source_of(grant, control)
+            mapping = segment.mapping_for(cast(int, grant[1]))
         return self._view(remote, mapping, grant)
+
+    def _source_of(self, grant: Grant, control: Control) -> tuple[_Remote, _RemoteSegment]:
+        if control.peer in self.remotes and grant[0] in self.remotes[control.peer].missed:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self.source_of(grant, control)
 
     def fetch_now(self, grant: Grant, control: Control) -> memoryview | None:
         segment_id, offset, nbytes, _ = cast(tuple[int, int, int, int], grant)
@@ -157,6 +171,14 @@ class ShmTransport(SegmentTransport[Block, _Remote]):
                 target[start : start + _SLICE] = source[start : start + _SLICE]
                 # Let the loop run; a cancellation arrives here, between two slices.
                 await asyncio.sleep(0)
+
+    def admit(self, block: Block, control: Control) -> Grant | None:
+        return self.grant(block, control) if self.arena.owns(block) else None
+
+    def place(self, grant: Grant, control: Control) -> memoryview:
+        _, offset, nbytes, _ = cast(tuple[int, int, int, int], grant)
+        _, segment = self._source_of(grant, control)
+        return memoryview(segment.shared)[offset : offset + nbytes]
 
     def close(self) -> None:
         self._closed = True

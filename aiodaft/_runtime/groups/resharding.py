@@ -1,17 +1,20 @@
 """Moves tensors by a plan of `_protocol.groups.reshard`: an actor in every process.
 
-The destination asks the sources for parcels: pieces of tensors, one after the other, as bytes. A source cuts a parcel
-when it is asked, and frees it when the destination has it; neither has more on the way than the plan allows.
+    controller -- receive --> destination -- write, cut --> source
+                              (each rank)                   (its shard)
 
-    controller -- receive --> destination -- cut --> source     The parcel comes as the result of `cut`, like any
-                              (each rank)            (its shard) other value: over `shm`, `tcp` or `ucx`.
+A source that can map the memory of the new shard is asked to write its pieces into place: each byte is copied once. Any
+other source is asked for parcels: pieces of tensors, one after the other, as bytes. It cuts a parcel when it is asked,
+and frees it when the destination has it; neither has more on the way than the plan allows. A parcel comes as the result
+of `cut`, like any other value.
 """
 
 from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
@@ -30,12 +33,15 @@ from aiodaft.actor import Actor
 from aiodaft.exceptions import DaftError
 from aiodaft.methods import method
 from aiodaft.ref import Ref, borrow
+from aiodaft_transport import Grant
 
 if TYPE_CHECKING:
     import torch
 
 # Name, dtype and shape of a tensor of a shard.
 Expected: TypeAlias = tuple[str, str, tuple[int, ...]]
+# The memory of a tensor in another process, with its dtype and shape.
+Place: TypeAlias = tuple[Grant, str, tuple[int, ...]]
 
 
 class Source(NamedTuple):
@@ -105,10 +111,25 @@ class Resharding(Actor):
         _check(shard, rank, expected)
 
     @method(ordered=False)
+    async def write(
+        self, shard: Opaque, parcels: Sequence[Sequence[tuple[Any, ...]]], places: Mapping[str, Place], target: PeerId
+    ) -> None:
+        """Write pieces of a shard, of which this gets the ref, to the places of their tensors in another process."""
+        route = self._caller.connections.route_to(target)
+        tensors = {
+            name: _shaped(self._store.place(grant, route), dtype, shape)
+            for name, (grant, dtype, shape) in places.items()
+        }
+        pieces = [[Piece(*fields) for fields in parcel] for parcel in parcels]
+        await self._read(shard.content, pieces, partial(_keep, tensors))
+        route.traffic.payloads_sent += 1
+        route.traffic.payload_sent += _nbytes(pieces)
+
+    @method(ordered=False)
     async def cut(self, shard: Opaque, parcel: Sequence[tuple[Any, ...]], bound: int) -> torch.Tensor:
         """Return pieces of a shard, of which this gets the ref, as bytes. Waits while `bound` bytes are on the way."""
         pieces = [Piece(*fields) for fields in parcel]
-        nbytes = sum(piece.nbytes for piece in pieces)
+        nbytes = _nbytes([pieces])
         await self.cut_room.take(nbytes, bound)
         try:
             flat = self._allocate((nbytes,), "uint8")
@@ -118,7 +139,7 @@ class Resharding(Actor):
         # With the last user of its memory; any thread may run this.
         freed = partial(self._process.call_soon, partial(self.cut_room.give_back, nbytes))
         weakref.finalize(flat.untyped_storage(), freed).atexit = False
-        await self._read(shard.content, pieces, partial(_fill, flat))
+        await self._read(shard.content, [pieces], partial(_fill, flat))
         return flat
 
     # The destination.
@@ -148,7 +169,7 @@ class Resharding(Actor):
         tensors = {name: self._allocate(shape, dtype) for name, dtype, shape in new}
         for parcel in kept:
             pieces = [Piece(*fields) for fields in parcel]
-            await self._read(ranks[pieces[0].source].shard, pieces, partial(_keep, tensors))
+            await self._read(ranks[pieces[0].source].shard, [pieces], partial(_keep, tensors))
         error: BaseException | None = None
         try:
             await self._fetch_all(tensors, [[Piece(*fields) for fields in parcel] for parcel in parcels], ranks, bound)
@@ -168,27 +189,65 @@ class Resharding(Actor):
         self, tensors: dict[str, torch.Tensor], parcels: list[list[Piece]], ranks: Mapping[int, Source], bound: int
     ) -> None:
         room = Room(self.transit)
-        async with asyncio.TaskGroup() as group:
-            for pieces in parcels:
-                nbytes = sum(piece.nbytes for piece in pieces)
-                await room.take(nbytes, bound)
-                task = group.create_task(self._fetch(tensors, pieces, ranks[pieces[0].source], bound))
-                task.add_done_callback(partial(room.give_back, nbytes))
+        with ExitStack() as admissions:
+            async with asyncio.TaskGroup() as group:
+                places = {
+                    rank: admissions.enter_context(self._admitted(tensors, parcels, rank, source.peer))
+                    for rank, source in ranks.items()
+                }
+
+                def is_written(piece: Piece) -> bool:
+                    return piece.name in places[piece.source]
+
+                for rank, written in _by_source(_those(parcels, is_written)).items():
+                    group.create_task(self._have_written(tensors, written, ranks[rank], places[rank]))
+                for pieces in _those(parcels, lambda piece: not is_written(piece)):
+                    nbytes = _nbytes([pieces])
+                    await room.take(nbytes, bound)
+                    task = group.create_task(self._fetch(tensors, pieces, ranks[pieces[0].source], bound))
+                    task.add_done_callback(partial(room.give_back, nbytes))
+
+    def _admitted(
+        self, tensors: Mapping[str, torch.Tensor], parcels: Sequence[Sequence[Piece]], rank: int, peer: PeerId
+    ) -> AbstractContextManager[Mapping[str, Grant]]:
+        """Let a source write to the tensors that it has pieces of, if it can."""
+        route = self._caller.connections.route_to(peer)
+        if not route.shares_memory:
+            return nullcontext({})
+        names = {piece.name for pieces in parcels for piece in pieces if piece.source == rank}
+        return self._store.admitted({name: tensors[name] for name in names}, route)
+
+    async def _have_written(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        parcels: list[list[Piece]],
+        source: Source,
+        grants: Mapping[str, Grant],
+    ) -> None:
+        """Have a source write its pieces into place."""
+        actor = resharding_of(self._caller, source.peer, source.label)
+        places: dict[str, Place] = {
+            name: (grant, _name_of(tensors[name].dtype), tuple(tensors[name].shape)) for name, grant in grants.items()
+        }
+        told = [[tuple(piece) for piece in pieces] for pieces in parcels]
+        with _noting(parcels[0][0].name, source.label):
+            await actor.write(Opaque(source.shard), told, places, self._process.id)
+        traffic = self._caller.connections.route_to(source.peer).traffic
+        traffic.payloads_received += 1
+        traffic.payload_received += _nbytes(parcels)
 
     async def _fetch(self, tensors: dict[str, torch.Tensor], pieces: list[Piece], source: Source, bound: int) -> None:
         """Bring one parcel: straight to where it belongs, if that is one place."""
         actor = resharding_of(self._caller, source.peer, source.label)
         parcel = actor.cut(Opaque(source.shard), [tuple(piece) for piece in pieces], bound)
         try:
-            place = _region(tensors, pieces[0]) if len(pieces) == 1 else None
-            if place is not None and place.is_contiguous() and place.nbytes > INLINE_LIMIT:
-                await parcel.into(_bytes_of(place))
-            else:
-                flat = await parcel
-                await self._copy(partial(_place, tensors, flat, pieces), flat.nbytes)
-        except DaftError as error:
-            add_note(error, f"{pieces[0].name!r} was on its way from {source.label} for a new layout")
-            raise
+            with _noting(pieces[0].name, source.label):
+                place = _region(tensors, pieces[0]) if len(pieces) == 1 else None
+                if place is not None and place.is_contiguous() and place.nbytes > INLINE_LIMIT:
+                    await parcel.into(_bytes_of(place))
+                else:
+                    flat = await parcel
+                    await self._copy(partial(_place, tensors, flat, pieces), flat.nbytes)
         finally:
             # At once: a cancelled `into` cancels nothing, and a traceback may refer to the ref.
             parcel.cancel()
@@ -208,7 +267,7 @@ class Resharding(Actor):
     async def _read(
         self,
         ref: Ref[Mapping[str, torch.Tensor]],
-        pieces: list[Piece],
+        parcels: Sequence[list[Piece]],
         copy: Callable[[Mapping[str, torch.Tensor], list[Piece]], object],
     ) -> None:
         """Copy pieces of a shard of this process.
@@ -216,14 +275,26 @@ class Resharding(Actor):
         Raises:
             BorrowError: It was lent, and has been written to.
         """
-        nbytes = sum(piece.nbytes for piece in pieces)
-        while True:
-            # Each time anew: the objects of the actor while they are as they were, else what was stored of them.
-            shard = await state_of(ref).bring()
-            before = _versions(shard, pieces)
-            await self._copy(partial(copy, shard, pieces), nbytes)
-            if _versions(shard, pieces) == before:
-                return
+        state = state_of(ref)
+        stored = state.stored or self._store.entries.get((state.owner, state.number))
+        if stored is not None and stored.in_host_memory:
+            with stored.in_place() as received:
+                shard = await self._store.decode(received)
+                for pieces in parcels:
+                    await self._copy(partial(copy, shard, pieces), _nbytes([pieces]))
+                    stored.check_unchanged()
+            return
+        objects: Mapping[str, torch.Tensor] | None = None
+        for pieces in parcels:
+            while True:
+                if objects is None:
+                    # The objects of the actor while they are as they were, else what was stored of them.
+                    objects = await state.bring()
+                    versions = _versions(objects)
+                await self._copy(partial(copy, objects, pieces), _nbytes([pieces]))
+                if all(_version(objects[piece.name]) == versions[piece.name] for piece in pieces):
+                    break
+                objects = None
 
     async def _copy(self, job: Callable[[], object], nbytes: int) -> None:
         if nbytes > SYNC_COPY:
@@ -269,6 +340,17 @@ def _given(shard: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
     return shard[piece.name].detach()[_slices(piece.source_start, piece.size)]
 
 
+def _shaped(flat: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    import torch  # noqa: PLC0415 - optional package
+
+    kind: torch.dtype = getattr(torch, dtype)
+    return flat.view(kind).view(tuple(shape))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without gaps as bytes."""
     import torch  # noqa: PLC0415 - optional package
@@ -297,7 +379,37 @@ def _keep(tensors: Mapping[str, torch.Tensor], shard: Mapping[str, torch.Tensor]
         _region(tensors, piece).copy_(_given(shard, piece))
 
 
-def _versions(shard: Mapping[str, torch.Tensor], pieces: Sequence[Piece]) -> list[int | None]:
-    """The number of writes to the tensors of pieces, as torch counts them."""
-    tensors = [shard[piece.name] for piece in pieces]
-    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+def _versions(shard: Mapping[str, torch.Tensor]) -> dict[str, int | None]:
+    return {name: _version(tensor) for name, tensor in shard.items()}
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """The number of writes to a tensor, as torch counts them."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _nbytes(parcels: Iterable[Sequence[Piece]]) -> int:
+    return sum(piece.nbytes for pieces in parcels for piece in pieces)
+
+
+def _those(parcels: Iterable[Sequence[Piece]], wanted: Callable[[Piece], bool]) -> list[list[Piece]]:
+    """The pieces that are wanted, in their parcels."""
+    chosen = ([piece for piece in pieces if wanted(piece)] for pieces in parcels)
+    return [pieces for pieces in chosen if pieces]
+
+
+def _by_source(parcels: Iterable[list[Piece]]) -> dict[int, list[list[Piece]]]:
+    found: dict[int, list[list[Piece]]] = {}
+    for pieces in parcels:
+        found.setdefault(pieces[0].source, []).append(pieces)
+    return found
+
+
+@contextmanager
+def _noting(name: str, label: str) -> Generator[None]:
+    """Say in errors what was on its way."""
+    try:
+        yield
+    except DaftError as error:
+        add_note(error, f"{name!r} was on its way from {label} for a new layout")
+        raise

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -14,6 +15,7 @@ from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.objects.value import Key
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.stored import StoredValue
+from aiodaft._runtime.platform.exhaustion import exhausted
 from aiodaft._runtime.platform.threads import SYNC_COPY
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.decoder import decode, decode_small, is_heavy
@@ -345,6 +347,50 @@ class Store:
         if self._forks.value != forks:
             block.retire()
         block.release()
+
+    @contextmanager
+    def admitted(self, tensors: Mapping[str, torch.Tensor], route: Route) -> Generator[dict[str, Grant]]:
+        """Let a process write to tensors of `empty` while the block of code runs; gives the grants by name.
+
+        Only tensors in memory that the process can map are granted. If the block of code raises, the process may still
+        write: their memory is not reused.
+
+        Raises:
+            ResourceExhausted: There is no descriptor for it.
+        """
+        transport = self.carrier(None, route)
+        admitted: dict[str, tuple[Block, Grant]] = {}
+        try:
+            try:
+                for name, tensor in tensors.items():
+                    shared = self._shared.get(tensor.untyped_storage().data_ptr())
+                    grant = None if shared is None else transport.admit(shared[0], route)
+                    if shared is not None and grant is not None:
+                        admitted[name] = shared[0], grant
+            except OSError as error:
+                raise exhausted(error, f"{route.remote} cannot write to memory of this process") from error
+            yield {name: grant for name, (_, grant) in admitted.items()}
+        except BaseException:
+            for block, _ in admitted.values():
+                block.retire()
+            raise
+        finally:
+            for _, grant in admitted.values():
+                transport.revoke(grant, route)
+
+    def place(self, grant: Grant, route: Route) -> torch.Tensor:
+        """The memory that a process lets this one write to, as bytes; see `admitted`.
+
+        Raises:
+            ResourceExhausted: This process has no memory or descriptor for it.
+            TransportError: It is not known here.
+        """
+        import torch  # noqa: PLC0415 - optional package
+
+        try:
+            return torch.frombuffer(self.carrier(None, route).place(grant, route), dtype=torch.uint8)
+        except OSError as error:
+            raise exhausted(error, f"memory of {route.remote} cannot be written to") from error
 
     def register(self, address: int, nbytes: int) -> None:
         """Register memory of the user with every transport, also with later ones. Safe in any thread.

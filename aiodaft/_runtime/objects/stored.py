@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -233,6 +234,28 @@ class StoredValue:
                 # After the copy, the original is not needed any more, and may change.
                 source.keep = source.fill = source.version = self._versions[index] = None
 
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether its buffers are where peers can reach them, and none is on an accelerator."""
+        return self.packed and not self.is_inline and self._devices is None
+
+    @contextmanager
+    def in_place(self) -> Generator[ReceivedValue]:
+        """The buffers where they lie, to be read in the block of code alone; for one that is `in_host_memory`."""
+        blocks = [cast("Block", block) for block, _ in self.blobs()]
+        for block in blocks:
+            block.take_grant()
+        try:
+            yield ReceivedValue(self.payload, None, [block.view for block in blocks], self.refs)
+        finally:
+            for block in blocks:
+                block.return_grant()
+
+    def check_unchanged(self) -> None:
+        """Raise BorrowError if a lent buffer was written to."""
+        if self.lent:
+            self.encoded.check_unchanged(self._versions)
+
     def blobs_for(self, connection: Route) -> bytes | tuple[tuple[str, Grant], ...] | None:
         """Grant the blocks to a peer. Returns the field for the message.
 
@@ -241,8 +264,7 @@ class StoredValue:
             ResourceExhausted: There is no descriptor for it.
             Unreachable: The transport that the user chose does not lead there.
         """
-        if self.lent:
-            self.encoded.check_unchanged(self._versions)
+        self.check_unchanged()
         # A lost process would never return a grant.
         blobs = self.blobs() if connection.lost is None else []
         if not (self.packed and blobs):

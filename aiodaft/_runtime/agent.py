@@ -45,6 +45,8 @@ class Ways(Protocol):
 
     async def lose_node(self, name: str, process: PeerId | None) -> None: ...
 
+    def vacate(self, actor: ActorId, reason: str) -> None: ...
+
     @property
     def fence(self) -> Fence: ...
 
@@ -133,6 +135,9 @@ class Agent(Actor):
             finally:
                 self._host.remove(hosted)
                 self._enlisted.forget(hosted.id)
+                if serving().caller != self._host.process.options.owner:
+                    # A caller that dies now cannot tell the node any more. With the owner, this process ends, too.
+                    self._ways.vacate(hosted.id, reason)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._host.process.grace):
                     await asyncio.gather(*told, return_exceptions=True)

@@ -85,6 +85,11 @@ class NodeContact(Actor):
         """Return the error for the callers of a process that ended with `in_flight` calls of them."""
         raise NotImplementedError
 
+    @method
+    async def vacate(self, owner: str, peer: str, actor: int, reason: str) -> None:
+        """Remove an actor of `owner` from its process, and end the process if no other actor is there."""
+        raise NotImplementedError
+
 
 class OwnerContact(Actor):
     """What other processes ask and tell the owner of actors; `Directory` implements it."""
@@ -224,6 +229,11 @@ class Peer:
         """A node is no member any more; nothing happens if it is heard nevertheless."""
         if not await self.connections.hears_from(name):
             self.connections.lose_node(name, process)
+
+    def vacate(self, actor: ActorId, reason: str) -> None:
+        """Tell the node that an actor has left this process."""
+        process = self.process
+        self.node.vacate.tell(process.options.owner, process.id, actor, reason)
 
     def _hear_from_node(self) -> None:
         self.connections.to(self.process.options.agent).catch_up()

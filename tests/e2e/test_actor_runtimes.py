@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from leaks import ended, is_alive
 from log_ear import listening
-from parents import Child, Founder, Parent, pid_in, words_in
+from parents import Avenger, Child, Founder, Parent, pid_in, words_in
 
 import aiodaft
 
@@ -171,6 +171,24 @@ async def test_an_actor_names_finds_stops_and_looks_at_actors(rt: aiodaft.Runtim
     # Also what others have spawned.
     await parent.stop(mine)
     assert not (await rt.info(mine)).alive
+
+
+async def test_what_an_actor_stops_ends_although_that_one_dies_first(rt: aiodaft.Runtime) -> None:
+    parent = await rt.on(restart="temporary").spawn(Parent)
+    alone = await rt.on(name="alone").spawn(Avenger, await parent.pid())
+    pid = await alone.pid()
+    with pytest.raises(aiodaft.ActorDied):
+        await parent.stop(alone)
+    await ended(pid)
+
+    parent, roommate = await rt.on(restart="temporary").spawn(Parent), await rt.spawn(Child)
+    beside = await rt.on(name="beside", with_=roommate).spawn(Avenger, await parent.pid())
+    with pytest.raises(aiodaft.ActorDied):
+        await parent.stop(beside)
+    # Its process goes on without it.
+    while await rt.names():
+        await asyncio.sleep(0)
+    assert await roommate.increment() == 1
 
 
 async def test_two_owners_do_not_share_a_process(rt: aiodaft.Runtime) -> None:

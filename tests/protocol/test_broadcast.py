@@ -76,6 +76,18 @@ def test_a_process_that_relays_let_down_is_served_by_the_producer_in_the_end() -
     assert sources == [first, second, None]
 
 
+def test_a_process_that_was_sent_to_one_that_just_left_finds_the_copy_that_is_kept() -> None:
+    fanout = Fanout()
+    first, keeper, *others, late = peers(13)
+    for name in (first, keeper, *others):
+        fanout.join(name)
+    # The others have the value, and have left; the news of that has not come yet.
+    relay = fanout.join(late)
+    assert relay in others
+    fanout.fail(late, relay)
+    assert fanout.join(late) == keeper
+
+
 def waits_in_a_circle(sources: dict[PeerId, PeerId | None], name: PeerId | None) -> bool:
     seen: set[PeerId] = set()
     while name is not None:

@@ -187,6 +187,20 @@ class Parent(Actor):
         return await aiodaft.current_runtime().spawn(Child)
 
 
+class Avenger(Child):
+    """Kills a process while it ends."""
+
+    def __init__(self, victim: int) -> None:
+        super().__init__()
+        self.victim = victim
+
+    async def __aenter__(self) -> Avenger:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        os.kill(self.victim, signal.SIGKILL)
+
+
 class Founder(Actor):
     """Spawns while it is made, and uses what it has spawned while it ends."""
 

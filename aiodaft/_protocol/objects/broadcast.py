@@ -4,7 +4,7 @@ Each process that pulls the value from its producer, the root, joins the broadca
 first two. To each later one it names the member that can finish one more copy first. Processes that ask at the same
 time form a binomial tree, in which no member sends more often than the root. A member leaves once it has the value and
 no copy for others. Only the second one keeps a copy without a request, for processes that ask after all others have
-left.
+left, or that were sent to one that had just left.
 
 Between machines, the first process of each machine keeps a copy in shared memory, which every later process there
 reads: the network of a machine carries the value once.
@@ -52,6 +52,8 @@ class _Member:
     disappointments: int = 0
     # It reads the block of another process of its machine, and has none for others.
     is_reader: bool = False
+    # It keeps a copy although no process waits for it.
+    keeps: bool = False
 
 
 class Fanout:
@@ -86,11 +88,14 @@ class Fanout:
         member.let_down = False
         keeper = self._keeper_for(peer) if member.disappointments < PATIENCE else None
         member.is_reader = keeper is not None
+        member.keeps = False
         if keeper is not None:
             member.source = keeper
             self._members[peer] = member
             return keeper
-        member.source = self._relay_for(peer) if self.sent >= SENDS and member.disappointments < PATIENCE else None
+        disappointments = member.disappointments
+        asks_relay = self.sent >= SENDS and disappointments < PATIENCE
+        member.source = self._relay_for(peer, let_down=disappointments > 0) if asks_relay else None
         if member.source is None:
             self.sent += 1
             member.ready = self.sent
@@ -98,15 +103,13 @@ class Fanout:
             source = self._members[member.source]
             source.given += 1
             member.ready = source.ready + source.given
+        member.keeps = self._has_to_keep(peer, member)
         self._members[peer] = member
         return member.source
 
     def keeps(self, peer: PeerId) -> bool:
         """Whether a process that just joined is to keep a copy although no process waits for it."""
-        member = self._members[peer]
-        if self._shared and not is_attached(peer):
-            return not member.is_reader
-        return member.source is None and self.sent >= SENDS
+        return self._members[peer].keeps
 
     def leave(self, peer: PeerId) -> None:
         """Remove a process that has no copy for others, and that no process waits for."""
@@ -121,12 +124,16 @@ class Fanout:
             member.let_down = True
             member.disappointments += 1
 
-    def _relay_for(self, peer: PeerId) -> PeerId | None:
+    def _has_to_keep(self, peer: PeerId, member: _Member) -> bool:
+        return (self._shared and not is_attached(peer)) or (member.source is None and self.sent >= SENDS)
+
+    def _relay_for(self, peer: PeerId, *, let_down: bool) -> PeerId | None:
         able = self._able(peer)
 
-        def done(name: PeerId) -> tuple[bool, int, int]:
+        def done(name: PeerId) -> tuple[bool, bool, int, int]:
             member = self._members[name]
-            return member.given >= SENDS, member.ready + member.given + 1, member.given
+            # Of two relays both may just have left. One that keeps its copy is sure to have it.
+            return let_down and not member.keeps, member.given >= SENDS, member.ready + member.given + 1, member.given
 
         return min(able, key=done, default=None)
 

@@ -106,6 +106,7 @@ class LocalNode:
         self.agent.draining.unneeded = lambda worker: peer.agent_of(worker).unneeded()
         self._coordinator = coordinator
         self.agent.on_ended = self._process_ended
+        self.agent.on_left = coordinator.free_names
         peer.connections.explain = self._explain
         peer.add_actor(NODE, "node agent", self.agent)
 

@@ -102,6 +102,8 @@ class NodeAgent(NodeContact):
         self.draining.tell = owners.node_draining
         # Called with a process that ended: names that it has are free.
         self.on_ended: Callable[[PeerId], object] = lambda peer: None
+        # Called with an actor that left its process to others: its names are free, too.
+        self.on_left: Callable[[PeerId, ActorId], object] = lambda peer, actor: None
         # Called with a name that an actor of this node has got.
         self.on_named: Callable[[NamedActor], object] = lambda named: None
         # Called by `end`.
@@ -339,6 +341,8 @@ class NodeAgent(NodeContact):
             worker.actors.pop(actor, None)
             if not worker.actors:
                 return worker
+            if not keep:
+                self.on_left(peer, actor)
         # Other actors of the process still use its GPUs.
         self._free(tenant, keep_gpus=worker is not None)
         return None

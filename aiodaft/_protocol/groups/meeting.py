@@ -1,0 +1,177 @@
+"""Members of a group come together: which have come to which meeting, and which meetings fail. Pure.
+
+A meeting has a name; when it is over, the next one may have the same name. Each member comes to every meeting of a name
+once, in their order, so no member has to count: it comes to the first one that it has not come to yet. A member that is
+ahead opens the next one. A meeting that has failed is kept until all members have come to it: late ones are told then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from aiodaft.exceptions import ActorDied
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[T]):
+    """A meeting that all have come to, or that has failed.
+
+    Attributes:
+        tickets: What the members came with that wait for it, by rank. If it has not failed: all of them, in order.
+        error: Why it failed.
+    """
+
+    tickets: Mapping[int, T]
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class _Meeting(Generic[T]):
+    # What errors call it.
+    title: str
+    # What all have to agree on, by name, and the rank that came first.
+    terms: Mapping[str, Hashable]
+    first: int
+    tickets: dict[int, T] = field(default_factory=dict[int, T])
+    # The ranks that have come, or do not come any more because they were lost.
+    done: set[int] = field(default_factory=set[int])
+    error: Exception | None = None
+
+    def disagreement(self, rank: int, terms: Mapping[str, Hashable]) -> ValueError | None:
+        for name in [*self.terms, *terms]:
+            one, other = self.terms.get(name), terms.get(name)
+            if one != other:
+                return ValueError(
+                    f"{self.title}: the members disagree: "
+                    f"rank {self.first} has {name} {one}, rank {rank} has {name} {other}"
+                )
+        return None
+
+    def fail(self, error: Exception) -> Outcome[T]:
+        self.error = error
+        tickets, self.tickets = self.tickets, {}
+        return Outcome(tickets, error)
+
+
+class Meetings(Generic[T]):
+    """The meetings of a group at one epoch.
+
+    Args:
+        size: The number of members.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        # By name, the oldest first. None is complete.
+        self._meetings: dict[Hashable, list[_Meeting[T]]] = {}
+        # The lowest incarnation of each rank that may come.
+        self._incarnations: dict[int, int] = {}
+        # Why there are no more meetings.
+        self._closed: Exception | None = None
+
+    def __len__(self) -> int:
+        """The number of meetings that some members have not come to."""
+        return sum(map(len, self._meetings.values()))
+
+    def come(
+        self,
+        name: Hashable,
+        rank: int,
+        ticket: T,
+        terms: Mapping[str, Hashable],
+        title: str,
+        *,
+        incarnation: int = 0,
+        fault: Exception | None = None,
+    ) -> list[Outcome[T]]:
+        """A member comes.
+
+        Args:
+            name: The name of the meeting.
+            rank: The member.
+            ticket: What it comes with.
+            terms: What all have to agree on; the first differing one is named by the error.
+            title: What errors call the meeting.
+            incarnation: Grows when the member is restarted: what the earlier one came to fails.
+            fault: The meeting fails because of this member.
+
+        Returns:
+            What is decided by that. Empty: the member waits.
+        """
+        lowest = self._incarnations.get(rank, incarnation)
+        if self._closed is not None or incarnation < lowest:
+            return [Outcome({rank: ticket}, self._closed or ActorDied(f"rank {rank} was restarted"))]
+        outcomes: list[Outcome[T]] = []
+        if incarnation > lowest:
+            outcomes += self._fail_all(lambda one: ActorDied(f"{one.title}: rank {rank} was restarted"), waits=rank)
+        self._incarnations[rank] = incarnation
+        meeting = next((one for one in self._meetings.get(name, ()) if rank not in one.done), None)
+        if meeting is None:
+            meeting = _Meeting[T](title, terms, rank)
+            self._meetings.setdefault(name, []).append(meeting)
+        meeting.done.add(rank)
+        if meeting.error is not None:
+            outcomes.append(Outcome({rank: ticket}, meeting.error))
+        else:
+            meeting.tickets[rank] = ticket
+            error = fault or meeting.disagreement(rank, terms)
+            if error is not None:
+                outcomes.append(meeting.fail(error))
+            elif len(meeting.tickets) == self._size:
+                outcomes.append(Outcome(dict(sorted(meeting.tickets.items()))))
+        self._tidy(name)
+        return outcomes
+
+    def expire(self, name: Hashable, rank: int, ticket: T, seconds: float) -> list[Outcome[T]]:
+        """A member has waited for so many seconds, and waits no longer."""
+        for meeting in self._meetings.get(name, ()):
+            if meeting.tickets.get(rank) is ticket:
+                late = [str(other) for other in range(self._size) if other not in meeting.tickets]
+                ranks = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
+                return [
+                    meeting.fail(
+                        TimeoutError(f"{meeting.title}: {ranks} of {self._size} did not come in {seconds:g} s")
+                    )
+                ]
+        return []
+
+    def lose(self, rank: int, incarnation: int, error: Exception) -> list[Outcome[T]]:
+        """An incarnation of a member is lost, and the next one will come: the meetings that are open fail."""
+        if incarnation < self._incarnations.get(rank, incarnation):
+            return []
+        self._incarnations[rank] = incarnation + 1
+        outcomes = self._fail_all(lambda _: error)
+        for meeting in self._all():
+            meeting.done.add(rank)
+        for name in list(self._meetings):
+            self._tidy(name)
+        return outcomes
+
+    def close(self, error: Exception) -> list[Outcome[T]]:
+        """There are no more meetings: all that are open fail, and so does what comes later."""
+        self._closed = self._closed or error
+        outcomes = self._fail_all(lambda _: error)
+        self._meetings.clear()
+        return outcomes
+
+    def _fail_all(self, error: Callable[[_Meeting[T]], Exception], waits: int | None = None) -> list[Outcome[T]]:
+        """Fail the meetings that are open; or those at which a rank waits."""
+        return [
+            one.fail(error(one)) for one in self._all() if one.error is None and (waits is None or waits in one.tickets)
+        ]
+
+    def _all(self) -> Iterator[_Meeting[T]]:
+        for meetings in self._meetings.values():
+            yield from meetings
+
+    def _tidy(self, name: Hashable) -> None:
+        """Forget the meetings that every member has come to."""
+        left = [one for one in self._meetings[name] if len(one.done) < self._size]
+        if left:
+            self._meetings[name] = left
+        else:
+            del self._meetings[name]

@@ -1,0 +1,156 @@
+"""Meetings of the members of a group: who waits, who is told what."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from aiodaft._protocol.groups.meeting import Meetings, Outcome
+from aiodaft.exceptions import ActorDied
+
+
+class Group:
+    """Members that come with a ticket of their own each time."""
+
+    def __init__(self, size: int) -> None:
+        self.table: Meetings[str] = Meetings(size)
+        self.turns = dict.fromkeys(range(size), 0)
+        self.tickets: dict[str, str] = {}
+
+    def come(self, rank: int, name: object = "x", **options: Any) -> list[Outcome[str]]:
+        self.turns[rank] += 1
+        terms, ticket = options.pop("terms", {}), f"{rank}.{self.turns[rank]}"
+        self.tickets[ticket] = ticket
+        return self.table.come(name, rank, ticket, terms, f"meeting {name}", **options)
+
+    def expire(self, name: str, rank: int, turn: int, seconds: float) -> list[Outcome[str]]:
+        return self.table.expire(name, rank, self.tickets[f"{rank}.{turn}"], seconds)
+
+
+def told(outcomes: list[Outcome[str]]) -> list[tuple[list[str], str]]:
+    return [(list(one.tickets.values()), "" if one.error is None else str(one.error)) for one in outcomes]
+
+
+def test_the_last_to_come_decides_and_nothing_is_left() -> None:
+    group = Group(3)
+    assert group.come(2) == group.come(0) == []
+    assert len(group.table) == 1
+    assert told(group.come(1)) == [(["0.1", "1.1", "2.1"], "")]
+    assert len(group.table) == 0
+    assert told(Group(1).come(0)) == [(["0.1"], "")]
+
+
+def test_a_member_that_is_ahead_opens_the_next_meeting_of_the_name() -> None:
+    group = Group(2)
+    assert [group.come(0) for _ in range(3)] == [[], [], []]
+    assert [told(group.come(1)) for _ in range(3)] == [[([f"0.{turn}", f"1.{turn}"], "")] for turn in (1, 2, 3)]
+    assert len(group.table) == 0
+
+
+def test_names_are_met_in_any_order() -> None:
+    source, ended = random.Random(15), 0
+    group = Group(4)
+    pending = {rank: [(name, turn) for turn in range(3) for name in range(50)] for rank in range(4)}
+    for names in pending.values():
+        source.shuffle(names)
+    # A ticket says what its member comes for, and for which time.
+    turns: dict[tuple[int, int], int] = {}
+    while any(pending.values()):
+        rank = source.choice([rank for rank, names in pending.items() if names])
+        name, _ = pending[rank].pop()
+        turn = turns[rank, name] = turns.get((rank, name), 0) + 1
+        for outcome in group.table.come(name, rank, f"{name}/{turn}", {}, ""):
+            assert outcome.error is None
+            assert list(outcome.tickets) == [0, 1, 2, 3]
+            assert len(set(outcome.tickets.values())) == 1
+            ended += 1
+    assert (ended, len(group.table)) == (150, 0)
+
+
+def test_all_are_told_of_a_disagreement_and_the_late_ones_when_they_come() -> None:
+    group = Group(4)
+    assert group.come(0, terms={"operation": "sum", "value": "int"}) == []
+    assert group.come(2, terms={"operation": "sum", "value": "int"}) == []
+    why = "meeting x: the members disagree: rank 0 has value int, rank 3 has value float"
+    assert told(group.come(3, terms={"operation": "sum", "value": "float"})) == [(["0.1", "2.1", "3.1"], why)]
+    # The next one of that name is not mixed up with the one that failed.
+    assert [group.come(rank) for rank in (0, 2, 3)] == [[], [], []]
+    assert told(group.come(1)) == [(["1.1"], why)]
+    assert told(group.come(1)) == [(["0.2", "1.2", "2.2", "3.2"], "")]
+    assert len(group.table) == 0
+
+
+def test_a_term_that_only_one_has_is_a_disagreement() -> None:
+    group = Group(2)
+    group.come(0)
+    ((_, why),) = told(group.come(1, terms={"root": 1}))
+    assert why.endswith("rank 0 has root None, rank 1 has root 1")
+
+
+def test_a_fault_of_one_member_is_told_to_all() -> None:
+    group = Group(3)
+    group.come(0)
+    assert told(group.come(1, fault=ValueError("rank 1 has no value"))) == [(["0.1", "1.1"], "rank 1 has no value")]
+    assert told(group.come(2)) == [(["2.1"], "rank 1 has no value")]
+    assert len(group.table) == 0
+
+
+def test_the_error_of_a_meeting_that_is_late_names_who_is_missing() -> None:
+    group = Group(4)
+    group.come(0)
+    group.come(2)
+    group.come(0)
+    why = "meeting x: ranks 1, 3 of 4 did not come in 2 s"
+    assert told(group.expire("x", 2, 1, 2.0)) == [(["0.1", "2.1"], why)]
+    assert group.expire("x", 0, 1, 1.0) == group.expire("y", 0, 1, 1.0) == []
+    for rank in (1, 3):
+        assert told(group.come(rank)) == [([f"{rank}.1"], why)]
+    # The second one goes on.
+    for rank in (1, 2):
+        assert group.come(rank) == []
+    assert told(group.come(3)) == [(["0.2", "1.2", "2.2", "3.2"], "")]
+    group.come(0)
+    group.come(1)
+    group.come(2)
+    ((_, why),) = told(group.expire("x", 0, 3, 0.5))
+    assert why == "meeting x: rank 3 of 4 did not come in 0.5 s"
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_the_loss_of_a_member_ends_what_is_open(has_come: bool) -> None:
+    group = Group(3)
+    group.come(0)
+    group.come(0, "y")
+    if has_come:
+        group.come(2, incarnation=5)
+    waiting = ["0.1", "2.1"] if has_come else ["0.1"]
+    died = ActorDied("it died")
+    assert told(group.table.lose(2, 5, died)) == [(waiting, "it died"), (["0.2"], "it died")]
+    for name in ("x", "y"):
+        assert [error for _, error in told(group.come(1, name))] == ["it died"]
+    assert len(group.table) == 0
+    # The next incarnation comes to the next meeting.
+    assert group.come(2, incarnation=6) == group.come(0) == []
+    assert group.table.lose(2, 5, died) == []
+    assert [error for _, error in told(group.come(1))] == [""]
+
+
+def test_a_restarted_member_that_comes_before_the_news_of_its_death() -> None:
+    group = Group(2)
+    group.come(1, incarnation=1)
+    assert told(group.come(1, incarnation=2)) == [(["1.1"], "meeting x: rank 1 was restarted")]
+    assert told(group.come(1, incarnation=1)) == [(["1.3"], "rank 1 was restarted")]
+    assert told(group.come(0)) == [(["0.1"], "meeting x: rank 1 was restarted")]
+    assert told(group.come(0)) == [(["0.2", "1.2"], "")]
+
+
+def test_after_the_end_everything_fails() -> None:
+    group = Group(2)
+    group.come(0)
+    group.come(1, "y")
+    assert told(group.table.close(ActorDied("for good"))) == [(["0.1"], "for good"), (["1.1"], "for good")]
+    assert group.table.close(ActorDied("again")) == []
+    assert told(group.come(1)) == [(["1.2"], "for good")]
+    assert len(group.table) == 0

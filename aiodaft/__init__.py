@@ -18,7 +18,7 @@ from aiodaft.collectives import (
     reduce_scatter,
     scatter,
 )
-from aiodaft.current_group import CurrentGroup
+from aiodaft.current_group import CurrentGroup, Message
 from aiodaft.deadline import deadline
 from aiodaft.exceptions import (
     ActorDied,
@@ -89,6 +89,7 @@ __all__ = [
     "Layout",
     "LeaseLost",
     "Mesh",
+    "Message",
     "NameNotFound",
     "NameTaken",
     "NodeInfo",

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 
+from aiodaft._protocol.groups.inbox import BYTES, MESSAGES, Tag
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._runtime.actors.enlisted import Standing
 from aiodaft._runtime.agent import acting
 from aiodaft._runtime.calls.call import Caller, Target
+from aiodaft._runtime.groups.inboxes import Inboxes, Mail
 from aiodaft._runtime.groups.process_group import Membership, process_group
 from aiodaft.actor import target_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["CurrentGroup"]
+__all__ = ["CurrentGroup", "Message"]
 
 ActorT = TypeVar("ActorT")
+
+
+class Message(NamedTuple):
+    """A message from another member.
+
+    Attributes:
+        value: What was sent.
+        source: The rank of its sender; None if that is no member at this epoch.
+        tag: The tag that it was sent with.
+    """
+
+    value: Any
+    source: int | None
+    tag: int | str
 
 
 class CurrentGroup(Generic[ActorT]):
@@ -28,12 +44,13 @@ class CurrentGroup(Generic[ActorT]):
     stays as it was.
     """
 
-    __slots__ = ("_axes_along", "_standing")
+    __slots__ = ("_axes_along", "_mail", "_standing")
 
     def __init__(self, standing: Standing, axes_along: tuple[tuple[str, ...], ...] = ()) -> None:
         self._standing = standing
         # The names that `along` was given, one after another.
         self._axes_along = axes_along
+        self._mail: Mail | None = None
 
     @property
     def _place(self) -> tuple[Roster[Any], int]:
@@ -134,11 +151,87 @@ class CurrentGroup(Generic[ActorT]):
         hosted = acting()
         if hosted is None:
             raise RuntimeError("process_group() is for methods of members: no code of an actor runs here")
-        members = [cast("Target", target_of(getattr(member, "handle", member))) for member in self.members]
         caller = hosted._process.part(Caller)
-        membership = Membership(caller, hosted, self.id, self.epoch, members, self.rank)
+        membership = Membership(caller, hosted, self.id, self.epoch, self._targets(), self.rank)
         with process_group(membership, backend, interface, patience) as group:
             yield group
+
+    # Messages.
+
+    async def send(self, value: Any, *, to: int, tag: Tag = 0) -> None:
+        """Send a value to another member, from process to process; returns when it is in the member's inbox.
+
+        It may change after that. A member in the same process gets the object itself. A ref arrives as a ref.
+
+        An inbox has room for 1024 messages and 256 MiB, see `limit_inbox`. A message that does not fit waits with its
+        sender, unless the member waits for it, or has no other message of this sender: so two members may send each
+        other tensors of any size before they receive. Messages with one tag from one member to another arrive in the
+        order of the sends.
+
+        Args:
+            value: Any value that a call could have as an argument.
+            to: The rank of the member.
+            tag: What the receiver may select by.
+
+        Raises:
+            ActorDied, PeerLost: The member is gone, or was before it had the message.
+            SerializationError: The value cannot travel.
+            ValueError: There is no such rank.
+            RuntimeError: The members are being made, or this is no coroutine of the event loop of the runtime.
+
+        Cancellation: the message is withdrawn, unless it is in the inbox.
+        """
+        await self._mailing().send(value, to, tag)
+
+    async def recv(self, *, source: int | None = None, tag: Tag | None = None) -> Any:
+        """Receive the next message; waits until there is one.
+
+        Args:
+            source: The rank of its sender. Default: any.
+            tag: Its tag. Default: any.
+
+        Raises:
+            ActorDied, PeerLost: The sender is gone, or without `source` all other members are. What came before is
+                received first. If the sender was restarted, only a receive that waited when it died fails.
+            ValueError: There is no such rank.
+            RuntimeError: As for `send`.
+
+        Cancellation: no message is lost; the next receive gets it.
+        """
+        message, _ = await self._mailing().receive(source, tag)
+        return message.value
+
+    async def recv_message(self, *, source: int | None = None, tag: Tag | None = None) -> Message:
+        """Receive the next message, with its sender and its tag. As `recv` in all else."""
+        message, rank = await self._mailing().receive(source, tag)
+        return Message(message.value, rank, message.tag)
+
+    def limit_inbox(self, *, messages: int = MESSAGES, nbytes: int = BYTES) -> None:
+        """Bound what waits in the inbox of this member; others wait with their senders.
+
+        Objects of members in the same process count no bytes.
+
+        Args:
+            messages: The most messages.
+            nbytes: The most bytes of their values, as they travel.
+
+        Raises:
+            ValueError: A bound is not positive.
+        """
+        if messages < 1 or nbytes < 1:
+            raise ValueError(f"an inbox has room for a positive number of messages and bytes, not {messages}, {nbytes}")
+        self._mailing().limit(messages, nbytes)
+
+    def _mailing(self) -> Mail:
+        if self._mail is None:
+            targets = self._targets()
+            inboxes = targets[self.rank].process.part(Inboxes)
+            self._mail = Mail(inboxes, self.id, targets, self.rank)
+        self._mail.check()
+        return self._mail
+
+    def _targets(self) -> list[Target]:
+        return [cast("Target", target_of(getattr(member, "handle", member))) for member in self.members]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CurrentGroup) and (self.id, self.epoch, self.rank) == (

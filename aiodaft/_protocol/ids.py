@@ -22,6 +22,7 @@ CODE: Final = ActorId(5)
 COLLECTIVES: Final = ActorId(6)
 RESHARDING: Final = ActorId(7)
 BLOCKS: Final = ActorId(8)
+INBOXES: Final = ActorId(9)
 FIRST_USER_ACTOR: Final = ActorId(16)
 
 _EPOCH_SHIFT: Final = 32

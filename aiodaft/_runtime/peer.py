@@ -15,6 +15,7 @@ from aiodaft._protocol.ids import (
     BLOCKS,
     CHANNELS,
     COLLECTIVES,
+    INBOXES,
     NODE,
     RESHARDING,
     SUPERVISOR,
@@ -45,6 +46,7 @@ from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.groups.blocks import Blocks
 from aiodaft._runtime.groups.collectives import Collectives
+from aiodaft._runtime.groups.inboxes import Inboxes
 from aiodaft._runtime.groups.resharding import Resharding
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.store import Store
@@ -184,6 +186,9 @@ class Peer:
         blocks = Blocks(process, process.part(Enlisted))
         process.provide(Blocks, blocks)
         self.add_actor(BLOCKS, "blocks", blocks)
+        self.inboxes = Inboxes(self.caller, self.store, process.part(Enlisted))
+        process.provide(Inboxes, self.inboxes)
+        self.add_actor(INBOXES, "inboxes", self.inboxes)
         self.add_actor(COLLECTIVES, "collectives", Collectives(self.store))
 
     # Actors.
@@ -376,6 +381,7 @@ class Peer:
         self.graphs.abandon(RuntimeClosed(reason))
         self.sender.close(reason)
         self.channels.close()
+        self.inboxes.close(reason)
         self.connections.close(reason)
         await self.host.aclose(reason)
         await self.process.tasks.aclose()

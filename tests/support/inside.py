@@ -7,12 +7,14 @@ from typing import TypeVar
 
 import aiodaft
 from aiodaft._runtime.controller import Controller
+from aiodaft._runtime.groups.inboxes import Box, Inboxes
 from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.local_node import LocalNode
 from aiodaft._runtime.node.node_agent import NodeAgent
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Timeouts
+from aiodaft._runtime.process import current_process
 from aiodaft._runtime.scope_actors import ScopeActors
 
 T = TypeVar("T")
@@ -74,3 +76,13 @@ async def awaited(spawned: Awaitable[T]) -> T:
 def producer_of(ref: aiodaft.Ref[object]) -> str:
     """The process that makes or has made the value of a ref."""
     return state_of(ref).producer
+
+
+def inboxes_here() -> list[Box]:
+    """The inboxes of the members in this process."""
+    return list(current_process().part(Inboxes)._boxes.values())
+
+
+def traffic_here() -> aiodaft.Traffic:
+    """What this process sent and received."""
+    return current_process().part(Peer).connections.traffic()

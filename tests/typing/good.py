@@ -15,6 +15,7 @@ from aiodaft import (
     CurrentGroup,
     Graph,
     Group,
+    Message,
     NodeInfo,
     Ref,
     Refs,
@@ -70,6 +71,8 @@ class Model(aiodaft.Actor, gpus=1):
         group: CurrentGroup[Model] = aiodaft.current_group().along("tp")
         assert_type(group.along("tp"), CurrentGroup[Model])
         assert_type(group.members[0].sync(1), Ref[str])
+        assert_type(await group.send(1, to=group.rank, tag="x"), None)
+        assert_type(await group.recv_message(source=group.rank), Message)
         return await group.members[1 - group.rank].sync(1 - group.rank)
 
     @method

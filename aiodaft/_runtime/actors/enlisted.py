@@ -25,7 +25,7 @@ class Enlisted:
     def __init__(self) -> None:
         self._standings: dict[ActorId, Standing] = {}
         # Told of each actor that is gone.
-        self.on_forgotten: Callable[[ActorId], object] = lambda actor: None
+        self.on_forgotten: list[Callable[[ActorId], object]] = []
 
     def find(self, actor: ActorId) -> Standing | None:
         """The standing of an actor now; None if it is no member."""
@@ -50,4 +50,5 @@ class Enlisted:
         known = self._standings.pop(actor, None)
         if known is not None:
             known.is_current = False
-            self.on_forgotten(actor)
+            for told in self.on_forgotten:
+                told(actor)

@@ -89,7 +89,7 @@ class Blocks(Actor):
     def __init__(self, process: Process, enlisted: Enlisted) -> None:
         self._process = process
         self._enlisted = enlisted
-        enlisted.on_forgotten = self._forget_member
+        enlisted.on_forgotten.append(self._forget_member)
         # By the actor with rank 0, and the epoch of its group.
         self._gatherings: dict[tuple[ActorId, int], Gathering] = {}
         # How each member left a block. Made by whoever comes first: the member, or a question. What a member left early

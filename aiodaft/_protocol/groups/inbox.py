@@ -1,0 +1,321 @@
+"""The messages that one member of a group has and has not received: which fit, and which receive gets which. Pure.
+
+A message goes through these stages; only its announcement comes at once, its value when it is admitted:
+
+    Stage     | event                                           | next
+    ANNOUNCED | there is room, or a receive waits for it        | ADMITTED: its value may come
+    ADMITTED  | `came`                                          | HERE
+    HERE      | a receive that wants it                         | given
+    not HERE  | `withdraw`: its sender gave up or is gone       | gone
+
+Of the messages of one sender that a receive wants, it gets the one that was announced first, also if the value of a
+later one is here earlier: messages do not overtake (MPI 4.0, section 3.5).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from enum import Enum, auto
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+
+from aiodaft._protocol.ids import ActorId
+from aiodaft.exceptions import LocalProtocolError
+
+Tag: TypeAlias = int | str
+
+# Bounds of an inbox, unless its member sets others.
+MESSAGES: Final = 1024
+BYTES: Final = 1 << 28
+_NUMBER: Final = attrgetter("number")
+
+K = TypeVar("K")
+OneT = TypeVar("OneT", "Message", "Receive")
+
+
+class Stage(Enum):
+    """How far a message is; see the table above."""
+
+    ANNOUNCED = auto()
+    ADMITTED = auto()
+    HERE = auto()
+
+
+class Message:
+    """A message, from its announcement on."""
+
+    __slots__ = ("nbytes", "number", "source", "stage", "tag", "value", "waiter")
+
+    def __init__(self, number: int, source: ActorId, tag: Tag, nbytes: int) -> None:
+        # Grows in the order of announcement.
+        self.number = number
+        self.source = source
+        self.tag = tag
+        self.nbytes = nbytes
+        self.stage = Stage.ANNOUNCED
+        self.value: Any = None
+        # What waits until it is admitted: the runtime's.
+        self.waiter: Any = None
+
+
+class Wish(NamedTuple):
+    """What a receive wants; None for any sender, and for any tag."""
+
+    source: ActorId | None
+    tag: Tag | None
+
+
+class Receive:
+    """A receive that waits."""
+
+    __slots__ = ("number", "senders", "waiter", "wish")
+
+    def __init__(self, number: int, wish: Wish, senders: Iterable[ActorId]) -> None:
+        self.number = number
+        self.wish = wish
+        # Those that may still send what it wants; it ends when the last of them is gone.
+        self.senders = set(senders)
+        # What waits for its message: the runtime's.
+        self.waiter: Any = None
+
+
+class Admit(NamedTuple):
+    """The value of a message may come."""
+
+    message: Message
+
+
+class Give(NamedTuple):
+    """A receive gets a message."""
+
+    receive: Receive
+    message: Message
+
+
+Command: TypeAlias = Admit | Give
+
+
+class Inbox:
+    """The messages to one member, and its receives.
+
+    Messages fit up to a number and a number of bytes. Others wait in the order of announcement, but for two kinds that
+    are admitted at once: what a receive waits for, and the first message of a sender that has none here. So a receive
+    never waits for room, and two members may send each other one message of any size before they receive.
+    """
+
+    def __init__(self, messages: int = MESSAGES, nbytes: int = BYTES) -> None:
+        self._most, self._most_bytes = messages, nbytes
+        self._count = 0
+        # All messages by sender, and by sender and tag, in order; and those that wait for room, by sender.
+        self._sent: dict[ActorId, dict[int, Message]] = {}
+        self._tagged: dict[tuple[ActorId, Tag], dict[int, Message]] = {}
+        self._announced: dict[ActorId, dict[int, Message]] = {}
+        # The admitted messages: how many of each sender and of all, and their bytes.
+        self._admitted: Counter[ActorId] = Counter()
+        self.admitted = 0
+        self.nbytes = 0
+        self._waiting: dict[Wish, dict[int, Receive]] = {}
+
+    def __len__(self) -> int:
+        """The number of messages, with those that wait for room."""
+        return sum(map(len, self._sent.values()))
+
+    @property
+    def waiting(self) -> list[Receive]:
+        """The receives that wait, in order."""
+        return sorted((one for some in self._waiting.values() for one in some.values()), key=_NUMBER)
+
+    @property
+    def messages(self) -> list[Message]:
+        """All messages, in the order of announcement."""
+        return sorted((one for sent in self._sent.values() for one in sent.values()), key=_NUMBER)
+
+    def limit(self, messages: int, nbytes: int) -> list[Command]:
+        """Set other bounds. What is admitted stays."""
+        self._most, self._most_bytes = messages, nbytes
+        return self._admit_more()
+
+    # Messages.
+
+    def announce(self, source: ActorId, tag: Tag, nbytes: int) -> tuple[Message, list[Command]]:
+        """A message wants to come."""
+        message = Message(self._next(), source, tag, nbytes)
+        self._insert(message)
+        self._announced.setdefault(source, {})[message.number] = message
+        wanted = bool(self._waiting) and self._receive_for(message) is not None
+        return message, [self._admit(message)] if wanted else self._admit_more(source)
+
+    def came(self, message: Message, value: Any) -> list[Command]:
+        """The value of an admitted message is here."""
+        if message.stage is not Stage.ADMITTED:
+            raise LocalProtocolError("the value of a message came twice, or before it was admitted")
+        message.stage, message.value = Stage.HERE, value
+        return self._serve(message)
+
+    def withdraw(self, message: Message) -> list[Command]:
+        """The value of a message will not come."""
+        if message.stage is Stage.HERE:
+            return []
+        return self._after_removal(message)
+
+    # Receives.
+
+    def ask(self, wish: Wish, senders: Iterable[ActorId]) -> tuple[Receive, list[Command]]:
+        """A receive begins; these senders may send what it wants."""
+        receive = Receive(self._next(), wish, senders)
+        here = [message for message in self._heads(wish) if message.stage is Stage.HERE]
+        if here:
+            message = min(here, key=_NUMBER)
+            return receive, [Give(receive, message), *self._after_removal(message)]
+        self._waiting.setdefault(wish, {})[receive.number] = receive
+        return receive, self._let_one_come(wish)
+
+    def give_up(self, receive: Receive) -> None:
+        """A receive has ended; perhaps it waits no more."""
+        if receive.number in self._waiting.get(receive.wish, ()):
+            self._stop_waiting(receive)
+
+    def put_back(self, message: Message) -> list[Command]:
+        """A message was given to a receive that could not take it any more: the next one gets it."""
+        self._insert(message)
+        self._note_admitted(message)
+        return self._serve(message)
+
+    def lose(self, source: ActorId) -> list[Receive]:
+        """A sender is gone. Returns the receives that wait for nothing else any more; they have ended.
+
+        What it has sent and is here can still be received.
+        """
+        ended: list[Receive] = []
+        for receive in self.waiting:
+            if source in receive.senders:
+                receive.senders.remove(source)
+                if not receive.senders:
+                    self._stop_waiting(receive)
+                    ended.append(receive)
+        return ended
+
+    # Finding what belongs together.
+
+    def _heads(self, wish: Wish) -> list[Message]:
+        """The first message of each sender that a receive wants."""
+        sources = self._sent if wish.source is None else (wish.source,)
+        lines = (self._sent.get(one) if wish.tag is None else self._tagged.get((one, wish.tag)) for one in sources)
+        return [next(iter(line.values())) for line in lines if line]
+
+    def _receive_for(self, message: Message) -> Receive | None:
+        """The receive that gets a message: the first one that wants it before all others of its sender."""
+        source, tag = message.source, message.tag
+        wishes: list[Wish] = []
+        if self._is_first(message, self._tagged[source, tag]):
+            wishes += [Wish(source, tag), Wish(None, tag)]
+        if self._is_first(message, self._sent[source]):
+            wishes += [Wish(source, None), Wish(None, None)]
+        found = [next(iter(some.values())) for wish in wishes if (some := self._waiting.get(wish))]
+        return min(found, key=_NUMBER, default=None)
+
+    def _let_one_come(self, wish: Wish) -> list[Command]:
+        """If receives wait for something like this, and nothing like it is on its way, admit what was announced."""
+        heads = self._heads(wish) if wish in self._waiting else []
+        if not heads or any(message.stage is not Stage.ANNOUNCED for message in heads):
+            return []
+        return [self._admit(min(heads, key=_NUMBER))]
+
+    @staticmethod
+    def _is_first(message: Message, line: dict[int, Message]) -> bool:
+        return next(iter(line)) == message.number
+
+    def _serve(self, message: Message) -> list[Command]:
+        """A message may be what a receive waits for."""
+        receive = self._receive_for(message) if self._waiting else None
+        if receive is None or message.stage is Stage.ADMITTED:
+            return []
+        if message.stage is Stage.ANNOUNCED:
+            return [self._admit(message)]
+        self._stop_waiting(receive)
+        return [Give(receive, message), *self._after_removal(message)]
+
+    def _after_removal(self, message: Message) -> list[Command]:
+        """Remove a message: others may come now, or be the first of their sender."""
+        source, tag = message.source, message.tag
+        _discard(self._sent, source, message)
+        _discard(self._tagged, (source, tag), message)
+        if message.stage is not Stage.ANNOUNCED:
+            self.nbytes -= message.nbytes
+            self.admitted -= 1
+            self._admitted[source] -= 1
+            if not self._admitted[source]:
+                del self._admitted[source]
+        else:
+            _discard(self._announced, source, message)
+        commands: list[Command] = []
+        if self._waiting:
+            for line in (self._tagged.get((source, tag)), self._sent.get(source)):
+                # Serving one removes it, and may remove more.
+                if line:
+                    commands += self._serve(next(iter(line.values())))
+            # What a receive from any sender waited for may have been this one: that of another sender may come.
+            for wish in (Wish(None, tag), Wish(None, None)):
+                commands += self._let_one_come(wish)
+        return commands + self._admit_more(source)
+
+    # Room.
+
+    def _admit_more(self, freed: ActorId | None = None) -> list[Command]:
+        """Admit what fits, in order; `freed` is the sender of a message that is gone."""
+        commands: list[Command] = []
+        while self._announced:
+            waiting = [next(iter(some.values())) for some in self._announced.values()]
+            first = min(waiting, key=_NUMBER)
+            if not self._fits(first):
+                break
+            commands.append(self._admit(first))
+        # Behind that one: the first of each sender that has none here.
+        sources = self._announced if freed is None else self._announced.keys() & {freed}
+        firsts = [next(iter(self._announced[source].values())) for source in sources if not self._admitted[source]]
+        return [*commands, *map(self._admit, firsts)]
+
+    def _fits(self, message: Message) -> bool:
+        return self.admitted < self._most and self.nbytes + message.nbytes <= self._most_bytes
+
+    def _admit(self, message: Message) -> Admit:
+        _discard(self._announced, message.source, message)
+        message.stage = Stage.ADMITTED
+        self._note_admitted(message)
+        return Admit(message)
+
+    def _note_admitted(self, message: Message) -> None:
+        self.nbytes += message.nbytes
+        self.admitted += 1
+        self._admitted[message.source] += 1
+
+    # Keeping.
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count
+
+    def _insert(self, message: Message) -> None:
+        _enter(self._sent, message.source, message)
+        _enter(self._tagged, (message.source, message.tag), message)
+
+    def _stop_waiting(self, receive: Receive) -> None:
+        _discard(self._waiting, receive.wish, receive)
+
+
+def _enter(table: dict[K, dict[int, Message]], key: K, message: Message) -> None:
+    """Enter a message, in the order of announcement: one that was put back comes before later ones."""
+    line = table.setdefault(key, {})
+    is_last = not line or next(reversed(line)) < message.number
+    line[message.number] = message
+    if not is_last:
+        table[key] = dict(sorted(line.items()))
+
+
+def _discard(table: dict[K, dict[int, OneT]], key: K, one: OneT) -> None:
+    """Remove a message or a receive, and its line if that is empty."""
+    line = table[key]
+    del line[one.number]
+    if not line:
+        del table[key]

@@ -1,0 +1,297 @@
+"""Messages from member to member of a group: carries out the decisions of `_protocol.groups.inbox`.
+
+Every process has an `Inboxes` actor, and every member one inbox in each group that it receives in. A message is a call
+of that actor, which returns when the message is in the inbox. A small value is an argument. A large one stays with its
+sender until the inbox admits it; then it goes from process to process, as any value does.
+
+    sender -- put(tag, value or ref) --> Inboxes --> Inbox --> receiver      Watches of the senders that receivers
+             <-- when it is there ----              (one per member)         wait for are calls of `ended`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from aiodaft._protocol.groups.inbox import BYTES, Admit, Command, Inbox, Message, Stage, Tag, Wish
+from aiodaft._protocol.ids import INBOXES, ActorId, number_of
+from aiodaft._runtime.actors.enlisted import Enlisted
+from aiodaft._runtime.calls.call import Caller, Target
+from aiodaft._runtime.calls.following import FollowingTarget
+from aiodaft._runtime.channels import QueuedItem
+from aiodaft._runtime.objects.ref_state import state_of
+from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.serialization.encoder import is_plain
+from aiodaft._runtime.serialization.errors import add_note, copy_error
+from aiodaft._runtime.serialization.small import encode_small
+from aiodaft.actor import Actor
+from aiodaft.exceptions import ActorDied, DaftError, PeerLost, RuntimeClosed
+from aiodaft.methods import MethodSpec, method, specs_of
+from aiodaft.ref import Ref
+
+# Bytes of a number, as a message counts them.
+_NUMBER: Final = 8
+
+
+class Box:
+    """The inbox of a member, and the watches of the members that it waits for."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox()
+        self.watches: dict[ActorId, asyncio.Task[None]] = {}
+        # Why it is closed.
+        self.closed: DaftError | None = None
+
+    def run(self, commands: Iterable[Command]) -> None:
+        left = deque(commands)
+        while left:
+            command = left.popleft()
+            if isinstance(command, Admit):
+                if (waiter := command.message.waiter) is not None and not waiter.done():
+                    waiter.set_result(None)
+            elif command.receive.waiter.done():
+                # It was cancelled just now.
+                left.extend(self.inbox.put_back(command.message))
+            else:
+                command.receive.waiter.set_result(command.message)
+
+    def lose(self, source: ActorId, error: DaftError) -> None:
+        """A member that may have sent is gone."""
+        self.watches.pop(source, None)
+        for receive in self.inbox.lose(source):
+            if not receive.waiter.done():
+                receive.waiter.set_exception(copy_error(error))
+
+    def close(self, error: DaftError) -> None:
+        """End all waits."""
+        self.closed = error
+        for watch in self.watches.values():
+            watch.cancel()
+        waiters = [one.waiter for one in self.inbox.messages] + [one.waiter for one in self.inbox.waiting]
+        for waiter in waiters:
+            if waiter is not None and not waiter.done():
+                waiter.set_exception(copy_error(error))
+
+
+class Inboxes(Actor):
+    """The inboxes of the members in this process."""
+
+    def __init__(self, caller: Caller, store: Store, enlisted: Enlisted) -> None:
+        self.process = caller.process
+        self._caller = caller
+        self._store = store
+        self._enlisted = enlisted
+        enlisted.on_forgotten.append(self._forget_member)
+        # By the name of the group, and the member.
+        self._boxes: dict[tuple[str, ActorId], Box] = {}
+        # The ends of members of this process that others wait for.
+        self._ends: dict[ActorId, asyncio.Future[None]] = {}
+
+    # What other members ask.
+
+    @method
+    async def put(self, group: str, to: int, source: int, tag: Tag, nbytes: int, value: Any) -> None:
+        """Take a message for a member; returns when it is in the inbox.
+
+        Raises:
+            ActorDied: The member is gone.
+        """
+        box = self._box(group, ActorId(to))
+        message, commands = box.inbox.announce(ActorId(source), tag, nbytes)
+        box.run(commands)
+        try:
+            if message.stage is Stage.ANNOUNCED:
+                message.waiter = self.process.loop.create_future()
+                await message.waiter
+            if isinstance(value, QueuedItem):
+                value = await value.open(self._store)
+            if box.closed is not None:
+                raise copy_error(box.closed)
+        except BaseException:
+            box.run(box.inbox.withdraw(message))
+            raise
+        box.run(box.inbox.came(message, value))
+
+    @method(ordered=False)
+    async def ended(self, actor: int) -> None:
+        """Wait until a member is gone."""
+        number = ActorId(actor)
+        if self._enlisted.has(number):
+            if number not in self._ends:
+                self._ends[number] = self.process.loop.create_future()
+            await asyncio.shield(self._ends[number])
+
+    # What members of this process do.
+
+    async def send(self, group: str, to: Target, source: ActorId, tag: Tag, value: Any) -> None:
+        """Send a message to a member. Raises as `CurrentGroup.send` does."""
+        number = number_of(to.actor)
+        if self._enlisted.has(number):
+            await self.put(group, number, source, tag, 0, value)
+            return
+        nbytes, packed = self._pack(value)
+        await self._ask(to, _PUT, group, number, source, tag, nbytes, packed)
+
+    async def receive(self, group: str, member: ActorId, wish: Wish, senders: Mapping[ActorId, Target]) -> Message:
+        """Wait for a message; `senders` are the other members that may send it.
+
+        Raises:
+            ActorDied, PeerLost: They are gone, or the member is.
+        """
+        box = self._box(group, member)
+        receive, commands = box.inbox.ask(wish, senders)
+        waiter: asyncio.Future[Message] = self.process.loop.create_future()
+        receive.waiter = waiter
+        box.run(commands)
+        if not waiter.done():
+            for number, target in senders.items():
+                if number not in box.watches:
+                    watch = self._watch(box, number, target, group)
+                    box.watches[number] = self.process.tasks.create_task(watch, name=f"watch {target.label}")
+        try:
+            return await waiter
+        except BaseException:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                box.run(box.inbox.put_back(waiter.result()))
+            else:
+                box.inbox.give_up(receive)
+            raise
+
+    def limit(self, group: str, member: ActorId, messages: int, nbytes: int) -> None:
+        """Bound the inbox of a member."""
+        box = self._box(group, member)
+        box.run(box.inbox.limit(messages, nbytes))
+
+    def close(self, reason: str) -> None:
+        """End every wait, because the runtime is closed."""
+        for box in self._boxes.values():
+            box.close(RuntimeClosed(reason))
+        self._boxes.clear()
+
+    def _box(self, group: str, member: ActorId) -> Box:
+        box = self._boxes.get((group, member))
+        if box is None:
+            if not self._enlisted.has(member):
+                raise ActorDied("the member was stopped", executed=False)
+            box = self._boxes[group, member] = Box()
+        return box
+
+    def _forget_member(self, actor: ActorId) -> None:
+        number = number_of(actor)
+        end = self._ends.pop(number, None)
+        if end is not None:
+            end.set_result(None)
+        for key in [key for key in self._boxes if key[1] == number]:
+            self._boxes.pop(key).close(ActorDied("the member was stopped", executed=False))
+
+    def _pack(self, value: Any) -> tuple[int, Any]:
+        """The size of a value, as far as it is known, and what travels in its place."""
+        if is_plain(value):
+            return (len(value) if isinstance(value, str | bytes) else _NUMBER), value
+        small = encode_small((value,), by_name=False)
+        if small is not None:
+            return len(small[0]), value
+        ref: Ref[Any] = Ref(self._caller.objects.refs.put(value, "CurrentGroup.send"))
+        stored = state_of(ref).stored
+        # What takes long to encode counts as much as fits.
+        return (BYTES if stored is None else stored.size), QueuedItem(ref)
+
+    async def _watch(self, box: Box, source: ActorId, target: Target, group: str) -> None:
+        who = f"{target.label} of {group}"
+        try:
+            await self._ask(target, _ENDED, source)
+        except DaftError as error:
+            add_note(error, f"{who} was waited for")
+            box.lose(source, error)
+        else:
+            stopped = ActorDied(f"{who} was stopped")
+            stopped.actor = target.label
+            box.lose(source, stopped)
+
+    async def _ask(self, member: Target, spec: MethodSpec, *arguments: Any) -> None:
+        """Call the inboxes of the process where a member is; waits for a member that is being restarted."""
+        while True:
+            if isinstance(member, FollowingTarget):
+                await member.arrive()
+            remote = member.remote
+            try:
+                await Target(self._caller, remote, INBOXES, f"inboxes of {remote}", None).call(spec, arguments, {})
+            except (ActorDied, PeerLost) as error:
+                unsent = error.executed is False or _is_absence(error)
+                if not (unsent and isinstance(member, FollowingTarget)):
+                    raise
+            else:
+                return
+            connection = self._caller.connections.get(remote)
+            member.not_found(remote)
+            found, problem = await member.find(
+                connection if connection is not None and connection.lost is not None else None, wait=True
+            )
+            if found.ended is None and problem is not None:
+                raise problem
+            member.move(found)
+
+
+_PUT: Final = specs_of(Inboxes)["put"]
+_ENDED: Final = specs_of(Inboxes)["ended"]
+
+
+def _is_absence(error: DaftError) -> bool:
+    """Whether the inboxes of a process have refused a message because its receiver is not there."""
+    return isinstance(error, ActorDied) and not error.actor and error.executed is not None
+
+
+class Mail:
+    """What one member sends and receives, at one epoch of its group."""
+
+    def __init__(self, inboxes: Inboxes, group: str, members: Sequence[Target], rank: int) -> None:
+        self._inboxes = inboxes
+        self._group = group
+        self._members = members
+        self._rank = rank
+        self._numbers = [number_of(member.actor) for member in members]
+        self._ranks = {number: rank for rank, number in enumerate(self._numbers)}
+
+    def check(self) -> None:
+        """Raise if messages cannot be used here and now."""
+        process = self._inboxes.process
+        process.check_open("messages cannot be used")
+        if asyncio._get_running_loop() is not process.loop:
+            raise RuntimeError("messages are for the event loop of the runtime: use an `async def` method")
+
+    async def send(self, value: Any, to: int, tag: Tag) -> None:
+        """Send a message to a rank. Raises as `CurrentGroup.send` does."""
+        self._check_rank(to)
+        if not isinstance(tag, int | str):
+            raise TypeError(f"a tag is a number or a string, not {tag!r}")
+        member = self._members[to]
+        try:
+            await self._inboxes.send(self._group, member, self._numbers[self._rank], tag, value)
+        except (ActorDied, PeerLost) as error:
+            who = f"{member.label}, rank {to} of {self._group}"
+            if not _is_absence(error):
+                add_note(error, f"a message was for {who}")
+                raise
+            stopped = ActorDied(f"{who}, was stopped", executed=False)
+            stopped.actor = member.label
+            raise stopped from None
+
+    async def receive(self, source: int | None, tag: Tag | None) -> tuple[Message, int | None]:
+        """Returns a message, and the rank of its sender. Raises as `CurrentGroup.recv` does."""
+        if source is not None:
+            self._check_rank(source)
+        me = self._numbers[self._rank]
+        ranks = range(len(self._members)) if source is None else (source,)
+        senders = {self._numbers[rank]: self._members[rank] for rank in ranks if rank != self._rank}
+        wish = Wish(None if source is None else self._numbers[source], tag)
+        message = await self._inboxes.receive(self._group, me, wish, senders)
+        return message, self._ranks.get(message.source)
+
+    def limit(self, messages: int, nbytes: int) -> None:
+        self._inboxes.limit(self._group, self._numbers[self._rank], messages, nbytes)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < len(self._members):
+            raise ValueError(f"{self._group} has ranks from 0 to {len(self._members) - 1}, not {rank}")

@@ -1,0 +1,340 @@
+"""Messages between the members of a group, without the controller (rows MP1 and GC3)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from mailing import Counts, Member
+from supervised import AT_ONCE
+
+import aiodaft
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
+
+async def until_waiting(member: Member, count: int = 1) -> None:
+    """Until so many receives of a member wait."""
+    while (await member.counts()).waiting < count:
+        pass
+
+
+async def until_sent(member: Member, count: int) -> None:
+    """Until so many messages for a member are there, or wait for room."""
+    while (await member.counts()).messages < count:
+        pass
+
+
+async def kill(member: Member) -> None:
+    with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
+        await member.die()
+
+
+async def test_a_receive_may_come_before_its_message_and_after_it(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.group(2, Member)
+    early = b.recv(0)
+    await until_waiting(b)
+    await a.send(1, "first")
+    assert await early == "first"
+    await a.send(1, {"second": [2, torch.ones(3)]})
+    assert (await b.counts()).messages == 1
+    late = await b.recv(0)
+    assert late["second"][0] == 2
+    assert torch.equal(late["second"][1], torch.ones(3))
+    # A member may send to itself.
+    await a.send(0, None)
+    assert await a.recv_message(0) == aiodaft.Message(None, 0, 0)
+
+
+async def test_a_receive_selects_by_sender_and_tag(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Member)
+    for rank, value, tag in [(0, "a", "x"), (0, "b", 7), (1, "c", "x"), (1, "d", 7), (0, "e", 7)]:
+        await group[rank].send(2, value, tag)
+    receiver = group[2]
+    assert await receiver.recv(1, 7) == "d"
+    assert await receiver.recv(None, 7) == "b"
+    assert await receiver.recv(1) == "c"
+    assert await receiver.recv_message(0) == aiodaft.Message("a", 0, "x")
+    assert await receiver.recv_message() == aiodaft.Message("e", 0, 7)
+    assert await receiver.counts() == Counts(boxes=1)
+
+
+async def test_messages_of_one_sender_do_not_overtake_whatever_their_size(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.group(2, Member)
+    values: list[Any] = [
+        torch.full((size,), float(place)) for place, size in enumerate((MIB, 3, 1 << 15, 2, 1, MIB, 5))
+    ]
+    values += ["text", b"x" * MIB, 3]
+    sent = a.send_all(1, values)
+    received = await b.recv_many(len(values), 0)
+    await sent
+    assert [type(value) for value in received] == [type(value) for value in values]
+    assert all(torch.equal(got, put) for got, put in zip(received[:7], values[:7], strict=True))
+    assert received[7:] == values[7:]
+
+
+async def test_both_may_send_128_mib_before_they_receive(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Member)
+    # More than fits.
+    await group.all(Member.limit, 1, MIB)
+    before = rt.traffic()
+    assert await group.all(Member.exchange, 128 * MIB) == [(True, 128 * MIB)] * 2
+    after = rt.traffic()
+    # The payload does not pass the controller.
+    assert after.control_received - before.control_received < 1 << 16
+    assert after.payload_received == before.payload_received
+    assert all(counts[1:3] == (0, 0) for counts in await group.all(Member.counts))
+
+
+@pytest.mark.parametrize("transport", ["tcp"])
+async def test_other_transports_carry_messages(transport: str) -> None:
+    async with aiodaft.Runtime(transport=transport, gpus=0) as rt:
+        group = await rt.group(2, Member)
+        assert await group.all(Member.exchange, 4 * MIB) == [(True, 4 * MIB)] * 2
+
+
+async def test_a_message_is_one_call_and_the_controller_has_no_part_in_it(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(4, Member)
+    await group.all(Member.pass_on, 1)
+    rounds = 250
+    controller, members = rt.traffic(), await group.all(Member.traffic)
+    assert await group.all(Member.pass_on, rounds) == [3 * rounds, 3 * rounds - 2, 3 * rounds - 1, 3 * rounds]
+    after, members_after = rt.traffic(), await group.all(Member.traffic)
+    # The calls of this test, and what the runtime does for itself; 1,000 messages went round.
+    assert after.messages_sent - controller.messages_sent < 50
+    assert after.messages_received - controller.messages_received < 50
+    for before, now in zip(members, members_after, strict=True):
+        # One message and the answer to the one that came, for each round.
+        assert now.messages_sent - before.messages_sent <= 2 * rounds + 20
+
+
+async def test_a_full_inbox_makes_senders_wait_but_not_for_what_is_wanted(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.group(2, Member)
+    await b.limit(2, 1 << 30)
+    sends = [a.send(1, number, number) for number in range(5)]
+    await until_sent(b, 5)
+    await asyncio.gather(*sends[:2])
+    assert not any(send.done() for send in sends[2:])
+    # What a receive waits for needs no room.
+    assert await b.recv(0, 4) == 4
+    await sends[4]
+    assert not any(send.done() for send in sends[2:4])
+    assert await b.recv_many(4, 0) == [0, 1, 2, 3]
+    await asyncio.gather(*sends)
+    # The same by bytes: the values that wait stay with their sender.
+    await b.limit(100, 3 * MIB)
+    sends = [a.send_zeros(1, 2 * MIB) for _ in range(3)]
+    await until_sent(b, 3)
+    await sends[0]
+    counts = await b.counts()
+    assert (counts.messages, counts.nbytes) == (3, pytest.approx(2 * MIB, rel=0.01))
+    assert not any(send.done() for send in sends[1:])
+    await b.limit(100, 5 * MIB)
+    await sends[1]
+    assert [await b.recv_size(0) for _ in range(3)] == [2 * MIB] * 3
+    await sends[2]
+    with pytest.raises(ValueError, match="positive number of messages and bytes, not 0, 1"):
+        await b.limit(0, 1)
+
+
+async def test_a_cancelled_receive_loses_nothing_and_a_cancelled_send_is_withdrawn(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.group(2, Member)
+    waiting = b.recv(0)
+    await until_waiting(b)
+    waiting.cancel()
+    with pytest.raises(aiodaft.CallCancelled):
+        await waiting
+    await a.send(1, "kept")
+    assert await b.recv(0) == "kept"
+    # A timeout works, too.
+    assert await b.recv_within(0, 0) == "too late"
+    await b.limit(1, MIB)
+    await a.send(1, "there")
+    withdrawn = a.send_zeros(1, 2 * MIB)
+    await until_sent(b, 2)
+    withdrawn.cancel()
+    with pytest.raises(aiodaft.CallCancelled):
+        await withdrawn
+    assert await b.recv(0) == "there"
+    await a.send(1, "next")
+    assert await b.recv(0) == "next"
+    assert await b.counts() == Counts(boxes=1, watches=1)
+
+
+async def test_cancelled_receives_lose_no_message_and_keep_the_order(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.group(2, Member)
+    received = b.recv_impatiently(200)
+    await a.send_all(1, list(range(200)))
+    assert await received == list(range(200))
+
+
+async def test_the_death_of_a_sender_ends_the_wait_for_it_and_is_named(rt: aiodaft.Runtime) -> None:
+    a, b, c = group = await rt.group(3, Member)
+    await a.send(1, "last words")
+    from_a, from_any, from_c = b.recv(0, "never"), b.recv(None, "never"), b.recv(2)
+    await until_waiting(b, 3)
+    await kill(a)
+    with pytest.raises(aiodaft.ActorDied, match=r"Member-\d+\[0\] .* SIGKILL") as caught:
+        await from_a
+    assert f"of {group.id} was waited for" in str(caught.value.__notes__)
+    assert not from_any.done()
+    # What came before is given first.
+    assert await b.recv(0) == "last words"
+    with pytest.raises(aiodaft.ActorDied, match=r"\[0\]"):
+        await b.recv(0)
+    with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
+        await b.send(0, "too late")
+    # The last of those that could have sent.
+    await rt.stop(c)
+    for waiting in (from_any, from_c):
+        with pytest.raises(aiodaft.ActorDied, match=r"Member-\d+\[2\] .* was stopped"):
+            await waiting
+    with pytest.raises(aiodaft.ActorDied, match=r"Member-\d+\[2\].* was stopped"):
+        await b.send(2, "too late")
+    with pytest.raises(aiodaft.ActorDied):
+        await b.recv()
+    assert await b.counts() == Counts(boxes=1)
+
+
+async def test_a_sender_that_waits_for_room_hears_of_the_death_of_its_receiver(rt: aiodaft.Runtime) -> None:
+    a, b, c = await rt.group(3, Member)
+    for receiver, rank in ((b, 1), (c, 2)):
+        await receiver.limit(1, MIB)
+        await a.send(rank, "first")
+        waits = a.send_zeros(rank, 2 * MIB)
+        await until_sent(receiver, 2)
+        if receiver is b:
+            await kill(b)
+        else:
+            await rt.stop(c)
+        with pytest.raises(aiodaft.ActorDied, match=rf"Member-\d+\[{rank}\].* was (killed by SIGKILL|stopped)"):
+            await waits
+
+
+async def test_the_end_of_a_member_frees_its_inbox(rt: aiodaft.Runtime) -> None:
+    # Processes that go on.
+    hosts = await rt.group(2, Member)
+    with pytest.raises(ZeroDivisionError):
+        async with rt.scope() as scope:
+            a, b = await scope.on(with_=hosts).group(2, Member)
+            await b.limit(2, 3 * MIB)
+            await a.send_zeros(1, 2 * MIB)
+            await a.send(1, "one more")
+            sends = a.send_zeros(1, 2 * MIB)
+            await until_sent(b, 3)
+            receives = [a.recv(1), b.recv(0, "never")]
+            await until_waiting(a)
+            await until_waiting(b)
+            assert await hosts.all(Member.counts) == [
+                Counts(boxes=1, waiting=1, watches=1),
+                Counts(boxes=1, messages=3, waiting=1, watches=1, nbytes=(await b.counts()).nbytes),
+            ]
+            raise ZeroDivisionError
+    for ref in (sends, *receives):
+        with pytest.raises((aiodaft.ActorDied, aiodaft.CallCancelled)):
+            await ref
+    assert await hosts.all(Member.counts) == [Counts()] * 2
+    while any(info.stored_bytes for info in [await rt.info(host) for host in hosts]):
+        pass
+
+
+async def test_members_in_one_process_pass_the_object_itself(rt: aiodaft.Runtime) -> None:
+    hosts = await rt.group(1, Member)
+    group = await rt.on(with_=hosts[0]).group(2, Member)
+    await group[0].send_zeros(1, 2 * MIB)
+    counts = await hosts[0].counts()
+    assert (counts.messages, counts.nbytes) == (1, 0)
+    assert await group[1].recv_size(0) == 2 * MIB
+    await rt.stop(group[0])
+    with pytest.raises(aiodaft.ActorDied, match=r"\[0\] .* was stopped"):
+        await group[1].recv(0)
+
+
+async def test_messages_stay_with_their_sender_when_the_group_changes(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Member)
+    for rank in (1, 2):
+        await group[rank].send(0, rank)
+    waiting = group[0].recv(2, "never")
+    await until_waiting(group[0])
+    await group.resize(2)
+    # The member that left sends nothing more; what it has sent is there, from a rank that is none any more.
+    with pytest.raises(aiodaft.ActorDied, match=r"\[2\] .* was stopped"):
+        await waiting
+    assert await group[0].recv_now(1) == aiodaft.Message(1, 1, 0)
+    assert await group[0].recv_now() == aiodaft.Message(2, None, 0)
+    await group.resize(3)
+    with pytest.raises(ValueError, match="has ranks from 0 to 2, not 3"):
+        await group[0].send(3, "to nobody")
+    await group[2].send(0, "new")
+    assert await group[0].recv_now(2) == aiodaft.Message("new", 2, 0)
+
+
+async def test_a_restarted_member_sends_and_receives_as_the_next_one(rt: aiodaft.Runtime) -> None:
+    group = await rt.on(restart=aiodaft.Restart("permanent", intensity=9, backoff=AT_ONCE)).group(2, Member)
+    await group[1].send(0, "from the first life")
+    waiting = group[0].recv(1, "never")
+    await until_waiting(group[0])
+    await kill(group[1])
+    with pytest.raises(aiodaft.ActorDied, match="SIGKILL"):
+        await waiting
+    again = group[0].recv(1, "second")
+    await group[1].send(0, "from the second life", "second")
+    assert await again == "from the second life"
+    assert await group[0].recv(1) == "from the first life"
+    await group[0].send(1, "to the second life")
+    assert await group[1].recv(0) == "to the second life"
+
+
+async def test_cannon_is_the_product_of_the_matrices(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(4, Member, axes={"row": 2, "column": 2})
+    a, b = torch.randn(64, 64, dtype=torch.float64), torch.randn(64, 64, dtype=torch.float64)
+
+    def blocks(matrix: torch.Tensor) -> list[torch.Tensor]:
+        return [block.contiguous() for row in matrix.chunk(2) for block in row.chunk(2, dim=1)]
+
+    products = await asyncio.gather(
+        *(member.multiply(*pair) for member, pair in zip(group, zip(blocks(a), blocks(b), strict=True), strict=True))
+    )
+    product = torch.cat([torch.cat(products[:2], dim=1), torch.cat(products[2:], dim=1)])
+    assert torch.allclose(product, a @ b, rtol=0, atol=1e-12)
+
+
+async def test_members_that_wait_for_each_other_are_seen_and_end_by_a_timeout(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Member)
+    first = group[0].recv(1)
+    await until_waiting(group[0])
+    assert "await self.group.recv(" in str(await rt.stack())
+    async with aiodaft.deadline(60):
+        assert await group[1].recv_within(0.01, 0) == "too late"
+    await group[1].send(0, "at last")
+    assert await first == "at last"
+
+
+async def test_misuse_is_refused_with_what_to_do(rt: aiodaft.Runtime) -> None:
+    a, b = await rt.group(2, Member)
+    with pytest.raises(ValueError, match="has ranks from 0 to 1, not 2"):
+        await a.recv(2)
+    with pytest.raises(TypeError, match="a tag is a number or a string"):
+        await a.send(1, "x", (1, 2))  # type: ignore[arg-type]
+    assert "use an `async def` method" in await a.recv_in_thread()
+    assert await b.counts() == Counts()
+
+
+async def test_the_end_of_the_runtime_ends_what_waits() -> None:
+    async with aiodaft.Runtime(gpus=0, stop_grace=0, unhandled="log") as rt:
+        group = await rt.group(2, Member)
+        waiting = [group[0].recv(1), group[1].recv(0)]
+        for member in group:
+            await until_waiting(member)
+    for ref in waiting:
+        with pytest.raises(aiodaft.DaftError):
+            await ref

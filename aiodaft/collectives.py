@@ -44,12 +44,14 @@ def all_reduce(refs: Iterable[Ref[T]], op: Op[T] = "sum", *, algorithm: Algorith
         refs: The values, one for each member.
         op: "sum", "product", "min", "max", or a function of two values, which must not change them. It runs in the
             members' processes, has to be associative, and gets whole values.
-        algorithm: How to combine. Default: chosen by size, if the values exist already, and by the members' machines.
+        algorithm: How to combine. Default: exchange, star, shared or direct, by the number of members, by the size of
+            the values if they exist already, and by whether the members are on one machine.
 
-            - exchange: each member reads all values whole. Fewest steps: for small values.
-            - shared: each reduces its part of all values, which it reads where they lie: for members on one machine.
+            - exchange: each member reads all values whole. Fewest steps: for two members, or small values.
+            - star: member 0 reduces all, the others take the result. Least work: for members on one machine.
+            - shared: each reduces its part of all values, which it reads where they lie: for members on one machine,
+              with large values.
             - direct: each sends to each other one the part that this one reduces: for members on several machines.
-            - star: member 0 reduces all, the others take the result.
             - tree: neighbours reduce in pairs, then pairs of pairs: (x0 + x1) + (x2 + x3).
             - ring: part k is combined in the order k + 1, k + 2, ..., k of ranks.
             - doubling: recursive doubling; ranks over a power of two are added to the first ranks before.

@@ -7,7 +7,20 @@ from typing import Any
 import pytest
 
 from aiodaft._protocol.groups import collective
-from aiodaft._protocol.groups.collective import ALL_REDUCE, SMALL, Cut, Plan, Step, Work, choose
+from aiodaft._protocol.groups.collective import (
+    ALL_REDUCE,
+    FEW,
+    LARGE,
+    MEDIUM,
+    QUICK,
+    SMALL,
+    Cut,
+    Plan,
+    Step,
+    Work,
+    choose,
+    runs_on_loop,
+)
 
 SIZES = range(1, 10)
 IN_ORDER = ("exchange", "star", "shared", "direct", "tree")
@@ -127,11 +140,36 @@ def test_one_value_for_many(receivers: int, one_memory: bool) -> None:
     assert [plan.rank_of(number) for number in plan.results] == list(range(1, receivers + 1))
 
 
-def test_the_algorithm_is_chosen_by_size_memory_and_reducer() -> None:
-    assert choose(1, None, one_memory=False, elementwise=False) == "exchange"
-    assert choose(4, SMALL, one_memory=True, elementwise=True) == "exchange"
-    assert choose(4, SMALL, one_memory=False, elementwise=False) == "exchange"
-    assert choose(4, SMALL + 1, one_memory=True, elementwise=True) == "shared"
-    assert choose(4, None, one_memory=True, elementwise=True) == "shared"
-    assert choose(4, SMALL + 1, one_memory=False, elementwise=True) == "direct"
-    assert choose(4, SMALL + 1, one_memory=True, elementwise=False) == "star"
+def chosen(members: int, nbytes: int | None, *, elementwise: bool = True) -> tuple[str, str]:
+    """The algorithm on one machine, and on several."""
+    here, apart = (choose(members, nbytes, one_memory=one, elementwise=elementwise) for one in (True, False))
+    return here, apart
+
+
+def test_the_algorithm_is_chosen_by_members_size_memory_and_reducer() -> None:
+    for nbytes in (None, 1, SMALL, LARGE):
+        assert chosen(1, nbytes, elementwise=False) == ("exchange", "exchange")
+        assert chosen(2, nbytes) == ("exchange", "exchange")
+    for elementwise in (False, True):
+        assert chosen(FEW, SMALL, elementwise=elementwise) == ("exchange", "exchange")
+        assert chosen(FEW + 1, SMALL, elementwise=elementwise) == ("star", "star")
+    assert chosen(2, SMALL + 1, elementwise=False) == chosen(3, None, elementwise=False) == ("star", "star")
+    assert chosen(3, None) == ("star", "direct")
+    assert chosen(4, MEDIUM) == ("star", "star")
+    assert chosen(4, MEDIUM + 1) == chosen(4, LARGE // 4) == ("star", "direct")
+    assert chosen(4, LARGE // 4 + 1) == ("shared", "direct")
+
+
+def test_what_takes_long_runs_on_a_thread() -> None:
+    def on_loop(work: Work, nbytes: int, *, cut: Cut = Cut.WHOLE, by_function: bool = False) -> bool:
+        return runs_on_loop(work, cut, nbytes, by_function=by_function)
+
+    assert on_loop(Work.REDUCE, QUICK)
+    assert not on_loop(Work.REDUCE, QUICK + 1)
+    assert not on_loop(Work.REDUCE, 1, by_function=True)
+    # These give their inputs as they are.
+    assert on_loop(Work.TAKE, LARGE)
+    assert on_loop(Work.LIST, LARGE, cut=Cut.ITEM)
+    for work, cut in ((Work.TAKE, Cut.ROWS), (Work.JOIN, Cut.WHOLE)):
+        assert on_loop(work, SMALL, cut=cut)
+        assert not on_loop(work, SMALL + 1, cut=cut)

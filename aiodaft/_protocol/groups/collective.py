@@ -13,8 +13,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-# Bytes of a value up to which one step at each member, which reads all values whole, is fastest.
+# Bytes of a value up to which the number of messages counts, and members up to which each may read all values.
 SMALL: Final = 1 << 16
+FEW: Final = 4
+# Bytes of a value up to which one member reduces all, on several machines.
+MEDIUM: Final = 1 << 20
+# Bytes of all values together from which on each member reduces a part, also on one machine.
+LARGE: Final = 1 << 28
+# Bytes of all values together up to which a member reduces them on its loop: that takes less than a millisecond.
+QUICK: Final = 4 << 20
 
 
 class Work(enum.IntEnum):
@@ -52,6 +59,27 @@ class Step:
     inputs: tuple[int, ...]
     cut: Cut = Cut.WHOLE
     part: int = 0
+
+
+def runs_on_loop(work: Work, cut: Cut, nbytes: int, *, by_function: bool) -> bool:
+    """Whether a step is quick enough for the member's loop; a thread costs two wake-ups.
+
+    Args:
+        work: What it does.
+        cut: Which part of each input it uses.
+        nbytes: The bytes of all inputs together.
+        by_function: Whether code of the user reduces, which may take any time.
+    """
+    match work:
+        case Work.REDUCE:
+            return nbytes <= QUICK and not by_function
+        case Work.TAKE if cut is Cut.WHOLE:
+            # Nothing is computed.
+            return True
+        case Work.LIST:
+            return True
+        case _:
+            return nbytes <= SMALL
 
 
 class Plan:
@@ -139,7 +167,7 @@ def ring(members: int) -> Plan:
         round_trip = [(part + hop) % members for hop in range(1, members + 1)]
         value = _cut(plan, round_trip[0], Cut.ELEMENTS, part)
         for rank in round_trip[1:]:
-            value = plan.add(rank, Work.REDUCE, value, _cut(plan, rank, Cut.ELEMENTS, part))
+            value = plan.add(rank, Work.REDUCE, value, rank, cut=Cut.ELEMENTS, part=part)
         known[part].append(value)
         for rank in round_trip[:-1]:
             value = plan.add(rank, Work.TAKE, value)
@@ -202,11 +230,17 @@ def choose(members: int, nbytes: int | None, *, one_memory: bool, elementwise: b
         one_memory: Whether the members share memory.
         elementwise: Whether a part of a value can be reduced without the rest.
     """
-    if members == 1 or (nbytes is not None and nbytes <= SMALL):
+    if members == 1 or (members == 2 and elementwise):
+        # Two members send no fewer bytes by parts.
         return "exchange"
+    if nbytes is not None and nbytes <= SMALL:
+        return "exchange" if members <= FEW else "star"
     if not elementwise:
         return "star"
-    return "shared" if one_memory else "direct"
+    if one_memory:
+        # The threads of one member reduce as fast as the memory is, and a round less is needed.
+        return "star" if nbytes is None or members * nbytes <= LARGE else "shared"
+    return "star" if nbytes is not None and nbytes <= MEDIUM else "direct"
 
 
 # The others.
@@ -275,7 +309,7 @@ def _cut(plan: Plan, rank: int, cut: Cut, part: int) -> int:
 
 
 def _reduce_cut(plan: Plan, cut: Cut, rank: int) -> int:
-    """Every member cuts off what one of them reduces."""
-    cuts = [_cut(plan, source, cut, rank) for source in plan.inputs]
-    # To cut again what is cut changes nothing; it tells what the result is.
+    """Every other member cuts off what one of them reduces; this one reads its own value in place."""
+    cuts = [source if source == rank else _cut(plan, source, cut, rank) for source in plan.inputs]
+    # To cut again what is cut changes nothing.
     return plan.add(rank, Work.REDUCE, *cuts, cut=cut, part=rank)

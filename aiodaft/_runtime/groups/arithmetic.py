@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, Final, TypeAlias
 
-from aiodaft._protocol.groups.collective import Cut
+from aiodaft._protocol.groups.collective import QUICK, Cut
 from aiodaft._runtime.serialization.tensors import loaded_torch
 
 # Makes an uninitialised tensor of a shape and a dtype.
 Allocate: TypeAlias = Callable[[Any, Any], Any]
+# Elements that torch computes in the calling thread: its GRAIN_SIZE.
+_SERIAL: Final = 1 << 15
 # The name of a reducer below, or a function of two values.
 Reducer: TypeAlias = str | Callable[[Any, Any], Any]
 
@@ -143,12 +145,25 @@ def _combined(values: Sequence[Any], op: Reducer, allocate: Allocate) -> Any:
     if len(values) == 1:
         total[...] = first
         return total
-    module = loaded_torch() if _is_tensor(first) else _numpy()
-    combine = partial(getattr(module, of_torch if _is_tensor(first) else of_numpy), out=total)
-    combine(first, values[1])
-    for value in values[2:]:
-        combine(total, value)
+    function = getattr(loaded_torch(), of_torch) if _is_tensor(first) else getattr(_numpy(), of_numpy)
+    for out, one, two, *others in _pieces([total, *values]):
+        function(one, two, out=out)
+        for other in others:
+            function(out, other, out=out)
     return total
+
+
+def _pieces(values: Sequence[Any]) -> Iterable[Sequence[Any]]:
+    """Values of one shape in pieces that torch computes without its threads, if that is quick; else whole.
+
+    Its threads are for large values: where others need the cores, they spin for milliseconds at the end of each job.
+    """
+    first = values[0]
+    if not _is_tensor(first) or first.numel() <= _SERIAL or len(values) * first.nbytes > 2 * QUICK:
+        return [values]
+    if first.device.type != "cpu" or not all(value.is_contiguous() for value in values):
+        return [values]
+    return zip(*(value.view(-1).split(_SERIAL) for value in values), strict=True)
 
 
 def _like(value: Any, allocate: Allocate) -> Any:

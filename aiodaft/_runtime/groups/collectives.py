@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from aiodaft._protocol.groups.collective import SMALL, Cut, Plan, Step, Work
+from aiodaft._protocol.groups.collective import Cut, Plan, Work, runs_on_loop
 from aiodaft._protocol.ids import COLLECTIVES, PeerId, can_share_memory
 from aiodaft._protocol.objects.value import PENDING
 from aiodaft._runtime.actors.hosted_actor import current_call
@@ -22,6 +22,9 @@ from aiodaft.actor import Actor
 from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 
+# The work, the cut and the part of a step, and the number of parts: plain numbers are encoded fastest.
+Job: TypeAlias = tuple[int, int, int, int]
+
 
 class Collectives(Actor):
     """Does the steps of the member in this process."""
@@ -31,26 +34,26 @@ class Collectives(Actor):
 
     # Unordered: a step of one collective does not wait for the inputs of another.
     @method(ordered=False)
-    async def step(self, step: Step, parts: int, ranks: tuple[int, ...], op: Reducer, title: str, *values: Any) -> Any:
+    async def step(self, job: Job, ranks: tuple[int, ...], op: Reducer, title: str, *values: Any) -> Any:
         """Do a step; `ranks` are the members that the values come from."""
-        job = partial(self._do, step, parts, ranks, op, title, values)
-        if not callable(op) and sum(map(nbytes_of, values)) <= SMALL:
-            return job()
+        work, how, _, _ = job
+        do = partial(self._do, job, ranks, op, title, values)
+        if runs_on_loop(Work(work), Cut(how), sum(map(nbytes_of, values)), by_function=callable(op)):
+            return do()
         call = current_call.get()
         assert call is not None
-        return await call.hosted.thread.run(job)
+        return await call.hosted.thread.run(do)
 
-    def _do(
-        self, step: Step, parts: int, ranks: tuple[int, ...], op: Reducer, title: str, values: Sequence[Any]
-    ) -> Any:
+    def _do(self, job: Job, ranks: tuple[int, ...], op: Reducer, title: str, values: Sequence[Any]) -> Any:
+        work, how, part, parts = job
         try:
-            inputs = [cut(value, step.cut, step.part, parts) for value in values]
+            inputs = [cut(value, Cut(how), part, parts) for value in values]
         except (TypeError, ValueError) as error:
             raise type(error)(f"{title}: {error}") from None
         with no_gradients():
-            match step.work:
+            match Work(work):
                 case Work.TAKE:
-                    return inputs[0] if step.cut is Cut.WHOLE else alone(inputs[0])
+                    return inputs[0] if how == Cut.WHOLE else alone(inputs[0])
                 case Work.LIST:
                     return inputs
                 case Work.JOIN:
@@ -58,7 +61,7 @@ class Collectives(Actor):
                 case Work.REDUCE:
                     total = reduced(inputs, ranks, op, title, self._allocate)
                     # The rows are what the member gets; parts of elements are joined.
-                    return total.value if step.cut is Cut.ROWS else total
+                    return total.value if how == Cut.ROWS else total
 
 
 _STEP: Final = specs_of(Collectives)["step"]
@@ -98,7 +101,8 @@ class Members:
         for step in plan.steps:
             ranks = tuple(plan.rank_of(number) for number in step.inputs)
             inputs = [values[number] for number in step.inputs]
-            values.append(targets[step.rank].call(_STEP, (step, plan.parts, ranks, op, title, *inputs), {}))
+            job = (int(step.work), int(step.cut), step.part, plan.parts)
+            values.append(targets[step.rank].call(_STEP, (job, ranks, op, title, *inputs), {}))
         return [values[number] for number in plan.results]
 
 

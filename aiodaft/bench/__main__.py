@@ -10,7 +10,21 @@ from typing import Final
 
 from aiodaft.program import run
 
-from . import calls, compare, graphs, hosts, payloads, processes, refs, reshard, scale, transports, values, workflows
+from . import (
+    calls,
+    collectives,
+    compare,
+    graphs,
+    hosts,
+    payloads,
+    processes,
+    refs,
+    reshard,
+    scale,
+    transports,
+    values,
+    workflows,
+)
 from .results import Bench, Result, as_json, table
 
 _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
@@ -24,6 +38,7 @@ _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
     "payloads": payloads.run,
     "reshard": reshard.run,
     "transport": transports.run,
+    "collective": collectives.run,
     "scale": scale.run,
     "hosts": hosts.run,
 }

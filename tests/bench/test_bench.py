@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from clusters import cluster_of
 
-from aiodaft.bench import refs, scale, workflows
+from aiodaft.bench import collectives, refs, scale, workflows
 from aiodaft.bench.compare import comparison
 from aiodaft.bench.floors import Copy, open_echo, run_python
 from aiodaft.bench.results import Bench, Result, as_json, in_turns, table
@@ -52,6 +52,24 @@ async def test_workflows_between_actors_are_compared_with_those_that_the_control
     assert (rates.floor_name, rates.budget) == ("driven by the controller", ">= 2.0")
     assert rates.value > 0
     assert messages.within
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+async def test_collectives_are_compared_with_gloo_and_with_memcpy(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench(1)
+    await collectives.run(bench, most=1 << 10, crowd=2)
+    assert [(result.name, result.floor_name) for result in bench.results] == [
+        ("1 KiB, all_reduce, 2 members", "gloo"),
+        ("1 KiB, broadcast, to 1", "gloo"),
+        ("1 KiB, all_gather, 2 members", "one memcpy each"),
+        ("1 KiB, all_reduce, 4 members", "gloo"),
+        ("1 KiB, broadcast, to 3", "gloo"),
+        ("1 KiB, all_gather, 4 members", "one memcpy each"),
+        ("1 KiB, broadcast, to 2", "gloo"),
+    ]
+    assert all(result.value > 0 and result.floor for result in bench.results)
+    assert "collectives between hosts need $AIODAFT_ADDRESS" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(60)

@@ -1,0 +1,169 @@
+"""Collectives on refs, next to gloo: the same actors call it as the ranks of an SPMD program do.
+
+Both begin with tensors that exist. A collective of aiodaft is begun by this process, and is over when every member has
+a result of its own, in new memory, and this process knows it. One of gloo is begun by each member, in a loop that makes
+no call, and changes the member's tensor in place; the slowest member counts. torch has the threads that it takes.
+
+With `AIODAFT_ADDRESS`, that of one of two nodes on two hosts, also over the link between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Final
+
+from aiodaft._runtime.platform.interfaces import interface_to, interfaces
+from aiodaft.actor import Actor
+from aiodaft.collectives import all_gather, all_reduce, broadcast
+from aiodaft.group import Group
+from aiodaft.inside import current_group
+from aiodaft.methods import method
+from aiodaft.ref import Refs
+from aiodaft.runtime import Runtime
+
+from .floors import Copy
+from .results import Bench, seconds_of_one
+
+_KIB: Final = 1 << 10
+_MIB: Final = 1 << 20
+_SIZES: Final = (_KIB, _MIB, 64 * _MIB)
+
+
+class Rank(Actor):
+    """A member of collectives of aiodaft, and of a process group of torch."""
+
+    def __init__(self) -> None:
+        self._joined = ExitStack()
+        self._tensor: Any = None
+
+    @method
+    def join(self, link: str | None) -> None:
+        """Join the process group; over the interface that leads to an address, if one is given."""
+        interface = None
+        if link is not None:
+            here = interface_to(link)
+            interface = next(name for name, found in interfaces().items() if here in found)
+        self._joined.enter_context(current_group().process_group("gloo", interface=interface))
+
+    @method
+    def leave(self) -> None:
+        """Leave it."""
+        self._joined.close()
+
+    @method
+    def make(self, size: int) -> Any:
+        """A tensor of so many bytes, for both."""
+        import torch  # noqa: PLC0415 - optional package
+
+        self._tensor = torch.zeros(size // 4)
+        return self._tensor
+
+    @method
+    def gloo(self, name: str, repeats: int) -> float:
+        """Seconds that a collective takes, of so many one after the other."""
+        import torch.distributed  # noqa: PLC0415 - optional package
+
+        dist: Any = torch.distributed
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            if name == "all_reduce":
+                dist.all_reduce(self._tensor)
+            else:
+                dist.broadcast(self._tensor, 0)
+        return (time.perf_counter() - start) / repeats
+
+    @method
+    async def copy(self, size: int) -> float:
+        """Seconds that one memcpy takes."""
+        floor = Copy(size)
+        await floor.seconds()
+        return await floor.seconds()
+
+
+async def run(bench: Bench, most: int = 64 * _MIB, crowd: int = 16) -> None:
+    """Measure collectives of values of up to `most` bytes, and of up to `crowd` receivers."""
+    sizes = [size for size in _SIZES if size <= most]
+    async with Runtime() as rt:
+        for count in (2, 4):
+            group = await rt.group(count, Rank)
+            await asyncio.gather(*group.all(Rank.join, None))
+            for size in sizes:
+                for name in ("all_reduce", "broadcast"):
+                    await _next_to_gloo(bench, group, size, name, ">= 1.0" if size >= _MIB else "")
+            await asyncio.gather(*group.all(Rank.leave))
+            await _gather(bench, group, min(most, 16 * _MIB))
+            await rt.stop_group(group)
+        for count in (receivers for receivers in (2, 4, 8, 16) if receivers <= crowd):
+            group = await rt.group(count + 1, Rank)
+            await asyncio.gather(*group.all(Rank.join, None))
+            await _next_to_gloo(bench, group, min(most, 16 * _MIB), "broadcast")
+            await asyncio.gather(*group.all(Rank.leave))
+            await rt.stop_group(group)
+    await _between_hosts(bench, sizes)
+
+
+async def _between_hosts(bench: Bench, sizes: list[int]) -> None:
+    address = os.environ.get("AIODAFT_ADDRESS")
+    if not address:
+        print("not measured: collectives between hosts need $AIODAFT_ADDRESS, of one of two nodes", file=sys.stderr)
+        return
+    async with Runtime() as rt:
+        if len(await rt.nodes()) < 2:
+            print(f"not measured: there is only one node at {address}", file=sys.stderr)
+            return
+        group = await rt.on(spread=True).group(2, Rank)
+        await asyncio.gather(*group.all(Rank.join, address))
+        for size in sizes:
+            for name in ("all_reduce", "broadcast"):
+                await _next_to_gloo(bench, group, size, name, where=" hosts")
+        await asyncio.gather(*group.all(Rank.leave))
+
+
+async def _next_to_gloo(
+    bench: Bench, group: Group[Rank], size: int, name: str, budget: str = "", where: str = ""
+) -> None:
+    refs = group.all(Rank.make, size)
+    await _all_ready(refs)
+    others = list(group)[1:]
+    begin = partial(all_reduce, refs) if name == "all_reduce" else partial(broadcast, refs[0], others)
+    repeats = max(1, min(50, 16 * _MIB // size))
+    ours = partial(seconds_of_one, lambda: _all_ready(begin()), repeats)
+    receivers = f"{len(group)}{where or ' members'}" if name == "all_reduce" else f"to {len(others)}{where}"
+    line = f"{_amount(size)}, {name}, {receivers}"
+    await bench.compare(
+        line, ours, partial(_slowest, lambda: group.all(Rank.gloo, name, repeats)), "gloo", budget, size=_of(size)
+    )
+
+
+async def _gather(bench: Bench, group: Group[Rank], size: int) -> None:
+    """All members at once: each gets a list of all tensors, and copies as many bytes."""
+    refs = group.all(Rank.make, size)
+    await _all_ready(refs)
+    ours = partial(seconds_of_one, lambda: _all_ready(all_gather(refs)), 1)
+    floor = partial(_slowest, lambda: group.all(Rank.copy, size * len(group)))
+    line = f"{_amount(size)}, all_gather, {len(group)} members"
+    await bench.compare(line, ours, floor, "one memcpy each", size=_of(size * len(group)))
+
+
+def _amount(size: int) -> str:
+    return f"{size // _KIB} KiB" if size < _MIB else f"{size // _MIB} MiB"
+
+
+def _of(size: int) -> int:
+    """What speeds are given for; small values have times."""
+    return 0 if size < _MIB else size
+
+
+async def _all_ready(refs: Refs[Any]) -> None:
+    await asyncio.gather(*(ref.ready() for ref in refs))
+
+
+async def _slowest(sample: Callable[[], Refs[float]]) -> float:
+    return max(await sample())

@@ -189,7 +189,8 @@ class CallState(RefState):
 
     def _release_remote(self) -> None:
         if self.connection is not None:
-            self.connection.send(m.release(self.number))
+            # The next call often follows in this turn: the peer wakes up once for both.
+            self.connection.send_soon(m.release(self.number))
 
     def _cancel(self, why: str) -> bool:
         """Cancel the call. It settles when the callee answers, or after the grace time."""

@@ -157,6 +157,11 @@ class Connection:
             self._pack(message)
             self._sent_one()
 
+    def send_soon(self, message: Message) -> None:
+        """Send a message that nobody waits for at the end of this turn, together with what is sent until then."""
+        self.flush_soon()
+        self.send(message)
+
     def tell(self, defined: Sequence[Named]) -> None:
         """Tell the peer what has these names, unless it was told before."""
         for thing, name, source in defined:

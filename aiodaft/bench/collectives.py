@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from itertools import cycle
 from typing import Any, Final
 
 from aiodaft._runtime.platform.interfaces import interface_to, interfaces
@@ -122,30 +123,34 @@ async def _between_hosts(bench: Bench, sizes: list[int]) -> None:
         await asyncio.gather(*group.all(Rank.join, address))
         for size in sizes:
             for name in ("all_reduce", "broadcast"):
-                await _next_to_gloo(bench, group, size, name, where=" hosts")
+                await _next_to_gloo(bench, group, size, name, apart=True)
         await asyncio.gather(*group.all(Rank.leave))
 
 
 async def _next_to_gloo(
-    bench: Bench, group: Group[Rank], size: int, name: str, budget: str = "", where: str = ""
+    bench: Bench, group: Group[Rank], size: int, name: str, budget: str = "", *, apart: bool = False
 ) -> None:
-    refs = group.all(Rank.make, size)
-    await _all_ready(refs)
     others = list(group)[1:]
-    begin = partial(all_reduce, refs) if name == "all_reduce" else partial(broadcast, refs[0], others)
     repeats = max(1, min(50, 16 * _MIB // size))
-    ours = partial(seconds_of_one, lambda: _all_ready(begin()), repeats)
-    receivers = f"{len(group)}{where or ' members'}" if name == "all_reduce" else f"to {len(others)}{where}"
-    line = f"{_amount(size)}, {name}, {receivers}"
-    await bench.compare(
-        line, ours, partial(_slowest, lambda: group.all(Rank.gloo, name, repeats)), "gloo", budget, size=_of(size)
-    )
+    if name == "all_reduce":
+        begin: Callable[[Refs[Any]], Refs[Any]] = all_reduce
+        line = f"{_amount(size)}, all_reduce, {len(group)} {'hosts' if apart else 'members'}"
+    else:
+        begin = lambda refs: broadcast(refs[0], others)  # noqa: E731 - the other one has a name
+        line = f"{_amount(size)}, broadcast, to {'another host' if apart else len(others)}"
+
+    async def ours() -> float:
+        # A host keeps what has come from another one as long as its owner: each operation needs new values.
+        values = cycle([await _made(group, size) for _ in range(repeats if apart else 1)])
+        return await seconds_of_one(lambda: _all_ready(begin(next(values))), repeats)
+
+    theirs = partial(_slowest, lambda: group.all(Rank.gloo, name, repeats))
+    await bench.compare(line, ours, theirs, "gloo", budget, size=_of(size))
 
 
 async def _gather(bench: Bench, group: Group[Rank], size: int) -> None:
     """All members at once: each gets a list of all tensors, and copies as many bytes."""
-    refs = group.all(Rank.make, size)
-    await _all_ready(refs)
+    refs = await _made(group, size)
     ours = partial(seconds_of_one, lambda: _all_ready(all_gather(refs)), 1)
     floor = partial(_slowest, lambda: group.all(Rank.copy, size * len(group)))
     line = f"{_amount(size)}, all_gather, {len(group)} members"
@@ -159,6 +164,12 @@ def _amount(size: int) -> str:
 def _of(size: int) -> int:
     """What speeds are given for; small values have times."""
     return 0 if size < _MIB else size
+
+
+async def _made(group: Group[Rank], size: int) -> Refs[Any]:
+    refs = group.all(Rank.make, size)
+    await _all_ready(refs)
+    return refs
 
 
 async def _all_ready(refs: Refs[Any]) -> None:

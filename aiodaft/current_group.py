@@ -12,8 +12,12 @@ from aiodaft._runtime.actors.enlisted import Standing
 from aiodaft._runtime.agent import acting
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.groups.inboxes import Inboxes, Mail
+from aiodaft._runtime.groups.keyed import Keyed, Part
 from aiodaft._runtime.groups.process_group import Membership, process_group
 from aiodaft.actor import target_of
+from aiodaft.exceptions import GroupChanged
+from aiodaft.member_collectives import Key, MemberCollectives, check_key
+from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,7 +41,7 @@ class Message(NamedTuple):
     tag: int | str
 
 
-class CurrentGroup(Generic[ActorT]):
+class CurrentGroup(MemberCollectives, Generic[ActorT]):
     """A group as its member sees it, at one epoch: `group: CurrentGroup[Trainer] = aiodaft.current_group()`.
 
     `resize` gives the group a new epoch. Ask `current_group()` again to see that; an object that was asked for before
@@ -55,10 +59,7 @@ class CurrentGroup(Generic[ActorT]):
     @property
     def _place(self) -> tuple[Roster[Any], int]:
         # Not kept: the members become known later.
-        roster, rank = self._standing.roster, self._standing.rank
-        for names in self._axes_along:
-            roster, rank = roster.along(rank, names)
-        return roster, rank
+        return self._standing.roster.along_all(self._standing.rank, self._axes_along)
 
     @property
     def id(self) -> str:
@@ -232,6 +233,27 @@ class CurrentGroup(Generic[ActorT]):
 
     def _targets(self) -> list[Target]:
         return [cast("Target", target_of(getattr(member, "handle", member))) for member in self.members]
+
+    # Collectives.
+
+    def _take_part(self, operation: str, value: Any, op: Any, root: int, key: Key, timeout: float | None) -> Ref[Any]:
+        roster, rank = self._place
+        hosted = acting()
+        if hosted is None:
+            raise RuntimeError(f"{operation}() is for methods of members: no code of an actor runs here")
+        if not self.is_current:
+            raise GroupChanged(
+                f"{operation}: {roster.id} has changed since epoch {self.epoch}: ask current_group() again"
+            )
+        if not roster.is_complete:
+            raise RuntimeError(
+                f"{operation}: the members of {roster.id} are being made: call it in the first call, or later"
+            )
+        check_key(key)
+        if not 0 <= root < roster.size:
+            raise ValueError(f"root is the rank of one of {roster.size} members, from 0, not {root}")
+        part = Part(operation, key, roster, self._axes_along, rank, hosted.id, op, root, timeout)
+        return hosted._process.part(Keyed).begin(part, value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CurrentGroup) and (self.id, self.epoch, self.rank) == (

@@ -8,8 +8,8 @@ DaftError
 ├── Closed               you closed what you use
 │   └── RuntimeClosed, ChannelClosed
 ├── NotDelivered         the call never ran
-│   └── Overloaded, InsufficientResources, SpawnFailed, StaleHandle, NameTaken, NameNotFound, NotAuthenticated,
-│       VersionMismatch, LeaseLost, CoordinatorUnavailable
+│   └── Overloaded, InsufficientResources, SpawnFailed, StaleHandle, GroupChanged, NameTaken, NameNotFound,
+│       NotAuthenticated, VersionMismatch, LeaseLost, CoordinatorUnavailable
 ├── OutcomeUnknown       it may or may not have run
 │   ├── ActorDied
 │   │   └── RestartLimitReached
@@ -108,6 +108,13 @@ class SpawnFailed(NotDelivered):
 
 class StaleHandle(NotDelivered):
     """The actor was restarted, and the handle does not follow: `rt.rebind(handle)` gives one of the new incarnation."""
+
+
+class GroupChanged(NotDelivered):
+    """The group has a new epoch, or will: what its members did together is void.
+
+    `current_group()` gives what the group is now; there all members begin again.
+    """
 
 
 class NameTaken(NotDelivered):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import update_wrapper
 from types import FunctionType, MethodDescriptorType, MethodType
@@ -109,6 +110,12 @@ class MethodSpec:
             raise TypeError(f"{self.label}{signature}: {error}") from None
         if self.transport is None and len(self._fitting) < _MOST_SHAPES:
             self._fitting.add(shape)
+
+    def named(self, label: str) -> MethodSpec:
+        """The same method with another label, for a caller whose errors and stacks say more than its name."""
+        spec = copy(self)
+        spec.label = label
+        return spec
 
     @property
     def signature(self) -> inspect.Signature | None:

@@ -23,6 +23,7 @@ COLLECTIVES: Final = ActorId(6)
 RESHARDING: Final = ActorId(7)
 BLOCKS: Final = ActorId(8)
 INBOXES: Final = ActorId(9)
+KEYED: Final = ActorId(10)
 FIRST_USER_ACTOR: Final = ActorId(16)
 
 _EPOCH_SHIFT: Final = 32

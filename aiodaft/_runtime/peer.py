@@ -16,6 +16,7 @@ from aiodaft._protocol.ids import (
     CHANNELS,
     COLLECTIVES,
     INBOXES,
+    KEYED,
     NODE,
     RESHARDING,
     SUPERVISOR,
@@ -47,6 +48,7 @@ from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.groups.blocks import Blocks
 from aiodaft._runtime.groups.collectives import Collectives
 from aiodaft._runtime.groups.inboxes import Inboxes
+from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.resharding import Resharding
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.store import Store
@@ -182,14 +184,23 @@ class Peer:
         process.provide(Channels, self.channels)
         process.provide(Graphs, self.graphs)
         self.add_actor(CHANNELS, "channels", self.channels)
+        self.inboxes = Inboxes(self.caller, self.store, process.part(Enlisted))
+        self._serve_groups()
+
+    def _serve_groups(self) -> None:
+        """Add what serves the members of groups."""
+        process, enlisted = self.process, self.process.part(Enlisted)
         self.add_actor(RESHARDING, "resharding", Resharding(self.caller, self.store))
-        blocks = Blocks(process, process.part(Enlisted))
+        collectives = Collectives(self.store)
+        self.add_actor(COLLECTIVES, "collectives", collectives)
+        blocks = Blocks(process, enlisted)
         process.provide(Blocks, blocks)
         self.add_actor(BLOCKS, "blocks", blocks)
-        self.inboxes = Inboxes(self.caller, self.store, process.part(Enlisted))
         process.provide(Inboxes, self.inboxes)
         self.add_actor(INBOXES, "inboxes", self.inboxes)
-        self.add_actor(COLLECTIVES, "collectives", Collectives(self.store))
+        keyed = Keyed(self.caller, self.store, enlisted, collectives)
+        process.provide(Keyed, keyed)
+        self.add_actor(KEYED, "keyed collectives", keyed)
 
     # Actors.
 

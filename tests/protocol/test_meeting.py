@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aiodaft._protocol.groups.meeting import Meetings, Outcome
+from aiodaft._protocol.groups.meeting import Coming, Meetings, Outcome
 from aiodaft.exceptions import ActorDied
 
 
@@ -23,7 +23,7 @@ class Group:
         self.turns[rank] += 1
         terms, ticket = options.pop("terms", {}), f"{rank}.{self.turns[rank]}"
         self.tickets[ticket] = ticket
-        return self.table.come(name, rank, ticket, terms, f"meeting {name}", **options)
+        return self.table.come(Coming(name, f"meeting {name}", rank, terms, **options), ticket)
 
     def expire(self, name: str, rank: int, turn: int, seconds: float) -> list[Outcome[str]]:
         return self.table.expire(name, rank, self.tickets[f"{rank}.{turn}"], seconds)
@@ -61,7 +61,7 @@ def test_names_are_met_in_any_order() -> None:
         rank = source.choice([rank for rank, names in pending.items() if names])
         name, _ = pending[rank].pop()
         turn = turns[rank, name] = turns.get((rank, name), 0) + 1
-        for outcome in group.table.come(name, rank, f"{name}/{turn}", {}, ""):
+        for outcome in group.table.come(Coming(name, "", rank, {}), f"{name}/{turn}"):
             assert outcome.error is None
             assert list(outcome.tickets) == [0, 1, 2, 3]
             assert len(set(outcome.tickets.values())) == 1
@@ -116,6 +116,16 @@ def test_the_error_of_a_meeting_that_is_late_names_who_is_missing() -> None:
     group.come(2)
     ((_, why),) = told(group.expire("x", 0, 3, 0.5))
     assert why == "meeting x: rank 3 of 4 did not come in 0.5 s"
+
+
+def test_a_rank_that_a_fault_names_as_lost_is_told_nothing() -> None:
+    group = Group(3)
+    died = ActorDied("it died")
+    assert told(group.come(0, fault=died, lost=2)) == [(["0.1"], "it died")]
+    assert told(group.come(1)) == [(["1.1"], "it died")]
+    assert len(group.table) == 0
+    assert [told(group.come(rank)) for rank in (2, 0)] == [[], []]
+    assert [error for _, error in told(group.come(1))] == [""]
 
 
 @pytest.mark.parametrize("has_come", [False, True])

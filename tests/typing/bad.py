@@ -105,3 +105,9 @@ async def resharding(rt: Runtime, layout: aiodaft.Layout) -> None:
     plan = aiodaft.reshard(layout, {"tp": 3})  # E59 not a layout
     models = await rt.group(2, Model, "w")
     await plan.move(models.all(Model.sync, 1), to=models)  # E60 results that are no shards
+
+
+async def keyed(group: aiodaft.CurrentGroup[Model]) -> None:
+    text: str = await group.all_reduce(1, key="x")  # E63 a result of another type
+    group.all_reduce(1, "avg")  # E64 no such op
+    group.barrier(key=1.5)  # E65 no key

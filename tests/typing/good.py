@@ -73,6 +73,12 @@ class Model(aiodaft.Actor, gpus=1):
         assert_type(group.members[0].sync(1), Ref[str])
         assert_type(await group.send(1, to=group.rank, tag="x"), None)
         assert_type(await group.recv_message(source=group.rank), Message)
+        assert_type(await group.all_reduce(2.5, key=("loss", 1), timeout=1.0), float)
+        assert_type(await group.all_reduce("a", max), str)
+        assert_type(await group.gather(3, root=1), list[int] | None)
+        assert_type(await group.all_to_all(["a", "b"]), list[str])
+        assert_type(group.broadcast([1] if group.rank == 0 else None), Ref[list[int]])
+        assert_type(group.barrier(), Ref[None])
         return await group.members[1 - group.rank].sync(1 - group.rank)
 
     @method

@@ -313,3 +313,51 @@ def _reduce_cut(plan: Plan, cut: Cut, rank: int) -> int:
     cuts = [source if source == rank else _cut(plan, source, cut, rank) for source in plan.inputs]
     # To cut again what is cut changes nothing.
     return plan.add(rank, Work.REDUCE, *cuts, cut=cut, part=rank)
+
+
+# By name.
+
+
+def values_of(operation: str, members: int, root: int) -> tuple[int, ...]:
+    """The ranks that have a value at the beginning."""
+    return (root,) if operation in {"broadcast", "scatter"} else tuple(range(members))
+
+
+def results_of(operation: str, members: int, root: int) -> tuple[int, ...]:
+    """The ranks that get a result, in the order of the results of the plan."""
+    return (root,) if operation in {"reduce", "gather"} else tuple(range(members))
+
+
+def plan_of(
+    operation: str, members: int, root: int, nbytes: int | None, *, one_memory: bool, elementwise: bool
+) -> Plan:
+    """The plan of a collective by its name.
+
+    Args:
+        operation: Its name.
+        members: The number of members. Those of the plan of `broadcast` or `scatter` are the root, then all.
+        root: The rank that alone has a value or gets a result, if that is so.
+        nbytes: As for `choose`.
+        one_memory: As for `choose`.
+        elementwise: As for `choose`.
+    """
+    match operation:
+        case "all_reduce":
+            return ALL_REDUCE[choose(members, nbytes, one_memory=one_memory, elementwise=elementwise)](members)
+        case "reduce":
+            by_parts = elementwise and one_memory and (nbytes is None or nbytes > SMALL)
+            return reduce(members, root, by_parts=by_parts)
+        case "reduce_scatter":
+            return reduce_scatter(members, one_memory=one_memory)
+        case "all_gather":
+            return all_gather(members)
+        case "gather":
+            return gather(members, root)
+        case "all_to_all":
+            return all_to_all(members, one_memory=one_memory)
+        case "broadcast":
+            return hand_out(members, Cut.WHOLE, one_memory=one_memory)
+        case "scatter":
+            return hand_out(members, Cut.ITEM, one_memory=one_memory)
+        case _:
+            raise ValueError(f"there is no collective {operation!r}")

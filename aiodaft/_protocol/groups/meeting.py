@@ -16,6 +16,29 @@ from aiodaft.exceptions import ActorDied
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Coming:
+    """A member that comes to a meeting.
+
+    Attributes:
+        name: The name of the meeting.
+        title: What errors call it.
+        rank: The member.
+        terms: What all have to agree on; the first difference is named by the error.
+        incarnation: Grows when the member is restarted: what the earlier one came to fails.
+        fault: The meeting fails with this, because of the member.
+        lost: A rank that does not come to a meeting with a fault any more.
+    """
+
+    name: Hashable
+    title: str
+    rank: int
+    terms: Mapping[str, Hashable]
+    incarnation: int = 0
+    fault: Exception | None = None
+    lost: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[T]):
     """A meeting that all have come to, or that has failed.
@@ -77,31 +100,9 @@ class Meetings(Generic[T]):
         """The number of meetings that some members have not come to."""
         return sum(map(len, self._meetings.values()))
 
-    def come(
-        self,
-        name: Hashable,
-        rank: int,
-        ticket: T,
-        terms: Mapping[str, Hashable],
-        title: str,
-        *,
-        incarnation: int = 0,
-        fault: Exception | None = None,
-    ) -> list[Outcome[T]]:
-        """A member comes.
-
-        Args:
-            name: The name of the meeting.
-            rank: The member.
-            ticket: What it comes with.
-            terms: What all have to agree on; the first differing one is named by the error.
-            title: What errors call the meeting.
-            incarnation: Grows when the member is restarted: what the earlier one came to fails.
-            fault: The meeting fails because of this member.
-
-        Returns:
-            What is decided by that. Empty: the member waits.
-        """
+    def come(self, coming: Coming, ticket: T) -> list[Outcome[T]]:
+        """A member comes with a ticket. Returns what is decided by that; if nothing is, it waits."""
+        name, rank, incarnation = coming.name, coming.rank, coming.incarnation
         lowest = self._incarnations.get(rank, incarnation)
         if self._closed is not None or incarnation < lowest:
             return [Outcome({rank: ticket}, self._closed or ActorDied(f"rank {rank} was restarted"))]
@@ -111,14 +112,14 @@ class Meetings(Generic[T]):
         self._incarnations[rank] = incarnation
         meeting = next((one for one in self._meetings.get(name, ()) if rank not in one.done), None)
         if meeting is None:
-            meeting = _Meeting[T](title, terms, rank)
+            meeting = _Meeting[T](coming.title, coming.terms, rank)
             self._meetings.setdefault(name, []).append(meeting)
-        meeting.done.add(rank)
+        meeting.done |= {rank} if coming.lost is None else {rank, coming.lost}
         if meeting.error is not None:
             outcomes.append(Outcome({rank: ticket}, meeting.error))
         else:
             meeting.tickets[rank] = ticket
-            error = fault or meeting.disagreement(rank, terms)
+            error = coming.fault or meeting.disagreement(rank, coming.terms)
             if error is not None:
                 outcomes.append(meeting.fail(error))
             elif len(meeting.tickets) == self._size:

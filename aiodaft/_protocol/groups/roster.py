@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -56,6 +56,13 @@ class Roster(Generic[T_co]):
         at = self.axes.coords(rank)
         where = ",".join(f"{name}={at[name]}" for name, _ in fixed)
         return self.part(ranks, f"{'+'.join(picked.sizes)}[{where}]", picked), ranks.index(rank)
+
+    def along_all(self, rank: int, uses: Iterable[tuple[str, ...]]) -> tuple[Roster[T_co], int]:
+        """What several uses of `along`, one after another, give."""
+        roster = self
+        for names in uses:
+            roster, rank = roster.along(rank, names)
+        return roster, rank
 
 
 def seats_after(size: int, staying: Sequence[int], n: int) -> tuple[int | None, ...]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from aiodaft._protocol.calls.call import FETCHED, FETCHING, WITHDRAW
 from aiodaft._protocol.connections.messages import Awaited
-from aiodaft._protocol.ids import CallId
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId
 from aiodaft._runtime.actors.hosted_actor import Host, InboundCall
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.objects.received import Plain, ReceivedValue
@@ -193,7 +193,8 @@ class Arguments:
 
 
 def _name(call: InboundCall) -> str:
-    return f"{call.label} of {call.hosted.name}"
+    # Users know nothing of the methods of the runtime's own actors.
+    return call.hosted.name if call.hosted.id < FIRST_USER_ACTOR else f"{call.label} of {call.hosted.name}"
 
 
 def _drop(_: object) -> None:

@@ -24,6 +24,8 @@ class Enlisted:
 
     def __init__(self) -> None:
         self._standings: dict[ActorId, Standing] = {}
+        # Told of each actor whose group has changed, or whose members have become known.
+        self.on_told: list[Callable[[ActorId], object]] = []
         # Told of each actor that is gone.
         self.on_forgotten: list[Callable[[ActorId], object]] = []
 
@@ -40,10 +42,12 @@ class Enlisted:
         known = self._standings.get(actor)
         if known is not None and known.roster.epoch == roster.epoch:
             known.roster = roster
-            return
-        if known is not None:
-            known.is_current = False
-        self._standings[actor] = Standing(roster, rank)
+        else:
+            if known is not None:
+                known.is_current = False
+            self._standings[actor] = Standing(roster, rank)
+        for told in self.on_told:
+            told(actor)
 
     def forget(self, actor: ActorId) -> None:
         """An actor is gone."""

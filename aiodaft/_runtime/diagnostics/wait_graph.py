@@ -9,7 +9,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from aiodaft._protocol.diagnostics.deadlock import CallAt, Place, Waiting, place_of
-from aiodaft._protocol.ids import CallId, PeerId
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.calls.call import CallState
 from aiodaft._runtime.connections.connections import Connections
@@ -117,7 +117,9 @@ class WaitGraph:
         """The name of a call, for errors and stacks."""
         running = self.find(at) if at.host == self.process.id else None
         if running is not None:
-            return f"{running.label} of {running.hosted.name}"
+            # The labels of the runtime's own calls that a user sees say all.
+            own = running.hosted.id < FIRST_USER_ACTOR
+            return running.label if own else f"{running.label} of {running.hosted.name}"
         connection = self._connections.get(at.host)
         state = (
             connection.session.calls.get(at.number) if connection is not None and at.owner == self.process.id else None

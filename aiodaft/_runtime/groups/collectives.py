@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, TypeAlias
 
-from aiodaft._protocol.groups.collective import Cut, Plan, Work, runs_on_loop
+from aiodaft._protocol.groups.collective import Cut, Plan, Step, Work, runs_on_loop
 from aiodaft._protocol.ids import COLLECTIVES, PeerId, can_share_memory
 from aiodaft._protocol.objects.value import PENDING
 from aiodaft._runtime.actors.hosted_actor import current_call
@@ -43,6 +43,14 @@ class Collectives(Actor):
         call = current_call.get()
         assert call is not None
         return await call.hosted.thread.run(do)
+
+    def carry_out(self, plan: Plan, values: Sequence[Any], op: Reducer, title: str) -> list[Any]:
+        """Do all steps of a plan here, on values that are here."""
+        found = list(values)
+        for step in plan.steps:
+            ranks = tuple(plan.rank_of(number) for number in step.inputs)
+            found.append(self._do(_job(step, plan), ranks, op, title, [found[number] for number in step.inputs]))
+        return [found[number] for number in plan.results]
 
     def _do(self, job: Job, ranks: tuple[int, ...], op: Reducer, title: str, values: Sequence[Any]) -> Any:
         work, how, part, parts = job
@@ -97,13 +105,17 @@ class Members:
         """Make the calls of a plan; returns refs of its results."""
         caller, values = self._process.part(Caller), list(self._refs)
         sink = state_of(self._refs[0]).sink
-        targets = [Target(caller, place, COLLECTIVES, f"the collectives of {place}", sink) for place in self.places]
+        targets = [Target(caller, place, COLLECTIVES, place, sink) for place in self.places]
+        spec = _STEP.named(title)
         for step in plan.steps:
             ranks = tuple(plan.rank_of(number) for number in step.inputs)
             inputs = [values[number] for number in step.inputs]
-            job = (int(step.work), int(step.cut), step.part, plan.parts)
-            values.append(targets[step.rank].call(_STEP, (job, ranks, op, title, *inputs), {}))
+            values.append(targets[step.rank].call(spec, (_job(step, plan), ranks, op, title, *inputs), {}))
         return [values[number] for number in plan.results]
+
+
+def _job(step: Step, plan: Plan) -> Job:
+    return int(step.work), int(step.cut), step.part, plan.parts
 
 
 def _place_of(ref: Ref[Any]) -> PeerId:

@@ -23,8 +23,8 @@ from aiodaft._protocol.ids import ActorId, PeerId, can_share_memory, node_of
 from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.calls.call import Caller, Target
-from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.groups.blocks import NO_BLOCK, Begun, Blocks, Left, blocks_of
+from aiodaft._runtime.groups.meeting_place import place_of
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.serialization.errors import add_note
 from aiodaft.exceptions import ActorDied, DaftError
@@ -102,7 +102,7 @@ class Membership:
 
     async def _begin(self, waiting: Coroutine[Any, Any, Begun]) -> Begun:
         try:
-            self._places = await asyncio.gather(*map(_locate, self.members))
+            self._places = await asyncio.gather(*map(place_of, self.members))
         except BaseException:
             waiting.close()
             raise
@@ -186,16 +186,6 @@ class Membership:
         for accepted in _accepted(self._before):
             with suppress(OSError):
                 accepted.shutdown(socket.SHUT_RDWR)
-
-
-async def _locate(member: Target) -> Place:
-    """Where a member is; waits for one that is being restarted."""
-    if isinstance(member, FollowingTarget):
-        place = await member.locate(wait=True)
-        if place.ended is not None:
-            raise place.ended
-        return place.peer, place.actor
-    return member.remote, member.actor
 
 
 @contextmanager

@@ -1,0 +1,447 @@
+"""Keyed collectives: methods of the members of a group take part, each with its value, and meet at one member.
+
+    method -- take_part --> `Keyed` of its process -- join --> `Keyed` of the member where they meet
+
+Small values come with `join`, and its answers have the results: one round trip. Of other values the refs come: when all
+are there, the plan of the collective on refs is carried out, so values go from member to member.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, NamedTuple, cast
+from zlib import crc32
+
+from aiodaft._protocol.groups.collective import plan_of, results_of, star, values_of
+from aiodaft._protocol.groups.meeting import Coming
+from aiodaft._protocol.groups.roster import Roster
+from aiodaft._protocol.ids import KEYED, ActorId, PeerId
+from aiodaft._runtime.actors.enlisted import Enlisted
+from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
+from aiodaft._runtime.calls.call import Caller, Target
+from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
+from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.graphs.captured_call import Opaque
+from aiodaft._runtime.groups.arithmetic import Reducer, kind_of, nbytes_of
+from aiodaft._runtime.groups.collectives import Collectives, Members
+from aiodaft._runtime.groups.meeting_place import MeetingPlace, place_of
+from aiodaft._runtime.objects.received import ReceivedValue
+from aiodaft._runtime.objects.ref_state import state_of
+from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.serialization.errors import add_note
+from aiodaft._runtime.serialization.small import encode_small
+from aiodaft.actor import Actor, target_of
+from aiodaft.exceptions import ActorDied, DaftError, GroupChanged
+from aiodaft.methods import method, specs_of
+from aiodaft.ref import Ref
+
+# Names the axes of `along`, one use of it after another.
+Along = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one member does in a collective.
+
+    Attributes:
+        operation: The name of the collective.
+        key: Tells it from others of the group.
+        roster: The group, or the part of it.
+        along: The axes by which that is a part of the whole group.
+        rank: The member.
+        incarnation: Its actor id.
+        op: How values are reduced.
+        root: The rank that alone has a value or gets a result, if that is so.
+        timeout: Seconds that the others may be late.
+    """
+
+    operation: str
+    key: Hashable
+    roster: Roster[Any]
+    along: Along
+    rank: int
+    incarnation: ActorId
+    op: Reducer
+    root: int
+    timeout: float | None
+
+    @property
+    def label(self) -> str:
+        return self.operation if self.key is None else f"{self.operation} {self.key!r}"
+
+    @property
+    def title(self) -> str:
+        """What errors call the collective."""
+        return f"{self.label} of {self.roster.id}"
+
+    @property
+    def reduces(self) -> bool:
+        return self.operation in {"all_reduce", "reduce", "reduce_scatter"}
+
+    @property
+    def has_value(self) -> bool:
+        return self.operation != "barrier" and self.rank in values_of(self.operation, self.roster.size, self.root)
+
+    def terms(self, value: Any) -> dict[str, Hashable]:
+        """What all members have to agree on."""
+        terms: dict[str, Hashable] = {"operation": self.operation, "root": self.root}
+        if self.reduces:
+            op = self.op
+            terms["op"] = f"{op.__module__}.{op.__qualname__}" if callable(op) else op
+            terms["value"] = kind_of(value)
+        return terms
+
+    @property
+    def meets_at(self) -> int:
+        """The rank where members meet: keys spread the work."""
+        return crc32(repr(self.key).encode()) % self.roster.size
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What a member tells the one where they meet.
+
+    Attributes:
+        at: The actor where they meet.
+        group: The name of the group, or of the part of it.
+        epoch: Its epoch.
+        along: As in `Part`.
+        size: The number of members.
+        coming: The member, and the meeting.
+        timeout: As in `Part`.
+        nbytes: The size of a tensor or an array.
+    """
+
+    at: int
+    group: str
+    epoch: int
+    along: Along
+    size: int
+    coming: Coming
+    timeout: float | None
+    nbytes: int | None
+
+
+class Brought(NamedTuple):
+    """What a member has brought: a small value encoded, the ref of another, or nothing."""
+
+    process: PeerId
+    nbytes: int | None
+    value: bytes | Opaque | None
+
+
+class Keyed(Actor):
+    """Takes part for the members in this process; and those that meet at one of them join here."""
+
+    def __init__(self, caller: Caller, store: Store, enlisted: Enlisted, collectives: Collectives) -> None:
+        self._caller = caller
+        self._process = caller.process
+        self._store = store
+        self._collectives = collectives
+        self._enlisted = enlisted
+        enlisted.on_told.append(self._told)
+        enlisted.on_forgotten.append(self._forgotten)
+        # By the actor where they meet, the group and the epoch; with the axes by which it is a part.
+        self._places: dict[tuple[ActorId, str, int], tuple[MeetingPlace, Along]] = {}
+        # Set when an actor of this process is gone, for members that have asked.
+        self._gone: dict[ActorId, asyncio.Event] = {}
+        # Tells the next incarnation of a member what has failed with the last one. By group: joins wait for it.
+        self._reports: dict[tuple[str, int], set[asyncio.Task[None]]] = {}
+
+    # What members do.
+
+    def begin(self, part: Part, value: Any) -> Ref[Any]:
+        """Take part; returns a ref of what the member gets, at once and in any thread."""
+        target = Target(self._caller, self._process.id, KEYED, part.roster.id, None)
+        return target.call(_TAKE_PART.named(part.label), (Opaque(part), value), {})
+
+    # Unordered: what waits for its value does not hold up the next one.
+    @method(ordered=False)
+    async def take_part(self, given: Opaque, value: Any) -> Any:
+        """Take part for a member of this process.
+
+        Cancellation: the others get their results; this value counts.
+        """
+        part: Part = given.content
+        call = _own_call()
+        # What stacks show.
+        call.spec = call.spec.named(part.title)
+        failed: Exception | None = None
+        brought: bytes | Opaque | None = None
+        try:
+            brought = self._pack(part, value) if part.has_value else None
+        except Exception as error:  # noqa: BLE001 - raised below, once the others know
+            failed = error
+        nbytes = (nbytes_of(value) or None) if part.has_value else None
+        coming = Coming(part.key, part.title, part.rank, part.terms(value), part.incarnation)
+        del value
+        if failed is not None:
+            fault = ValueError(f"{part.title}: the value of rank {part.rank} cannot travel: {failed}")
+            with suppress(ValueError):
+                await self._join(part, replace(coming, fault=fault), None, None)
+            raise failed
+        try:
+            answer = await self._join(part, coming, nbytes, brought)
+            if isinstance(brought, Opaque):
+                # From now on the member may write to it.
+                await brought.content.ready()
+            return await self._unpacked(answer)
+        except DaftError as error:
+            add_note(error, f"raised for {part.title}")
+            raise
+
+    async def _join(self, part: Part, coming: Coming, nbytes: int | None, brought: bytes | Opaque | None) -> Any:
+        reports = self._reports.get((part.roster.id, part.roster.epoch))
+        if reports:
+            await asyncio.wait(reports)
+        return await self._join_now(part, coming, nbytes, brought)
+
+    async def _join_now(self, part: Part, coming: Coming, nbytes: int | None, brought: bytes | Opaque | None) -> Any:
+        roster, member = part.roster, _target_of(part.roster.members[part.meets_at])
+        peer, actor = _known_place(member) or await _find(part, member)
+        while True:
+            where = actor, roster.id, roster.epoch, part.along, roster.size
+            joining = Joining(*where, coming, part.timeout, nbytes)
+            target = Target(self._caller, peer, KEYED, roster.id, None)
+            try:
+                return await target.call(_JOIN.named(part.label), (joining, brought, part.op), {})
+            except ActorDied as error:
+                connection = self._caller.connections.get(peer)
+                lost = connection if connection is not None and connection.lost is not None else None
+                if lost is not None:
+                    _name_place(part, member, error)
+                if not isinstance(member, FollowingTarget) or coming.fault is not None:
+                    raise
+                before = peer, actor
+                if error.executed is False:
+                    # It was not there any more.
+                    peer, actor = await _find(part, member)
+                    if before != (peer, actor):
+                        continue
+                self._report(part, replace(coming, fault=error, lost=part.meets_at), member, before, lost)
+                raise
+
+    def _report(
+        self,
+        part: Part,
+        coming: Coming,
+        member: FollowingTarget,
+        before: tuple[PeerId, ActorId],
+        lost: Connection | None,
+    ) -> None:
+        """If the member where they meet was lost, its next incarnation is told of what has failed here.
+
+        Else a member that comes there later would wait for this one.
+        """
+
+        async def report() -> None:
+            with suppress(DaftError):
+                found, _ = await member.find(lost, wait=True)
+                if (found.peer, found.actor) != before and found.ended is None:
+                    member.move(found)
+                    # The error comes back.
+                    await self._join_now(part, coming, None, None)
+
+        where = part.roster.id, part.roster.epoch
+        task = self._process.tasks.start(report(), name="report a meeting that is lost")
+        self._reports.setdefault(where, set()).add(task)
+        task.add_done_callback(partial(self._reported, where))
+
+    def _reported(self, where: tuple[str, int], task: asyncio.Task[None]) -> None:
+        self._reports[where].discard(task)
+        if not self._reports[where]:
+            del self._reports[where]
+
+    def _pack(self, part: Part, value: Any) -> bytes | Opaque:
+        if not callable(part.op):
+            small = encode_small((value,), by_name=False)
+            if small is not None:
+                return small[0]
+        return self._kept(value, part.title)
+
+    def _kept(self, value: Any, title: str) -> Opaque:
+        return Opaque(Ref(self._caller.objects.refs.put(value, title)))
+
+    async def _unpacked(self, answer: bytes | Opaque | None) -> Any:
+        if isinstance(answer, Opaque):
+            return await answer.content
+        return None if answer is None else self._decoded(answer)
+
+    def _decoded(self, payload: bytes) -> Any:
+        return self._store.decode_now(ReceivedValue(payload, None, [], []))
+
+    # What the member does where the others meet.
+
+    # Ordered: what a member joins with counts in the order in which it has joined.
+    @method
+    async def join(self, joining: Joining, brought: bytes | Opaque | None, op: Reducer) -> Any:
+        """Come to a meeting here; returns what the member gets.
+
+        Raises:
+            Exception: As `MeetingPlace.come` does.
+            GroupChanged: The group has a newer epoch.
+        """
+        call = _own_call()
+        call.spec = call.spec.named(joining.coming.title)
+        mine = Brought(call.caller, joining.nbytes, brought)
+        conclude = partial(self._conclude, joining.coming, joining.size, op)
+        return await self._place_for(joining).come(joining.coming, mine, conclude, joining.timeout)
+
+    @method(ordered=False)
+    async def gone(self, actor: int) -> None:
+        """Wait until a member in this process is gone."""
+        if self._enlisted.find(ActorId(actor)) is not None:
+            await self._gone.setdefault(ActorId(actor), asyncio.Event()).wait()
+
+    @property
+    def meetings(self) -> int:
+        """The number of meetings here that some members have not come to."""
+        return sum(len(place) for place, _ in self._places.values())
+
+    def _place_for(self, joining: Joining) -> MeetingPlace:
+        where = ActorId(joining.at), joining.group, joining.epoch
+        if where in self._places:
+            return self._places[where][0]
+        standing = self._enlisted.find(where[0])
+        if standing is None:
+            raise ActorDied(f"{joining.coming.title}: the member where they meet was stopped", executed=False)
+        if standing.roster.epoch > joining.epoch:
+            raise _changed(joining.group, joining.epoch, standing.roster.epoch)
+        ask_gone = partial(_ask_gone, self._caller)
+        place = MeetingPlace(self._process, joining.group, joining.size, ask_gone)
+        self._places[where] = place, joining.along
+        self._told(where[0])
+        return place
+
+    def _told(self, actor: ActorId) -> None:
+        """The group of an actor may have changed, or its members have become known."""
+        standing = self._enlisted.find(actor)
+        if standing is None:
+            return
+        for where, (place, along) in list(self._places.items()):
+            at, group, epoch = where
+            if at != actor:
+                continue
+            if epoch < standing.roster.epoch:
+                del self._places[where]
+                place.close(_changed(group, epoch, standing.roster.epoch))
+            elif epoch == standing.roster.epoch and standing.roster.is_complete:
+                roster, rank = standing.roster.along_all(standing.rank, along)
+                place.watch(map(_target_of, roster.members), but=rank)
+
+    def _forgotten(self, actor: ActorId) -> None:
+        gone = self._gone.pop(actor, None)
+        if gone is not None:
+            gone.set()
+        for where in [where for where in self._places if where[0] == actor]:
+            place, _ = self._places.pop(where)
+            place.close(ActorDied(f"a member of {where[1]} was stopped"))
+
+    def _conclude(
+        self, coming: Coming, size: int, op: Reducer, brought: Sequence[Brought]
+    ) -> list[bytes | Opaque | None]:
+        """What the members get, by rank, for what they have brought."""
+        operation, root = cast("str", coming.terms["operation"]), cast("int", coming.terms["root"])
+        answers: list[bytes | Opaque | None] = [None] * size
+        if operation == "barrier":
+            return answers
+        given = [brought[rank] for rank in values_of(operation, size, root)]
+        here = not callable(op) and all(isinstance(one.value, bytes) for one in given)
+        work = self._compute if here else self._carry_out
+        results = work(operation, root, op, coming.title, given, [one.process for one in brought])
+        for rank, result in zip(results_of(operation, size, root), results, strict=True):
+            answers[rank] = result
+        return answers
+
+    def _compute(
+        self, operation: str, root: int, op: Reducer, title: str, given: Sequence[Brought], places: Sequence[PeerId]
+    ) -> list[bytes | Opaque]:
+        """Do all steps here, and encode each result once."""
+        size = len(places)
+        plan = plan_of(operation, size, root, 0, one_memory=True, elementwise=True)
+        if operation == "all_reduce":
+            plan = star(size)
+        values = [self._decoded(cast("bytes", one.value)) for one in given]
+        results = self._collectives.carry_out(plan, values, op, title)
+        encoded: dict[int, bytes | Opaque] = {}
+        for result in results:
+            if id(result) not in encoded:
+                small = encode_small((result,), by_name=False)
+                encoded[id(result)] = self._kept(result, title) if small is None else small[0]
+        return [encoded[id(result)] for result in results]
+
+    def _carry_out(
+        self, operation: str, root: int, op: Reducer, title: str, given: Sequence[Brought], places: Sequence[PeerId]
+    ) -> list[Opaque]:
+        """Have the members do the steps."""
+        refs = [
+            one.value.content if isinstance(one.value, Opaque) else
+            self._kept(self._decoded(cast("bytes", one.value)), title).content
+            for one in given
+        ]  # fmt: skip
+        # In these plans the root comes first, and then all members.
+        members = Members(refs, [places[root], *places] if len(given) < len(places) else places)
+        sizes = [one.nbytes for one in given if one.nbytes is not None]
+        nbytes = max(sizes) if len(sizes) == len(given) else None
+        plan = plan_of(
+            operation, len(places), root, nbytes, one_memory=members.one_memory, elementwise=not callable(op)
+        )
+        results = members.carry_out(plan, op, title)
+        for result in results:
+            # Members get the errors; one that is gone, or does not wait any more, does not.
+            state_of(result).mark_seen()
+        return [Opaque(result) for result in results]
+
+
+_TAKE_PART: Final = specs_of(Keyed)["take_part"]
+_JOIN: Final = specs_of(Keyed)["join"]
+
+
+def _own_call() -> InboundCall:
+    call = current_call.get()
+    assert call is not None
+    return call
+
+
+def _ask_gone(caller: Caller, peer: PeerId, actor: ActorId) -> Ref[None]:
+    keyed: Keyed = caller.handle(peer, KEYED, f"members in {peer}", Keyed)
+    return keyed.gone(actor)
+
+
+def _target_of(member: Any) -> Target:
+    """The target of a member: a handle, or a service."""
+    target = cast("Target", target_of(getattr(member, "handle", member)))
+    return target.followed if isinstance(target, PinnedTarget) else target
+
+
+def _known_place(member: Target) -> tuple[PeerId, ActorId] | None:
+    """Where a member is, as far as this process knows, without asking."""
+    if isinstance(member, FollowingTarget):
+        connection = member.caller.connections.get(member.remote)
+        here = member.remote == member.caller.process.id and member.actor in member.caller.actors
+        if member.ended is not None or not (here or (connection is not None and connection.lost is None)):
+            return None
+    return member.remote, member.actor
+
+
+async def _find(part: Part, member: Target) -> tuple[PeerId, ActorId]:
+    """Where the member is at which the others meet; waits for one that is being restarted."""
+    try:
+        return await place_of(member)
+    except DaftError as error:
+        _name_place(part, member, error)
+        raise
+
+
+def _name_place(part: Part, member: Target, error: DaftError) -> None:
+    add_note(error, f"this was {member.label}, rank {part.meets_at} of {part.roster.id}")
+
+
+def _changed(group: str, epoch: int, newest: int) -> GroupChanged:
+    return GroupChanged(
+        f"{group} has changed: this is of epoch {epoch}, it has epoch {newest} now; use what current_group() gives now"
+    )

@@ -1,0 +1,156 @@
+"""Where the members of a group meet: at one of them, which tells all what comes of it, and hears of deaths.
+
+`_protocol.groups.meeting` decides who is told what. A place asks the process of every other member when that member is
+gone, once for as long as the group has its epoch: a meeting costs no message besides those of the members that come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import Context
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from aiodaft._protocol.groups.meeting import Coming, Meetings, Outcome
+from aiodaft._protocol.ids import ActorId, PeerId
+from aiodaft._runtime.calls.call import Target
+from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
+from aiodaft._runtime.process import Process
+from aiodaft._runtime.serialization.errors import add_note, copy_error
+from aiodaft.exceptions import ActorDied, DaftError
+from aiodaft.ref import Ref
+
+# What the members have brought, in the order of ranks, to what each of them is told.
+Conclude: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
+# Asks a process when an actor there is gone.
+AskGone: TypeAlias = Callable[[PeerId, ActorId], Ref[None]]
+
+
+@dataclass(eq=False, slots=True)
+class _Ticket:
+    """What a member has brought, and the future by which it is told."""
+
+    brought: Any
+    told: asyncio.Future[Any]
+
+
+class MeetingPlace:
+    """The meetings of a group, or of a part of it, at one epoch and one member.
+
+    Args:
+        process: This process.
+        group: The name of the group.
+        size: The number of members.
+        ask_gone: Asks when a member is gone.
+    """
+
+    def __init__(self, process: Process, group: str, size: int, ask_gone: AskGone) -> None:
+        self._process = process
+        self._group = group
+        self._table: Meetings[_Ticket] = Meetings(size)
+        self._ask_gone = ask_gone
+        self._watching: list[asyncio.Task[None]] = []
+
+    def __len__(self) -> int:
+        """The number of meetings that some members have not come to."""
+        return len(self._table)
+
+    async def come(self, coming: Coming, brought: Any, conclude: Conclude, timeout: float | None) -> Any:
+        """Wait until all have come; returns what `conclude` has for this member, of the last one that comes.
+
+        Args:
+            coming: Who comes to which meeting.
+            brought: What the member brings. It stays if the wait is cancelled: the others do not notice.
+            conclude: Called with what all have brought. It must not block; what it raises is raised at all.
+            timeout: Seconds that the member waits; None: for ever.
+
+        Raises:
+            ValueError: The members do not agree.
+            TimeoutError: Not all came in the time of one of them.
+            ActorDied: A member is gone.
+            Exception: The fault of a member, or what `close` was given.
+        """
+        ticket = _Ticket(brought, self._process.loop.create_future())
+        self._tell(self._table.come(coming, ticket), conclude)
+        timer = None
+        if timeout is not None and not ticket.told.done():
+            timer = self._process.loop.call_later(timeout, self._expire, coming, ticket, timeout)
+        try:
+            return await ticket.told
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def watch(self, members: Iterable[Target], but: int) -> None:
+        """Begin to watch the members, besides that at which this place is, if that has not begun."""
+        if not self._watching:
+            for rank, member in enumerate(members):
+                if rank != but:
+                    watch = partial(self._process.tasks.create_task, self._watch(rank, member), name="watch a member")
+                    # In a context of its own: the call that came first ends before.
+                    self._watching.append(Context().run(watch))
+
+    def close(self, error: Exception) -> None:
+        """Nobody meets here any more."""
+        for task in self._watching:
+            task.cancel()
+        self._tell(self._table.close(error))
+
+    def _expire(self, coming: Coming, ticket: _Ticket, seconds: float) -> None:
+        self._tell(self._table.expire(coming.name, coming.rank, ticket, seconds))
+
+    def _tell(self, outcomes: Iterable[Outcome[_Ticket]], conclude: Conclude | None = None) -> None:
+        for outcome in outcomes:
+            tickets, error = list(outcome.tickets.values()), outcome.error
+            results: Sequence[Any] = ()
+            if error is None:
+                assert conclude is not None
+                try:
+                    results = Context().run(conclude, [ticket.brought for ticket in tickets])
+                except Exception as raised:  # noqa: BLE001 - each member gets it
+                    error = raised
+            for index, ticket in enumerate(tickets):
+                if ticket.told.done():
+                    continue
+                if error is None:
+                    ticket.told.set_result(results[index])
+                else:
+                    ticket.told.set_exception(copy_error(error) if isinstance(error, DaftError) else error)
+
+    async def _watch(self, rank: int, member: Target) -> None:
+        if isinstance(member, PinnedTarget):
+            member = member.followed
+        who = f"this was {member.label}, rank {rank} of {self._group}"
+        while True:
+            try:
+                peer, actor = await place_of(member)
+            except DaftError as error:
+                add_note(error, who)
+                self.close(error)
+                return
+            lost: DaftError = ActorDied(f"{member.label} was stopped")
+            try:
+                await self._ask_gone(peer, actor)
+            except DaftError as error:
+                lost = error
+            add_note(lost, who)
+            if not isinstance(member, FollowingTarget):
+                self.close(lost)
+                return
+            self._tell(self._table.lose(rank, actor, lost))
+
+
+async def place_of(member: Target) -> tuple[PeerId, ActorId]:
+    """Where a member of a group is; waits for one that is being restarted.
+
+    Raises:
+        DaftError: It is gone for good.
+    """
+    if not isinstance(member, FollowingTarget):
+        return member.remote, member.actor
+    place = await member.locate(wait=True)
+    if place.ended is not None:
+        raise place.ended
+    return place.peer, place.actor

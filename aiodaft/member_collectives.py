@@ -1,0 +1,121 @@
+"""Collectives in the methods of a group: `await group.all_reduce(x, key="loss")`, called by every member."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from aiodaft._runtime.groups.arithmetic import check_reducer
+from aiodaft.ref import Ref
+
+__all__ = ["Key", "MemberCollectives"]
+
+T = TypeVar("T")
+
+Key: TypeAlias = str | int | tuple[Any, ...] | None
+Op: TypeAlias = Literal["sum", "product", "min", "max"] | Callable[[T, T], T]
+
+
+class MemberCollectives:
+    """What all members of a group do together. Each calls the same method, and gets a ref of its result at once.
+
+    `await` the ref, or in a `def` method use `.result()`. Members meet by `key`, so collectives with different keys may
+    be called in any order, at the same time, and in groups that share members: they do not wait for each other. The
+    same key may be used again; a member that is ahead waits in the next collective with that key.
+
+    Do not write to the value before the result is there. What a member gets of its own value may be that object itself;
+    all else is new. Results equal those of the collectives on refs: all members get the same bits.
+
+    Each method takes:
+        key: A string, an integer, or a tuple of these. Without a key, the n-th call of each member belongs to the n-th
+            calls of the others: then all members have to call in one order, all collectives without a key together.
+        timeout: Seconds that this member waits for the others to come, counted from its call. When the time of one is
+            over, the collective fails at all members.
+
+    All of them raise the following. For awaiting a result:
+        ValueError: The members disagree on the operation, the op, the root, the type, the dtype or the shape; or the
+            value of one cannot travel, be reduced or be cut. The error names the key and ranks; all members get it.
+        TimeoutError: Members did not come in time; it names their ranks. All members get it, late ones when they come.
+        ActorDied: A member died or was stopped before the result was there. Until then nothing was changed: the next
+            incarnation of a supervised member takes part in what comes next.
+        GroupChanged: The group got a new epoch meanwhile.
+    At once:
+        GroupChanged: This object is of an earlier epoch: `current_group()` gives the group as it is now.
+        TypeError: The key is of another type.
+        ValueError: There is no such op or root.
+        RuntimeError: This is a constructor, or no method of a member.
+
+    Cancellation of a result: the member has taken part. The others get their results.
+    """
+
+    __slots__ = ()
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        raise NotImplementedError
+
+    def _take_part(self, operation: str, value: Any, op: Any, root: int, key: Key, timeout: float | None) -> Ref[Any]:
+        raise NotImplementedError
+
+    def all_reduce(self, value: T, op: Op[T] = "sum", *, key: Key = None, timeout: float | None = None) -> Ref[T]:
+        """Combine the values of all members in the order of ranks; each member gets the result.
+
+        Args:
+            value: A tensor or an array, of one dtype and shape at all members, or a number; with a function, anything.
+            op: "sum", "product", "min", "max", or a function of two values, which must not change them.
+            key: See the class.
+            timeout: See the class.
+        """
+        return self._take_part("all_reduce", value, check_reducer(op), 0, key, timeout)
+
+    def reduce(
+        self, value: T, op: Op[T] = "sum", *, root: int = 0, key: Key = None, timeout: float | None = None
+    ) -> Ref[T | None]:
+        """Combine the values as `all_reduce` does; the member with rank `root` gets the result, the others None."""
+        return self._take_part("reduce", value, check_reducer(op), root, key, timeout)
+
+    def reduce_scatter(self, value: T, op: Op[T] = "sum", *, key: Key = None, timeout: float | None = None) -> Ref[T]:
+        """Combine tensors or arrays; member i gets part i of the result, cut along its first dimension.
+
+        The parts are those of `torch.tensor_split`: the first ones are longer by one if the length cannot be divided.
+        """
+        return self._take_part("reduce_scatter", value, check_reducer(op), 0, key, timeout)
+
+    def all_gather(self, value: T, *, key: Key = None, timeout: float | None = None) -> Ref[list[T]]:
+        """Give each member the list of the values of all. They may be of different kinds."""
+        return self._take_part("all_gather", value, "sum", 0, key, timeout)
+
+    def gather(self, value: T, *, root: int = 0, key: Key = None, timeout: float | None = None) -> Ref[list[T] | None]:
+        """Give the member with rank `root` the list of the values of all; the others get None."""
+        return self._take_part("gather", value, "sum", root, key, timeout)
+
+    def broadcast(
+        self, value: T | None = None, *, root: int = 0, key: Key = None, timeout: float | None = None
+    ) -> Ref[T]:
+        """Give each member the value of the one with rank `root`; what the others pass is ignored."""
+        return self._take_part("broadcast", value, "sum", root, key, timeout)
+
+    def scatter(
+        self, items: Sequence[T] | None = None, *, root: int = 0, key: Key = None, timeout: float | None = None
+    ) -> Ref[T]:
+        """Give member i item i of the list of the member with rank `root`; what the others pass is ignored."""
+        return self._take_part("scatter", items, "sum", root, key, timeout)
+
+    def all_to_all(self, items: Sequence[T], *, key: Key = None, timeout: float | None = None) -> Ref[list[T]]:
+        """Exchange items: each member has one item for each member, and gets the list of those for it, by rank."""
+        return self._take_part("all_to_all", items, "sum", 0, key, timeout)
+
+    def barrier(self, *, key: Key = None, timeout: float | None = None) -> Ref[None]:
+        """Wait until all members have called it."""
+        return self._take_part("barrier", None, "sum", 0, key, timeout)
+
+
+def check_key(key: object) -> None:
+    """Raise TypeError unless this can be a key."""
+    if not (key is None or _is_key(key)):
+        raise TypeError(f"key={key!r:.80}: a key is a string, an integer, or a tuple of these")
+
+
+def _is_key(key: object) -> bool:
+    return all(map(_is_key, key)) if isinstance(key, tuple) else isinstance(key, (str, int))

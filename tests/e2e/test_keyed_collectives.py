@@ -1,0 +1,291 @@
+"""Collectives in the methods of a group, which meet by a key."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+from collective_actors import longest, made
+from keyed_members import Keyer
+from supervised import AT_ONCE
+from torch import Tensor
+
+import aiodaft
+from aiodaft import ActorDied, GroupChanged, Restart
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+# Small ones travel with the messages; 68 KB, which members cannot divide evenly, from member to member.
+SHAPES = [(7, 2), (131, 131)]
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
+
+def values(shape: tuple[int, ...], count: int) -> list[Tensor]:
+    return [made(rank, *shape) for rank in range(count)]
+
+
+def in_order(shape: tuple[int, ...], count: int, combine: Any = torch.add) -> Tensor:
+    total: Tensor = reduce(combine, values(shape, count))
+    return total
+
+
+async def errors_of(refs: Any) -> list[BaseException]:
+    found = await asyncio.gather(*refs, return_exceptions=True)
+    assert all(isinstance(error, BaseException) for error in found), found
+    return found
+
+
+async def begin(group: aiodaft.Group[Keyer], ranks: list[int], operation: str, *args: Any, key: Any) -> None:
+    """Some members take part. Returns when one of them has come to the member where they meet."""
+    before = sum(await group.all(Keyer.meetings))
+    for rank in ranks:
+        await group[rank].begin(operation, *args, key=key)
+    while sum(await group.all(Keyer.meetings)) == before:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_every_collective_equals_local_torch(rt: aiodaft.Runtime, shape: tuple[int, ...]) -> None:
+    group = await rt.group(3, Keyer)
+    total = in_order(shape, 3)
+    for found in await group.all(Keyer.on_tensor, "all_reduce", shape):
+        assert torch.equal(found, total)
+    for found in await group.all(Keyer.on_tensor, "all_reduce", shape, op="max", key="largest"):
+        assert torch.equal(found, in_order(shape, 3, torch.maximum))
+    first, second, third = await group.all(Keyer.on_tensor, "reduce", shape, root=1)
+    assert (first, third) == (None, None)
+    assert torch.equal(second, total)
+    scattered = await group.all(Keyer.on_tensor, "reduce_scatter", shape, key=("rows", 1))
+    for part, rows in zip(scattered, torch.tensor_split(total, 3), strict=True):
+        assert torch.equal(part, rows)
+    for gathered in await group.all(Keyer.on_tensor, "all_gather", shape):
+        assert all(map(torch.equal, gathered, values(shape, 3)))
+    first, second, third = await group.all(Keyer.on_tensor, "gather", shape, root=2)
+    assert (first, second) == (None, None)
+    assert all(map(torch.equal, third, values(shape, 3)))
+    for found in await group.all(Keyer.on_tensor, "broadcast", shape, root=1):
+        assert torch.equal(found, made(1, *shape))
+    for rank, found in enumerate(await group.all(Keyer.do, "scatter", values(shape, 3), root=2)):
+        assert torch.equal(found, made(rank, *shape))
+    for rank, exchanged in enumerate(await group.all(Keyer.do, "all_to_all", values(shape, 3))):
+        assert all(torch.equal(item, made(rank, *shape)) for item in exchanged)
+    assert await group.all(Keyer.do, "barrier") == [None] * 3
+
+
+async def test_numbers_functions_and_values_of_different_sizes(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Keyer)
+    words = ["to", "thine", "own"]
+    assert await group.all(Keyer.do, "all_reduce", 2.5, "product") == [2.5**3] * 3
+    found = [member.do("all_reduce", word, longest) for member, word in zip(group, words, strict=True)]
+    assert await asyncio.gather(*found) == ["thine"] * 3
+    # One comes with the message, one as a ref.
+    sizes = [member.do("all_gather", bytes(size)) for member, size in zip(group, [1, 200_000, 0], strict=True)]
+    for gathered in await asyncio.gather(*sizes):
+        assert list(map(len, gathered)) == [1, 200_000, 0]
+    assert await (await rt.group(1, Keyer))[0].do("all_reduce", 5) == 5
+
+
+async def test_methods_of_threads_wait_with_result(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    for shape in SHAPES:
+        for found in await group.all(Keyer.do_in_thread, "all_reduce", torch.ones(shape)):
+            assert torch.equal(found, torch.full(shape, 2.0))
+
+
+async def test_a_member_may_write_to_its_value_when_it_has_its_result(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    for size in (10, 1_000_000):
+        assert await group.all(Keyer.write_after, size) == [float(size)] * 2
+
+
+async def test_keys_meet_in_any_order_and_parts_of_a_group_by_themselves(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(4, Keyer, axes={"a": 2, "b": 2})
+    calls = [(key, repr(key)) for key in ("x", 7, ("layer", 3), ("layer", ("inner", 4)))]
+    orders = [calls, calls[::-1], calls[2:] + calls[:2], calls]
+    found = [member.several(order, at_once=True) for member, order in zip(group, orders, strict=True)]
+    for order, lists in zip(orders, await asyncio.gather(*found), strict=True):
+        assert lists == [[value] * 4 for _, value in order]
+    assert await group.all(Keyer.along, "a", "x") == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert await group.all(Keyer.along, "b", "x") == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+async def test_the_calls_of_a_member_with_one_key_belong_to_the_others_in_their_order(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    for key in ("same", None):
+        # One member is ahead of the other.
+        ahead = group[0].several([(key, turn) for turn in range(5)], at_once=True)
+        behind = group[1].several([(key, turn) for turn in range(5)], at_once=False)
+        assert await ahead == await behind == [[turn, turn] for turn in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("calls", "why"),
+    [
+        ((("all_reduce", torch.zeros(3)), ("all_reduce", torch.zeros(4))), "value torch.float32 (3,)"),
+        ((("all_reduce", torch.zeros(3)), ("all_reduce", torch.zeros(3).double())), "value torch.float32 (3,)"),
+        ((("all_reduce", 1), ("all_reduce", 1, "max")), "op sum"),
+        ((("all_reduce", 1), ("all_gather", 1)), "operation all_reduce"),
+    ],
+)
+async def test_members_that_disagree_all_get_an_error(rt: aiodaft.Runtime, calls: Any, why: str) -> None:
+    group = await rt.group(3, Keyer)
+    usual, other = calls
+    for key in ("loss", None):
+        refs = [member.do(*(other if rank == 1 else usual), key=key) for rank, member in enumerate(group)]
+        for error in await errors_of(refs):
+            assert isinstance(error, ValueError)
+            what = "" if key is None else " 'loss'"
+            assert f"{what} of {group.id}: the members disagree: rank " in str(error)
+            assert "rank 1 has" in str(error)
+            assert f"rank 0 has {why}" in str(error) or f"rank 2 has {why}" in str(error)
+    assert await group.all(Keyer.do, "all_reduce", 1, key="loss") == [3] * 3
+
+
+async def test_roots_that_differ_and_values_that_cannot_be_cut_or_sent(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    for error in await errors_of([member.do("reduce", 1, root=rank, key="r") for rank, member in enumerate(group)]):
+        assert "rank 0 has root 0" in str(error)
+        assert "rank 1 has root 1" in str(error)
+    for error in await errors_of(group.all(Keyer.do, "all_to_all", [1, 2, 3], key="exchange")):
+        assert isinstance(error, ValueError)
+        assert f"all_to_all 'exchange' of {group.id}: expected 2 items, one for each member, not 3" in str(error)
+    await group[0].begin("all_gather", 1, key="lock")
+    with pytest.raises(TypeError, match="lock"):
+        await group[1].gather_lock("lock")
+    with pytest.raises(ValueError, match=r"all_gather 'lock' of .*: the value of rank 1 cannot travel: .*lock"):
+        await group[0].finish("lock")
+
+
+async def test_members_that_are_late_are_named_at_all(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    why = f"barrier 'late' of {group.id}: rank 1 of 2 did not come in 0.05 s"
+    with pytest.raises(TimeoutError, match=why):
+        await group[0].do("barrier", key="late", timeout=0.05)
+    # The late one hears of it, and the next round is not mixed up with this one.
+    again = group[0].do("barrier", key="late")
+    with pytest.raises(TimeoutError, match=why):
+        await group[1].do("barrier", key="late")
+    await group[1].do("barrier", key="late")
+    await again
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+@pytest.mark.parametrize("dies", [0, 1, 2])
+async def test_a_death_ends_the_waiting_of_all_and_is_named(rt: aiodaft.Runtime, dies: int, has_come: bool) -> None:
+    # Without a restart, so that its scope does not fail.
+    group = await rt.on(restart=Restart("temporary")).group(3, Keyer)
+    others = [rank for rank in range(3) if rank != dies]
+    # Keys meet at all members.
+    keys = list(range(5))
+    for key in keys:
+        await begin(group, [others[0], *([dies] if has_come else [])], "all_reduce", torch.ones(100), key=key)
+    with pytest.raises(ActorDied):
+        await group[dies].die()
+    for key in keys:
+        with pytest.raises(ActorDied) as early:
+            await group[others[0]].finish(key)
+        with pytest.raises(ActorDied) as late:
+            await group[others[1]].do("all_reduce", torch.ones(100), key=key)
+        for info in (early, late):
+            assert f"rank {dies} of {group.id}" in str(info.value.__notes__)
+            assert f"raised for all_reduce {key} of {group.id}" in str(info.value.__notes__)
+
+
+@pytest.mark.parametrize("dies", [0, 1, 2])
+async def test_a_restarted_member_takes_part_in_what_comes_next(rt: aiodaft.Runtime, dies: int) -> None:
+    group = await rt.on(restart=Restart(intensity=9, backoff=AT_ONCE)).group(3, Keyer)
+    early, late = (rank for rank in range(3) if rank != dies)
+    keys = list(range(5))
+    for key in keys:
+        await begin(group, [early], "all_gather", early, key=key)
+    with pytest.raises(ActorDied):
+        await group[dies].die()
+    for key in keys:
+        with pytest.raises(ActorDied):
+            await group[early].finish(key)
+    # One that comes later than the next incarnation hears of it, wherever they meet.
+    for key in keys:
+        with pytest.raises(ActorDied):
+            await group[late].do("all_gather", late, key=key)
+    for key in keys:
+        gathered = await asyncio.gather(*(group[rank].do("all_gather", rank, key=key) for rank in range(3)))
+        assert gathered == [[0, 1, 2]] * 3
+
+
+async def test_a_member_that_is_stopped_is_named(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Keyer)
+    keys = list(range(5))
+    for key in keys:
+        await begin(group, [0], "barrier", key=key)
+    await rt.stop(group[1])
+    for key in keys:
+        with pytest.raises(ActorDied):
+            await group[0].finish(key)
+        with pytest.raises(ActorDied):
+            await group[2].do("barrier", key=key)
+
+
+async def test_a_new_epoch_ends_what_is_open(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    keys = list(range(5))
+    for key in keys:
+        await begin(group, [0], "barrier", key=key)
+    await group.resize(3)
+    for key in keys:
+        with pytest.raises(GroupChanged, match=r"has changed: this is of epoch 1, it has epoch 2 now"):
+            await group[0].finish(key)
+    with pytest.raises(GroupChanged, match=r"barrier: .* has changed since epoch 1: ask current_group\(\) again"):
+        await group[1].do_early("barrier")
+    assert await group.all(Keyer.do, "all_reduce", 1, key=0) == [3] * 3
+
+
+async def test_who_stops_waiting_has_taken_part(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Keyer)
+    for size in (10, 100_000):
+        value = torch.ones(size)
+        await begin(group, [0], "all_reduce", value, key="x")
+        await group[0].give_up("x")
+        for found in await asyncio.gather(*(group[rank].do("all_reduce", value, key="x") for rank in (1, 2))):
+            assert torch.equal(found, value * 3)
+    assert await group.all(Keyer.do, "all_reduce", 1, key="x") == [3] * 3
+
+
+async def test_a_thousand_rounds_leave_nothing(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    assert await group.all(Keyer.rounds, 980, 10) == [1960.0] * 2
+    assert await group.all(Keyer.rounds, 20, 100_000) == [40.0] * 2
+    while any(map(any, left := await group.all(Keyer.left))):
+        # What is not needed any more is freed soon.
+        await asyncio.sleep(0)
+    assert left == [(0, 0, 0)] * 2
+
+
+async def test_a_stack_says_who_waits_for_which_collective(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    await begin(group, [0], "barrier", key="stuck")
+    waiting = group[0].finish("stuck")
+    shown = str(await rt.stack())
+    assert f"waits for barrier 'stuck' of {group.id}" in shown
+    await group[1].do("barrier", key="stuck")
+    await waiting
+
+
+async def test_wrong_arguments_are_refused_at_the_line(rt: aiodaft.Runtime) -> None:
+    member = (await rt.group(1, Keyer))[0]
+    with pytest.raises(TypeError, match=r"key=1.5: a key is a string, an integer, or a tuple of these"):
+        await member.do("barrier", key=1.5)
+    with pytest.raises(TypeError, match=r"key=\('x', None\): a key is"):
+        await member.do("barrier", key=("x", None))
+    with pytest.raises(ValueError, match="root is the rank of one of 1 members, from 0, not 1"):
+        await member.do("reduce", 1, root=1)
+    with pytest.raises(ValueError, match="op is one of sum, product, min, max, or a function"):
+        await member.do("all_reduce", 1, "avg")
+    with pytest.raises(TypeError, match="reduce_scatter of .*: expected a tensor or an array to be cut, not int"):
+        await member.do("reduce_scatter", 1)

@@ -13,7 +13,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import cycle
@@ -88,11 +88,13 @@ class Rank(Actor):
         return await floor.seconds()
 
 
-async def run(bench: Bench, most: int = 64 * _MIB, crowd: int = 16) -> None:
-    """Measure collectives of values of up to `most` bytes, and of up to `crowd` receivers."""
+async def run(
+    bench: Bench, most: int = 64 * _MIB, counts: Sequence[int] = (2, 4), crowds: Sequence[int] = (2, 4, 8, 16)
+) -> None:
+    """Measure collectives of values of up to `most` bytes: over `counts` of members, and from one to `crowds`."""
     sizes = [size for size in _SIZES if size <= most]
     async with Runtime() as rt:
-        for count in (2, 4):
+        for count in counts:
             group = await rt.group(count, Rank)
             await asyncio.gather(*group.all(Rank.join, None))
             for size in sizes:
@@ -101,7 +103,7 @@ async def run(bench: Bench, most: int = 64 * _MIB, crowd: int = 16) -> None:
             await asyncio.gather(*group.all(Rank.leave))
             await _gather(bench, group, min(most, 16 * _MIB))
             await rt.stop_group(group)
-        for count in (receivers for receivers in (2, 4, 8, 16) if receivers <= crowd):
+        for count in crowds:
             group = await rt.group(count + 1, Rank)
             await asyncio.gather(*group.all(Rank.join, None))
             await _next_to_gloo(bench, group, min(most, 16 * _MIB), "broadcast")

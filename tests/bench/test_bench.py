@@ -54,18 +54,15 @@ async def test_workflows_between_actors_are_compared_with_those_that_the_control
     assert messages.within
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_collectives_are_compared_with_gloo_and_with_memcpy(capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench(1)
-    await collectives.run(bench, most=1 << 10, crowd=2)
+    await collectives.run(bench, most=1 << 10, counts=[2], crowds=[2])
     assert [(result.name, result.floor_name) for result in bench.results] == [
         ("1 KiB, all_reduce, 2 members", "gloo"),
         ("1 KiB, broadcast, to 1", "gloo"),
         ("1 KiB, all_gather, 2 members", "one memcpy each"),
-        ("1 KiB, all_reduce, 4 members", "gloo"),
-        ("1 KiB, broadcast, to 3", "gloo"),
-        ("1 KiB, all_gather, 4 members", "one memcpy each"),
         ("1 KiB, broadcast, to 2", "gloo"),
     ]
     assert all(result.value > 0 and result.floor for result in bench.results)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sim_channels import ChannelProgram
+from sim_channels import ChannelProgram, Impatient
 from sim_program import Program, failures, finds
 from sim_spawning import SpawningProgram
 
@@ -184,18 +184,23 @@ handle = End.handle
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "bug", "seen"),
+    ("where", "name", "bug", "seen", "program"),
     [
-        (ChannelTable, "run", without(Kind.BACK), "items were lost"),
-        (End, "handle", give_back_what_is_kept, "received twice"),
-        (ChannelTable, "run", without(Kind.MOVED), "a task waits"),
-        (End, "peer_lost", lambda end, peer: [], "a task waits"),
-        (ChannelTable, "drop", lambda table, channel_id: [], "channels"),
-        (End, "may_send", property(lambda end: False), "before it was closed"),
+        (ChannelTable, "run", without(Kind.BACK), "items were lost", Impatient),
+        (End, "handle", give_back_what_is_kept, "received twice", ChannelProgram),
+        (ChannelTable, "run", without(Kind.MOVED), "a task waits", ChannelProgram),
+        (End, "peer_lost", lambda end, peer: [], "a task waits", ChannelProgram),
+        (ChannelTable, "drop", lambda table, channel_id: [], "channels", ChannelProgram),
+        (End, "may_send", property(lambda end: False), "before it was closed", ChannelProgram),
     ],
 )
 def test_a_bug_planted_in_channels_is_found(
-    monkeypatch: pytest.MonkeyPatch, where: type, name: str, bug: Callable[..., Any], seen: str
+    monkeypatch: pytest.MonkeyPatch,
+    where: type,
+    name: str,
+    bug: Callable[..., Any],
+    seen: str,
+    program: type[ChannelProgram],
 ) -> None:
     monkeypatch.setattr(where, name, bug)
-    assert finds(seen, ChannelProgram)
+    assert finds(seen, program)

@@ -202,3 +202,11 @@ class ChannelProgram(Program):
                 if one[0] == other[0] and one < other
             ):
                 self.history.wrong.append(f"channel {cargo.name}: items came out of order in {where}: {mine}")
+
+
+class Impatient(ChannelProgram):
+    """Many tasks give up and nothing else goes wrong, so that every item has to arrive."""
+
+    def __init__(self, seed: object) -> None:
+        super().__init__(seed)
+        self.kills, self.cuts, self.cancels = 0, 0, 0.5

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from aiodaft._protocol.channels.channel import ChannelId, Command, Kind, Leaving, Message, Outcome, Settle, Tell
 from aiodaft._protocol.channels.channel_end import End
@@ -37,6 +37,9 @@ from aiodaft.actor import Actor
 from aiodaft.exceptions import ChannelClosed, DaftError
 from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
+
+# Sends of one process to one channel that are under way: a send waits for its answer, but not for those before it.
+_SENDS: Final = 16
 
 
 @builder
@@ -337,8 +340,9 @@ class Endpoint:
         self._channels = channels
         self.process = channels.process
         self.end = end
-        # One send and one receive at a time, in the order in which they began.
-        self._sending = asyncio.Lock()
+        # Some sends and one receive at a time, in the order in which they began.
+        self._sending = asyncio.Semaphore(_SENDS)
+        self._packing = asyncio.Lock()
         self._receiving = asyncio.Lock()
 
     def __del__(self) -> None:
@@ -355,12 +359,14 @@ class Endpoint:
     async def send(self, value: Any) -> None:
         """Send an item; waits while the channel is full."""
         async with self._sending:
-            item = value if is_plain(value) else await self._pack(value)
+            async with self._packing:
+                item = value if is_plain(value) else await self._pack(value)
+            # At once: the next one has to wait for a turn of the loop.
             ticket = self.process.next_number()
             try:
                 settled = await self._channels.wait(self.id, ticket, self.end.send(ticket, item))
             except BaseException:
-                self._channels.run(self.id, self.end.stop_sending())
+                self._channels.run(self.id, self.end.stop_sending(ticket))
                 raise
         if settled.outcome is not Outcome.DONE:
             raise await self._error(settled, "nothing can be sent: the channel is closed")

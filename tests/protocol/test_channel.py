@@ -260,6 +260,22 @@ def test_an_end_asks_again_where_the_queue_has_moved_but_offers_nothing_twice() 
     ]
 
 
+def test_offers_follow_the_queue_in_their_order_and_before_later_ones() -> None:
+    end = End(OTHER)
+    end.send(1, "a")
+    end.send(2, "b")
+    moved = Message(Kind.MOVED, 1, THIRD)
+    assert end.handle(OTHER, moved) == [tell(THIRD, Kind.OFFER, 1, "a"), tell(THIRD, Kind.OFFER, 2, "b")]
+    assert end.send(3, "c") == [tell(THIRD, Kind.OFFER, 3, "c")]
+    # The answer to the second offer says nothing new.
+    assert end.handle(OTHER, Message(Kind.MOVED, 2, THIRD)) == []
+    assert end.stop_sending(2) == [tell(THIRD, Kind.WITHDRAW, 2)]
+    assert end.stop_sending(2) == end.handle(THIRD, Message(Kind.TAKEN, 2)) == []
+    assert end.handle(THIRD, Message(Kind.TAKEN, 1)) == [Settle(1, Outcome.DONE)]
+    assert end.peer_lost(THIRD) == [Settle(3, Outcome.LOST, THIRD)]
+    assert end.is_idle
+
+
 def test_a_receive_that_begins_while_an_item_is_on_its_way_back_gets_that_item() -> None:
     end = End(OTHER)
     end.receive(1)

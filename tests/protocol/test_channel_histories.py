@@ -180,10 +180,10 @@ class AnyHistory(RuleBasedStateMachine):
         elif len(holders) == 1 and holders[0] is not maker:
             self.run(maker, [Tell(holders[0].name, Message(Kind.ALONE))])
 
-    @precondition(lambda self: any(not one.sends for one in self.living()))
+    @precondition(lambda self: self.living())
     @rule(data=st.data())
     def send(self, data: st.DataObject) -> None:
-        process = data.draw(st.sampled_from([one for one in self.living() if not one.sends]))
+        process = data.draw(st.sampled_from(self.living()))
         assert process.end is not None
         if not process.end.senders:
             self.change_senders(process, 1)
@@ -197,8 +197,9 @@ class AnyHistory(RuleBasedStateMachine):
     def stop_sending(self, data: st.DataObject) -> None:
         process = data.draw(st.sampled_from([one for one in self.living() if one.sends]))
         assert process.end is not None
-        process.waiting = {ticket: it for ticket, it in process.waiting.items() if it[0] != "send"}
-        self.run(process, process.end.stop_sending())
+        given_up = data.draw(st.sampled_from([ticket for ticket, it in process.waiting.items() if it[0] == "send"]))
+        del process.waiting[given_up]
+        self.run(process, process.end.stop_sending(given_up))
 
     @precondition(lambda self: any(not (one.receives or one.owned) for one in self.living()))
     @rule(data=st.data())

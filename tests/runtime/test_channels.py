@@ -108,6 +108,16 @@ async def test_a_send_waits_for_room_and_can_be_given_up(sites: Sites) -> None:
     assert await channel.receive() == 3
 
 
+async def test_sends_that_are_under_way_together_keep_their_order(sites: Sites) -> None:
+    maker, sender, _ = sites
+    made = maker.channels.create(4)
+    theirs = await given(made, maker, sender)
+    items = [number if number % 3 else ["encoded", number] for number in range(40)]
+    sends = [task(theirs.send(item)) for item in items]
+    assert [await made.receive() for _ in items] == items
+    await asyncio.gather(*sends)
+
+
 async def test_receivers_learn_that_the_process_with_the_queue_is_gone(sites: Sites) -> None:
     maker, receiver, _ = sites
     made = maker.channels.create(4)

@@ -39,7 +39,7 @@ class Want(Enum):
 
 
 class End:
-    """One process's sends and receives of one channel: one send and one receive at a time, any number of closes.
+    """One process's sends and receives of one channel: one receive at a time, any number of sends and closes.
 
     Each has a ticket, a number that the process never uses again: a late answer must not meet another request.
 
@@ -59,7 +59,8 @@ class End:
         self.is_alone = False
         # The maker is gone, and the keeper has asked to be told when the channel is dropped here.
         self._is_counted = False
-        self._offer: tuple[int, Any] | None = None
+        # The items of sends under way, by ticket, in order.
+        self._offers: dict[int, Any] = {}
         self._want = Want.IDLE
         self._want_ticket = 0
         # The process that was asked, for each unanswered request, by ticket.
@@ -74,7 +75,7 @@ class End:
     @property
     def is_idle(self) -> bool:
         """Nothing is under way."""
-        return self._offer is None and self._want is Want.IDLE and not self._closes
+        return not self._offers and self._want is Want.IDLE and not self._closes
 
     @property
     def may_send(self) -> bool:
@@ -96,14 +97,14 @@ class End:
 
     def send(self, ticket: int, item: Any) -> list[Command]:
         """Offer an item."""
-        self._offer = ticket, item
+        self._offers[ticket] = item
         return self._ask(Kind.OFFER, ticket, item)
 
-    def stop_sending(self) -> list[Command]:
-        """Give up the send under way."""
-        if self._offer is None:
+    def stop_sending(self, ticket: int) -> list[Command]:
+        """Give up a send, if it is under way."""
+        if ticket not in self._offers:
             return []
-        ticket, self._offer = self._offer[0], None
+        del self._offers[ticket]
         return [Tell(self._asked.pop(ticket), Message(Kind.WITHDRAW, ticket))]
 
     def receive(self, ticket: int) -> list[Command]:
@@ -163,14 +164,16 @@ class End:
             self._is_counted = True
             return self._follow(0, sender)
         if kind is Kind.MOVED:
-            return self._follow(ticket, body)
+            # It has taken none of what was offered there: that comes before all later offers.
+            moved = [offer for offer in self._offers if self._asked[offer] == sender != body]
+            return [*self._follow(ticket, body), *(one for offer in moved for one in self._offer_again(offer))]
         if kind is Kind.ALONE:
             self.is_alone = True
             return self.say_whether_it_may_send()
         if kind is Kind.TAKEN:
-            if self._offer is None or self._offer[0] != ticket:
+            if ticket not in self._offers:
                 return []
-            self._offer = None
+            del self._offers[ticket]
             del self._asked[ticket]
             return [Settle(ticket, Outcome.DONE)]
         if kind in _ENDINGS:
@@ -190,7 +193,7 @@ class End:
         self.is_lost |= peer == self.keeper
         commands: list[Command] = []
         for ticket in [ticket for ticket, asked in self._asked.items() if asked == peer]:
-            if self.is_lost or (self._offer is not None and self._offer[0] == ticket):
+            if self.is_lost or ticket in self._offers:
                 # It may have taken the offered item, and handed it on.
                 commands += self._settle(ticket, Outcome.LOST, peer)
             else:
@@ -211,7 +214,7 @@ class End:
         return [*self._say(Kind.BACK, 0, item), *([] if again is None else self.receive(again))]
 
     def _follow(self, ticket: int, to: PeerId) -> list[Command]:
-        """The queue is at `to`: repeat the request with this ticket there, unless it was given up."""
+        """The queue is at `to`: repeat the receive or close with this ticket there, unless it was given up."""
         self.keeper, self.is_lost = to, self.is_lost and to == self.keeper
         commands = self._ask_again(ticket)
         if self._close_again and not self.is_lost:
@@ -220,11 +223,12 @@ class End:
         return commands
 
     def _ask_again(self, ticket: int) -> list[Command]:
-        if self._offer is not None and self._offer[0] == ticket:
-            return self._ask(Kind.OFFER, *self._offer)
         if self._want is Want.ASKED and self._want_ticket == ticket:
             return self._ask_for_item()
         return self._ask(Kind.CLOSE, ticket) if ticket in self._closes else []
+
+    def _offer_again(self, ticket: int) -> list[Command]:
+        return self._ask(Kind.OFFER, ticket, self._offers[ticket])
 
     def _ask_for_item(self) -> list[Command]:
         self._said_may_send = self.may_send
@@ -243,8 +247,8 @@ class End:
             self._closes.remove(ticket)
             self._close_again |= outcome is Outcome.LOST
             return [Settle(ticket, Outcome.DONE)]
-        if self._offer is not None and self._offer[0] == ticket:
-            self._offer = None
+        if ticket in self._offers:
+            del self._offers[ticket]
         elif ticket == self._next_want:
             self._next_want = None
         elif ticket == self._want_ticket and self._want is not Want.IDLE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,3 +63,17 @@ def test_a_pipeline_computes_what_one_process_computes(options: tuple[str, ...])
         "pipeline_gpt.py", "--schedule", schedule, "--ranks", ranks, "--microbatches", microbatches, *flags
     )
     assert "equal those of one process, bit for bit" in output
+
+
+@pytest.mark.timeout(120)
+def test_a_module_a_job_a_program_and_an_engine_crash_and_come_back() -> None:
+    said = [line for line in run_example("frameworks.py").splitlines() if not line.startswith(("(", "Trainer-1"))]
+    assert said.count("3 * 2 + 1 = 7.000; 6 * 7 = 42; hello") == 2
+    told = "\n".join(said)
+    assert "the module: RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 1x1)" in told
+    assert re.search(r"the program: ActorDied: Calculator-1 .*\n    the program ended with status -9", told)
+    assert re.search(r"the engine: ActorDied: Engine-1 .*\n    the engine does not answer|ended with status -9", told)
+    # Each rank says which one was killed; one for which gloo missed that has ended, and says so with its last line.
+    assert (
+        len(re.findall(r"(the job: ActorDied|a member was lost): Trainer-1\[1\] .* was killed by SIGKILL", told)) == 4
+    )

@@ -62,6 +62,18 @@ async def test_a7_what_ends_a_program_ends_the_actor_and_not_its_caller(
     assert (caught.value.exit_code, caught.value.executed) == (code, None)
 
 
+@pytest.mark.parametrize(("code", "exit_code", "said"), [(3, 3, ()), ("no more work", 1, ("no more work",))])
+async def test_a7_a_task_of_an_actor_that_exits_ends_the_actor(
+    rt: aiodaft.Runtime, code: int | str, exit_code: int, said: tuple[str, ...]
+) -> None:
+    failing = await rt.spawn(Failing)
+    waiting = failing.wait()
+    for call in (failing.exit_in_a_task(code), waiting):
+        with pytest.raises(aiodaft.ActorDied) as caught:
+            await call
+        assert (caught.value.exit_code, caught.value.last_lines) == (exit_code, said)
+
+
 async def test_c36_the_kernel_that_kills_for_want_of_memory_is_named_and_others_live() -> None:
     with little_memory(256 << 20) as group:
         async with aiodaft.Runtime(preload=(), stop_grace=1) as rt:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
 from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 from spmd_actors import Rank, batch, model, train
 
 import aiodaft
 
-# torch.distributed takes seconds to import.
-pytestmark = pytest.mark.timeout(90)
+# torch takes seconds to import.
+pytestmark = [pytest.mark.timeout(90), pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest.fixture
-async def rt() -> AsyncIterator[aiodaft.Runtime]:
-    """Imports torch.distributed once, not in each member."""
-    async with aiodaft.Runtime(preload=("torch.distributed", "torch.distributed.fsdp", "spmd_actors")) as rt:
-        yield rt
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_runtime() -> AsyncIterator[aiodaft.Runtime]:
+    """Imports once what each member needs; an optimizer of torch needs torch._dynamo."""
+    async with aiodaft.Runtime(preload=("spmd_actors", "torch.distributed.fsdp", "torch._dynamo")) as runtime:
+        # The first one starts the fork server, which stays.
+        await runtime.stop(await runtime.spawn(Rank))
+        yield runtime
 
 
 def told(error: BaseException | None) -> str:
@@ -36,8 +42,8 @@ async def failures(refs: aiodaft.Refs[None]) -> list[BaseException | None]:
     return [result if isinstance(result, BaseException) else None for result in results]
 
 
-async def test_programs_for_torchrun_work_in_methods(rt: aiodaft.Runtime) -> None:
-    ranks = await rt.group(4, Rank)
+async def test_programs_for_torchrun_work_in_methods(module_rt: aiodaft.Runtime) -> None:
+    ranks = await module_rt.group(4, Rank)
     for rank, (inside, after, initialized) in enumerate(await ranks.all(Rank.variables)):
         assert inside == {
             "RANK": str(rank),
@@ -49,37 +55,57 @@ async def test_programs_for_torchrun_work_in_methods(rt: aiodaft.Runtime) -> Non
         assert (after, initialized) == ({}, False)
     for _ in range(3):
         assert await ranks.all(Rank.sum_ranks) == [6.0] * 4
+    assert all(await ranks.all(Rank.multiply_dtensors))
     expected = train(model(), *batch())
     for losses in (*await ranks.all(Rank.train_ddp), *await ranks.all(Rank.train_fsdp)):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
-async def test_a_death_ends_the_waiting_of_all_others_and_is_named(rt: aiodaft.Runtime) -> None:
-    ranks = await rt.on(restart=aiodaft.Restart("permanent", intensity=9, period=60)).group(3, Rank)
-    for dies in (1, 0):
-        for error in await failures(ranks.all(Rank.wait_for_each_other, dies)):
+async def test_a_death_at_any_point_ends_the_waiting_of_all_others_and_is_named(module_rt: aiodaft.Runtime) -> None:
+    restart = aiodaft.Restart(intensity=99, period=60, backoff=aiodaft.Backoff(base=0.001, factor=1))
+    ranks = await module_rt.on(restart=restart).group(3, Rank)
+    points = (("init", 0), ("init", 1), ("connect", 0), ("forward", 1), ("backward", 0), ("recv", 1))
+    for point, dies in points:
+        for error in await failures(ranks.all(Rank.train_and_die, point, dies)):
             assert isinstance(error, aiodaft.ActorDied)
-            assert f"Rank-1[{dies}] " in told(error)
-            assert "SIGKILL" in told(error)
-        # The next block has the new incarnation.
-        assert await ranks.all(Rank.sum_ranks) == [3.0] * 3
+            assert re.search(rf"Rank-\d+\[{dies}\] .*SIGKILL", told(error))
+    # At its end all others have left the block.
+    done = await failures(ranks.all(Rank.train_and_die, "destroy", 1))
+    assert (done[0], type(done[1]), done[2]) == (None, aiodaft.ActorDied, None)
+    # The next block has the new incarnation.
+    assert await ranks.all(Rank.sum_ranks) == [3.0] * 3
 
 
-@pytest.mark.parametrize("dies", [0, 1])
-async def test_a_death_before_the_block_begins_is_named(rt: aiodaft.Runtime, dies: int) -> None:
-    ranks = await rt.group(3, Rank)
-    for error in await failures(ranks.all(Rank.die_first, dies)):
-        assert isinstance(error, aiodaft.ActorDied)
-        assert error.signal == "SIGKILL"
+async def test_a_death_before_the_block_begins_is_named(module_rt: aiodaft.Runtime) -> None:
+    for dies in (0, 1):
+        ranks = await module_rt.on(restart="temporary").group(3, Rank)
+        for error in await failures(ranks.all(Rank.train_and_die, "come", dies)):
+            assert isinstance(error, aiodaft.ActorDied)
+            assert error.signal == "SIGKILL"
 
 
-async def test_the_error_of_one_reaches_the_others_and_who_does_not_come_is_named(rt: aiodaft.Runtime) -> None:
-    ranks = await rt.on(restart="permanent").group(4, Rank)
+async def test_what_waits_in_torch_for_no_connection_is_ended_and_says_why(module_rt: aiodaft.Runtime) -> None:
+    ranks = await module_rt.on(restart="temporary").group(2, Rank)
+    calls = ranks.all(Rank.wait_for_nobody)
+    await ranks.all(Rank.wait_inside)
+    pid = (await module_rt.info(ranks[0])).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    killed, ended = await failures(calls)
+    assert isinstance(killed, aiodaft.ActorDied)
+    assert isinstance(ended, aiodaft.ActorDied)
+    assert (killed.signal, ended.exit_code) == ("SIGKILL", 1)
+    assert re.search(
+        r"torch does not return after a member was lost: Rank-\d+\[0\] .* was killed by SIGKILL", told(ended)
+    )
+
+
+async def test_the_error_of_one_reaches_the_others_and_who_does_not_come_is_named(module_rt: aiodaft.Runtime) -> None:
+    ranks = await module_rt.on(restart="permanent").group(4, Rank)
     errors = await failures(ranks.all(Rank.fail, 1))
     assert isinstance(errors[1], ValueError)
     for rank in (0, 2, 3):
-        assert "Rank-1[1], rank 1 of" in told(errors[rank])
-        assert "left by an error: ValueError: a bad batch" in told(errors[rank])
+        assert re.search(r"\[1\], rank 1 of .* left by an error: ValueError: a bad batch", told(errors[rank]))
     for come, missing in (((0, 1), "2, 3 of 4"), ((1, 2), "rank 0, ")):
         for error in await failures(aiodaft.Refs(ranks[rank].come(0.3) for rank in come)):
             assert isinstance(error, TimeoutError)
@@ -88,8 +114,8 @@ async def test_the_error_of_one_reaches_the_others_and_who_does_not_come_is_name
     assert await ranks.all(Rank.sum_ranks) == [6.0] * 4
 
 
-async def test_wrong_uses_are_refused(rt: aiodaft.Runtime) -> None:
-    (alone,) = await rt.group(1, Rank)
+async def test_wrong_uses_are_refused(module_rt: aiodaft.Runtime) -> None:
+    (alone,) = await module_rt.group(1, Rank)
     with pytest.raises(RuntimeError, match="is for `def` methods"):
         await alone.come_on_the_loop()
     with pytest.raises(RuntimeError, match="has a process group already"):
@@ -98,4 +124,4 @@ async def test_wrong_uses_are_refused(rt: aiodaft.Runtime) -> None:
         await alone.come_over("nowhere0")
     assert await alone.sum_ranks() == 0.0
     with pytest.raises(RuntimeError, match="is no member of a group"):
-        await (await rt.spawn(Rank)).sum_ranks()
+        await (await module_rt.spawn(Rank)).sum_ranks()

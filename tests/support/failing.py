@@ -135,6 +135,15 @@ class Failing(Actor):
         sys.exit(code)
 
     @method
+    async def exit_in_a_task(self, code: int | str) -> None:
+        async def leave() -> None:
+            sys.exit(code)
+
+        leaving = asyncio.get_running_loop().create_task(leave())
+        await asyncio.sleep(60)
+        await leaving
+
+    @method
     async def kill_itself(self, number: int = signal.SIGKILL) -> None:
         print("last words", file=sys.stderr)
         os.kill(os.getpid(), number)

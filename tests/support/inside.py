@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import aiodaft
 from aiodaft._runtime.controller import Controller
+from aiodaft._runtime.groups import process_group
 from aiodaft._runtime.groups.inboxes import Box, Inboxes
 from aiodaft._runtime.node.launcher import WorkerLauncher
 from aiodaft._runtime.node.local_node import LocalNode
@@ -86,3 +87,8 @@ def inboxes_here() -> list[Box]:
 def traffic_here() -> aiodaft.Traffic:
     """What this process sent and received."""
     return current_process().part(Peer).connections.traffic()
+
+
+def end_blocks_that_stand_still(looks: int) -> None:
+    """In an actor: how often a block of torch may be found at one place after a member is lost."""
+    process_group._LOOKS = looks

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import end_blocks_that_stand_still
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import aiodaft
 
@@ -38,6 +43,44 @@ def train(trained: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
     return losses
 
 
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(point: str, trained: nn.Module) -> None:
+    """Have this process die at a point of its next block, in which it trains a model."""
+    match point:
+        case "come":
+            die()
+        case "init":
+            dist.init_process_group = die
+        case "connect":
+            dist.init_process_group = partial(init_and_die, dist.init_process_group)
+        case "forward":
+            trained.register_forward_hook(die)
+        case "backward":
+            next(trained.parameters()).register_hook(die)
+        case "destroy":
+            dist.destroy_process_group = die
+
+
+class LastStore(dist.Store):
+    """A store for the address of this process, which dies then."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        die()
+
+
+def init_and_die(init: Callable[..., None], backend: str, *, store: dist.Store, **options: Any) -> None:
+    """Die when the others know where to connect, and nobody has."""
+    init(backend, store=LastStore(store), **options)
+
+
 class Rank(aiodaft.Actor):
     def __init__(self) -> None:
         self.inside = threading.Event()
@@ -60,8 +103,6 @@ class Rank(aiodaft.Actor):
     @aiodaft.method
     def train_ddp(self) -> list[float]:
         """The mean losses of the parts of the batch."""
-        from torch.nn.parallel import DistributedDataParallel
-
         group: aiodaft.CurrentGroup[Any] = aiodaft.current_group()
         with group.process_group("gloo"):
             x, y = (part.chunk(group.size)[group.rank] for part in batch())
@@ -84,38 +125,60 @@ class Rank(aiodaft.Actor):
             return list((losses / group.size).tolist())
 
     @aiodaft.method
-    def wait_for_each_other(self, dies: int) -> None:
-        """Each waits for the one before it, the first one for the last one, which dies."""
+    def multiply_dtensors(self) -> bool:
+        """On a mesh of 2 x 2: whether the product is that of one process, and a part of the mesh is a group."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+        with aiodaft.current_group().process_group("gloo"):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            x, y = torch.arange(12.0).reshape(4, 3), torch.arange(15.0).reshape(3, 5)
+            product = distribute_tensor(x, mesh["tp"], [Shard(0)]) @ distribute_tensor(y, mesh["tp"], [Shard(1)])
+            assert isinstance(product, DTensor)
+            total = torch.tensor(float(dist.get_rank()))
+            dist.all_reduce(total, group=mesh.get_group("dp"))
+            return torch.equal(product.full_tensor(), x @ y) and total.item() == sum(mesh["dp"].mesh.tolist())
+
+    @aiodaft.method
+    def train_and_die(self, point: str, dies: int) -> None:
+        """Train; a member dies at a point of that."""
         group: aiodaft.CurrentGroup[Any] = aiodaft.current_group()
+        trained = model()
+        if group.rank == dies:
+            die_at(point, trained)
         with group.process_group("gloo"):
-            received = torch.zeros(1)
-            dist.all_reduce(received)
-            if group.rank == dies:
-                os.kill(os.getpid(), signal.SIGKILL)
-            # Nobody sends: those that wait for one that lives wait, too.
-            dist.recv(received, (group.rank + 1) % group.size)
+            train(DistributedDataParallel(trained), *batch())
+            if point == "recv":
+                # Nobody sends: each waits for the next one, the last one for the first one.
+                if group.rank == dies:
+                    die()
+                dist.recv(torch.zeros(1), (group.rank + 1) % group.size)
+
+    @aiodaft.method
+    def wait_for_nobody(self) -> None:
+        """Wait in torch for what no connection brings."""
+        end_blocks_that_stand_still(looks=2)
+        with aiodaft.current_group().process_group("gloo"):
+            self.inside.set()
+            torch.futures.Future[int]().wait()
+
+    @aiodaft.method
+    async def wait_inside(self) -> None:
+        await asyncio.to_thread(self.inside.wait)
 
     @aiodaft.method
     def fail(self, fails: int) -> None:
         group: aiodaft.CurrentGroup[Any] = aiodaft.current_group()
         with group.process_group("gloo"):
             if group.rank == fails:
+                # The group cannot be destroyed while this is under way.
+                dist.all_reduce(torch.zeros(1), async_op=True)
                 raise ValueError("a bad batch")
-            dist.all_reduce(torch.zeros(1))
+            dist.recv(torch.zeros(1), fails)
 
     @aiodaft.method
     def come(self, patience: float) -> None:
         with aiodaft.current_group().process_group("gloo", patience=patience):
-            pass
-
-    @aiodaft.method
-    def die_first(self, dies: int) -> None:
-        if aiodaft.current_group().rank == dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.come_now()
-
-    def come_now(self) -> None:
-        with aiodaft.current_group().process_group("gloo"):
             pass
 
     @aiodaft.method

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final, NamedTuple, cast
 
+from aiodaft._protocol.groups.block import Left
 from aiodaft._protocol.ids import BLOCKS, ActorId, PeerId, number_of
 from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.calls.call import Caller
@@ -22,20 +23,6 @@ class Begun(NamedTuple):
 
     name: str
     address: str
-
-
-class Left(NamedTuple):
-    """How a member left a block.
-
-    Attributes:
-        error: The error by which it left early; "" if it did not.
-        follows: Whether that error came of another member.
-        gone: Whether the member is gone.
-    """
-
-    error: str = ""
-    follows: bool = False
-    gone: bool = False
 
 
 class Gathering:
@@ -116,6 +103,10 @@ class Blocks(Actor):
         if not self._enlisted.has(ActorId(actor)):
             return Left(gone=True)
         return await asyncio.shield(self._how_left(ActorId(actor), block))
+
+    @method(ordered=False)
+    async def answer(self) -> None:
+        """Say that this process is there."""
 
     # What the member itself tells.
 

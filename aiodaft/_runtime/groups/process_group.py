@@ -1,9 +1,8 @@
 """The process group of torch that the members of a group open together, and how a broken one lets them go.
 
 torch.distributed with gloo does not end what waits for a dead process, apart from operations with that process itself.
-Here each member watches the others. When one is gone, or has left by an error, each shuts down the connections that the
-listeners of gloo and of the store in its process have accepted. One end of each connection is such a one, so everything
-that waits ends at once, at every member.
+Here each member watches the others. When one is gone, or has left by an error, each breaks the connections of torch in
+its process until it has left the block. So all that waits ends, at every member.
 """
 
 from __future__ import annotations
@@ -13,31 +12,39 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from aiodaft._protocol.ids import ActorId, PeerId, can_share_memory, node_of
+from aiodaft._protocol.groups.block import Left, Others, torchrun_variables
+from aiodaft._protocol.ids import ActorId, PeerId, can_share_memory
 from aiodaft._runtime.actors.blocking import block_on
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.calls.call import Caller, Target
-from aiodaft._runtime.groups.blocks import NO_BLOCK, Begun, Blocks, Left, blocks_of
+from aiodaft._runtime.groups.blocks import NO_BLOCK, Begun, Blocks, blocks_of
 from aiodaft._runtime.groups.meeting_place import place_of
+from aiodaft._runtime.groups.torch_sockets import TorchSockets
 from aiodaft._runtime.objects.ref_state import state_of
-from aiodaft._runtime.serialization.errors import add_note
-from aiodaft.exceptions import ActorDied, DaftError
+from aiodaft.exceptions import DaftError
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _LOOPBACK: Final = "lo"
-# Seconds that operations have to fail when a member is lost, before this process is ended.
-_FREE_WITHIN: Final = 5.0
-# Seconds from a broken operation of torch until this process has heard which member is gone.
-_HEARD_WITHIN: Final = 2.0
+# After a member is lost: seconds between two looks at what torch has opened, and the looks at which the thread of the
+# block may stand at one place.
+_PAUSE: Final = 0.25
+_LOOKS: Final = 20
+# Seconds that the others have to answer whether they are there, when an operation of torch has failed.
+_ANSWERS_WITHIN: Final = 10.0
+# Seconds of one attempt to connect to the store.
+_CONNECT_WITHIN: Final = 1.0
+# What waits in them is no operation of torch, and has its own end.
+_NOT_OF_TORCH: Final = sys.stdlib_module_names | {"aiodaft"}
 
 # The process of a member, and its number there.
 Place: TypeAlias = tuple[PeerId, ActorId]
@@ -53,23 +60,20 @@ class Membership:
         self.members = members
         self.rank = rank
         self.size = len(members)
+        self.group = group
         self.name = f"{hosted.name}, rank {rank} of {group}"
-        # What happened to the first other member that is gone or has left by an error.
-        self.lost: Exception | None = None
-        self.heard = threading.Event()
+        self.others = Others(group, [member.label for member in members])
+        self.sockets = TorchSockets(self.size)
         self._caller = caller
-        self._group = group
         self._place = hosted.id, epoch
         self._blocks = caller.process.part(Blocks)
         self._thread = threading.get_ident()
-        self._over = False
-        # The sockets that do not belong to the block.
-        self._before = frozenset(_sockets().values())
         self._places: Sequence[Place] = ()
         self._watching: list[asyncio.Task[None]] = []
         self._waiting: asyncio.Task[Any] | None = None
+        self._breaking: asyncio.Task[None] | None = None
         self._block = NO_BLOCK
-        # Called when a member is lost.
+        # Called once when a member is lost.
         self.abort: Callable[[], object] = lambda: None
 
     async def gather(self, address: str, patience: float) -> None:
@@ -89,16 +93,25 @@ class Membership:
         """Say that this member has left, and wait until the others have, however they do."""
         self._blocks.leave(self._place[0], self._block, Left())
         await asyncio.gather(*self._watching)
-        self._over = True
         self._blocks.forget(self._place[0], self._block)
+
+    async def find_out(self) -> None:
+        """Hear who is lost by now. Each other member is asked; what it has told before comes before its answer."""
+        if self.others.lost is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ANSWERS_WITHIN):
+                    await asyncio.gather(*(self._ask(rank) for rank in range(len(self._places)) if rank != self.rank))
 
     def leave(self, how: Left) -> None:
         """Leave early, and let go of the others."""
-        self._over = True
-        self._stop_watching()
-        self._shut()
         if self._block != NO_BLOCK:
             self._blocks.leave(self._place[0], self._block, how)
+        self._break()
+
+    def end(self) -> None:
+        """Nothing of the block is left in this process."""
+        for task in (*self._watching, *([self._breaking] if self._breaking else [])):
+            task.cancel()
 
     async def _begin(self, waiting: Coroutine[Any, Any, Begun]) -> Begun:
         try:
@@ -117,13 +130,16 @@ class Membership:
 
     async def _wait(self, waiting: Coroutine[Any, Any, Begun]) -> Begun:
         """Wait for the others; a member that is lost ends it."""
+        if self.others.lost is not None:
+            waiting.close()
+            raise self.others.lost
         self._waiting = asyncio.current_task()
         try:
             return await waiting
         except asyncio.CancelledError:
-            if self.lost is None:
+            if self.others.lost is None:
                 raise
-            raise self.lost from None
+            raise self.others.lost from None
         finally:
             self._waiting = None
 
@@ -149,43 +165,52 @@ class Membership:
             task.cancel()
 
     async def _watch_one(self, rank: int, question: Ref[Left]) -> None:
-        member = self.members[rank]
         try:
-            left = await question
+            left: Left | DaftError = await question
         except DaftError as error:
-            add_note(error, f"this was {member.label}, rank {rank} of {self._group}")
-            lost: Exception = error
-        else:
-            if not left.error and not left.gone:
-                return
-            if left.follows:
-                # What that came of will be heard as well.
-                self._shut()
-                return
-            who = f"{member.label}, rank {rank} of {self._group},"
-            how = "was stopped" if left.gone else f"left by an error: {left.error}"
-            lost = ActorDied(f"{who} {how}") if left.gone else RuntimeError(f"{who} {how}")
-        if self.lost is None:
-            self.lost = lost
-            self.heard.set()
-            self.process.loop.call_later(_FREE_WITHIN, self._end_if_stuck)
-        if self._waiting is not None:
-            self._waiting.cancel()
-        self._shut()
+            left = error
+        self._hear(rank, left)
 
-    def _end_if_stuck(self) -> None:
-        """End this process if its block still waits in torch.distributed: gloo may miss the end of its connections."""
-        frame = None if self._over else sys._current_frames().get(self._thread)
-        if frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed"):
-            sys.stderr.write(f"{self.name}: torch.distributed does not return after a member was lost: {self.lost}\n")
-            os._exit(1)
+    async def _ask(self, rank: int) -> None:
+        try:
+            await blocks_of(self._caller, self._places[rank][0]).answer()
+        except DaftError as error:
+            self._hear(rank, error)
 
-    def _shut(self) -> None:
+    def _hear(self, rank: int, left: Left | DaftError) -> None:
+        if self.others.hear(rank, left):
+            if self._waiting is not None and self.others.lost is not None:
+                self._waiting.cancel()
+            self._break()
+
+    def _break(self) -> None:
+        if self._breaking is None:
+            self._breaking = self.process.loop.create_task(self._break_until_left())
+
+    async def _break_until_left(self) -> None:
+        """Break what torch waits for, until the block is left: torch may connect again, and tells nobody.
+
+        Ends this process if its block stands still nevertheless: gloo may miss the end of its connections.
+        """
         with suppress(Exception):
             self.abort()
-        for accepted in _accepted(self._before):
-            with suppress(OSError):
-                accepted.shutdown(socket.SHUT_RDWR)
+        place, looks = None, 0
+        while looks < _LOOKS:
+            self.sockets.shut()
+            before, place = place, waits_at(self._thread)
+            looks = looks + 1 if place is not None and place == before else 0
+            await asyncio.sleep(_PAUSE)
+        why = self.others.lost or "this one left by an error"
+        sys.stderr.write(f"{self.name}: torch does not return after a member was lost: {why}\n")
+        os._exit(1)
+
+
+def waits_at(thread: int) -> tuple[int, int, float] | None:
+    """Where a thread is, unless it waits for something of Python or aiodaft; the same again if it has not moved."""
+    frame = sys._current_frames().get(thread)
+    if frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_OF_TORCH:
+        return None
+    return id(frame), frame.f_lasti, time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 @contextmanager
@@ -207,55 +232,73 @@ def process_group(
     interface = interface or _LOOPBACK
     what = f"process_group() of {me.name}"
     inside = False
-    try:
-        if me.rank == 0:
-            store = dist.TCPStore(_ip_of(interface), 0, me.size, is_master=True, wait_for_workers=False)
-            block_on(process, me.gather(f"{store.host}:{store.port}", patience), what)
+    with ExitStack() as stack:
+        stack.callback(process.call_soon, me.end)
+        try:
+            store = _open_store(me, interface, patience, what)
+            processes = [member.remote for member in me.members]
+            variables = torchrun_variables(me.rank, processes, store.host, store.port, interface)
+            stack.enter_context(_environment(variables))
+            stack.callback(_destroy)
+            dist.init_process_group(
+                backend, store=store, rank=me.rank, world_size=me.size, timeout=timedelta(seconds=patience)
+            )
+            dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)
+            # Those that are not as far would not hear of one that leaves.
+            block_on(process, me.meet(patience), what)
+            if dist.get_backend() != "gloo":
+                # What waits on a GPU. With gloo, an operation that begins after an abort would wait for ever.
+                me.abort = dist.group.WORLD.abort
+            inside = True
+            yield dist.group.WORLD
+            block_on(process, me.wait_others(), what)
+        except BaseException as error:
+            failed = ConnectionError | RuntimeError if not inside else dist.DistError
+            broken = isinstance(error, failed) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+            if broken:
+                with suppress(asyncio.CancelledError, DaftError):
+                    block_on(process, me.find_out(), what)
+            how = me.others.leave(error, inside=inside, broken=broken)
+            # Before the group is destroyed: that waits for operations under way.
+            process.call_soon(partial(me.leave, how))
+            if how.follows and me.others.lost is not None and me.others.lost is not error:
+                raise me.others.lost from error
+            raise
+
+
+def _open_store(me: Membership, interface: str, patience: float, what: str) -> Any:
+    """Come together at the store, which is at rank 0."""
+    import torch.distributed  # noqa: PLC0415 - takes a second
+
+    dist: Any = torch.distributed
+    if me.rank == 0:
+        store = dist.TCPStore(_ip_of(interface), 0, me.size, is_master=True, wait_for_workers=False)
+        me.sockets.store_port = store.port
+        block_on(me.process, me.gather(f"{store.host}:{store.port}", patience), what)
+        return store
+    host, _, port = block_on(me.process, me.come(patience), what).rpartition(":")
+    until = time.monotonic() + patience
+    while True:
+        # Refused at once if rank 0 is gone by now. The store would try again until its time is over.
+        socket.create_connection((host, int(port)), patience).close()
+        try:
+            store = dist.TCPStore(host, int(port), me.size, is_master=False, timeout=timedelta(seconds=_CONNECT_WITHIN))
+        except dist.DistError:
+            if time.monotonic() > until:
+                raise
         else:
-            host, _, port = block_on(process, me.come(patience), what).rpartition(":")
-            store = dist.TCPStore(host, int(port), me.size, is_master=False)
-        with _environment(_variables(me, store.host, store.port, interface)):
-            try:
-                dist.init_process_group(
-                    backend, store=store, rank=me.rank, world_size=me.size, timeout=timedelta(seconds=patience)
-                )
-                dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)
-                # Those that are not as far would not hear of one that leaves.
-                block_on(process, me.meet(patience), what)
-                if dist.get_backend() != "gloo":
-                    # What waits on a GPU. With gloo, an operation that begins after an abort would wait for ever.
-                    me.abort = dist.group.WORLD.abort
-                inside = True
-                yield dist.group.WORLD
-                block_on(process, me.wait_others(), what)
-            finally:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-    except BaseException as error:
-        of_torch = not inside or isinstance(error, dist.DistError) or "gloo" in str(error)
-        broken = isinstance(error, RuntimeError) and of_torch
-        if broken:
-            me.heard.wait(_HEARD_WITHIN)
-        follows = me.lost is not None and (broken or not inside)
-        process.call_soon(partial(me.leave, Left(f"{type(error).__name__}: {error}", follows)))
-        if me.lost is not None and follows:
-            raise me.lost from error
-        raise
+            store.set_timeout(timedelta(seconds=patience))
+            return store
 
 
-def _variables(me: Membership, host: str, port: int, interface: str) -> dict[str, str]:
-    """What programs for torchrun read."""
-    beside = [rank for rank, member in enumerate(me.members) if node_of(member.remote) == node_of(me.process.id)]
-    return {
-        "RANK": str(me.rank),
-        "WORLD_SIZE": str(me.size),
-        "LOCAL_RANK": str(beside.index(me.rank)),
-        "LOCAL_WORLD_SIZE": str(len(beside)),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": interface,
-    }
+def _destroy() -> None:
+    import torch.distributed  # noqa: PLC0415 - takes a second
+
+    dist: Any = torch.distributed
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # Groups are found in the store by their numbers. torch counts one that could not be made, too.
+    dist.distributed_c10d._world.group_count = 0
 
 
 @contextmanager
@@ -279,31 +322,3 @@ def _ip_of(interface: str) -> str:
     if interface not in known:
         raise ValueError(f"there is no interface {interface!r} here: there are {', '.join(sorted(known))}")
     return known[interface][0]
-
-
-def _sockets() -> dict[int, str]:
-    """The sockets of this process: their descriptors and inodes."""
-    found: dict[int, str] = {}
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:"):
-                found[int(name)] = target
-    return found
-
-
-def _accepted(before: frozenset[str]) -> Iterator[socket.socket]:
-    """Connections to listeners of this process that were not there before."""
-    opened: list[socket.socket] = []
-    for fd, inode in _sockets().items():
-        if inode not in before:
-            with suppress(OSError):
-                opened.append(socket.socket(fileno=os.dup(fd)))
-    try:
-        opened = [sock for sock in opened if sock.family in {socket.AF_INET, socket.AF_INET6}]
-        listening = {sock for sock in opened if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
-        ports = {sock.getsockname()[1] for sock in listening}
-        yield from (sock for sock in opened if sock not in listening and sock.getsockname()[1] in ports)
-    finally:
-        for sock in opened:
-            sock.close()

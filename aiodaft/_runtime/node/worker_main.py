@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
 from aiodaft._protocol.node.code import Code
@@ -95,14 +95,8 @@ class WorkerMain:
         return await self._peer.node.exit_report(connection.remote, self._peer.graphs.in_flight(connection))
 
     def _exit_requested(self, error: BaseException) -> None:
-        code = error.code if isinstance(error, SystemExit) else 130
-        if isinstance(code, str):
-            sys.stderr.write(f"{code}\n")
-            code = 1
         # At once and without an answer: callers get the exit report.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code or 0)
+        _exit_as(error)
 
     def _report_unheld(self, error: BaseException, what: str) -> None:
         if self._peer.process.closed is None:
@@ -165,11 +159,26 @@ def _serve(packed: bytes, connection: int, heartbeat: int) -> int:
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        status = runner.run(serve())
+        try:
+            status = runner.run(serve())
+        except (SystemExit, KeyboardInterrupt) as error:
+            # Of a task or callback of an actor. The runner would cancel the calls first.
+            _exit_as(error)
         sys.stdout.flush()
         sys.stderr.flush()
         # The process does not wait for `def` methods and user threads.
         os._exit(status)
+
+
+def _exit_as(error: BaseException) -> NoReturn:
+    """End this process as SystemExit or KeyboardInterrupt say."""
+    code = error.code if isinstance(error, SystemExit) else 130
+    if isinstance(code, str):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
 
 
 def _reseed() -> None:

@@ -1,0 +1,91 @@
+"""A block of code in which the members of a group use one process group of torch: who is lost to the others. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from aiodaft._protocol.ids import PeerId, node_of
+from aiodaft.exceptions import ActorDied, DaftError
+
+
+class Left(NamedTuple):
+    """How a member left a block.
+
+    Attributes:
+        error: The error by which it left early; "" if it did not.
+        follows: Whether that error came of another member.
+        gone: Whether the member is gone.
+    """
+
+    error: str = ""
+    follows: bool = False
+    gone: bool = False
+
+
+class Others:
+    """What a member in a block knows of the others.
+
+    Args:
+        group: The name of the group.
+        labels: The names of its members, by rank.
+    """
+
+    def __init__(self, group: str, labels: Sequence[str]) -> None:
+        self._group = group
+        self._labels = labels
+        # What happened to the first one that is gone or has left by an error.
+        self.lost: Exception | None = None
+
+    def hear(self, rank: int, left: Left | DaftError) -> bool:
+        """Note how a member has left, or why it is gone; returns whether others may wait for it in vain."""
+        if isinstance(left, Left):
+            if not left.error and not left.gone:
+                return False
+            if left.follows:
+                # What that came of will be heard as well.
+                return True
+        if self.lost is None:
+            self.lost = self._name(rank, left)
+        return True
+
+    def leave(self, error: BaseException, *, inside: bool, broken: bool) -> Left:
+        """How this member leaves by an error.
+
+        Args:
+            error: The error.
+            inside: Whether the block had begun.
+            broken: Whether an operation of torch has failed.
+        """
+        follows = self.lost is not None and (broken or not inside)
+        return Left(f"{type(error).__name__}: {error}", follows)
+
+    def _name(self, rank: int, left: Left | DaftError) -> Exception:
+        if isinstance(left, DaftError):
+            left.add_note(f"this was {self._labels[rank]}, rank {rank} of {self._group}")
+            return left
+        who = f"{self._labels[rank]}, rank {rank} of {self._group},"
+        return ActorDied(f"{who} was stopped") if left.gone else RuntimeError(f"{who} left by an error: {left.error}")
+
+
+def torchrun_variables(rank: int, processes: Sequence[PeerId], host: str, port: int, interface: str) -> dict[str, str]:
+    """The environment that programs for torchrun read.
+
+    Args:
+        rank: The member.
+        processes: Those of all members, by rank.
+        host: Where the store listens.
+        port: The port of the store.
+        interface: The network interface of gloo and NCCL.
+    """
+    beside = [other for other, process in enumerate(processes) if node_of(process) == node_of(processes[rank])]
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(processes)),
+        "LOCAL_RANK": str(beside.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(beside)),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+    }

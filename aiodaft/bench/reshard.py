@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +25,7 @@ _COLUMNS: Final = 2048
 
 
 class Member(Actor):
-    """A rank with a shard, and two more of the same size for the memcpy."""
+    """A rank with a shard, and other memory of the same size for the memcpy."""
 
     def __init__(self, layout: Layout) -> None:
         import torch  # noqa: PLC0415 - optional package
@@ -53,21 +53,21 @@ class Member(Actor):
             self.other[name].copy_(tensor)
 
 
-async def run(bench: Bench, size: int = 1 << 30) -> None:
-    """Measure moves of 64 MiB, and of so many bytes."""
-    for nbytes in (64 * _MIB, size):
-        for before, after in ((4, 3), (2, 4)):
-            async with Runtime() as rt:
+async def run(bench: Bench, sizes: Sequence[int] = (64 * _MIB, 1024 * _MIB)) -> None:
+    """Measure moves of states of so many bytes."""
+    async with Runtime() as rt:
+        for nbytes in sizes:
+            for before, after in ((4, 3), (2, 4)):
                 await _one(rt, bench, nbytes, before, after)
 
 
 async def _one(rt: Runtime, bench: Bench, nbytes: int, before: int, after: int) -> None:
     source, destination = _layout(nbytes, before), _layout(nbytes, after)
     plan = reshard(source, destination)
-    old, new = await rt.group(before, Member, source), await rt.group(after, Member, destination)
-    ours, floor = partial(_move, plan, old, new), partial(_copies, new)
-    name = f"{before} to {after} ranks, {nbytes // _MIB:,} MiB"
-    await bench.compare(name, ours, floor, "one memcpy per receiver", size=nbytes)
+    async with rt.group(before, Member, source) as old, rt.group(after, Member, destination) as new:
+        ours, floor = partial(_move, plan, old, new), partial(_copies, new)
+        name = f"{before} to {after} ranks, {nbytes // _MIB:,} MiB"
+        await bench.compare(name, ours, floor, "one memcpy per receiver", size=nbytes)
 
 
 async def _move(plan: ReshardPlan, old: Group[Member], new: Group[Member]) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from clusters import cluster_of
 
-from aiodaft.bench import collectives, refs, scale, workflows
+from aiodaft.bench import collectives, refs, reshard, scale, workflows
 from aiodaft.bench.compare import comparison
 from aiodaft.bench.floors import Copy, open_echo, run_python
 from aiodaft.bench.results import Bench, Result, as_json, in_turns, table
@@ -67,6 +67,15 @@ async def test_collectives_are_compared_with_gloo_and_with_memcpy(capsys: pytest
     ]
     assert all(result.value > 0 and result.floor for result in bench.results)
     assert "collectives between hosts need $AIODAFT_ADDRESS" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+async def test_moves_of_shards_are_compared_with_a_memcpy_at_each_receiver() -> None:
+    bench = Bench(1)
+    await reshard.run(bench, sizes=[2 << 20])
+    assert [result.name for result in bench.results] == ["4 to 3 ranks, 2 MiB", "2 to 4 ranks, 2 MiB"]
+    assert all(result.floor_name == "one memcpy per receiver" and result.value > 0 for result in bench.results)
 
 
 @pytest.mark.timeout(60)

@@ -65,11 +65,10 @@ async def test_odd_layouts_and_odd_memory_move_between_ranks_that_share_processe
             await assert_has(group[:after], destination, whole, moved)
 
 
-async def test_a_source_writes_into_place_where_it_can_and_each_byte_is_copied_once(rt: aiodaft.Runtime) -> None:
-    if not in_place():
-        pytest.skip("the sources cannot map the memory of the destination")
-    # Rows and columns: no part of a column shard is without gaps.
-    shardings = {f"w{dim}": Sharding(shape=(512, 640), dtype=F32, dims={dim: "tp"}) for dim in (0, 1)}
+async def test_lent_shards_move_without_a_copy_on_the_way(rt: aiodaft.Runtime) -> None:
+    # Of column shards, no part is without gaps: only what writes into place needs none.
+    dims = (0, 1) if in_place() else (0,)
+    shardings = {f"w{dim}": Sharding(shape=(1024, 640), dtype=F32, dims={dim: "tp"}) for dim in dims}
     source, destination = Layout({"tp": 4}, shardings), Layout({"tp": 3}, shardings)
     plan = reshard(source, destination)
     old, new = await rt.group(4, Rank), await rt.group(3, Rank)
@@ -80,12 +79,27 @@ async def test_a_source_writes_into_place_where_it_can_and_each_byte_is_copied_o
     moved = await plan.move(shards, to=new)
     for ref in moved:
         await ref.ready()
-    assert tuple(await old.all(Rank.copied)) == plan.sent
+    # A source that writes into place copies each byte once; others copy none, and neither does the destination.
+    assert tuple(await old.all(Rank.copied)) == (plan.sent if in_place() else (0, 0, 0, 0))
     assert await new.all(Rank.copied) == [0, 0, 0]
     # The new shards, and nothing else, take memory.
-    assert await old.all(Rank.blocks) == [0] * 4
-    assert await new.all(Rank.blocks) == [2] * 3
+    assert await old.all(Rank.blocks, 0) == [0] * 4
+    assert await new.all(Rank.blocks, len(dims)) == [len(dims)] * 3
     await assert_has(new, destination, whole, moved)
+
+
+async def test_a_shard_that_is_written_to_while_its_bytes_are_sent_is_an_error(rt: aiodaft.Runtime) -> None:
+    if in_place():
+        pytest.skip("nothing is sent")
+    plan = reshard(tp(2), tp(1))
+    old, new = await rt.group(2, Rank), await rt.group(1, Rank)
+    shards = await loaded(old, tp(2), whole_tensors({"w": Sharding(shape=(1024, 256), dtype=F32)}))
+    await old[0].write_at_grant()
+    moved = await plan.move(shards, to=new)
+    with pytest.raises(aiodaft.BorrowError):
+        await moved[0]
+    del moved
+    await new[0].blocks(0)
 
 
 async def test_a_member_that_dies_is_named_leaves_nothing_and_its_successor_gets_its_shard(rt: aiodaft.Runtime) -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from here import copied_bytes, current_peer
@@ -19,12 +19,18 @@ import aiodaft
 from aiodaft import Actor, Group, Layout, Refs, Sharding, method
 from aiodaft._protocol.ids import RESHARDING
 from aiodaft._runtime.groups.resharding import Resharding
+from aiodaft._runtime.objects.store import InPlace
+from aiodaft_transport import Block, Control, Grant
 from aiodaft_transport.shm import ShmTransport
 from aiodaft_transport.tcp import TcpTransport
 
 State: TypeAlias = dict[str, Tensor]
 # Copies a parcel of so many bytes.
 Copy: TypeAlias = Callable[[Callable[[], object], int], Awaitable[None]]
+
+
+async def _nothing(job: Callable[[], object], nbytes: int) -> None:
+    """In place of a copy."""
 
 
 def resharding() -> Resharding:
@@ -167,9 +173,30 @@ class Rank(Actor):
         self._instead_of_copies(write)
 
     def _instead_of_copies(self, action: Callable[[Copy, Callable[[], object], int], Awaitable[None]]) -> None:
-        actor = resharding()
+        actor, lend = resharding(), resharding()._lend  # noqa: SLF001 - see above
         copy = partial(Resharding._copy, actor)  # noqa: SLF001 - see above
         setattr(actor, "_copy", partial(action, copy))  # noqa: B010 - a method of this one object
+
+        async def lend_after(*args: Any) -> InPlace | None:
+            await action(_nothing, bool, 0)
+            return await lend(*args)
+
+        setattr(actor, "_lend", lend_after)  # noqa: B010 - as above
+
+    @method
+    async def write_at_grant(self) -> None:
+        """Write to the shard when the first part of it is granted to another process."""
+        transport = current_peer().store.transport
+        grant = transport.grant
+
+        def grant_and_write(block: Block, control: Control) -> Grant:
+            setattr(transport, "grant", grant)  # noqa: B010 - a method of this one object
+            made = grant(block, control)
+            for tensor in self.state.values():
+                tensor.add_(1.0)
+            return made
+
+        setattr(transport, "grant", grant_and_write)  # noqa: B010 - as above
 
     @method
     async def wait_asked(self) -> None:

@@ -166,6 +166,10 @@ class Transport(Protocol):
         """
         ...
 
+    def block_of(self, memory: memoryview) -> Block | None:
+        """The same for any memory: what is not registered is prepared for this block, which keeps it prepared."""
+        ...
+
     def note_received(self, control: Control, note: bytes, fds: Sequence[int]) -> None:
         """Handle a note from the same transport in the peer; takes over the ownership of `fds`.
 

@@ -138,6 +138,9 @@ class PeerTransport(ABC, Generic[BlockT, RemoteT]):
     def block_at(self, memory: memoryview) -> Block | None:
         return None if self._regions is None else self._regions.find(memory)
 
+    def block_of(self, memory: memoryview) -> Block | None:
+        return None if self._regions is None else self._regions.find_or_make(memory)
+
     def stream_came(self, peer: str, stream: socket.socket) -> None:
         # Most transports need none.
         stream.close()

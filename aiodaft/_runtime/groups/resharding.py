@@ -6,7 +6,7 @@
 A source that can map the memory of the new shard is asked to write its pieces into place: each byte is copied once. Any
 other source is asked for parcels: pieces of tensors, one after the other, as bytes. It cuts a parcel when it is asked,
 and frees it when the destination has it; neither has more on the way than the plan allows. A parcel comes as the result
-of `cut`, like any other value.
+of `cut`, like any other value: without a copy if it is one piece without gaps of a shard that is lent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from aiodaft._protocol.ids import RESHARDING, PeerId
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.objects.ref_state import UnhandledErrors, state_of
-from aiodaft._runtime.objects.store import Store
+from aiodaft._runtime.objects.store import InPlace, Store
+from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.threads import SYNC_COPY
 from aiodaft._runtime.serialization.errors import add_note
 from aiodaft._runtime.serialization.tensors import is_dense_tensor
@@ -126,9 +127,14 @@ class Resharding(Actor):
         route.traffic.payload_sent += _nbytes(pieces)
 
     @method(ordered=False)
-    async def cut(self, shard: Opaque, parcel: Sequence[tuple[Any, ...]], bound: int) -> torch.Tensor:
+    async def cut(
+        self, shard: Opaque, parcel: Sequence[tuple[Any, ...]], bound: int, target: PeerId
+    ) -> torch.Tensor | InPlace:
         """Return pieces of a shard, of which this gets the ref, as bytes. Waits while `bound` bytes are on the way."""
         pieces = [Piece(*fields) for fields in parcel]
+        lent = await self._lend(shard.content, pieces, target)
+        if lent is not None:
+            return lent
         nbytes = _nbytes([pieces])
         await self.cut_room.take(nbytes, bound)
         try:
@@ -141,6 +147,17 @@ class Resharding(Actor):
         weakref.finalize(flat.untyped_storage(), freed).atexit = False
         await self._read(shard.content, [pieces], partial(_fill, flat))
         return flat
+
+    @method(ordered=False)
+    async def check_unchanged(self, shard: Opaque) -> None:
+        """Check a shard after its last parcel has arrived.
+
+        Raises:
+            BorrowError: It was lent, and has been written to.
+        """
+        stored = self._stored(shard.content)
+        if stored is not None:
+            stored.check_unchanged()
 
     # The destination.
 
@@ -188,33 +205,40 @@ class Resharding(Actor):
     async def _fetch_all(
         self, tensors: dict[str, torch.Tensor], parcels: list[list[Piece]], ranks: Mapping[int, Source], bound: int
     ) -> None:
-        room = Room(self.transit)
+        room, lenders = Room(self.transit), set[int]()
         with ExitStack() as admissions:
+            places = {
+                rank: admissions.enter_context(self._admitted(tensors, of_rank, ranks[rank]))
+                for rank, of_rank in _by_source(parcels).items()
+            }
+
+            def is_written(piece: Piece) -> bool:
+                return piece.name in places[piece.source]
+
             async with asyncio.TaskGroup() as group:
-                places = {
-                    rank: admissions.enter_context(self._admitted(tensors, parcels, rank, source.peer))
-                    for rank, source in ranks.items()
-                }
-
-                def is_written(piece: Piece) -> bool:
-                    return piece.name in places[piece.source]
-
                 for rank, written in _by_source(_those(parcels, is_written)).items():
                     group.create_task(self._have_written(tensors, written, ranks[rank], places[rank]))
                 for pieces in _those(parcels, lambda piece: not is_written(piece)):
                     nbytes = _nbytes([pieces])
                     await room.take(nbytes, bound)
+                    lenders.add(pieces[0].source)
                     task = group.create_task(self._fetch(tensors, pieces, ranks[pieces[0].source], bound))
                     task.add_done_callback(partial(room.give_back, nbytes))
+        async with asyncio.TaskGroup() as group:
+            for rank in lenders:
+                group.create_task(self._check_lender(ranks[rank]))
+
+    async def _check_lender(self, source: Source) -> None:
+        await resharding_of(self._caller, source.peer, source.label).check_unchanged(Opaque(source.shard))
 
     def _admitted(
-        self, tensors: Mapping[str, torch.Tensor], parcels: Sequence[Sequence[Piece]], rank: int, peer: PeerId
+        self, tensors: Mapping[str, torch.Tensor], parcels: Iterable[Sequence[Piece]], source: Source
     ) -> AbstractContextManager[Mapping[str, Grant]]:
         """Let a source write to the tensors that it has pieces of, if it can."""
-        route = self._caller.connections.route_to(peer)
+        route = self._caller.connections.route_to(source.peer)
         if not route.shares_memory:
             return nullcontext({})
-        names = {piece.name for pieces in parcels for piece in pieces if piece.source == rank}
+        names = {piece.name for pieces in parcels for piece in pieces}
         return self._store.admitted({name: tensors[name] for name in names}, route)
 
     async def _have_written(
@@ -239,7 +263,7 @@ class Resharding(Actor):
     async def _fetch(self, tensors: dict[str, torch.Tensor], pieces: list[Piece], source: Source, bound: int) -> None:
         """Bring one parcel: straight to where it belongs, if that is one place."""
         actor = resharding_of(self._caller, source.peer, source.label)
-        parcel = actor.cut(Opaque(source.shard), [tuple(piece) for piece in pieces], bound)
+        parcel = actor.cut(Opaque(source.shard), [tuple(piece) for piece in pieces], bound, self._process.id)
         try:
             with _noting(pieces[0].name, source.label):
                 place = _region(tensors, pieces[0]) if len(pieces) == 1 else None
@@ -264,6 +288,26 @@ class Resharding(Actor):
             return torch.empty(tuple(shape), dtype=kind)
         return self._store.empty(torch.Size(shape), kind)
 
+    def _stored(self, ref: Ref[Any]) -> StoredValue | None:
+        state = state_of(ref)
+        return state.stored or self._store.entries.get((state.owner, state.number))
+
+    async def _lend(
+        self, ref: Ref[Mapping[str, torch.Tensor]], pieces: Sequence[Piece], target: PeerId
+    ) -> InPlace | None:
+        """Lend a parcel of a lent shard; None if it has to be cut.
+
+        Raises:
+            BorrowError: The shard has been written to.
+        """
+        stored = self._stored(ref)
+        if len(pieces) > 1 or pieces[0].nbytes <= INLINE_LIMIT or stored is None or stored.packed or not stored.lent:
+            return None
+        given = _given(await state_of(ref).bring(), pieces[0])
+        if not (given.is_cpu and given.is_contiguous()) or given.is_conj() or given.is_neg():
+            return None
+        return self._store.lend_to(self._caller.connections.route_to(target), _bytes_of(given))
+
     async def _read(
         self,
         ref: Ref[Mapping[str, torch.Tensor]],
@@ -275,8 +319,7 @@ class Resharding(Actor):
         Raises:
             BorrowError: It was lent, and has been written to.
         """
-        state = state_of(ref)
-        stored = state.stored or self._store.entries.get((state.owner, state.number))
+        stored = self._stored(ref)
         if stored is not None and stored.in_host_memory:
             with stored.in_place() as received:
                 shard = await self._store.decode(received)
@@ -289,7 +332,7 @@ class Resharding(Actor):
             while True:
                 if objects is None:
                     # The objects of the actor while they are as they were, else what was stored of them.
-                    objects = await state.bring()
+                    objects = await state_of(ref).bring()
                     versions = _versions(objects)
                 await self._copy(partial(copy, objects, pieces), _nbytes([pieces]))
                 if all(_version(objects[piece.name]) == versions[piece.name] for piece in pieces):

@@ -38,6 +38,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class InPlace(Borrowed["torch.Tensor"]):
+    """A tensor that is lent; `block` is its memory."""
+
+    __slots__ = ("block",)
+
+    def __init__(self, tensor: torch.Tensor, block: Block) -> None:
+        super().__init__(tensor)
+        self.block = block
+
+
 class Store:
     """The values of one process."""
 
@@ -138,6 +148,8 @@ class Store:
         """Encode a value; see `serialization.encode`. Safe in any thread."""
 
         def find_block(source: Source) -> Block | None:
+            if isinstance(lender, InPlace):
+                return lender.block
             return self._find_block(source, via or self._preferred)
 
         # A transport that the user chose also moves values on accelerators.
@@ -347,6 +359,14 @@ class Store:
         if self._forks.value != forks:
             block.retire()
         block.release()
+
+    def lend_to(self, route: Route, tensor: torch.Tensor) -> InPlace | None:
+        """A CPU tensor without gaps as a result for one process alone, which gets it from where it lies.
+
+        None if what carries it there carries only memory that it has allocated.
+        """
+        block = self.carrier(None, route).block_of(memory_of(tensor))
+        return None if block is None else InPlace(tensor, block)
 
     @contextmanager
     def admitted(self, tensors: Mapping[str, torch.Tensor], route: Route) -> Generator[dict[str, Grant]]:

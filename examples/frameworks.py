@@ -31,12 +31,14 @@ class Trainer(aiodaft.Actor):
     """A rank of a data-parallel job, as it would run under torchrun."""
 
     @aiodaft.method
-    def train(self, steps: int) -> dict[str, Tensor]:
+    def train(self, steps: int, crash_at: int | None = None) -> dict[str, Tensor]:
         with aiodaft.current_group().process_group("gloo") as group:
             torch.manual_seed(group.rank())
             model = DistributedDataParallel(nn.Linear(1, 1))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-            for _ in range(steps):
+            for step in range(steps):
+                if (group.rank(), step) == (1, crash_at):
+                    os.kill(os.getpid(), signal.SIGKILL)
                 x_BD = torch.randn(16, 1)
                 optimizer.zero_grad()
                 nn.functional.mse_loss(model(x_BD), 3 * x_BD + 1).backward()
@@ -121,9 +123,7 @@ async def main() -> None:
         await crash("the module", model.call(nn.Linear.__call__, torch.ones(3)))
         await crash("the program", calculator.ask("__import__('os').kill(__import__('os').getpid(), 9)"))
         await crash("the engine", engine.generate("crash"))
-        training = trainers.all(Trainer.train, 10**9)
-        os.kill((await rt.info(trainers[1])).pid, signal.SIGKILL)
-        await crash("the job", *training)
+        await crash("the job", *trainers.all(Trainer.train, 40, crash_at=20))
         await use_all()
 
 

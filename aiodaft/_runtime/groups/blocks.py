@@ -79,6 +79,10 @@ class Blocks(Actor):
         enlisted.on_forgotten.append(self._forget_member)
         # By the actor with rank 0, and the epoch of its group.
         self._gatherings: dict[tuple[ActorId, int], Gathering] = {}
+        # The process groups of the last block. A DDP model may hold the last other reference to one, and would free it
+        # with the interpreter held, which waits for threads of gloo that may need the interpreter. Their Python objects
+        # free them without it: later, when these threads have nothing to do.
+        self.destroyed: list[object] = []
         # How each member left a block. Made by whoever comes first: the member, or a question. What a member left early
         # is kept, since a question may come later.
         self._left: dict[tuple[ActorId, str], asyncio.Future[Left]] = {}

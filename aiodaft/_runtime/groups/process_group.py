@@ -66,7 +66,7 @@ class Membership:
         self.sockets = TorchSockets(self.size)
         self._caller = caller
         self._place = hosted.id, epoch
-        self._blocks = caller.process.part(Blocks)
+        self.blocks = caller.process.part(Blocks)
         self._thread = threading.get_ident()
         self._places: Sequence[Place] = ()
         self._watching: list[asyncio.Task[None]] = []
@@ -91,9 +91,9 @@ class Membership:
 
     async def wait_others(self) -> None:
         """Say that this member has left, and wait until the others have, however they do."""
-        self._blocks.leave(self._place[0], self._block, Left())
+        self.blocks.leave(self._place[0], self._block, Left())
         await asyncio.gather(*self._watching)
-        self._blocks.forget(self._place[0], self._block)
+        self.blocks.forget(self._place[0], self._block)
 
     async def find_out(self) -> None:
         """Hear who is lost by now. Each other member is asked; what it has told before comes before its answer."""
@@ -105,7 +105,7 @@ class Membership:
     def leave(self, how: Left) -> None:
         """Leave early, and let go of the others."""
         if self._block != NO_BLOCK:
-            self._blocks.leave(self._place[0], self._block, how)
+            self.blocks.leave(self._place[0], self._block, how)
         self._break()
 
     def end(self) -> None:
@@ -145,7 +145,7 @@ class Membership:
 
     async def _gather(self, address: str, patience: float) -> Begun:
         actor, epoch = self._place
-        return await self._blocks.gather(actor, epoch, self.size, address, patience)
+        return await self.blocks.gather(actor, epoch, self.size, address, patience)
 
     async def _come(self, patience: float) -> Begun:
         (first, actor), (_, epoch) = self._places[0], self._place
@@ -231,6 +231,7 @@ def process_group(
         raise ValueError("the members are on several machines: name the network, process_group(interface='eth0')")
     interface = interface or _LOOPBACK
     what = f"process_group() of {me.name}"
+    me.blocks.destroyed = []
     inside = False
     with ExitStack() as stack:
         stack.callback(process.call_soon, me.end)
@@ -239,7 +240,7 @@ def process_group(
             processes = [member.remote for member in me.members]
             variables = torchrun_variables(me.rank, processes, store.host, store.port, interface)
             stack.enter_context(_environment(variables))
-            stack.callback(_destroy)
+            stack.callback(_destroy, me.blocks)
             dist.init_process_group(
                 backend, store=store, rank=me.rank, world_size=me.size, timeout=timedelta(seconds=patience)
             )
@@ -291,10 +292,11 @@ def _open_store(me: Membership, interface: str, patience: float, what: str) -> A
             return store
 
 
-def _destroy() -> None:
+def _destroy(blocks: Blocks) -> None:
     import torch.distributed  # noqa: PLC0415 - takes a second
 
     dist: Any = torch.distributed
+    blocks.destroyed = list(dist.distributed_c10d._world.pg_map)
     if dist.is_initialized():
         dist.destroy_process_group()
     # Groups are found in the store by their numbers. torch counts one that could not be made, too.

@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-def run_example(name: str, *options: str) -> str:
-    """What an example prints; it must end well."""
-    command = [sys.executable, str(EXAMPLES / name), *options]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout
-    return ended.stdout
+from run_example import run_example
 
 
 def test_hello_says_hello() -> None:

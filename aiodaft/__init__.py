@@ -64,6 +64,7 @@ from aiodaft.resharding import Layout, ReshardPlan, Sharding, reshard
 from aiodaft.runtime import Runtime
 from aiodaft.scope import Scope
 from aiodaft.service import Service, ServiceGroup
+from aiodaft.survivors import Survivors, among_survivors
 from aiodaft.web import cancel_on_disconnect
 
 __all__ = [
@@ -121,12 +122,14 @@ __all__ = [
     "Spawned",
     "StaleHandle",
     "Stream",
+    "Survivors",
     "Traffic",
     "VersionMismatch",
     "__version__",
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "among_survivors",
     "borrow",
     "broadcast",
     "cancel_on_disconnect",

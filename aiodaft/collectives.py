@@ -18,10 +18,9 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from aiodaft._protocol.groups import collective
 from aiodaft._protocol.groups.collective import ALL_REDUCE, Cut
-from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.groups.arithmetic import check_reducer
-from aiodaft._runtime.groups.collectives import Members
+from aiodaft._runtime.groups.collectives import Members, Place, place_beside
 from aiodaft.actor import target_of
 from aiodaft.ref import Ref, Refs
 
@@ -176,7 +175,7 @@ def scatter(ref: Ref[list[T]], to: Iterable[Any]) -> Refs[T]:
 
 def _hand_out(ref: Ref[Any], to: Iterable[Any], cut: Cut, title: str) -> Refs[Any]:
     (source,) = _members([ref]).places
-    receivers = [_process_of(handle) for handle in to]
+    receivers = [_place_beside(handle) for handle in to]
     if not receivers:
         raise ValueError("there are no actors to give a value to")
     members = Members([ref], [source, *receivers])
@@ -201,5 +200,5 @@ def _rank(root: int, count: int) -> int:
     return root
 
 
-def _process_of(handle: Any) -> PeerId:
-    return cast("Target", target_of(handle)).remote
+def _place_beside(handle: Any) -> Place:
+    return place_beside(cast("Target", target_of(handle)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, c
 
 from aiodaft._protocol.groups.inbox import BYTES, MESSAGES, Tag
 from aiodaft._protocol.groups.roster import Roster
-from aiodaft._runtime.actors.enlisted import Standing
+from aiodaft._runtime.actors.enlisted import Enlisted, Standing
 from aiodaft._runtime.agent import acting
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.groups.inboxes import Inboxes, Mail
@@ -44,8 +44,8 @@ class Message(NamedTuple):
 class CurrentGroup(MemberCollectives, Generic[ActorT]):
     """A group as its member sees it, at one epoch: `group: CurrentGroup[Trainer] = aiodaft.current_group()`.
 
-    `resize` gives the group a new epoch. Ask `current_group()` again to see that; an object that was asked for before
-    stays as it was.
+    A change of the members gives the group a new epoch. Ask `current_group()` again to see that, or wait for
+    `changed()`; an object that was asked for before stays as it was.
     """
 
     __slots__ = ("_axes_along", "_mail", "_standing")
@@ -75,6 +75,21 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
     def is_current(self) -> bool:
         """Whether this is the newest epoch that the member was told of."""
         return self._standing.is_current
+
+    async def changed(self) -> CurrentGroup[ActorT]:
+        """Wait until the group has changed since this epoch; returns it as it is now.
+
+        Raises:
+            RuntimeError: This member has left the group, and is about to be stopped.
+
+        Cancellation: only this wait ends.
+        """
+        await self._standing.over.wait()
+        hosted = acting()
+        now = None if hosted is None else hosted._process.part(Enlisted).find(hosted.id)
+        if now is None or not now.is_current:
+            raise RuntimeError(f"this member has left {self.id}, and is about to be stopped")
+        return CurrentGroup(now, self._axes_along)
 
     @property
     def rank(self) -> int:

@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, cast
 
+from aiodaft._protocol.calls.following import NOWHERE
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.placement.request import Request
 from aiodaft._protocol.supervision.child import REACHABLE, ChildState
 from aiodaft._runtime.agent import agent_of
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.calls.following import PinnedTarget
+from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.scope_actors import Blueprint, Constraints, Reserved, ScopeActors, Seat
@@ -140,8 +141,8 @@ class GroupMembers:
 
     async def _is_gone(self, actor: Target) -> bool:
         child, peer = self._owner.directory.find(actor), actor.remote
-        if child is not None and child.state not in REACHABLE:
-            return False
+        if isinstance(actor, FollowingTarget) and (child is None or child.state not in REACHABLE):
+            return child is None
         sign = agent_of(self._owner.peer.caller, peer).report(actor.actor)
         await sign.ready()
         if not isinstance(sign.exception(), OutcomeUnknown):
@@ -160,18 +161,22 @@ class GroupMembers:
 
         Cancellation: they are killed.
         """
+        caller, actors = self._owner.peer.caller, [_actor_of(target_of(member)) for member in leaving]
 
         async def end() -> None:
+            for actor in actors:
+                agent_of(caller, actor.remote).discharge.tell(actor.actor)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._owner.process.options.stop_grace):
-                    await asyncio.gather(*map(self._end_use, leaving, calls))
+                    await asyncio.gather(*map(self._end_use, actors, calls))
 
         await self._scope.stop_handles(leaving, end)
 
-    async def _end_use(self, member: object, calls: set[Any]) -> None:
-        """Wait until calls have ended, and the process of the member may end."""
+    async def _end_use(self, actor: Target, calls: set[Any]) -> None:
+        """Wait until calls have ended, and the process of an actor may end."""
         await asyncio.gather(*map(_over, calls))
-        actor = _actor_of(target_of(member))
+        if isinstance(actor, FollowingTarget) and actor.place.peer == NOWHERE:
+            return
         unneeded = agent_of(self._owner.peer.caller, actor.remote).unneeded(actor.actor)
         state_of(unneeded).mark_seen()
         await unneeded.ready()

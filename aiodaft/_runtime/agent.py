@@ -118,6 +118,11 @@ class Agent(Actor):
         self._enlisted.enlist(ActorId(actor), roster, rank)
 
     @method
+    async def discharge(self, actor: int) -> None:
+        """Tell an actor that it has left its group; the owner of the group does, before it stops the actor."""
+        self._enlisted.discharge(ActorId(actor))
+
+    @method
     async def stop(self, actor: int, reason: str, grace: float, mover: str = "") -> None:
         """Stop an actor; see `HostedActor.stop`. Does nothing if it is gone.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from elastic import Laborer, Peer, Plain
+from elastic import Laborer, Loner, Peer, Plain
 from inside import agent_of
 
 import aiodaft
@@ -61,6 +61,16 @@ async def test_members_without_a_policy_are_left_out_and_give_back_what_they_had
     await rt.stop(group[0])
     assert await group.heal() == [0]
     assert await group.all(Peer.seat) == [(3, 0, 1)]
+
+
+async def test_heal_does_not_wait_for_values_of_the_controller() -> None:
+    async with aiodaft.Runtime(preload=(), stop_grace=1000) as rt:
+        group, other = await mortals(rt).group(2, Peer), await rt.spawn(Loner)
+        value = rt.put(bytes(MIB))
+        assert await other.size(value) == MIB
+        await kill(group, 1)
+        assert await group.heal() == [1]
+        assert len(await value) == MIB
 
 
 async def test_members_that_replace_the_dead_get_their_ranks_and_places(rt: aiodaft.Runtime) -> None:
@@ -210,14 +220,31 @@ async def test_a_member_that_leaves_finishes_the_calls_that_it_has(rt: aiodaft.R
 
 async def test_a_member_that_leaves_waits_until_what_it_has_made_is_taken(rt: aiodaft.Runtime) -> None:
     group = await rt.group(2, Peer, bytes(MIB))
-    refs = group.all(Peer.get)
+    leaver, refs = group[1], group.all(Peer.get)
     await asyncio.gather(*(ref.ready() for ref in refs))
     shrinking = asyncio.get_running_loop().create_task(group.resize(1))
     while len(group) == 2:
         await asyncio.sleep(0)
+    for _ in range(50):
+        await leaver.pid()
     assert [len(state) for state in await refs] == [MIB, MIB]
     del refs
     await shrinking
+
+
+async def test_a_member_waits_for_the_next_change_of_its_group(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Peer)
+    # Some members are told twice before they look.
+    watching = [member.watch(4) for member in group]
+    await asyncio.gather(*(member.watching() for member in group))
+    for size in (4, 3, 2):
+        await group.resize(size)
+    for rank, seen in enumerate(await asyncio.gather(*watching[:2])):
+        assert seen[-1] == (4, rank, 2)
+        assert seen == sorted(set(seen))
+    # The one that leaves is told, and its call ends by itself.
+    with pytest.raises(RuntimeError, match=r"this member has left Peer-group-\d+@.*, and is about to be stopped"):
+        await watching[2]
 
 
 async def test_a_group_that_is_resized_under_load_loses_no_call_and_makes_none_twice(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import aiodaft
 from aiodaft import Actor, method
 
 
@@ -19,10 +20,20 @@ def made(seed: int, *shape: int) -> Tensor:
 
 
 class Member(Actor):
-    """Makes values."""
+    """Makes values; from its second life on, it is there when the test opens the gate, a FIFO."""
 
-    def __init__(self) -> None:
+    def __init__(self, fifo: str = "") -> None:
+        self.fifo = fifo
         self.gate = asyncio.Event()
+
+    def on_restart(self, epoch: int) -> None:
+        if self.fifo:
+            with open(self.fifo, encoding="utf-8"):
+                pass
+
+    @method
+    async def pid(self) -> int:
+        return os.getpid()
 
     @method
     async def give(self, value: Any) -> Any:
@@ -58,6 +69,17 @@ class Member(Actor):
         raise LookupError("no gradient")
 
     @method
+    async def doom(self) -> None:
+        """The next reduction by `lethal` here is its end."""
+        os.environ["DOOMED"] = "1"
+
+    @method(idempotent=True)
+    async def make_in_second_life(self, seed: int, *shape: int) -> Tensor:
+        if aiodaft.current_attempt() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made(seed, *shape)
+
+    @method
     async def die(self) -> Tensor:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
@@ -66,3 +88,10 @@ class Member(Actor):
 def longest(first: str, second: str) -> str:
     """A reducer of one's own."""
     return max(first, second, key=len)
+
+
+def lethal(first: Tensor, second: Tensor) -> Tensor:
+    """A sum, in the middle of which some members die."""
+    if "DOOMED" in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return first + second

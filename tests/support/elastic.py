@@ -47,6 +47,21 @@ class Peer(Actor):
         return dict(aiodaft.current_group().coords)
 
     @method
+    async def watch(self, epoch: int) -> list[tuple[int, int, int]]:
+        """What it sees of its group, up to an epoch."""
+        group: aiodaft.CurrentGroup[Peer] = aiodaft.current_group()
+        seen: list[tuple[int, int, int]] = []
+        self.gate.set()
+        while group.epoch < epoch:
+            group = await group.changed()
+            seen.append((group.epoch, group.rank, len(group.members)))
+        return seen
+
+    @method
+    async def watching(self) -> None:
+        await self.gate.wait()
+
+    @method
     async def held(self) -> int:
         await self.gate.wait()
         return self.made_as
@@ -88,3 +103,11 @@ class Plain:
 
     def pid(self) -> int:
         return os.getpid()
+
+
+class Loner(Actor):
+    """Is in no group."""
+
+    @method
+    async def size(self, value: bytes) -> int:
+        return len(value)

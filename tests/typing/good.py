@@ -70,6 +70,8 @@ class Model(aiodaft.Actor, gpus=1):
     async def neighbour(self) -> str:
         group: CurrentGroup[Model] = aiodaft.current_group().along("tp")
         assert_type(group.along("tp"), CurrentGroup[Model])
+        if not group.is_current:
+            assert_type(await group.changed(), CurrentGroup[Model])
         assert_type(group.members[0].sync(1), Ref[str])
         assert_type(await group.send(1, to=group.rank, tag="x"), None)
         assert_type(await group.recv_message(source=group.rank), Message)
@@ -447,6 +449,12 @@ async def collectives(rt: Runtime) -> None:
         assert await assert_type(aiodaft.scatter(aiodaft.gather(numbers), to=[a, b]), Refs[int]) == [1, 2]
         await assert_type(aiodaft.all_to_all(aiodaft.all_gather(numbers)), Refs[list[int]])
         assert await aiodaft.all_reduce(numbers, min) == [1, 1]
+        done = await aiodaft.among_survivors(aiodaft.all_reduce, numbers, "max", algorithm="tree")
+        assert_type(done, aiodaft.Survivors[int])
+        ranks, totals = done
+        assert_type(ranks, tuple[int, ...])
+        assert_type(totals, Refs[int])
+        assert_type((await aiodaft.among_survivors(aiodaft.all_gather, numbers)).refs, Refs[list[int]])
 
 
 async def supervised(rt: Runtime) -> None:

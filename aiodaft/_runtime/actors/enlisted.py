@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,13 @@ class Standing:
     def __init__(self, roster: Roster[Any], rank: int) -> None:
         self.roster = roster
         self.rank = rank
-        # Whether the group has not changed since.
-        self.is_current = True
+        # Set when the group has changed since, or the actor has left it.
+        self.over = asyncio.Event()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the group has not changed since."""
+        return not self.over.is_set()
 
 
 class Enlisted:
@@ -44,15 +50,21 @@ class Enlisted:
             known.roster = roster
         else:
             if known is not None:
-                known.is_current = False
+                known.over.set()
             self._standings[actor] = Standing(roster, rank)
         for told in self.on_told:
             told(actor)
+
+    def discharge(self, actor: ActorId) -> None:
+        """An actor has left its group, and finishes the calls that it has."""
+        known = self._standings.get(actor)
+        if known is not None:
+            known.over.set()
 
     def forget(self, actor: ActorId) -> None:
         """An actor is gone."""
         known = self._standings.pop(actor, None)
         if known is not None:
-            known.is_current = False
+            known.over.set()
             for told in self.on_forgotten:
                 told(actor)

@@ -80,6 +80,11 @@ class FollowingTarget(Target):
         return self._known.place
 
     @property
+    def is_down(self) -> bool:
+        """Whether the actor is being restarted, as far as this process knows."""
+        return self.ended is None and self.place.peer == NOWHERE
+
+    @property
     def ended(self) -> DaftError | None:
         """The error of all calls, if the actor is gone for good."""
         return self._known.place.ended
@@ -194,7 +199,7 @@ class FollowingTarget(Target):
         Raises:
             DaftError: It is gone for good; the error says why.
         """
-        if self.ended is None and self.place.peer == NOWHERE:
+        if self.is_down:
             self.move(await self.locate(wait=True))
         if self.ended is not None:
             raise unsent(self.ended)

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
+from aiodaft._protocol.calls.following import NOWHERE
 from aiodaft._protocol.groups.collective import Cut, Plan, Step, Work, runs_on_loop
 from aiodaft._protocol.ids import COLLECTIVES, PeerId, can_share_memory
 from aiodaft._protocol.objects.value import PENDING
 from aiodaft._runtime.actors.hosted_actor import current_call
+from aiodaft._runtime.calls.beside import TargetBeside
 from aiodaft._runtime.calls.call import Caller, CallState, Target
+from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.groups.arithmetic import Reducer, alone, cut, joined, nbytes_of, no_gradients, reduced
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
 from aiodaft.actor import Actor
+from aiodaft.exceptions import ActorDied, OwnerDied, PeerLost
 from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 
@@ -71,8 +75,18 @@ class Collectives(Actor):
                     # The rows are what the member gets; parts of elements are joined.
                     return total.value if how == Cut.ROWS else total
 
+    @method(ordered=False)
+    async def answer(self) -> None:
+        """Show that this process lives."""
+
 
 _STEP: Final = specs_of(Collectives)["step"]
+
+
+# A process; or, while the actor that is to have or make a value there is restarted, the target of its steps.
+Place: TypeAlias = PeerId | TargetBeside
+# The errors of what is lost with a process.
+DEATHS: Final = (ActorDied, OwnerDied, PeerLost)
 
 
 class Members:
@@ -80,13 +94,13 @@ class Members:
 
     Args:
         refs: The values of the members.
-        places: The processes of the members. Default: those that have the values.
+        places: Where the members are. Default: where the values are.
     """
 
-    def __init__(self, refs: Sequence[Ref[Any]], places: Sequence[PeerId] | None = None) -> None:
+    def __init__(self, refs: Sequence[Ref[Any]], places: Sequence[Place] | None = None) -> None:
         self._refs = refs
         self._process = state_of(refs[0]).process
-        self.places = [_place_of(ref) for ref in refs] if places is None else places
+        self.places = [place_of(ref) for ref in refs] if places is None else places
 
     @property
     def nbytes(self) -> int | None:
@@ -98,14 +112,19 @@ class Members:
     @property
     def one_memory(self) -> bool:
         """Whether values go from member to member through memory that they share."""
-        first = self.places[0]
-        return self._process.options.transport == "shm" and all(can_share_memory(first, place) for place in self.places)
+        known = [place for place in self.places if not isinstance(place, Target)]
+        if self._process.options.transport != "shm" or len(known) < len(self.places):
+            return False
+        return all(can_share_memory(known[0], place) for place in known)
 
     def carry_out(self, plan: Plan, op: Reducer, title: str) -> list[Ref[Any]]:
         """Make the calls of a plan; returns refs of its results."""
         caller, values = self._process.part(Caller), list(self._refs)
         sink = state_of(self._refs[0]).sink
-        targets = [Target(caller, place, COLLECTIVES, place, sink) for place in self.places]
+        targets = [
+            place if isinstance(place, Target) else Target(caller, place, COLLECTIVES, place, sink)
+            for place in self.places
+        ]
         spec = _STEP.named(title)
         for step in plan.steps:
             ranks = tuple(plan.rank_of(number) for number in step.inputs)
@@ -118,12 +137,46 @@ def _job(step: Step, plan: Plan) -> Job:
     return int(step.work), int(step.cut), step.part, plan.parts
 
 
-def _place_of(ref: Ref[Any]) -> PeerId:
-    """The process where a value is, or will be."""
+def place_of(ref: Ref[Any]) -> Place:
+    """Where a value is, or will be."""
     state = state_of(ref)
     if isinstance(state, CallState) and state.status is PENDING:
-        return state.target.remote
+        return place_beside(state.target)
     return state.producer
+
+
+def place_beside(target: Target) -> Place:
+    """Where an actor is, or will be."""
+    if isinstance(target, TargetBeside) and target.remote == NOWHERE:
+        return target
+    caller = target.caller
+    # While a graph is captured, its recorder takes all calls.
+    if isinstance(target, FollowingTarget) and target.is_down and caller.outgoing is caller.sender:
+        return TargetBeside(target, COLLECTIVES)
+    return target.remote
+
+
+async def place_of_living(ref: Ref[Any]) -> PeerId | None:
+    """The process that has a value, or makes it, if that process lives; None if the value is lost."""
+    while True:
+        if ref.done() and isinstance(ref.exception(), DEATHS):
+            return None
+        place = place_of(ref)
+        if not isinstance(place, Target) and await _answers(state_of(ref).process.part(Caller), place):
+            return place
+        if ref.done():
+            return None
+        # It fails now, or is made elsewhere.
+        await ref.ready()
+
+
+async def _answers(caller: Caller, place: PeerId) -> bool:
+    if place == caller.process.id:
+        return True
+    answer = cast("Collectives", caller.handle(place, COLLECTIVES, place, Collectives)).answer()
+    state_of(answer).mark_seen()
+    await answer.ready()
+    return answer.exception() is None
 
 
 def _stored_bytes(ref: Ref[Any]) -> int:

@@ -1,0 +1,50 @@
+"""Calls of a system actor in the process of an actor that is being restarted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiodaft._protocol.calls.following import NOWHERE
+from aiodaft._protocol.connections.messages import WANT_REPLY
+from aiodaft._protocol.ids import ActorId
+from aiodaft._runtime.calls.backlog import Backlog
+from aiodaft._runtime.calls.call import CallState, Request, Target
+from aiodaft._runtime.calls.following import FollowingTarget
+from aiodaft._runtime.platform.context import current_deadline
+from aiodaft.methods import MethodSpec
+from aiodaft.ref import Ref
+
+
+class TargetBeside(Target):
+    """A system actor in the next process of a supervised actor: calls wait until that is known.
+
+    If the actor is not made again, they fail as its own calls do.
+    """
+
+    __slots__ = ("_backlog",)
+
+    def __init__(self, followed: FollowingTarget, actor: ActorId) -> None:
+        super().__init__(followed.caller, NOWHERE, actor, f"what is beside {followed.label}", followed.sink)
+        self._backlog = Backlog(self.caller, followed.label)
+        self.process.tasks.create_task(self._find(followed), name=f"find {self.label}")
+
+    def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:
+        """Call a method and return a ref of its result at once."""
+        if self.remote != NOWHERE:
+            return super().call(spec, args, kwargs)
+        number = self.caller.next_number()
+        state = CallState(self, spec, number)
+        request = Request(self, spec, args, kwargs, number, WANT_REPLY, state)
+        request.deadline = current_deadline.get()
+        self._backlog.admit(request)
+        return Ref(state)
+
+    async def _find(self, followed: FollowingTarget) -> None:
+        try:
+            await followed.arrive()
+        except Exception as error:  # noqa: BLE001 - the waiting calls fail with it
+            self._backlog.fail(error)
+            return
+        self.remote = followed.remote
+        for request in self._backlog.take_all():
+            self.caller.sender.submit_later(request)

@@ -17,7 +17,7 @@ from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
 from aiodaft._runtime.calls.call import PendingCall, TellState
 from aiodaft._runtime.calls.replies import Replies
-from aiodaft._runtime.connections.connection import Connection
+from aiodaft._runtime.connections.connection import BURSTS, Connection
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.sockets import Sockets
@@ -81,11 +81,11 @@ class Told(TellState):
         self.executed = error.executed
 
 
-def connection_of(owner: Owner, *, max_pending: int = 1, window: int = 1) -> Connection:
+def connection_of(owner: Owner, *, max_pending: int = 1, window: int = 1, env: Env | None = None) -> Connection:
     session: Session[PendingCall] = Session(HERE, 2, remote=THERE, max_pending=max_pending, window=window)
     options = ProcessOptions(HERE, "node", HERE, HERE, HERE, HERE, "shm", False, 0, max_pending)
     return Connection(
-        Process(options, Key(bytes(32)), Env()),
+        Process(options, Key(bytes(32)), env or Env()),
         session,
         THERE,
         owner.ring_poller,
@@ -150,6 +150,44 @@ async def test_a_lost_connection_keeps_no_buffers() -> None:
         tracemalloc.stop()
     # The one for reading, and those of the decoder.
     assert before - after > 64_000
+
+
+async def test_after_many_bursts_all_messages_of_a_turn_are_written_together() -> None:
+    now = 0.0
+    connection = connection_of(Owner(), env=Env(monotonic=lambda: now))
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    def came() -> int:
+        try:
+            return len(FrameDecoder().feed(theirs.recv(1 << 10)))
+        except BlockingIOError:
+            return 0
+
+    async def turn(*pauses: float) -> tuple[int, int]:
+        """Send one message before each pause: how many are written at once, and how many in the end."""
+        nonlocal now
+        for pause in pauses:
+            connection.send((NOTE, "shm", b"", 0))
+            now += pause
+        at_once = came()
+        await asyncio.sleep(0)
+        return at_once, came()
+
+    async def have_bursts() -> None:
+        for _ in range(BURSTS):
+            assert await turn(0.0, 0.0, 0.0) == (1, 2)
+
+    with theirs:
+        connection.attach(ours)
+        theirs.recv(1 << 10)
+        # What ends the bursts: a turn with one message, and one that takes long.
+        for last in ([0.0], [0.0, 1.0]):
+            await have_bursts()
+            assert await turn(0.0, 0.0, 0.0) == (0, 3)
+            assert await turn(*last) == (0, len(last))
+            assert await turn(0.0) == (1, 0)
+        connection.close(PeerLost("it is enough"))
 
 
 async def test_calls_behind_one_that_is_withdrawn_are_written_in_the_same_turn() -> None:

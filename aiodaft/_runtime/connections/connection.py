@@ -19,6 +19,8 @@ RING_USED is the last message of its direction on the socket. After it the socke
 a dummy byte; the end of the socket shows that the peer is gone.
 
 The connection writes the first message of a turn of the event loop at once, and the others together at the end of it.
+While short turns with several messages follow each other, it writes all messages of a turn together: each write wakes
+the peer, and a wake-up costs more than a message.
 """
 
 from __future__ import annotations
@@ -52,6 +54,10 @@ from aiodaft.exceptions import DaftError, Overloaded, PeerLost, ProtocolError, R
 _READ_SIZE: Final = 16 << 10
 # The messages that are written together at most.
 _BATCH: Final = 64
+# After so many turns in a row that took at most so many seconds and had several messages, the first one waits for the
+# others. Before that, the peer works while this process goes on.
+BURSTS: Final = 8
+_SHORT: Final = 200e-6
 
 # Handles a message of one kind. The first argument is the route over which the message came.
 Handler: TypeAlias = Callable[[Any, Message], object]
@@ -65,6 +71,10 @@ class Connection:
         on_lost: Called once, when the connection ends, with the reason.
         on_dropped: Called with the message of a call that is not sent.
     """
+
+    # When the messages of this turn began to be collected, and how many turns up to the last one were bursts.
+    _corked_at = 0.0
+    _bursts = 0
 
     def __init__(
         self,
@@ -99,7 +109,7 @@ class Connection:
         self.reached_by: tuple[str, ...] = ()
         self.traffic = Traffic()
         self.definitions: Definitions[Definition] = Definitions()
-        self._call_soon = process.call_soon
+        self._call_soon, self._clock = process.call_soon, process.env.monotonic
         self._handlers = handlers
         self._on_lost = on_lost
         self._on_dropped = on_dropped
@@ -201,7 +211,8 @@ class Connection:
                 # The peer works while this process goes on.
                 self._write()
         elif self._ring is None:
-            self._write()
+            if self._bursts < BURSTS:
+                self._write()
             self.flush_soon()
         elif self._turn != (turn := self._ring_poller.turns):
             self._turn = turn
@@ -213,6 +224,7 @@ class Connection:
         """Collect messages during the rest of this turn, then write them."""
         if not self._corked:
             self._corked = True
+            self._corked_at = self._clock()
             if self._ring is None:
                 self._loop.call_soon(self._uncork)
             else:
@@ -334,6 +346,9 @@ class Connection:
 
     def _uncork(self) -> None:
         self._corked = False
+        # Of several messages, one was written at once, unless it waited.
+        several = self._collected > (self._bursts >= BURSTS)
+        self._bursts = self._bursts + 1 if several and self._clock() - self._corked_at < _SHORT else 0
         self._write()
 
     def _take_packed(self, fds: tuple[int, ...] = ()) -> None:

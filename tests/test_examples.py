@@ -20,6 +20,19 @@ def test_what_dies_goes_on_from_its_checkpoint() -> None:
 
 
 @pytest.mark.timeout(60)
+def test_agents_work_together_with_no_one_in_charge() -> None:
+    output = run_example("agents_p2p.py")
+    assert "2000 workflows, each once: True" in output
+    assert "draft 7 < needs a source < found one < good < published" in output
+    # One call for each agent, and what the runtime does for itself.
+    sent = re.search(r"the controller sent (\d+) messages", output)
+    assert sent is not None
+    assert int(sent[1]) < 50
+    assert "500 sums in four orders are right at each agent: True" in output
+    assert "the product of the grid is that of torch: True" in output
+
+
+@pytest.mark.timeout(60)
 def test_two_models_equal_one_and_nothing_passes_the_controller() -> None:
     output = run_example("two_models.py")
     assert "the controller: 0 payload bytes" in output

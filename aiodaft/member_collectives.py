@@ -20,8 +20,9 @@ class MemberCollectives:
     """What all members of a group do together. Each calls the same method, and gets a ref of its result at once.
 
     `await` the ref, or in a `def` method use `.result()`. Members meet by `key`, so collectives with different keys may
-    be called in any order, at the same time, and in groups that share members: they do not wait for each other. The
-    same key may be used again; a member that is ahead waits in the next collective with that key.
+    be called in any order, at the same time, and in groups that share members: they do not wait for each other. (A
+    member that awaits one before it calls the next takes part in that one later.) The same key may be used again; a
+    member that is ahead waits in the next collective with that key.
 
     Do not write to the value before the result is there. What a member gets of its own value may be that object itself;
     all else is new. Results equal those of the collectives on refs: all members get the same bits.

@@ -118,14 +118,25 @@ def test_the_error_of_a_meeting_that_is_late_names_who_is_missing() -> None:
     assert why == "meeting x: rank 3 of 4 did not come in 0.5 s"
 
 
-def test_a_rank_that_a_fault_names_as_lost_is_told_nothing() -> None:
-    group = Group(3)
-    died = ActorDied("it died")
+def test_a_meeting_that_failed_elsewhere_is_told_to_all_but_the_rank_that_was_lost() -> None:
+    group, died = Group(3), ActorDied("it died")
     assert told(group.come(0, fault=died, lost=2)) == [(["0.1"], "it died")]
-    assert told(group.come(1)) == [(["1.1"], "it died")]
-    assert len(group.table) == 0
     assert [told(group.come(rank)) for rank in (2, 0)] == [[], []]
-    assert [error for _, error in told(group.come(1))] == [""]
+    assert told(group.come(1)) == [(["1.1"], "it died")]
+    assert told(group.come(1)) == [(["0.2", "1.2", "2.1"], "")]
+    assert len(group.table) == 0
+
+
+def test_the_news_of_a_meeting_that_failed_elsewhere_comes_late() -> None:
+    group, died = Group(4), ActorDied("it died")
+    # The next incarnation of rank 2 is there, and rank 1, which is late for what failed, and ahead besides.
+    assert [group.come(rank) for rank in (2, 1, 1)] == [[], [], []]
+    assert told(group.come(0, fault=died, lost=2)) == [(["0.1"], "it died"), (["1.1"], "it died")]
+    # Another one that has seen it fail.
+    assert told(group.come(3, fault=died, lost=2)) == [(["3.1"], "it died")]
+    assert [group.come(rank) for rank in (3,)] == [[]]
+    assert told(group.come(0)) == [(["0.2", "1.2", "2.1", "3.2"], "")]
+    assert len(group.table) == 0
 
 
 @pytest.mark.parametrize("has_come", [False, True])

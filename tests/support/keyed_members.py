@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -105,21 +106,41 @@ class Keyer(Actor):
         return total
 
     @method
-    async def program(self, rounds: Sequence[Round], seed: int) -> list[int]:
-        """All rounds in an order of its own, a few at a time; the results in the order of rounds."""
-        source = random.Random(seed)
-        order = source.sample(range(len(rounds)), len(rounds))
-        found: dict[int, Any] = {}
+    async def all_reduce_in_order(self, values: Sequence[tuple[str, float]]) -> dict[str, float]:
+        """Call one after the other, then wait."""
+        refs = {name: self.group.all_reduce(value, key=name) for name, value in values}
+        return {name: await ref for name, ref in refs.items()}
 
-        async def one(number: int) -> None:
+    @method
+    async def program(self, rounds: Sequence[Round], order: Sequence[int]) -> list[Any]:
+        """Call the rounds in an order of its own, then wait; the results in the order of the rounds."""
+        refs: dict[int, Ref[Any]] = {}
+        for number in order:
             key, axis, operation = rounds[number]
             group = self.group if axis == "all" else self.group.along(axis)
-            value = (key * 7 + self.group.rank * 3) % 101
-            found[number] = await getattr(group, operation)(value, key=(key, "random"))
+            refs[number] = getattr(group, operation)(value_of(key, self.group.rank), key=key)
+        return [await refs[number] for number in range(len(rounds))]
 
-        # All at once: members that wait for each other in opposite orders need what the others do later.
-        await asyncio.gather(*map(one, order))
-        return [found[number] for number in range(len(rounds))]
+    @method
+    async def swap(self, value: Tensor, tag: str = "") -> Any:
+        """Send first, then receive."""
+        other = 1 - self.group.rank
+        await self.group.send(value + self.group.rank, to=other, tag=tag)
+        return await self.group.recv(source=other, tag=tag)
+
+    @method
+    async def send(self, value: Any, to: int) -> None:
+        await self.group.send(value, to=to)
+
+    @method
+    async def receive(self, source: int) -> Any:
+        return await self.group.recv(source=source)
+
+    @method
+    async def send_first(self, value: Tensor, sent: str, received: str) -> Any:
+        other = 1 - self.group.rank
+        await self.group.send(value, to=other, tag=sent)
+        return await self.group.recv(source=other, tag=received)
 
     @method
     async def meetings(self) -> int:
@@ -142,19 +163,26 @@ def keyed() -> Keyed:
     return current_process().part(Keyed)
 
 
-def expected(rounds: Sequence[Round], rank: int, sizes: dict[str, int]) -> list[int]:
-    """The results of `program` at a rank of a group with these axes."""
-    count, inner = sizes["a"] * sizes["b"], sizes["b"]
-    parts = {
-        "all": range(count),
-        "a": range(rank % inner, count, inner),
-        "b": range(rank - rank % inner, rank - rank % inner + inner),
-    }
-    results: list[int] = []
+def value_of(key: int, rank: int) -> int:
+    """What a member gives to a round of a random program."""
+    return (key * 7 + rank * 3) % 101
+
+
+def shuffled(rounds: Sequence[Round], source: random.Random) -> list[int]:
+    """An order of rounds. Those with one key and one part of the group stay in theirs: they are counted."""
+    waiting: dict[tuple[int, str], deque[int]] = {}
+    for number, (key, axis, _) in enumerate(rounds):
+        waiting.setdefault((key, axis), deque()).append(number)
+    return [waiting[rounds[number][:2]].popleft() for number in source.sample(range(len(rounds)), len(rounds))]
+
+
+def expected(rounds: Sequence[Round], rank: int, sizes: Mapping[str, int]) -> list[Any]:
+    """The results of `program` at a rank of a group with the axes a and b."""
+    inner, column, row = sizes["b"], rank % sizes["b"], rank - rank % sizes["b"]
+    count = sizes["a"] * inner
+    parts = {"all": range(count), "a": range(column, count, inner), "b": range(row, row + inner)}
+    results: list[Any] = []
     for key, axis, operation in rounds:
-        values = [(key * 7 + member * 3) % 101 for member in parts[axis]]
-        results.append({"all_reduce": sum(values), "broadcast": values[0], "all_gather": values}[operation])  # type: ignore[arg-type]  # a list as well
+        values = [value_of(key, member) for member in parts[axis]]
+        results.append({"all_reduce": sum(values), "broadcast": values[0], "all_gather": values}[operation])
     return results
-
-
-__all__ = ["Keyer", "Round", "Tensor", "expected"]

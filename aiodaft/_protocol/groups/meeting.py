@@ -8,7 +8,7 @@ ahead opens the next one. A meeting that has failed is kept until all members ha
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from aiodaft.exceptions import ActorDied
@@ -27,7 +27,7 @@ class Coming:
         terms: What all have to agree on; the first difference is named by the error.
         incarnation: Grows when the member is restarted: what the earlier one came to fails.
         fault: The meeting fails with this, because of the member.
-        lost: A rank that does not come to a meeting with a fault any more.
+        lost: The rank where members met before, and where this is not known: the meeting has failed there.
     """
 
     name: Hashable
@@ -59,7 +59,7 @@ class _Meeting(Generic[T]):
     # What all have to agree on, by name, and the rank that came first.
     terms: Mapping[str, Hashable]
     first: int
-    tickets: dict[int, T] = field(default_factory=dict[int, T])
+    waiting: dict[int, tuple[Coming, T]] = field(default_factory=dict[int, tuple[Coming, T]])
     # The ranks that have come, or do not come any more because they were lost.
     done: set[int] = field(default_factory=set[int])
     error: Exception | None = None
@@ -76,8 +76,13 @@ class _Meeting(Generic[T]):
 
     def fail(self, error: Exception) -> Outcome[T]:
         self.error = error
-        tickets, self.tickets = self.tickets, {}
+        tickets, self.waiting = self.tickets, {}
         return Outcome(tickets, error)
+
+    @property
+    def tickets(self) -> dict[int, T]:
+        """By rank, in order."""
+        return {rank: ticket for rank, (_, ticket) in sorted(self.waiting.items())}
 
 
 class Meetings(Generic[T]):
@@ -110,28 +115,44 @@ class Meetings(Generic[T]):
         if incarnation > lowest:
             outcomes += self._fail_all(lambda one: ActorDied(f"{one.title}: rank {rank} was restarted"), waits=rank)
         self._incarnations[rank] = incarnation
+        if coming.lost is not None:
+            return outcomes + self._fail_before(coming, coming.lost, ticket)
         meeting = next((one for one in self._meetings.get(name, ()) if rank not in one.done), None)
         if meeting is None:
             meeting = _Meeting[T](coming.title, coming.terms, rank)
             self._meetings.setdefault(name, []).append(meeting)
-        meeting.done |= {rank} if coming.lost is None else {rank, coming.lost}
+        meeting.done.add(rank)
         if meeting.error is not None:
             outcomes.append(Outcome({rank: ticket}, meeting.error))
         else:
-            meeting.tickets[rank] = ticket
+            meeting.waiting[rank] = coming, ticket
             error = coming.fault or meeting.disagreement(rank, coming.terms)
             if error is not None:
                 outcomes.append(meeting.fail(error))
-            elif len(meeting.tickets) == self._size:
-                outcomes.append(Outcome(dict(sorted(meeting.tickets.items()))))
+            elif len(meeting.waiting) == self._size:
+                outcomes.append(Outcome(meeting.tickets))
         self._tidy(name)
         return outcomes
+
+    def _fail_before(self, coming: Coming, lost: int, ticket: T) -> list[Outcome[T]]:
+        """A meeting has failed before members met here; the next incarnation of the lost rank comes to the next one.
+
+        Of other members that wait here already, what they came to first was that meeting.
+        """
+        meetings = self._meetings.get(coming.name, [])
+        if not any(one.error is not None and coming.rank not in one.done for one in meetings):
+            failed = _Meeting[T](coming.title, {}, coming.rank, done={lost}, error=coming.fault)
+            here = [arrived for one in meetings for arrived in one.waiting.values()]
+            self._meetings[coming.name] = [failed, *(one for one in meetings if one.error is not None)]
+            told = self.come(replace(coming, lost=None), ticket)
+            return told + [outcome for arrived in here for outcome in self.come(*arrived)]
+        return self.come(replace(coming, lost=None), ticket)
 
     def expire(self, name: Hashable, rank: int, ticket: T, seconds: float) -> list[Outcome[T]]:
         """A member has waited for so many seconds, and waits no longer."""
         for meeting in self._meetings.get(name, ()):
-            if meeting.tickets.get(rank) is ticket:
-                late = [str(other) for other in range(self._size) if other not in meeting.tickets]
+            if rank in meeting.waiting and meeting.waiting[rank][1] is ticket:
+                late = [str(other) for other in range(self._size) if other not in meeting.waiting]
                 ranks = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
                 return [
                     meeting.fail(
@@ -162,7 +183,7 @@ class Meetings(Generic[T]):
     def _fail_all(self, error: Callable[[_Meeting[T]], Exception], waits: int | None = None) -> list[Outcome[T]]:
         """Fail the meetings that are open; or those at which a rank waits."""
         return [
-            one.fail(error(one)) for one in self._all() if one.error is None and (waits is None or waits in one.tickets)
+            one.fail(error(one)) for one in self._all() if one.error is None and (waits is None or waits in one.waiting)
         ]
 
     def _all(self) -> Iterator[_Meeting[T]]:

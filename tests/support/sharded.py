@@ -20,6 +20,7 @@ from aiodaft import Actor, Group, Layout, Refs, Sharding, method
 from aiodaft._protocol.ids import RESHARDING
 from aiodaft._runtime.groups.resharding import Resharding
 from aiodaft._runtime.objects.store import InPlace
+from aiodaft.testing.devices import use_host_devices
 from aiodaft_transport import Block, Control, Grant
 from aiodaft_transport.shm import ShmTransport
 from aiodaft_transport.tcp import TcpTransport
@@ -205,6 +206,37 @@ class Rank(Actor):
     @method
     async def go_on(self) -> None:
         self._go_on.set()
+
+
+class DeviceRank(Rank):
+    """A rank with its shard on an accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = use_host_devices(0)
+
+    @method
+    async def copy(self, state: State) -> None:
+        self.state = {
+            name: self.driver.bytes(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            for name, tensor in state.items()
+        }
+
+    @method
+    async def lend_slowly(self) -> State:
+        """Lend a shard that the accelerator writes to until `finish`."""
+        self.gate = self.driver.hold()
+        for tensor in self.state.values():
+            self.driver.enqueue(0, partial(tensor.data.add_, 1.0))
+        return aiodaft.borrow(self.state)
+
+    @method
+    async def finish(self) -> None:
+        self.gate.open = True
+
+    @method
+    async def copied_on_device(self) -> int:
+        return self.driver.copied
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:

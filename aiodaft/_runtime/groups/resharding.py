@@ -102,14 +102,21 @@ class Resharding(Actor):
     # The source.
 
     @method(ordered=False)
-    async def check(self, shard: Mapping[str, torch.Tensor], rank: int, expected: Sequence[Expected]) -> None:
-        """Compare a shard with its layout.
+    async def check(self, shard: Opaque, rank: int, expected: Sequence[Expected]) -> None:
+        """Compare a shard, of which this gets the ref, with its layout.
 
         Raises:
             TypeError: It is no dict of plain tensors.
             ValueError: Names, shapes or dtypes differ.
         """
-        _check(shard, rank, expected)
+        ref = shard.content
+        stored = self._stored(ref)
+        if stored is not None and stored.in_host_memory:
+            with stored.in_place() as received:
+                _check(await self._store.decode(received), rank, expected)
+        else:
+            # A ref of this process need not be known to others.
+            _check(await (ref if state_of(ref).own else self._bring(ref)), rank, expected)
 
     @method(ordered=False)
     async def write(
@@ -127,14 +134,13 @@ class Resharding(Actor):
         route.traffic.payload_sent += _nbytes(pieces)
 
     @method(ordered=False)
-    async def cut(
-        self, shard: Opaque, parcel: Sequence[tuple[Any, ...]], bound: int, target: PeerId
-    ) -> torch.Tensor | InPlace:
+    async def cut(self, shard: Opaque, parcel: Sequence[tuple[Any, ...]], bound: int, target: PeerId) -> torch.Tensor:
         """Return pieces of a shard, of which this gets the ref, as bytes. Waits while `bound` bytes are on the way."""
         pieces = [Piece(*fields) for fields in parcel]
         lent = await self._lend(shard.content, pieces, target)
         if lent is not None:
-            return lent
+            # As with `borrow`, the caller gets a tensor.
+            return cast("torch.Tensor", lent)
         nbytes = _nbytes([pieces])
         await self.cut_room.take(nbytes, bound)
         try:
@@ -292,6 +298,17 @@ class Resharding(Actor):
         state = state_of(ref)
         return state.stored or self._store.entries.get((state.owner, state.number))
 
+    async def _bring(self, ref: Ref[Any]) -> Any:
+        """The shard that a ref names: the objects of the actor while they are as they were, else a copy."""
+        stored = self._stored(ref)
+        if stored is not None and stored.lent:
+            # An accelerator may still have work to do before they are as they were returned.
+            await stored.wait_filled()
+            objects = stored.objects()
+            if objects is not None:
+                return await self._store.decode(objects)
+        return await state_of(ref).bring()
+
     async def _lend(
         self, ref: Ref[Mapping[str, torch.Tensor]], pieces: Sequence[Piece], target: PeerId
     ) -> InPlace | None:
@@ -303,7 +320,7 @@ class Resharding(Actor):
         stored = self._stored(ref)
         if len(pieces) > 1 or pieces[0].nbytes <= INLINE_LIMIT or stored is None or stored.packed or not stored.lent:
             return None
-        given = _given(await state_of(ref).bring(), pieces[0])
+        given = _given(await self._bring(ref), pieces[0])
         if not (given.is_cpu and given.is_contiguous()) or given.is_conj() or given.is_neg():
             return None
         return self._store.lend_to(self._caller.connections.route_to(target), _bytes_of(given))
@@ -327,17 +344,14 @@ class Resharding(Actor):
                     await self._copy(partial(copy, shard, pieces), _nbytes([pieces]))
                     stored.check_unchanged()
             return
-        objects: Mapping[str, torch.Tensor] | None = None
+        shard = await self._bring(ref)
+        versions = _versions(shard)
         for pieces in parcels:
-            while True:
-                if objects is None:
-                    # The objects of the actor while they are as they were, else what was stored of them.
-                    objects = await state_of(ref).bring()
-                    versions = _versions(objects)
-                await self._copy(partial(copy, objects, pieces), _nbytes([pieces]))
-                if all(_version(objects[piece.name]) == versions[piece.name] for piece in pieces):
-                    break
-                objects = None
+            await self._copy(partial(copy, shard, pieces), _nbytes([pieces]))
+            while any(_version(shard[piece.name]) != versions[piece.name] for piece in pieces):
+                shard = await self._bring(ref)
+                versions = _versions(shard)
+                await self._copy(partial(copy, shard, pieces), _nbytes([pieces]))
 
     async def _copy(self, job: Callable[[], object], nbytes: int) -> None:
         if nbytes > SYNC_COPY:

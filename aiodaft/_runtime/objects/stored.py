@@ -298,15 +298,17 @@ class StoredValue:
         find = self.origins[index] if self.origins else None
         return None if find is None else find()
 
-    def originals(self) -> list[Any] | None:
-        """The objects that the buffers of a lent value were made of; None if one is gone, or was changed.
+    def objects(self) -> ReceivedValue | None:
+        """A lent value as the objects that its buffers were made of; None if one is gone, or was changed.
 
-        Not for accelerators, whose streams have to wait for each other.
+        Those on accelerators are as they were lent once the value is filled.
         """
-        if not self.lent or self._devices is not None:
+        found = [self.origin(index) for index in range(len(self.encoded.sources))] if self.lent else [None]
+        if any(one is None for one in found):
             return None
-        found = [self.origin(index) for index in range(len(self.encoded.sources))]
-        return None if any(one is None for one in found) else found
+        received = ReceivedValue(self.payload, None, [], self.refs)
+        received.origin = found.__getitem__
+        return received
 
     def release(self) -> None:
         """Release the memory: it is reused once the last reader is done. Idempotent."""

@@ -320,12 +320,11 @@ class Transfer:
 
     async def take_own(self, stored: StoredValue, into: IntoTensor | None = None) -> ReceivedValue:
         """Receive a value that this process stores; unchanged objects of this process are used as they are."""
-        originals = None if stored.packed or into is not None else stored.originals()
-        if originals is not None:
-            # Nothing is packed for a process that has the objects.
-            received = ReceivedValue(stored.payload, None, [], stored.refs)
-            received.origin = originals.__getitem__
-            return received
+        if not (stored.packed or stored.encoded.on_device or into is not None):
+            received = stored.objects()
+            if received is not None:
+                # Nothing is packed for a process that has the objects.
+                return received
         await self._store.make_ready(stored)
         loopback = self._connections.loopback
         delivery = Delivery(self._store, loopback, stored.payload, stored.blobs_for(loopback), ())

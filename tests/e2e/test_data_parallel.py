@@ -1,0 +1,72 @@
+"""Data-parallel training: losses against one process, the overlap of gradients, and the memory of ZeRO-3."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from data_parallel import TOLERANCE, difference, make, replicas_step, train, train_in_one
+from dp_ranks import LAYERS, Batch, Rank, Replica, Shard
+from run_example import run_example
+
+import aiodaft
+
+RANKS, SIZE, STEPS = 2, 5, 3  # 3 sequences and 2
+
+
+@pytest.fixture(scope="module")
+def losses_of_one() -> list[float]:
+    return train_in_one(SIZE, STEPS)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("variant", ["ddp", "zero1", "zero3"])
+async def test_ranks_with_uneven_batches_compute_what_one_process_computes(
+    variant: str, losses_of_one: list[float]
+) -> None:
+    async with aiodaft.Runtime() as rt:
+        ranks = await make(rt, variant, RANKS)
+        losses = await train(ranks, variant, SIZE, STEPS)
+        assert rt.traffic().payload == 0
+        peaks = await ranks.all(Shard.peak_bytes) if variant == "zero3" else []
+    assert difference(losses, losses_of_one) <= TOLERANCE
+    assert losses[-1] < losses[0]
+    layers = [vector.nbytes for vector in Rank().vectors]
+    assert all(layer % (4 * RANKS) == 0 for layer in layers)
+    assert peaks == ([sum(layers) // RANKS + max(layers)] * RANKS if variant == "zero3" else [])
+
+
+class PatientReplica(Replica):
+    """Goes on to the first layer in `backward` only when the last one's combined gradient is here."""
+
+    def __init__(self) -> None:
+        super().__init__("ddp")
+        self.came = threading.Event()
+
+    def announce(self, layer: int) -> None:
+        if layer == 0:
+            self.came.wait()
+        super().announce(layer)
+
+    @aiodaft.method
+    async def take(self, gradient: torch.Tensor, layer: int) -> None:
+        await super().take(gradient, layer)
+        if layer == LAYERS - 1:
+            self.came.set()
+
+
+@pytest.mark.timeout(60)
+async def test_gradients_are_combined_while_backward_runs() -> None:
+    tokens = torch.arange(32).view(2, 16)
+    parts: list[Batch] = [(row[None], row[None]) for row in tokens]
+    async with aiodaft.Runtime() as rt, rt.group(2, PatientReplica) as ranks:
+        assert await replicas_step(ranks, parts, tokens.numel(), "ddp") > 0
+        assert all(early > 0 for early in await ranks.all(PatientReplica.early_gradients))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("variant", ["ddp", "zero1", "zero3"])
+def test_sixty_steps_on_four_ranks_equal_those_of_one_process(variant: str) -> None:
+    assert "no loss differs by more than" in run_example("data_parallel.py", "--variant", variant)

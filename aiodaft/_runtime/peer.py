@@ -90,7 +90,9 @@ class NodeContact(Actor):
         raise NotImplementedError
 
     @method
-    async def vacate(self, owner: str, peer: str, actor: int, reason: str) -> None:
+    async def vacate(
+        self, owner: str, peer: str, actor: int, reason: str, keep: bool = False, answers: bool = True
+    ) -> None:
         """Remove an actor of `owner` from its process, and end the process if no other actor is there."""
         raise NotImplementedError
 

@@ -16,7 +16,7 @@ from aiodaft._runtime.groups.keyed import Keyed, Part
 from aiodaft._runtime.groups.process_group import Membership, process_group
 from aiodaft.actor import target_of
 from aiodaft.exceptions import GroupChanged
-from aiodaft.member_collectives import Key, MemberCollectives, check_key
+from aiodaft.member_collectives import Key, MemberCollectives, plain_key
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
@@ -265,7 +265,9 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
             raise RuntimeError(
                 f"{operation}: the members of {roster.id} are being made: call it in the first call, or later"
             )
-        check_key(key)
+        key = plain_key(key)
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout={timeout}: seconds, not negative")
         if not 0 <= root < roster.size:
             raise ValueError(f"root is the rank of one of {roster.size} members, from 0, not {root}")
         part = Part(operation, key, roster, self._axes_along, rank, hosted.id, op, root, timeout)

@@ -43,7 +43,7 @@ class MemberCollectives:
     At once:
         GroupChanged: This object is of an earlier epoch: `current_group()` gives the group as it is now.
         TypeError: The key is of another type.
-        ValueError: There is no such op or root.
+        ValueError: There is no such op or root, or the timeout is negative.
         RuntimeError: This is a constructor, or no method of a member.
 
     Cancellation of a result: the member has taken part. The others get their results.
@@ -112,11 +112,25 @@ class MemberCollectives:
         return self._take_part("barrier", None, "sum", 0, key, timeout)
 
 
-def check_key(key: object) -> None:
-    """Raise TypeError unless this can be a key."""
-    if not (key is None or _is_key(key)):
-        raise TypeError(f"key={key!r:.80}: a key is a string, an integer, or a tuple of these")
+def plain_key(key: object) -> Key:
+    """The key of plain strings and integers: members with equal keys have to meet at one place.
+
+    Raises:
+        TypeError: This can be no key.
+    """
+    try:
+        return None if key is None else _plain(key)
+    except TypeError:
+        raise TypeError(f"key={key!r:.80}: a key is a string, an integer, or a tuple of these") from None
 
 
-def _is_key(key: object) -> bool:
-    return all(map(_is_key, key)) if isinstance(key, tuple) else isinstance(key, (str, int))
+def _plain(key: object) -> str | int | tuple[Any, ...]:
+    match key:
+        case tuple():
+            return tuple(map(_plain, key))
+        case str():
+            return str.__str__(key)
+        case int():
+            return int.__int__(key)
+        case _:
+            raise TypeError

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from functools import reduce
+from enum import StrEnum
+from functools import partial, reduce
+from http import HTTPStatus
 from typing import Any
 
 import pytest
@@ -20,6 +22,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # Small ones travel with the messages; 68 KB, which members cannot divide evenly, from member to member.
 SHAPES = [(7, 2), (131, 131)]
+
+
+class Text(StrEnum):
+    X = "x"
 
 
 @pytest.fixture
@@ -159,8 +165,35 @@ async def test_roots_that_differ_and_values_that_cannot_be_cut_or_sent(rt: aioda
     await group[0].begin("all_gather", 1, key="lock")
     with pytest.raises(TypeError, match="lock"):
         await group[1].gather_lock("lock")
-    with pytest.raises(ValueError, match=r"all_gather 'lock' of .*: the value of rank 1 cannot travel: .*lock"):
+    with pytest.raises(ValueError, match=r"all_gather 'lock' of .*: the value of rank 1 cannot be used: .*lock"):
         await group[0].finish("lock")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_a_member_that_cannot_take_part_is_named_at_the_others(rt: aiodaft.Runtime, failing: int) -> None:
+    group = await rt.group(2, Keyer)
+    member, other = group[failing], group[1 - failing]
+    for call, kind in ((member.reduce_failed_call, KeyError), (member.reduce_sparse, RuntimeError)):
+        waiting = other.do("all_reduce", 1, key="reduce")
+        with pytest.raises(kind):
+            await call("reduce")
+        with pytest.raises(ValueError, match=f"all_reduce 'reduce' of .*: the value of rank {failing} cannot be used"):
+            await waiting
+    assert await group.all(Keyer.do, "all_reduce", 1, key="reduce") == [2, 2]
+
+
+async def test_an_op_that_cannot_travel_fails_at_all(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Keyer)
+    for error in await errors_of(group.all(Keyer.reduce_by_lock, "reduce")):
+        assert isinstance(error, TypeError | ValueError)
+    assert await group.all(Keyer.do, "all_reduce", 2, partial(max), key="reduce") == [2, 2, 2]
+
+
+async def test_keys_that_are_equal_meet_whatever_their_types(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Keyer)
+    keys = [(200, "x"), (HTTPStatus.OK, "x"), (200, Text.X)]
+    refs = [member.do("all_gather", rank, key=key) for rank, (member, key) in enumerate(zip(group, keys, strict=True))]
+    assert [await ref for ref in refs] == [[0, 1, 2]] * 3
 
 
 async def test_members_that_are_late_are_named_at_all(rt: aiodaft.Runtime) -> None:
@@ -257,6 +290,13 @@ async def test_who_stops_waiting_has_taken_part(rt: aiodaft.Runtime) -> None:
     assert await group.all(Keyer.do, "all_reduce", 1, key="x") == [3] * 3
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_who_cancels_at_once_has_taken_part(rt: aiodaft.Runtime, rank: int) -> None:
+    group = await rt.group(2, Keyer)
+    await group[rank].cancel_at_once("x")
+    assert (await group[1 - rank].do("all_gather", "waited", key="x"))[rank] == "cancelled"
+
+
 async def test_a_thousand_rounds_leave_nothing(rt: aiodaft.Runtime) -> None:
     group = await rt.group(2, Keyer)
     assert await group.all(Keyer.rounds, 980, 10) == [1960.0] * 2
@@ -285,6 +325,8 @@ async def test_wrong_arguments_are_refused_at_the_line(rt: aiodaft.Runtime) -> N
         await member.do("barrier", key=("x", None))
     with pytest.raises(ValueError, match="root is the rank of one of 1 members, from 0, not 1"):
         await member.do("reduce", 1, root=1)
+    with pytest.raises(ValueError, match="timeout=-1: seconds, not negative"):
+        await member.do("barrier", timeout=-1)
     with pytest.raises(ValueError, match="op is one of sum, product, min, max, or a function"):
         await member.do("all_reduce", 1, "avg")
     with pytest.raises(TypeError, match="reduce_scatter of .*: expected a tensor or an array to be cut, not int"):

@@ -73,6 +73,11 @@ class Keyer(Actor):
                 raise AssertionError
 
     @method
+    async def cancel_at_once(self, key: Any) -> None:
+        """Take part, and cancel the result before anything else runs."""
+        self.group.all_gather("cancelled", key=key).cancel()
+
+    @method
     async def write_after(self, size: int) -> float:
         """Write to a value as soon as the result is there; the sum of what the next member gave."""
         value = torch.ones(size)
@@ -91,6 +96,30 @@ class Keyer(Actor):
     async def gather_lock(self, key: Any) -> None:
         """Take part with what cannot travel."""
         await self.group.all_gather(threading.Lock(), key=key)
+
+    @method
+    async def fail(self) -> float:
+        raise KeyError("value")
+
+    @method
+    async def reduce_failed_call(self, key: Any) -> None:
+        """Take part with the result of a call that fails."""
+        await self.group.all_reduce(self.group.members[self.group.rank].fail(), key=key)
+
+    @method
+    async def reduce_sparse(self, key: Any) -> None:
+        await self.group.all_reduce(torch.eye(2).to_sparse(), key=key)
+
+    @method
+    async def reduce_by_lock(self, key: Any) -> None:
+        """Take part with an op that cannot travel."""
+        lock = threading.Lock()
+
+        def add(one: Any, other: Any) -> Any:
+            with lock:
+                return one + other
+
+        await self.group.all_reduce(1, add, key=key)
 
     @method
     async def along(self, axis: str, key: Any) -> list[int]:

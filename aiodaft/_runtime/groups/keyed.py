@@ -9,7 +9,7 @@ are there, the plan of the collective on refs is carried out, so values go from 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +35,7 @@ from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.serialization.errors import add_note
 from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.actor import Actor, target_of
-from aiodaft.exceptions import ActorDied, DaftError, GroupChanged
+from aiodaft.exceptions import ActorDied, DaftError, GroupChanged, SerializationError
 from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 
@@ -91,7 +91,7 @@ class Part:
         terms: dict[str, Hashable] = {"operation": self.operation, "root": self.root}
         if self.reduces:
             op = self.op
-            terms["op"] = f"{op.__module__}.{op.__qualname__}" if callable(op) else op
+            terms["op"] = _name_of(op) if callable(op) else op
             terms["value"] = kind_of(value)
         return terms
 
@@ -99,6 +99,15 @@ class Part:
     def meets_at(self) -> int:
         """The rank where members meet: keys spread the work."""
         return crc32(repr(self.key).encode()) % self.roster.size
+
+
+@dataclass(eq=False, slots=True)
+class _Taking:
+    """A call of `take_part`."""
+
+    part: Part
+    # Whether its value exists.
+    has_begun: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,33 +166,44 @@ class Keyed(Actor):
     def begin(self, part: Part, value: Any) -> Ref[Any]:
         """Take part; returns a ref of what the member gets, at once and in any thread."""
         target = Target(self._caller, self._process.id, KEYED, part.roster.id, None)
-        return target.call(_TAKE_PART.named(part.label), (Opaque(part), value), {})
+        taking = _Taking(part)
+        result: Ref[Any] = target.call(_TAKE_PART.named(part.label), (Opaque(taking), value), {})
+        state_of(result).mark_seen()
+        return target.call(_OUTCOME.named(part.label), (Opaque(taking), Opaque(result)), {})
+
+    # What the member awaits is not the call that takes part: to cancel that one would leave the others waiting.
+    @method(ordered=False)
+    async def outcome(self, given: Opaque, result: Opaque) -> Any:
+        """Wait for the result of `take_part`.
+
+        Cancellation: the member takes part nevertheless.
+        """
+        taking: _Taking = given.content
+        # What stacks show.
+        call = _own_call()
+        call.spec = call.spec.named(taking.part.title)
+        try:
+            return await asyncio.shield(result.content)
+        except Exception as error:
+            if not taking.has_begun:
+                # The value was the result of a call that failed.
+                await self._excuse(taking.part, "value", error)
+            raise
 
     # Unordered: what waits for its value does not hold up the next one.
     @method(ordered=False)
     async def take_part(self, given: Opaque, value: Any) -> Any:
-        """Take part for a member of this process.
-
-        Cancellation: the others get their results; this value counts.
-        """
-        part: Part = given.content
-        call = _own_call()
-        # What stacks show.
-        call.spec = call.spec.named(part.title)
-        failed: Exception | None = None
-        brought: bytes | Opaque | None = None
+        """Take part for a member of this process."""
+        taking: _Taking = given.content
+        taking.has_begun = True
+        part = taking.part
         try:
-            brought = self._pack(part, value) if part.has_value else None
-        except Exception as error:  # noqa: BLE001 - raised below, once the others know
-            failed = error
-        nbytes = (nbytes_of(value) or None) if part.has_value else None
-        coming = Coming(part.key, part.title, part.rank, part.terms(value), part.incarnation)
+            terms, nbytes, brought = part.terms(value), *self._pack(part, value)
+        except Exception as error:
+            await self._excuse(part, "value", error)
+            raise
+        coming = Coming(part.key, part.title, part.rank, terms, part.incarnation)
         del value
-        if failed is not None:
-            fault = ValueError(f"{part.title}: the value of rank {part.rank} cannot travel: {failed}")
-            with suppress(ValueError):
-                await self._join(part, replace(coming, fault=fault), None, None)
-            raise failed
         try:
             answer = await self._join(part, coming, nbytes, brought)
             if isinstance(brought, Opaque):
@@ -208,7 +228,12 @@ class Keyed(Actor):
             joining = Joining(*where, coming, part.timeout, nbytes)
             target = Target(self._caller, peer, KEYED, roster.id, None)
             try:
-                return await target.call(_JOIN.named(part.label), (joining, brought, part.op), {})
+                answer = target.call(_JOIN.named(part.label), (joining, brought, part.op), {})
+            except SerializationError as error:
+                await self._excuse(part, "op", error)
+                raise
+            try:
+                return await answer
             except ActorDied as error:
                 connection = self._caller.connections.get(peer)
                 lost = connection if connection is not None and connection.lost is not None else None
@@ -256,12 +281,20 @@ class Keyed(Actor):
         if not self._reports[where]:
             del self._reports[where]
 
-    def _pack(self, part: Part, value: Any) -> bytes | Opaque:
-        if not callable(part.op):
-            small = encode_small((value,), by_name=False)
-            if small is not None:
-                return small[0]
-        return self._kept(value, part.title)
+    async def _excuse(self, part: Part, what: str, error: Exception) -> None:
+        """Come with a fault, so that the others do not wait for this member."""
+        fault = ValueError(f"{part.title}: the {what} of rank {part.rank} cannot be used: {error}")
+        coming = Coming(part.key, part.title, part.rank, {}, part.incarnation, fault)
+        with suppress(ValueError):
+            await self._join(replace(part, op="sum"), coming, None, None)
+
+    def _pack(self, part: Part, value: Any) -> tuple[int | None, bytes | Opaque | None]:
+        """The size of a tensor or an array, and what is brought."""
+        if not part.has_value:
+            return None, None
+        nbytes = nbytes_of(value) or None
+        small = None if callable(part.op) else encode_small((value,), by_name=False)
+        return nbytes, self._kept(value, part.title) if small is None else small[0]
 
     def _kept(self, value: Any, title: str) -> Opaque:
         return Opaque(Ref(self._caller.objects.refs.put(value, title)))
@@ -398,7 +431,14 @@ class Keyed(Actor):
 
 
 _TAKE_PART: Final = specs_of(Keyed)["take_part"]
+_OUTCOME: Final = specs_of(Keyed)["outcome"]
 _JOIN: Final = specs_of(Keyed)["join"]
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """The name of a function; of another callable, that of its class."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _own_call() -> InboundCall:

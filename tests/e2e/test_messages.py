@@ -325,6 +325,8 @@ async def test_misuse_is_refused_with_what_to_do(rt: aiodaft.Runtime) -> None:
         await a.recv(2)
     with pytest.raises(TypeError, match="a tag is a number or a string"):
         await a.send(1, "x", (1, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a tag is a number or a string, not 1.5"):
+        await a.recv(1, 1.5)  # type: ignore[arg-type]
     assert "use an `async def` method" in await a.recv_in_thread()
     assert await b.counts() == Counts()
 

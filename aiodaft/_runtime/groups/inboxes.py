@@ -264,8 +264,7 @@ class Mail:
     async def send(self, value: Any, to: int, tag: Tag) -> None:
         """Send a message to a rank. Raises as `CurrentGroup.send` does."""
         self._check_rank(to)
-        if not isinstance(tag, int | str):
-            raise TypeError(f"a tag is a number or a string, not {tag!r}")
+        _check_tag(tag)
         member = self._members[to]
         try:
             await self._inboxes.send(self._group, member, self._numbers[self._rank], tag, value)
@@ -282,6 +281,8 @@ class Mail:
         """Returns a message, and the rank of its sender. Raises as `CurrentGroup.recv` does."""
         if source is not None:
             self._check_rank(source)
+        if tag is not None:
+            _check_tag(tag)
         me = self._numbers[self._rank]
         ranks = range(len(self._members)) if source is None else (source,)
         senders = {self._numbers[rank]: self._members[rank] for rank in ranks if rank != self._rank}
@@ -295,3 +296,8 @@ class Mail:
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < len(self._members):
             raise ValueError(f"{self._group} has ranks from 0 to {len(self._members) - 1}, not {rank}")
+
+
+def _check_tag(tag: object) -> None:
+    if not isinstance(tag, int | str):
+        raise TypeError(f"a tag is a number or a string, not {tag!r}")

@@ -183,7 +183,8 @@ class Keyed(Actor):
         call = _own_call()
         call.spec = call.spec.named(taking.part.title)
         try:
-            return await asyncio.shield(result.content)
+            await result.content.ready()
+            return await result.content
         except Exception as error:
             if not taking.has_begun:
                 # The value was the result of a call that failed.

@@ -17,7 +17,7 @@ from aiodaft._protocol.calls.mailbox import BoundedMailbox
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import WANT_REPLY
 from aiodaft._protocol.diagnostics.deadlock import CallAt, Reason
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, INBOXES, CallId
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor
 from aiodaft._runtime.actors.inbound import Inbound
 from aiodaft._runtime.connections.ring_poller import RingPoller
@@ -64,6 +64,10 @@ class Desk(Actor):
             await self.gate.wait()
         await self.cleaned.wait()
         return "too late"
+
+    @method
+    async def refuse(self, executed: bool | None) -> None:
+        raise ActorDied("it was stopped", executed=executed)
 
     @method
     def heavy(self, word: str) -> str:
@@ -139,6 +143,15 @@ async def home() -> AsyncIterator[Home]:
     yield made
     await made.process.tasks.aclose()
     made.host.starter.close()
+
+
+async def test_only_actors_of_the_runtime_may_say_that_a_call_of_them_did_nothing(home: Home) -> None:
+    hosted = HostedActor(home.host, INBOXES, "inboxes", specs_of(Desk).get)
+    hosted.instance = home.desk
+    home.host.actors[INBOXES] = hosted
+    for actor, told in ((INBOXES, [False, True, True]), (FIRST_USER_ACTOR, [True, True, True])):
+        calls = [home.call("refuse", executed, actor=actor) for executed in (False, None, True)]
+        assert [(await home.error(call)).executed for call in calls] == told
 
 
 async def test_a_call_keeps_its_place_while_its_arguments_are_fetched(home: Home) -> None:

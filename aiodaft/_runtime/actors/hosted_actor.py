@@ -491,8 +491,10 @@ class HostedActor:
             return
         # It is not known where a cancelled call stopped.
         executed = None if isinstance(error, asyncio.CancelledError) else ran
-        # Errors of the runtime's own actors get no note.
-        where = f"raised by {call.label} in {self.where}" if self.id >= FIRST_USER_ACTOR else None
+        where: str | None = f"raised by {call.label} in {self.where}"
+        if self.id < FIRST_USER_ACTOR:
+            # Errors of the runtime's own actors get no note; and they may say that nothing was done.
+            where, executed = None, executed and getattr(error, "executed", None) is not False
         call.responder.fail(call, as_call_error(error, where), executed=executed)
 
     def is_late(self, call: InboundCall, error: BaseException) -> bool:

@@ -41,7 +41,7 @@ _PAUSE: Final = 0.25
 _LOOKS: Final = 20
 # Seconds that the others have to answer whether they are there, when an operation of torch has failed.
 _ANSWERS_WITHIN: Final = 10.0
-# Seconds of one attempt to connect to the store.
+# Seconds of the first attempt to connect to the store; each further one has twice as many, for slow machines.
 _CONNECT_WITHIN: Final = 1.0
 # What waits in them is no operation of torch, and has its own end.
 _NOT_OF_TORCH: Final = sys.stdlib_module_names | {"aiodaft"}
@@ -278,15 +278,16 @@ def _open_store(me: Membership, interface: str, patience: float, what: str) -> A
         block_on(me.process, me.gather(f"{store.host}:{store.port}", patience), what)
         return store
     host, _, port = block_on(me.process, me.come(patience), what).rpartition(":")
-    until = time.monotonic() + patience
+    until, seconds = time.monotonic() + patience, _CONNECT_WITHIN
     while True:
         # Refused at once if rank 0 is gone by now. The store would try again until its time is over.
         socket.create_connection((host, int(port)), patience).close()
         try:
-            store = dist.TCPStore(host, int(port), me.size, is_master=False, timeout=timedelta(seconds=_CONNECT_WITHIN))
+            store = dist.TCPStore(host, int(port), me.size, is_master=False, timeout=timedelta(seconds=seconds))
         except dist.DistError:
             if time.monotonic() > until:
                 raise
+            seconds *= 2
         else:
             store.set_timeout(timedelta(seconds=patience))
             return store

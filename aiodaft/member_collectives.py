@@ -46,7 +46,8 @@ class MemberCollectives:
         ValueError: There is no such op or root, or the timeout is negative.
         RuntimeError: This is a constructor, or no method of a member.
 
-    Cancellation of a result: the member has taken part. The others get their results.
+    Cancellation of a result: the member has taken part, and the others get their results. Until they have them, it must
+    not write to its value.
     """
 
     __slots__ = ()

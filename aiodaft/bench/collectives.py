@@ -1,8 +1,9 @@
-"""Collectives on refs, next to gloo: the same actors call it as the ranks of an SPMD program do.
+"""Collectives on refs and in methods, next to gloo: the same actors call it as the ranks of an SPMD program do.
 
 Both begin with tensors that exist. A collective of aiodaft is begun by this process, and is over when every member has
-a result of its own, in new memory, and this process knows it. One of gloo is begun by each member, in a loop that makes
-no call, and changes the member's tensor in place; the slowest member counts. torch has the threads that it takes.
+a result of its own, in new memory, and this process knows it; or is begun by each member, in a loop. One of gloo is
+begun by each member, in a loop that makes no call, and changes the member's tensor in place. The slowest member counts.
+torch has the threads that it takes.
 
 With `AIODAFT_ADDRESS`, that of one of two nodes on two hosts, also over the link between them.
 """
@@ -22,6 +23,7 @@ from typing import Any, Final
 from aiodaft._runtime.platform.interfaces import interface_to, interfaces
 from aiodaft.actor import Actor
 from aiodaft.collectives import all_gather, all_reduce, broadcast
+from aiodaft.current_group import CurrentGroup
 from aiodaft.group import Group
 from aiodaft.inside import current_group
 from aiodaft.methods import method
@@ -81,6 +83,16 @@ class Rank(Actor):
         return (time.perf_counter() - start) / repeats
 
     @method
+    async def all_reduce(self, repeats: int) -> float:
+        """Seconds that one in methods takes, of so many one after the other."""
+        group: CurrentGroup[Rank] = current_group()
+        await group.barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            await group.all_reduce(self._tensor)
+        return (time.perf_counter() - start) / repeats
+
+    @method
     async def copy(self, size: int) -> float:
         """Seconds that one memcpy takes."""
         floor = Copy(size)
@@ -98,8 +110,10 @@ async def run(
             group = await rt.group(count, Rank)
             await asyncio.gather(*group.all(Rank.join, None))
             for size in sizes:
+                budget = ">= 1.0" if size >= _MIB else ""
                 for name in ("all_reduce", "broadcast"):
-                    await _next_to_gloo(bench, group, size, name, ">= 1.0" if size >= _MIB else "")
+                    await _next_to_gloo(bench, group, size, name, budget)
+                await _in_methods(bench, group, size, budget)
             await asyncio.gather(*group.all(Rank.leave))
             await _gather(bench, group, min(most, 16 * _MIB))
             await rt.stop_group(group)
@@ -133,7 +147,7 @@ async def _next_to_gloo(
     bench: Bench, group: Group[Rank], size: int, name: str, budget: str = "", *, apart: bool = False
 ) -> None:
     others = list(group)[1:]
-    repeats = max(1, min(50, 16 * _MIB // size))
+    repeats = _repeats(size)
     if name == "all_reduce":
         begin: Callable[[Refs[Any]], Refs[Any]] = all_reduce
         line = f"{_amount(size)}, all_reduce, {len(group)} {'hosts' if apart else 'members'}"
@@ -150,6 +164,14 @@ async def _next_to_gloo(
     await bench.compare(line, ours, theirs, "gloo", budget, size=_of(size))
 
 
+async def _in_methods(bench: Bench, group: Group[Rank], size: int, budget: str) -> None:
+    await _made(group, size)
+    ours = partial(_slowest, lambda: group.all(Rank.all_reduce, _repeats(size)))
+    theirs = partial(_slowest, lambda: group.all(Rank.gloo, "all_reduce", _repeats(size)))
+    line = f"{_amount(size)}, all_reduce in methods, {len(group)} members"
+    await bench.compare(line, ours, theirs, "gloo", budget, size=_of(size))
+
+
 async def _gather(bench: Bench, group: Group[Rank], size: int) -> None:
     """All members at once: each gets a list of all tensors, and copies as many bytes."""
     refs = await _made(group, size)
@@ -157,6 +179,10 @@ async def _gather(bench: Bench, group: Group[Rank], size: int) -> None:
     floor = partial(_slowest, lambda: group.all(Rank.copy, size * len(group)))
     line = f"{_amount(size)}, all_gather, {len(group)} members"
     await bench.compare(line, ours, floor, "one memcpy each", size=_of(size * len(group)))
+
+
+def _repeats(size: int) -> int:
+    return max(1, min(50, 16 * _MIB // size))
 
 
 def _amount(size: int) -> str:

@@ -82,6 +82,17 @@ def runs_on_loop(work: Work, cut: Cut, nbytes: int, *, by_function: bool) -> boo
             return nbytes <= SMALL
 
 
+def meets_with_values(operation: str, members: int, nbytes: int) -> bool:
+    """Whether the values of members that meet go to one of them, which reduces all: one round trip.
+
+    Args:
+        operation: The collective.
+        members: Their number.
+        nbytes: The bytes of a value.
+    """
+    return operation in {"all_reduce", "reduce"} and members * nbytes <= QUICK
+
+
 class Plan:
     """The steps of a collective, in an order in which each comes after its inputs.
 

@@ -2,8 +2,9 @@
 
     method -- take_part --> `Keyed` of its process -- join --> `Keyed` of the member where they meet
 
-Small values come with `join`, and its answers have the results: one round trip. Of other values the refs come: when all
-are there, the plan of the collective on refs is carried out, so values go from member to member.
+Small values come with `join`, and so do those that are quickly reduced at one member; its answers have the results: one
+round trip. Of other values the refs come: when all are there, the plan of the collective on refs is carried out, so
+values go from member to member.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 from zlib import crc32
 
-from aiodaft._protocol.groups.collective import plan_of, results_of, star, values_of
+from aiodaft._protocol.groups.collective import meets_with_values, plan_of, results_of, star, values_of
 from aiodaft._protocol.groups.meeting import Coming
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import KEYED, ActorId, PeerId
@@ -135,12 +136,17 @@ class Joining:
     nbytes: int | None
 
 
+# How a value travels to the meeting and from it: a small one encoded, one that is reduced there as the only item of a
+# list, of others the ref. None is nothing.
+Packed: TypeAlias = bytes | list[Any] | Opaque | None
+
+
 class Brought(NamedTuple):
-    """What a member has brought: a small value encoded, the ref of another, or nothing."""
+    """What a member has brought."""
 
     process: PeerId
     nbytes: int | None
-    value: bytes | Opaque | None
+    value: Packed
 
 
 class Keyed(Actor):
@@ -215,13 +221,13 @@ class Keyed(Actor):
             add_note(error, f"raised for {part.title}")
             raise
 
-    async def _join(self, part: Part, coming: Coming, nbytes: int | None, brought: bytes | Opaque | None) -> Any:
+    async def _join(self, part: Part, coming: Coming, nbytes: int | None, brought: Packed) -> Any:
         reports = self._reports.get((part.roster.id, part.roster.epoch))
         if reports:
             await asyncio.wait(reports)
         return await self._join_now(part, coming, nbytes, brought)
 
-    async def _join_now(self, part: Part, coming: Coming, nbytes: int | None, brought: bytes | Opaque | None) -> Any:
+    async def _join_now(self, part: Part, coming: Coming, nbytes: int | None, brought: Packed) -> Any:
         roster, member = part.roster, _target_of(part.roster.members[part.meets_at])
         peer, actor = _known_place(member) or await _find(part, member)
         while True:
@@ -289,21 +295,33 @@ class Keyed(Actor):
         with suppress(ValueError):
             await self._join(replace(part, op="sum"), coming, None, None)
 
-    def _pack(self, part: Part, value: Any) -> tuple[int | None, bytes | Opaque | None]:
+    def _pack(self, part: Part, value: Any) -> tuple[int | None, Packed]:
         """The size of a tensor or an array, and what is brought."""
         if not part.has_value:
             return None, None
         nbytes = nbytes_of(value) or None
-        small = None if callable(part.op) else encode_small((value,), by_name=False)
-        return nbytes, self._kept(value, part.title) if small is None else small[0]
+        if not callable(part.op):
+            small = encode_small((value,), by_name=False)
+            if small is not None:
+                return nbytes, small[0]
+            if nbytes is not None and meets_with_values(part.operation, part.roster.size, nbytes):
+                return nbytes, [value]
+        return nbytes, self._kept(value, part.title)
 
     def _kept(self, value: Any, title: str) -> Opaque:
         return Opaque(Ref(self._caller.objects.refs.put(value, title)))
 
-    async def _unpacked(self, answer: bytes | Opaque | None) -> Any:
-        if isinstance(answer, Opaque):
-            return await answer.content
-        return None if answer is None else self._decoded(answer)
+    async def _unpacked(self, answer: Packed) -> Any:
+        match answer:
+            case Opaque():
+                return await answer.content
+            case None:
+                return None
+            case _:
+                return self._given(answer)
+
+    def _given(self, packed: bytes | list[Any]) -> Any:
+        return packed[0] if isinstance(packed, list) else self._decoded(packed)
 
     def _decoded(self, payload: bytes) -> Any:
         return self._store.decode_now(ReceivedValue(payload, None, [], []))
@@ -312,7 +330,7 @@ class Keyed(Actor):
 
     # Ordered: what a member joins with counts in the order in which it has joined.
     @method
-    async def join(self, joining: Joining, brought: bytes | Opaque | None, op: Reducer) -> Any:
+    async def join(self, joining: Joining, brought: Packed, op: Reducer) -> Any:
         """Come to a meeting here; returns what the member gets.
 
         Raises:
@@ -375,16 +393,14 @@ class Keyed(Actor):
             place, _ = self._places.pop(where)
             place.close(ActorDied(f"a member of {where[1]} was stopped"))
 
-    def _conclude(
-        self, coming: Coming, size: int, op: Reducer, brought: Sequence[Brought]
-    ) -> list[bytes | Opaque | None]:
+    def _conclude(self, coming: Coming, size: int, op: Reducer, brought: Sequence[Brought]) -> list[Packed]:
         """What the members get, by rank, for what they have brought."""
         operation, root = cast("str", coming.terms["operation"]), cast("int", coming.terms["root"])
-        answers: list[bytes | Opaque | None] = [None] * size
+        answers: list[Packed] = [None] * size
         if operation == "barrier":
             return answers
         given = [brought[rank] for rank in values_of(operation, size, root)]
-        here = not callable(op) and all(isinstance(one.value, bytes) for one in given)
+        here = not callable(op) and all(isinstance(one.value, bytes | list) for one in given)
         work = self._compute if here else self._carry_out
         results = work(operation, root, op, coming.title, given, [one.process for one in brought])
         for rank, result in zip(results_of(operation, size, root), results, strict=True):
@@ -393,19 +409,24 @@ class Keyed(Actor):
 
     def _compute(
         self, operation: str, root: int, op: Reducer, title: str, given: Sequence[Brought], places: Sequence[PeerId]
-    ) -> list[bytes | Opaque]:
+    ) -> list[Packed]:
         """Do all steps here, and encode each result once."""
         size = len(places)
         plan = plan_of(operation, size, root, 0, one_memory=True, elementwise=True)
         if operation == "all_reduce":
             plan = star(size)
-        values = [self._decoded(cast("bytes", one.value)) for one in given]
+        values = [self._given(cast("bytes | list[Any]", one.value)) for one in given]
         results = self._collectives.carry_out(plan, values, op, title)
-        encoded: dict[int, bytes | Opaque] = {}
+        encoded: dict[int, Packed] = {}
         for result in results:
             if id(result) not in encoded:
                 small = encode_small((result,), by_name=False)
-                encoded[id(result)] = self._kept(result, title) if small is None else small[0]
+                if small is not None:
+                    encoded[id(result)] = small[0]
+                elif meets_with_values(operation, size, nbytes_of(result)):
+                    encoded[id(result)] = [result]
+                else:
+                    encoded[id(result)] = self._kept(result, title)
         return [encoded[id(result)] for result in results]
 
     def _carry_out(
@@ -414,7 +435,7 @@ class Keyed(Actor):
         """Have the members do the steps."""
         refs = [
             one.value.content if isinstance(one.value, Opaque) else
-            self._kept(self._decoded(cast("bytes", one.value)), title).content
+            self._kept(self._given(cast("bytes | list[Any]", one.value)), title).content
             for one in given
         ]  # fmt: skip
         # In these plans the root comes first, and then all members.

@@ -111,7 +111,9 @@ async def test_the_error_of_one_reaches_the_others_and_who_does_not_come_is_name
             assert isinstance(error, TimeoutError)
             assert missing in str(error)
     # Nothing of it is left.
+    assert await ranks.all(Rank.gatherings) == [0] * 4
     assert await ranks.all(Rank.sum_ranks) == [6.0] * 4
+    assert await ranks.all(Rank.gatherings) == [0] * 4
 
 
 async def test_wrong_uses_are_refused(module_rt: aiodaft.Runtime) -> None:

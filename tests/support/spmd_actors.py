@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import aiodaft
+from aiodaft._runtime.groups.blocks import Blocks
+from aiodaft._runtime.process import current_process
 
 STEPS = 3
 
@@ -175,6 +177,11 @@ class Rank(aiodaft.Actor):
                 dist.all_reduce(torch.zeros(1), async_op=True)
                 raise ValueError("a bad batch")
             dist.recv(torch.zeros(1), fails)
+
+    @aiodaft.method
+    async def gatherings(self) -> int:
+        """The number of blocks that members wait for at this one."""
+        return current_process().part(Blocks).gatherings
 
     @aiodaft.method
     def come(self, patience: float) -> None:

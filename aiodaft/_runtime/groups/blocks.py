@@ -34,6 +34,10 @@ class Gathering:
         # What rank 0 brings.
         self._begun: Begun | None = None
 
+    def __len__(self) -> int:
+        """The number of members that wait."""
+        return len(self._came)
+
     async def come(self, rank: int, patience: float, begun: Begun | None = None) -> Begun:
         """Wait for the others, for so many seconds; rank 0 says what begins. Cancellation: the member has not come.
 
@@ -87,6 +91,11 @@ class Blocks(Actor):
         # is kept, since a question may come later.
         self._left: dict[tuple[ActorId, str], asyncio.Future[Left]] = {}
 
+    @property
+    def gatherings(self) -> int:
+        """The number of blocks that members wait here to begin."""
+        return len(self._gatherings)
+
     # What other members ask.
 
     @method(ordered=False)
@@ -99,7 +108,7 @@ class Blocks(Actor):
         """
         if not self._enlisted.has(ActorId(actor)):
             raise ActorDied("rank 0 of the group was stopped", executed=False)
-        return await self._gathering(actor, epoch, size).come(rank, patience)
+        return await self._come((number_of(ActorId(actor)), epoch), size, rank, patience)
 
     @method(ordered=False)
     async def left(self, actor: int, block: str) -> Left:
@@ -117,7 +126,7 @@ class Blocks(Actor):
     async def gather(self, actor: ActorId, epoch: int, size: int, address: str, patience: float) -> Begun:
         """Come as rank 0. Raises as `come` does."""
         begun = Begun(f"{self._process.id}/{self._process.next_number()}", address)
-        return await self._gathering(actor, epoch, size).come(0, patience, begun)
+        return await self._come((number_of(actor), epoch), size, 0, patience, begun)
 
     def leave(self, actor: ActorId, block: str, how: Left) -> None:
         """The member leaves a block."""
@@ -138,8 +147,16 @@ class Blocks(Actor):
         for place in [place for place in self._gatherings if place[0] == number]:
             self._gatherings.pop(place).fail(ActorDied("rank 0 of the group was stopped", executed=False))
 
-    def _gathering(self, actor: int, epoch: int, size: int) -> Gathering:
-        return self._gatherings.setdefault((number_of(ActorId(actor)), epoch), Gathering(size))
+    async def _come(
+        self, where: tuple[ActorId, int], size: int, rank: int, patience: float, begun: Begun | None = None
+    ) -> Begun:
+        gathering = self._gatherings.setdefault(where, Gathering(size))
+        try:
+            return await gathering.come(rank, patience, begun)
+        finally:
+            # It is dropped before if rank 0 is gone.
+            if not gathering and self._gatherings.get(where) is gathering:
+                del self._gatherings[where]
 
     def _how_left(self, actor: ActorId, block: str) -> asyncio.Future[Left]:
         key = number_of(actor), block

@@ -31,7 +31,8 @@ class MemberCollectives:
         key: A string, an integer, or a tuple of these. Without a key, the n-th call of each member belongs to the n-th
             calls of the others: then all members have to call in one order, all collectives without a key together.
         timeout: Seconds that this member waits for the others to come, counted from its call. When the time of one is
-            over, the collective fails at all members.
+            over, the collective fails at all members. The member where they meet notes the time; if that one does not
+            answer either, those that wait for it give up 5 seconds later.
 
     All of them raise the following. For awaiting a result:
         ValueError: The members disagree on the operation, the op, the root, the type, the dtype or the shape; or the

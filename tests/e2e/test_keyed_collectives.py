@@ -210,6 +210,14 @@ async def test_members_that_are_late_are_named_at_all(rt: aiodaft.Runtime) -> No
     await again
 
 
+async def test_a_timeout_also_ends_the_wait_for_the_member_where_all_meet(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    # With this key they meet at rank 1.
+    with pytest.raises(TimeoutError, match="rank 1, where the members meet for this key, did not answer in 0.05 s"):
+        await group[0].freeze_other(await group[1].pid(), 0)
+    assert await group.all(Keyer.do, "all_reduce", 1, key="next") == [2, 2]
+
+
 @pytest.mark.parametrize("has_come", [False, True])
 @pytest.mark.parametrize("dies", [0, 1, 2])
 async def test_a_death_ends_the_waiting_of_all_and_is_named(rt: aiodaft.Runtime, dies: int, has_come: bool) -> None:

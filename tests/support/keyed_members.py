@@ -18,6 +18,7 @@ from torch import Tensor
 
 import aiodaft
 from aiodaft import Actor, CurrentGroup, Ref, method
+from aiodaft._runtime.groups import keyed as keyed_module
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import current_process
@@ -71,6 +72,21 @@ class Keyer(Actor):
             async with asyncio.timeout(0):
                 await self.waits.pop(key)
                 raise AssertionError
+
+    @method
+    async def freeze_other(self, pid: int, key: Any) -> Any:
+        """Take part while the member where all meet is stopped, without the time that it has besides the timeout."""
+        usual, keyed_module.GRACE = keyed_module.GRACE, 0.0
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            return await self.group.barrier(key=key, timeout=0.05)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            keyed_module.GRACE = usual
+
+    @method
+    async def pid(self) -> int:
+        return os.getpid()
 
     @method
     async def cancel_at_once(self, key: Any) -> None:

@@ -40,6 +40,9 @@ from aiodaft.exceptions import ActorDied, DaftError, GroupChanged, Serialization
 from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 
+# Seconds after its timeout that a member still waits for the one where they meet, which tells all who is late.
+GRACE: float = 5.0
+
 # Names the axes of `along`, one use of it after another.
 Along = tuple[tuple[str, ...], ...]
 
@@ -239,6 +242,7 @@ class Keyed(Actor):
             except SerializationError as error:
                 await self._excuse(part, "op", error)
                 raise
+            await _answered(part, answer)
             try:
                 return await answer
             except ActorDied as error:
@@ -455,6 +459,22 @@ class Keyed(Actor):
 _TAKE_PART: Final = specs_of(Keyed)["take_part"]
 _OUTCOME: Final = specs_of(Keyed)["outcome"]
 _JOIN: Final = specs_of(Keyed)["join"]
+
+
+async def _answered(part: Part, answer: Ref[Any]) -> None:
+    """Wait for the member where the others meet, not much longer than the timeout."""
+    if part.timeout is None:
+        return
+    try:
+        async with asyncio.timeout(part.timeout + GRACE):
+            # The answer itself is not cancelled: this member has come.
+            await answer.ready()
+    except TimeoutError:
+        state_of(answer).mark_seen()
+        raise TimeoutError(
+            f"{part.title}: rank {part.meets_at}, where the members meet for this key, did not answer in "
+            f"{part.timeout + GRACE:g} s"
+        ) from None
 
 
 def _name_of(function: Callable[..., Any]) -> str:

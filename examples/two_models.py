@@ -103,12 +103,12 @@ def step(optimizer: torch.optim.Optimizer, logits_BLV: Tensor, y_BL: Tensor) -> 
     return loss.item()
 
 
-def batches() -> Iterator[tuple[Tensor, Tensor]]:
+def batches(steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of changing size and length, from the sources of Python's standard library."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py"))
     text = torch.tensor(list(b"".join(path.read_bytes() for path in sources)))
     rng = random.Random(0)
-    for _ in range(STEPS):
+    for _ in range(steps):
         size, length = rng.randint(4, 16), rng.randint(CONTEXT // 2, CONTEXT)
         rows = torch.stack([text[start : start + length + 1] for start in rng.sample(range(len(text) - length), size)])
         yield rows[:, :-1], rows[:, 1:]
@@ -119,8 +119,8 @@ def train_in_one(front: nn.Module, back: nn.Module) -> list[float]:
     return [step(optimizer, back(front(x)), y) for x, y in batches()]
 
 
-async def train_in_two(front: Front, back: Back) -> list[float]:
-    for x, y in batches():
+async def train_in_two(front: Front, back: Back, data: Iterator[tuple[Tensor, Tensor]]) -> list[float]:
+    for x, y in data:
         gradient = back.learn(front.forward(x), y)
         front.backward(gradient)
     return await back.loss_history()
@@ -131,7 +131,7 @@ async def main() -> None:
     expected = train_in_one(*whole)
     print(f"one process:    loss {expected[0]:.4f} -> {expected[-1]:.4f}")
     async with aiodaft.Runtime() as rt, rt.spawn(Front) as front, rt.spawn(Back) as back:
-        losses = await train_in_two(front, back)
+        losses = await train_in_two(front, back, batches())
         print(f"two processes:  loss {losses[0]:.4f} -> {losses[-1]:.4f}")
         traffic = rt.traffic()
         print(f"the controller: {traffic.payload} payload bytes, {traffic.control // STEPS} bytes of messages a step")

@@ -43,6 +43,30 @@ def test_two_models_equal_one_and_nothing_passes_the_controller() -> None:
     assert "hosted_actor.py" not in output
 
 
+@pytest.mark.timeout(180)
+def test_send_and_recv_equal_calls_and_the_comparison_says_what_each_takes() -> None:
+    output = run_example("two_models_compared.py", "--steps", "3")
+    assert re.search(r"(?m)^3 losses and outputs \(\d+, \d+, 256\) are equal, bit for bit$", output)
+    numbers = {
+        name: (int(left), int(right)) for name, left, right in re.findall(r"(?m)^(\w.+?) {2,}(\d+) +(\d+)$", output)
+    }
+    by_hand, by_calls = numbers["lines of code beside the model"]
+    assert 0 < by_calls < by_hand
+    # The tensor of the wrong width comes from the first rank, or from the controller.
+    by_hand, by_calls = numbers["bytes of tensors between the halves"]
+    assert by_hand - by_calls == 2 * 3 * 65 * 4
+    # A header of seven numbers for each tensor and for the error.
+    by_hand, _ = numbers["all other bytes sent"]
+    assert by_hand > 7 * 8 * (2 * 3 + 3)
+    failures = re.findall(
+        r"(?m)^\w.+?  +(wrong numbers|a process aborts|stuck until the timeout|the group is unusable)  ", output
+    )
+    assert len(failures) == 7
+    _, by_hand_told, by_calls_told = re.split(r"\ntorch.distributed, gloo\n|\naiodaft\n", output)
+    assert by_hand_told.startswith("rank 1 failed:\nRuntimeError: Given normalized_shape=[64]")
+    assert "needed by Front.backward of Front-1, which did not run" in by_calls_told
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "options",

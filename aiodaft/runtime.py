@@ -306,7 +306,7 @@ class Runtime(Scope):
         return tuple(named.name for named in await self._controller.coordinator.names(check_prefix(prefix)))
 
     def traffic(self) -> Traffic:
-        """The traffic of this process with actors since the runtime was opened.
+        """The traffic of this process with actors since the runtime was opened; also when it is closed.
 
         Payloads that go from actor to actor are not counted.
         """

@@ -401,7 +401,7 @@ class Peer:
         # The helper thread may be copying into memory that the store unmaps.
         await self.process.helper_thread.aclose()
         self.store.close()
-        self.connections.clear()
+        self.connections.forget()
         self.actors.clear()
 
 

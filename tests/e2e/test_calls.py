@@ -232,3 +232,11 @@ async def test_co_located_actors_share_a_process_and_pass_objects(rt: aiodaft.Ru
     assert await second.call_other(first, {"a": 1}) == {"a": 1}
     await rt.stop(second)
     assert await first.echo("still here") == "still here"
+
+
+async def test_what_went_to_actors_can_be_asked_when_the_runtime_is_closed() -> None:
+    async with aiodaft.Runtime() as rt:
+        echo = await rt.spawn(Echo)
+        assert await echo.echo(bytes(1 << 20)) == bytes(1 << 20)
+        before = rt.traffic()
+    assert rt.traffic().payload == before.payload == 2 << 20

@@ -56,7 +56,10 @@ class Office(Bench):
         self.host = Host(self.process, self.store, RingPoller(self.process.loop))
         objects: Any = SimpleNamespace(store=self.store)
         unused: Any = None
-        self.agent = Agent(self.host, objects, unused, unused, unused, unused)
+        # What the node was told to remove.
+        self.vacated: list[tuple[ActorId, str]] = []
+        ways: Any = SimpleNamespace(vacate=lambda *told: self.vacated.append(told))
+        self.agent = Agent(self.host, objects, unused, unused, ways, unused)
 
     async def ask(self, request: Awaitable[Any], attempt: int = 0) -> Any:
         """Serve a call; all threads work."""
@@ -114,6 +117,8 @@ async def test_an_actor_that_cannot_leave_is_gone_all_the_same(
     await office.ask(office.agent.stop(ACTOR, "a test", 0.0))
     assert "leaving Desk-1 failed" in caplog.text
     assert desk.happened == ["made", "left"]
+    # The caller may die before it can tell the node.
+    assert office.vacated == [(incarnation(ACTOR, 0), "a test")]
     # Then there is nothing to stop and nothing to report.
     await office.ask(office.agent.stop(ACTOR, "a test", 0.0))
     with pytest.raises(ActorDied, match="the actor was stopped"):

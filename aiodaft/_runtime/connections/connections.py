@@ -322,6 +322,12 @@ class Connections(dict[PeerId, Connection]):
             connection.send(m.bye(reason))
             connection.close(RuntimeClosed(reason))
 
+    def forget(self) -> None:
+        """Leave nothing of the connections, which have ended, but what went over them."""
+        self._past_traffic = self.traffic()
+        self._lost.clear()
+        self.clear()
+
     def abandon(self) -> None:
         """Close this process's ends of its connections where the loop does not run."""
         self.ring_poller.abandon()

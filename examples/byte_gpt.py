@@ -39,11 +39,11 @@ def layer(seed: int) -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
 
 
-def batches(size: int, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(size: int, steps: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches from the sources of Python's standard library."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py"))
     text = torch.tensor(list(b"".join(path.read_bytes() for path in sources)))
     rng = random.Random(0)
-    for _ in range(steps):
+    for _ in range(STEPS if steps is None else steps):
         rows = torch.stack([text[i : i + CONTEXT + 1] for i in rng.sample(range(len(text) - CONTEXT), size)])
         yield rows[:, :-1], rows[:, 1:]

@@ -110,6 +110,6 @@ async def resharding(rt: Runtime, layout: aiodaft.Layout) -> None:
 
 
 async def keyed(group: aiodaft.CurrentGroup[Model]) -> None:
-    text: str = await group.all_reduce(1, key="x")  # E63 a result of another type
-    group.all_reduce(1, "avg")  # E64 no such op
-    group.barrier(key=1.5)  # E65 no key
+    text: str = await group.all_reduce(1, key="x")  # E65 a result of another type
+    group.all_reduce(1, "avg")  # E66 no such op
+    group.barrier(key=1.5)  # E67 no key

@@ -176,3 +176,20 @@ async def test_modules_on_a_path_that_was_added_later_are_found(
         assert await late.here() == "here"
     finally:
         del sys.modules["added_later"]
+
+
+@pytest.mark.parametrize("wrap", [lambda value: (value,), Extended])
+async def test_values_deep_in_others_travel_or_are_refused(rt: aiodaft.Runtime, wrap: Any) -> None:
+    echo = await rt.spawn(Echo)
+    deep: Any = 7
+    for _ in range(240):
+        deep = wrap(deep)
+    found = await echo.echo(deep)
+    for _ in range(240):
+        (found,) = found if isinstance(found, tuple) else (found.value,)
+    assert found == 7
+    for _ in range(10_000):
+        deep = wrap(deep)
+    with pytest.raises(aiodaft.SerializationError, match="nested too deeply"):
+        await echo.echo(deep)
+    assert await echo.echo("goes on") == "goes on"

@@ -42,6 +42,8 @@ _NAMED_HEAD: Final = bytes((NAMED,))
 ) = range(2, 22)  # fmt: skip
 # Elements of a container; and containers, tensors and arrays of a value.
 _MOST: Final = 64
+# Extensions in each other: the stack of whoever decodes them has 40 KB for each.
+_DEEPEST: Final = 100
 _STR: Final = frozenset({str})
 _TEXT: Final = frozenset({str, bytes})
 _NUMBERS: Final = FLAT - {str}
@@ -71,6 +73,7 @@ class SmallEncoder:
     # Takes what is named; None if nothing may be.
     defined: list[Named] | None = None
     _room = INLINE_LIMIT
+    _depth = 0
     _seen: set[int] | None = None
 
     def walk(self, value: Any) -> Any:
@@ -84,8 +87,17 @@ class SmallEncoder:
             return value
         code = _SEQUENCES.get(kind)
         if code is not None:
-            return ext((code, new_packer().pack(self.sequence(value))))
+            self._descend()
+            packed = ext((code, new_packer().pack(self.sequence(value))))
+            self._depth -= 1
+            return packed
         return getattr(self, _METHODS.get(kind) or _found.get(ref(kind)) or _find_method(kind))(value)
+
+    def _descend(self) -> None:
+        """Account for an extension in an extension. What is too deep is left to pickle."""
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise RecursionError("there are too many extensions in each other")
 
     def _enter(self, value: Any, parts: Collection[Any]) -> bool:
         """Account for something with parts. Returns whether these are plain."""
@@ -146,8 +158,10 @@ class SmallEncoder:
         where = self.where(cls) if _hooks_of(cls) == _NO_HOOKS else None
         if where is None:
             return self.other(value)
+        self._descend()
         if not self._enter(value, state.values()):
             state = self._walk_values(state)
+        self._depth -= 1
         return ext((RECORD, new_packer().pack([where, state])))
 
     def member(self, value: Any) -> Any:

@@ -363,6 +363,15 @@ class Group(Generic[ActorT]):
             staying = [rank for rank in range(self._roster.size) if rank not in ranks]
             await self._change(owner, staying, len(staying), axes, None)
 
+    async def renew(self) -> None:
+        """Give the group a new epoch with the same members: their open collectives end with `GroupChanged`.
+
+        For after the death of a supervised member: see `current_group().all_reduce`. For the rest see `resize`.
+        """
+        async with self._changing() as owner:
+            size = self._roster.size
+            await self._change(owner, range(size), size, None, None, always=True)
+
     def _rank_of(self, member: ActorT) -> int:
         handle = getattr(member, "handle", member)
         if handle not in self._roster.members:
@@ -387,15 +396,19 @@ class Group(Generic[ActorT]):
         n: int,
         axes: Mapping[str, int] | None,
         prepare: Prepare[ActorT] | None,
+        always: bool = False,
     ) -> None:
-        """Change the members: those at some ranks stay, as far as there are places for them; new ones fill the rest."""
+        """Change the members: those at some ranks stay, as far as there are places for them; new ones fill the rest.
+
+        If that leaves the group as it is, it gets a new epoch only with `always`.
+        """
         old = self._roster
         grid = old.axes.resized(n) if axes is None else Axes.of(axes, n)
         seats = seats_after(old.size, staying, n)
         free: Sequence[int] = range(len(seats), n)
         if None in seats:
             free = [*(rank for rank, seat in enumerate(seats) if seat is None), *free]
-        if n == old.size and not free and grid == old.axes:
+        if n == old.size and not free and grid == old.axes and not always:
             return
         self._last_epoch += 1
         wanted = Roster[Any](old.id, self._last_epoch, n, grid)

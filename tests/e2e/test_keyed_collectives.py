@@ -288,6 +288,28 @@ async def test_a_new_epoch_ends_what_is_open(rt: aiodaft.Runtime) -> None:
     assert await group.all(Keyer.do, "all_reduce", 1, key=0) == [3] * 3
 
 
+async def test_after_a_renewal_the_calls_of_a_key_count_anew(rt: aiodaft.Runtime) -> None:
+    group = await rt.on(restart=Restart(intensity=9, backoff=AT_ONCE)).group(2, Keyer)
+    keys = list(range(5))
+    for key in keys:
+        await begin(group, [0], "all_gather", "before", key=key)
+    with pytest.raises(ActorDied):
+        await group[1].die()
+    for key in keys:
+        with pytest.raises(ActorDied):
+            await group[0].finish(key)
+    # These wait for a member that has come to fewer, or to none.
+    for key in keys:
+        await group[0].begin("all_gather", "one more", key=key)
+    await group.renew()
+    assert group.epoch == 2
+    for key in keys:
+        with pytest.raises(GroupChanged):
+            await group[0].finish(key)
+    for key in keys:
+        assert await group.all(Keyer.do, "all_gather", "after", key=key) == [["after"] * 2] * 2
+
+
 async def test_who_stops_waiting_has_taken_part(rt: aiodaft.Runtime) -> None:
     group = await rt.group(3, Keyer)
     for size in (10, 100_000):

@@ -286,8 +286,8 @@ class Group(Generic[ActorT]):
     ) -> None:
         """Resize the group to n members: make new ones like the first, or stop the last ranks.
 
-        The group gets a new epoch. The other members know of it when this returns: see `current_group`. A member that
-        is restarted meanwhile knows it when it is up. What the others do goes on meanwhile.
+        Unless nothing changes, the group gets a new epoch. The other members know of it when this returns: see
+        `current_group`. A member that is restarted meanwhile knows it when it is up. What the others do goes on.
 
         A member that leaves gets no new calls. The calls that this process has made of it through the group, and what
         needs a value that its process stores, have `stop_grace` to end; then it is stopped, as by `rt.stop`.

@@ -14,7 +14,7 @@ from aiodaft._protocol.placement.request import Request
 from aiodaft._protocol.supervision.child import REACHABLE, ChildState
 from aiodaft._runtime.agent import agent_of
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
+from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.scope_actors import Blueprint, Constraints, Reserved, ScopeActors, Seat
@@ -189,8 +189,7 @@ class GroupMembers:
 
 
 def _actor_of(target: CallTarget) -> Target:
-    """An actor, not only one incarnation."""
-    return target.followed if isinstance(target, PinnedTarget) else cast("Target", target)
+    return followed(cast("Target", target))
 
 
 async def _over(call: Any) -> None:

@@ -18,7 +18,7 @@ from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.placement.request import Anchor, Request, Where
 from aiodaft._protocol.supervision.supervision import Restart
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
+from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.calls.rosters import Rosters
 from aiodaft._runtime.objects.ref_state import RefState
 from aiodaft._runtime.owning import Owner
@@ -419,7 +419,7 @@ class Scope(Spawner):
         target = cast("Target", target_of(handle_of(actor)))
         if target.caller.process is not self._controller.process:
             raise ValueError(f"{target.label} belongs to another runtime, that of {target.caller.process.runtime_name}")
-        return target.followed if isinstance(target, PinnedTarget) else target
+        return followed(target)
 
 
 class _MeshScope(Scope):

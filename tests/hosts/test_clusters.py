@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Iterator
 
 import pytest
 from far_actors import Far
-from host_clusters import HostCluster, cluster_on, network_bytes, on_host_three, spawn_on
+from host_clusters import HostCluster, cluster_on, network_bytes, on_host_three, spawn_on, use_all
 from network_namespaces import network
 
 import aiodaft
@@ -21,17 +21,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostCluster]:
     key_file = tmp_path_factory.mktemp("cluster") / "key"
     # Those of `test_cluster_faults.py` use the other version of IP.
     with network("one", "two", "three") as net, cluster_on(net, key_file, ipv6=True) as made:
-        # The first actors start the fork servers, which stay.
-        asyncio.run(_use_all(made))
+        asyncio.run(use_all(made))
         yield made
-
-
-async def _use_all(cluster: HostCluster) -> None:
-    one = cluster.net.hosts[0]
-    with cluster.controllers_on(one):
-        async with cluster.runtime(one) as rt:
-            for host in cluster.net.hosts:
-                await spawn_on(rt, host)
 
 
 rt = on_host_three

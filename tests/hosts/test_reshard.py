@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from host_clusters import HostCluster, cluster_on, network_bytes, spawn_on
+from host_clusters import HostCluster, cluster_on, network_bytes, use_all
 from network_namespaces import network
 from sharded import Rank, assert_has, tp, whole_tensors
 
@@ -21,17 +21,8 @@ SHAPE = (1536, 1024)
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostCluster]:
     with network("one", "two") as net, cluster_on(net, tmp_path_factory.mktemp("cluster") / "key") as made:
-        # The first actors start the fork servers, which stay.
-        asyncio.run(_use_all(made))
+        asyncio.run(use_all(made))
         yield made
-
-
-async def _use_all(cluster: HostCluster) -> None:
-    one = cluster.net.hosts[0]
-    with cluster.controllers_on(one):
-        async with cluster.runtime(one) as rt:
-            for host in cluster.net.hosts:
-                await spawn_on(rt, host)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -104,6 +104,15 @@ async def spawn_on(rt: aiodaft.Runtime, host: Host) -> Far:
     return await rt.on(node=host.name).spawn(Far)
 
 
+async def use_all(cluster: HostCluster) -> None:
+    """Start the fork servers of all hosts, which stay: the first actor does."""
+    one = cluster.net.hosts[0]
+    with cluster.controllers_on(one):
+        async with cluster.runtime(one) as rt:
+            for host in cluster.net.hosts:
+                await spawn_on(rt, host)
+
+
 async def spawn_when_there(rt: aiodaft.Runtime, host: Host) -> Far:
     """An actor on a host whose node may have to become a member first."""
     while True:

@@ -464,7 +464,12 @@ class Followers:
             known.left(remote)
 
 
+def followed(target: Target) -> Target:
+    """The target of an actor, not only of one incarnation."""
+    return target.followed if isinstance(target, PinnedTarget) else target
+
+
 @builder
 def _rebuild(runtime: PeerId, owner: PeerId, place: Location, label: str, cls: type, follow: bool) -> Any:
-    followed = home_of(runtime, label).part(Followers).get(owner, place, label)
-    return Handle(followed if follow else PinnedTarget(followed, place), cls)
+    target = home_of(runtime, label).part(Followers).get(owner, place, label)
+    return Handle(target if follow else PinnedTarget(target, place), cls)

@@ -24,7 +24,7 @@ from aiodaft._protocol.ids import KEYED, ActorId, PeerId
 from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller, Target
-from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
+from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.groups.arithmetic import Reducer, kind_of, nbytes_of
@@ -496,8 +496,7 @@ def _ask_gone(caller: Caller, peer: PeerId, actor: ActorId) -> Ref[None]:
 
 def _target_of(member: Any) -> Target:
     """The target of a member: a handle, or a service."""
-    target = cast("Target", target_of(getattr(member, "handle", member)))
-    return target.followed if isinstance(target, PinnedTarget) else target
+    return followed(cast("Target", target_of(getattr(member, "handle", member))))
 
 
 def _known_place(member: Target) -> tuple[PeerId, ActorId] | None:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from aiodaft._protocol.groups.meeting import Coming, Meetings, Outcome
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.calls.call import Target
-from aiodaft._runtime.calls.following import FollowingTarget, PinnedTarget
+from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.process import Process
 from aiodaft._runtime.serialization.errors import add_note, copy_error
 from aiodaft.exceptions import ActorDied, DaftError
@@ -120,8 +120,6 @@ class MeetingPlace:
                     ticket.told.set_exception(copy_error(error) if isinstance(error, DaftError) else error)
 
     async def _watch(self, rank: int, member: Target) -> None:
-        if isinstance(member, PinnedTarget):
-            member = member.followed
         who = f"this was {member.label}, rank {rank} of {self._group}"
         while True:
             try:

@@ -71,7 +71,7 @@ def test_send_and_recv_equal_calls_and_the_comparison_says_what_each_takes() -> 
 @pytest.mark.parametrize(
     "options",
     [
-        ("zbv", "2", "4", "--compiled"),
+        ("zbv", "2", "4", "--compiled", "--dp", "2", "--skip", "1:0", "2:3"),
         ("zb_h1", "4", "4"),
         *(
             pytest.param((name, ranks, "4"), marks=pytest.mark.soak)

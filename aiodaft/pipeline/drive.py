@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from aiodaft.ref import Ref
 
-from .schedule import Kind, Schedule, ScheduleError, Task, rank_of_stages, simulate
+from .schedule import Kind, Schedule, ScheduleError, Task, needs, paths_of, rank_of_stages, simulate
 
 __all__ = ["PipelineRank", "drive"]
 
@@ -41,7 +41,8 @@ class PipelineRank(Protocol):
     def finish(self, done: Any) -> Ref[Any]:
         """End a run, and return a result, such as the losses.
 
-        `done` contains only None. If any task fails, it fails too: then no rank finishes and steps its optimizer.
+        `done` contains only None. If a forward or a backward fails, no rank finishes, so that none steps its optimizer.
+        If a `weights` fails, its rank does not.
         """
         ...
 
@@ -51,7 +52,7 @@ def drive(schedule: Schedule, ranks: Sequence[PipelineRank], batch: Any) -> list
 
     All calls are made at once, and each rank runs its own in the order of the schedule. Activations and gradients go
     from rank to rank as refs: they do not pass through the caller, and there are no sends and receives to put in order.
-    If a task fails, every returned ref fails with its error.
+    If a forward or a backward fails, every returned ref fails with its error; if a `weights` fails, that of its rank.
 
     Args:
         schedule: For each rank its tasks.
@@ -64,20 +65,19 @@ def drive(schedule: Schedule, ranks: Sequence[PipelineRank], batch: Any) -> list
     if len(schedule) != len(ranks):
         raise ScheduleError(f"a schedule for {len(schedule)} ranks cannot run on {len(ranks)} actors")
     order = simulate(schedule).order()
-    rank_of = rank_of_stages(schedule)
+    rank_of, paths = rank_of_stages(schedule), paths_of(schedule)
     ends = {rank_of[0], rank_of[-1]}
     began = [actor.start(batch if rank in ends else None) for rank, actor in enumerate(ranks)]
     results: dict[Task, Ref[Any]] = {}
     for task in order:
         stage, microbatch, kind = task
         actor = ranks[rank_of[stage]]
+        needed = [results[other] for other in needs(task, paths[microbatch])]
         if kind is Kind.F:
-            x = results.get(Task(stage - 1, microbatch, Kind.F))
-            results[task] = actor.forward(stage, microbatch, x)
+            results[task] = actor.forward(stage, microbatch, needed[0] if needed else None)
         elif kind is Kind.B:
-            behind = Task(stage + 1, microbatch, Kind.B)
-            gradient = results[behind if behind in results else Task(stage, microbatch, Kind.F)]
-            results[task] = actor.backward(stage, microbatch, gradient)
+            # At the last stage, what its `forward` gave.
+            results[task] = actor.backward(stage, microbatch, needed[-1])
         else:
             results[task] = actor.weights(stage, microbatch)
     # A task that fails makes the last task of its micro-batch fail, the backward of the first stage.

@@ -1,11 +1,12 @@
 """Pipeline schedules as data: the tasks of each rank, in order.
 
-A schedule does not list transfers: they follow from it (`transfers`), and aiodaft makes them by passing refs.
+A schedule does not list transfers: they follow from it (`transfers`), and aiodaft makes them by passing refs. A
+micro-batch of which a stage has no task skips this stage ("SkipPipe", arXiv:2502.19913).
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -92,8 +93,8 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, float] = UNIT_COSTS) -> Ti
     Raises:
         ScheduleError: It cannot be run: a task is missing or repeated, or tasks wait for each other.
     """
-    ranks = rank_of_stages(schedule)
-    split = _is_split(schedule, len(ranks))
+    ranks, paths = rank_of_stages(schedule), paths_of(schedule)
+    split = _is_split(schedule, paths, len(ranks))
     costs = costs if split else {**costs, Kind.B: costs[Kind.B] + costs[Kind.W]}
     starts: dict[Task, float] = {}
     ends: dict[Task, float] = {}
@@ -105,7 +106,7 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, float] = UNIT_COSTS) -> Ti
         for rank, tasks in enumerate(schedule):
             while position[rank] < len(tasks):
                 task = tasks[position[rank]]
-                needed = list(needs(task, len(ranks)))
+                needed = list(needs(task, paths[task.microbatch]))
                 if any(other not in ends for other in needed):
                     break
                 starts[task] = max([free[rank], *(ends[other] for other in needed)])
@@ -113,7 +114,7 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, float] = UNIT_COSTS) -> Ti
                 position[rank] += 1
                 progress = True
     if len(ends) < sum(map(len, schedule)):
-        raise ScheduleError(_cycle(schedule, position, ends, len(ranks)))
+        raise ScheduleError(_cycle(schedule, position, ends))
     return Timeline(starts, ends, tuple(_idle(tasks, starts, ends) for tasks in schedule), _held(schedule, split=split))
 
 
@@ -123,25 +124,40 @@ def transfers(schedule: Schedule) -> list[Transfer]:
     Raises:
         ScheduleError: As `simulate`.
     """
-    ranks = rank_of_stages(schedule)
+    ranks, paths = rank_of_stages(schedule), paths_of(schedule)
     return [
         Transfer(source, task, ranks[source.stage], ranks[task.stage])
         for task in simulate(schedule).order()
-        for source in needs(task, len(ranks))
+        for source in needs(task, paths[task.microbatch])
         if ranks[source.stage] != ranks[task.stage]
     ]
 
 
-def needs(task: Task, stages: int) -> Iterator[Task]:
-    """The tasks that a task needs the results of, in a model with this number of stages."""
+def needs(task: Task, path: Sequence[int]) -> Iterator[Task]:
+    """The tasks that a task needs the results of: its own stage's first, then that of the stage before or behind.
+
+    Args:
+        task: The task.
+        path: The stages of its micro-batch.
+    """
     stage, microbatch, kind = task
+    place = path.index(stage)
     if kind is Kind.F:
-        if stage > 0:
-            yield Task(stage - 1, microbatch, Kind.F)
+        if place > 0:
+            yield Task(path[place - 1], microbatch, Kind.F)
         return
     yield Task(stage, microbatch, Kind.F if kind is Kind.B else Kind.B)
-    if kind is Kind.B and stage < stages - 1:
-        yield Task(stage + 1, microbatch, Kind.B)
+    if kind is Kind.B and place + 1 < len(path):
+        yield Task(path[place + 1], microbatch, Kind.B)
+
+
+def paths_of(schedule: Schedule) -> dict[int, list[int]]:
+    """For each micro-batch, the stages that have tasks of it, in order."""
+    stages: defaultdict[int, set[int]] = defaultdict(set)
+    for tasks in schedule:
+        for task in tasks:
+            stages[task.microbatch].add(task.stage)
+    return {microbatch: sorted(found) for microbatch, found in stages.items()}
 
 
 def rank_of_stages(schedule: Schedule) -> list[int]:
@@ -163,20 +179,21 @@ def rank_of_stages(schedule: Schedule) -> list[int]:
     return [ranks[stage] for stage in range(len(ranks))]
 
 
-def _is_split(schedule: Schedule, stages: int) -> bool:
+def _is_split(schedule: Schedule, paths: Mapping[int, Sequence[int]], stages: int) -> bool:
     """Check that each task is there once. Returns whether the schedule has `W` tasks."""
     counts = Counter(task for tasks in schedule for task in tasks)
     split = any(task.kind is Kind.W for task in counts)
-    microbatches = 1 + max(task.microbatch for task in counts)
     wanted = {
         Task(stage, microbatch, kind)
-        for stage in range(stages)
-        for microbatch in range(microbatches)
+        for microbatch in range(1 + max(paths))
+        for stage in {0, stages - 1, *paths.get(microbatch, ())}
         for kind in Kind
         if split or kind is not Kind.W
     }
     for task in sorted(wanted - counts.keys(), key=str):
-        raise ScheduleError(f"{task} is missing")
+        if task.stage in paths.get(task.microbatch, ()):
+            raise ScheduleError(f"{task} is missing")
+        raise ScheduleError(f"{task} is missing: a micro-batch can skip any stage but the first and the last")
     for task in sorted(counts.keys() - wanted, key=str):
         raise ScheduleError(f"{task} is no task of this schedule: micro-batches are numbered from 0")
     for task, count in counts.items():
@@ -185,15 +202,15 @@ def _is_split(schedule: Schedule, stages: int) -> bool:
     return split
 
 
-def _cycle(schedule: Schedule, position: Sequence[int], ends: Mapping[Task, float], stages: int) -> str:
+def _cycle(schedule: Schedule, position: Sequence[int], ends: Mapping[Task, float]) -> str:
     """Describe a cycle of stuck ranks: each waits for a task that comes later on another one."""
-    ranks = rank_of_stages(schedule)
+    ranks, paths = rank_of_stages(schedule), paths_of(schedule)
     heads = {rank: tasks[position[rank]] for rank, tasks in enumerate(schedule) if position[rank] < len(tasks)}
     rank = next(iter(heads))
     steps: dict[int, str] = {}
     while rank not in steps:
         head = heads[rank]
-        awaited = next(task for task in needs(head, stages) if task not in ends)
+        awaited = next(task for task in needs(head, paths[head.microbatch]) if task not in ends)
         other = ranks[awaited.stage]
         steps[rank] = f"rank {rank} is at {head} and waits for {awaited}, which rank {other} has after {heads[other]}"
         rank = other

@@ -32,6 +32,10 @@ SIZES = [(p, m) for p in (2, 3, 4, 8) for m in (2 * p, 5 * p)]
 EVERY = (gpipe, one_f_one_b, interleaved, zb_h1, zb_h2, zbv)
 
 
+def without(schedule: Schedule, *left_out: Task) -> Schedule:
+    return [[task for task in tasks if task not in left_out] for tasks in schedule]
+
+
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_idle_time_is_what_theory_says(p: int, m: int) -> None:
     flushed = 3 * (p - 1)
@@ -74,6 +78,21 @@ def test_transfers_are_all_that_goes_between_ranks(make: Callable[[int, int], Sc
     assert all(a.kind is b.kind and a.microbatch == b.microbatch and r != s for a, b, r, s in found)
 
 
+def test_a_micro_batch_that_skips_a_stage_goes_past_it_and_takes_none_of_its_time() -> None:
+    """Row TR3: what is left of any schedule without the tasks of a stage is a schedule."""
+    full = one_f_one_b(4, 4)
+    schedule = without(full, *(Task(stage, mb, kind) for stage, mb in ((1, 0), (2, 0), (2, 3)) for kind in Kind))
+    past = [(a, b) for a, b, source, target in transfers(schedule) if abs(source - target) > 1]
+    assert past == [
+        (Task(0, 0, F), Task(3, 0, F)),
+        (Task(3, 0, B), Task(0, 0, B)),
+        (Task(1, 3, F), Task(3, 3, F)),
+        (Task(3, 3, B), Task(1, 3, B)),
+    ]
+    assert simulate(schedule).makespan < simulate(full).makespan
+    assert [len(tasks) for tasks in schedule] == [8, 6, 4, 8]
+
+
 def test_the_order_of_a_timeline_puts_everything_after_what_it_needs() -> None:
     order = simulate(zbv(4, 9)).order()
     at = {task: place for place, task in enumerate(order)}
@@ -103,6 +122,17 @@ def test_a_cycle_is_refused_and_named() -> None:
     ("schedule", "message"),
     [
         ([[Task(0, 0, F)]], "B(stage 0, micro-batch 0) is missing"),
+        (without(zb_h1(3, 2), Task(1, 1, W)), "W(stage 1, micro-batch 1) is missing"),
+        (without(zb_h1(3, 2), Task(1, 0, B)), "B(stage 1, micro-batch 0) is missing"),
+        (without(one_f_one_b(3, 2), Task(0, 1, F), Task(0, 1, B)), "a micro-batch can skip any stage but the first"),
+        (
+            without(one_f_one_b(3, 2), Task(2, 0, F), Task(2, 0, B)),
+            "B(stage 2, micro-batch 0) is missing: a micro-batch",
+        ),
+        (
+            [[task for task in tasks if task.microbatch != 1] for tasks in gpipe(2, 3)],
+            "B(stage 0, micro-batch 1) is mi",
+        ),
         ([[Task(0, 0, F), Task(0, 0, F), Task(0, 0, B)]], "F(stage 0, micro-batch 0) is listed 2 times"),
         ([[Task(0, 0, F)], [Task(0, 0, B)]], "stage 0 is on rank 0 and on rank 1"),
         ([[Task(1, 0, F), Task(1, 0, B)]], "no rank has stage 0"),

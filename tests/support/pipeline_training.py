@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
-from pipeline_gpt import Rank
+from pp_ranks import Rank
 from torch import Tensor
 
 import aiodaft

@@ -44,7 +44,7 @@ class Message(NamedTuple):
 class CurrentGroup(MemberCollectives, Generic[ActorT]):
     """A group as its member sees it, at one epoch: `group: CurrentGroup[Trainer] = aiodaft.current_group()`.
 
-    A change of the members gives the group a new epoch. Ask `current_group()` again to see that, or wait for
+    A change or a restart of members gives the group a new epoch. Ask `current_group()` again to see that, or wait for
     `changed()`; an object that was asked for before stays as it was.
     """
 
@@ -68,7 +68,7 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
 
     @property
     def epoch(self) -> int:
-        """Counts the changes of the members, from 1."""
+        """Counts the changes and the restarts of the members, from 1."""
         return self._standing.roster.epoch
 
     @property
@@ -270,7 +270,7 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
             raise ValueError(f"timeout={timeout}: seconds, not negative")
         if not 0 <= root < roster.size:
             raise ValueError(f"root is the rank of one of {roster.size} members, from 0, not {root}")
-        part = Part(operation, key, roster, self._axes_along, rank, hosted.id, op, root, timeout)
+        part = Part(operation, key, roster, self._axes_along, rank, self._standing, op, root, timeout)
         return hosted._process.part(Keyed).begin(part, value)
 
     def __eq__(self, other: object) -> bool:

@@ -114,7 +114,12 @@ class GroupChanged(NotDelivered):
     """The group has a new epoch, or will: what its members did together is void.
 
     `current_group()` gives what the group is now; there all members begin again.
+
+    Attributes:
+        group: The name of the group, or of the part of it.
     """
+
+    group: str | None = None
 
 
 class NameTaken(NotDelivered):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from contextvars import ContextVar
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import count
 from typing import (
@@ -25,7 +22,7 @@ from typing import (
 )
 
 from aiodaft._protocol.groups.axes import Axes
-from aiodaft._protocol.groups.roster import Roster, seats_after
+from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.groups.shares import even_shares
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.rosters import RosterCell, Rosters
@@ -51,18 +48,24 @@ Items: TypeAlias = Iterable[A0] | Refs[A0]
 Prepare: TypeAlias = Callable[[list[ActorT]], Awaitable[object]]
 
 _NO_CALLS: Final[Mapping[CallTarget, int]] = {}
-# The changes whose `prepare` the running code belongs to.
-_preparing_here: ContextVar[tuple[Roster[Any] | None, ...]] = ContextVar("aiodaft_preparing", default=())
 
 
 class MembersOwner(Protocol):
-    """Makes, tells and stops the members of a group, in the process that owns them."""
+    """Makes and stops the members of a group, in the process that owns them: see `GroupMembers`."""
 
-    async def grow(self, wanted: Roster[Any], ranks: Sequence[int]) -> list[Any]: ...
-    def tell(self, roster: Roster[Any], handles: list[Any]) -> Awaitable[object]: ...
-    async def gone(self, roster: Roster[Any]) -> list[int]: ...
-    async def see_off(self, leaving: list[Any], calls: list[set[Any]]) -> None: ...
-    async def stop(self, members: list[Any]) -> None: ...
+    cell: RosterCell
+
+    def changing(self, group: Group[Any]) -> AbstractAsyncContextManager[None]: ...
+    async def change(
+        self,
+        group: Group[Any],
+        staying: Sequence[int],
+        n: int,
+        axes: Mapping[str, int] | None,
+        prepare: Prepare[Any] | None,
+    ) -> None: ...
+    async def gone(self) -> list[int]: ...
+    def renew(self) -> Awaitable[object]: ...
 
 
 @builder
@@ -78,14 +81,9 @@ class Group(Generic[ActorT]):
 
     def __init__(self, roster: Roster[Any], cls: type, owner: MembersOwner | None = None) -> None:
         # With the handles of the members; of a view: when it was made.
-        self._cell = RosterCell(roster)
+        self._cell = RosterCell(roster) if owner is None else owner.cell
         self._class = cls
         self._owner = owner
-        # Also of changes that failed: no two changes have the same.
-        self._last_epoch = roster.epoch
-        self._turn = asyncio.Lock()
-        # The change whose `prepare` runs.
-        self._preparing: Roster[Any] | None = None
         # Calls of this group that are under way, by member. Threads add to it.
         self._under_way: dict[CallTarget, set[Any]] = {}
         # Where the search for a free member begins.
@@ -270,7 +268,7 @@ class Group(Generic[ActorT]):
 
     @property
     def epoch(self) -> int:
-        """Counts the changes of the members, from 1."""
+        """Counts the changes and the restarts of the members, from 1."""
         return self._roster.epoch
 
     @property
@@ -310,8 +308,9 @@ class Group(Generic[ActorT]):
         """
         if n < 0:
             raise ValueError(f"a group cannot have {n} members")
-        async with self._changing() as owner:
-            await self._change(owner, range(self._roster.size), n, axes, prepare)
+        owner = self._owner_here()
+        async with owner.changing(self):
+            await owner.change(self, range(self._roster.size), n, axes, prepare)
 
     async def heal(
         self, n: int | None = None, *, axes: Mapping[str, int] | None = None, prepare: Prepare[ActorT] | None = None
@@ -339,10 +338,11 @@ class Group(Generic[ActorT]):
         """
         if n is not None and n < 0:
             raise ValueError(f"a group cannot have {n} members")
-        async with self._changing() as owner:
-            gone = await owner.gone(self._roster)
+        owner = self._owner_here()
+        async with owner.changing(self):
+            gone = await owner.gone()
             staying = [rank for rank in range(self._roster.size) if rank not in gone]
-            await self._change(owner, staying, len(staying) if n is None else n, axes, prepare)
+            await owner.change(self, staying, len(staying) if n is None else n, axes, prepare)
         return gone
 
     async def remove(self, *members: ActorT, axes: Mapping[str, int] | None = None) -> None:
@@ -358,19 +358,24 @@ class Group(Generic[ActorT]):
 
         Cancellation: as for `resize`.
         """
-        async with self._changing() as owner:
+        owner = self._owner_here()
+        async with owner.changing(self):
             ranks = [self._rank_of(member) for member in members]
             staying = [rank for rank in range(self._roster.size) if rank not in ranks]
-            await self._change(owner, staying, len(staying), axes, None)
+            await owner.change(self, staying, len(staying), axes, None)
 
     async def renew(self) -> None:
         """Give the group a new epoch with the same members: their open collectives end with `GroupChanged`.
 
-        For after the death of a supervised member: see `current_group().all_reduce`. For the rest see `resize`.
+        For members that are not at the same call of a key any more, because one of them failed before it came to it.
+        The restart of a member does this by itself. The members know of it when this returns.
+
+        Raises:
+            TypeError: As `resize`.
+
+        Cancellation: the group has the new epoch.
         """
-        async with self._changing() as owner:
-            size = self._roster.size
-            await self._change(owner, range(size), size, None, None, always=True)
+        await self._owner_here().renew()
 
     def _rank_of(self, member: ActorT) -> int:
         handle = getattr(member, "handle", member)
@@ -378,66 +383,10 @@ class Group(Generic[ActorT]):
             raise ValueError(f"{handle!r:.200} is no member of {self!r}")
         return self._roster.members.index(handle)
 
-    @asynccontextmanager
-    async def _changing(self) -> AsyncGenerator[MembersOwner]:
-        """The turn of one change."""
-        owner = self._owner
-        if owner is None:
+    def _owner_here(self) -> MembersOwner:
+        if self._owner is None:
             raise TypeError("only the group that `rt.group` gave can be changed, not a part, view or copy of it")
-        if self._preparing in _preparing_here.get():
-            raise RuntimeError(f"{self!r} is being changed, and what prepares its new members cannot change it")
-        async with self._turn:
-            yield owner
-
-    async def _change(
-        self,
-        owner: MembersOwner,
-        staying: Sequence[int],
-        n: int,
-        axes: Mapping[str, int] | None,
-        prepare: Prepare[ActorT] | None,
-        always: bool = False,
-    ) -> None:
-        """Change the members: those at some ranks stay, as far as there are places for them; new ones fill the rest.
-
-        If that leaves the group as it is, it gets a new epoch only with `always`.
-        """
-        old = self._roster
-        grid = old.axes.resized(n) if axes is None else Axes.of(axes, n)
-        seats = seats_after(old.size, staying, n)
-        free: Sequence[int] = range(len(seats), n)
-        if None in seats:
-            free = [*(rank for rank, seat in enumerate(seats) if seat is None), *free]
-        if n == old.size and not free and grid == old.axes and not always:
-            return
-        self._last_epoch += 1
-        wanted = Roster[Any](old.id, self._last_epoch, n, grid)
-        new = await owner.grow(wanted, free)
-        if new and prepare is not None:
-            try:
-                await self._prepare(wanted, new, prepare)
-            except BaseException:
-                await owner.stop(new)
-                raise
-        joining = iter(new)
-        taken = [next(joining) if seat is None else old.members[seat] for seat in seats]
-        wanted = replace(wanted, members=(*taken, *joining))
-        # Before members are stopped, so that no new call goes to them.
-        self._cell.change(wanted)
-        told = owner.tell(replace(wanted, members=tuple(self)), list(wanted.members))
-        leaving = [member for rank, member in enumerate(old.members) if rank not in seats]
-        if leaving:
-            await owner.see_off(leaving, [self._under_way.pop(target_of(member), set()) for member in leaving])
-        await told
-
-    async def _prepare(self, wanted: Roster[Any], new: list[Any], prepare: Prepare[ActorT]) -> None:
-        token = _preparing_here.set((*_preparing_here.get(), wanted))
-        self._preparing = wanted
-        try:
-            await prepare([self._member(handle) for handle in new])
-        finally:
-            self._preparing = None
-            _preparing_here.reset(token)
+        return self._owner
 
     @overload
     def __getitem__(self, index: int) -> ActorT: ...

@@ -1,28 +1,37 @@
-"""How the owner of a group makes its members, tells them who is in it, and stops them."""
+"""How the owner of a group changes it: it makes the members, tells them who is in the group, and stops them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from typing import Any, Protocol, cast
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar, cast
 
 from aiodaft._protocol.calls.following import NOWHERE
-from aiodaft._protocol.groups.roster import Roster
+from aiodaft._protocol.groups.axes import Axes
+from aiodaft._protocol.groups.roster import Roster, seats_after
 from aiodaft._protocol.node.resources import Demand
 from aiodaft._protocol.placement.request import Request
 from aiodaft._protocol.supervision.child import REACHABLE, ChildState
 from aiodaft._runtime.agent import agent_of
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
+from aiodaft._runtime.calls.rosters import RosterCell
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.scope_actors import Blueprint, Constraints, Reserved, ScopeActors, Seat
 from aiodaft._runtime.supervision.child_spec import Enrolment
 from aiodaft.actor import CallTarget, Handle, target_of
 from aiodaft.exceptions import OutcomeUnknown
-from aiodaft.group import Group
+from aiodaft.group import Group, Prepare
 from aiodaft.ref import Ref
+
+ActorT = TypeVar("ActorT")
+
+# The changes whose `prepare` the running code belongs to.
+_preparing_here: ContextVar[tuple[Roster[Any] | None, ...]] = ContextVar("aiodaft_preparing", default=())
 
 
 class GroupScope(Protocol):
@@ -36,17 +45,100 @@ class GroupScope(Protocol):
 
 
 class GroupMembers:
-    """The members of one group, for the process that owns them."""
+    """The members of one group, in the process that owns them, and their changes, one after the other."""
 
-    def __init__(self, scope: GroupScope, owner: Owner, actors: ScopeActors, what: Blueprint) -> None:
+    def __init__(
+        self, scope: GroupScope, owner: Owner, actors: ScopeActors, what: Blueprint, roster: Roster[Any]
+    ) -> None:
         self._scope = scope
         self._owner = owner
         self._actors = actors
         self._what = what
+        # With the handles of the members.
+        self.cell = RosterCell(roster)
+        # Also of changes that failed: no two changes have the same.
+        self._last_epoch = roster.epoch
+        self._turn = asyncio.Lock()
+        # The change whose `prepare` runs.
+        self._preparing: Roster[Any] | None = None
         # What each member is told, also when it is made again.
         self._enrolments: dict[CallTarget, Enrolment] = {}
 
-    async def grow(self, wanted: Roster[Any], ranks: Sequence[int]) -> list[Handle]:
+    @asynccontextmanager
+    async def changing(self, group: Group[Any]) -> AsyncGenerator[None]:
+        """The turn of one change.
+
+        Raises:
+            RuntimeError: The `prepare` of a change of the group wants to change it.
+        """
+        if self._preparing in _preparing_here.get():
+            raise RuntimeError(f"{group!r} is being changed, and what prepares its new members cannot change it")
+        async with self._turn:
+            yield
+
+    async def change(
+        self,
+        group: Group[ActorT],
+        staying: Sequence[int],
+        n: int,
+        axes: Mapping[str, int] | None,
+        prepare: Prepare[ActorT] | None,
+    ) -> None:
+        """Change the members: those at some ranks stay, as far as there are places for them; new ones fill the rest.
+
+        If that leaves the group as it is, it gets no new epoch.
+        """
+        old = self.cell.roster
+        grid = old.axes.resized(n) if axes is None else Axes.of(axes, n)
+        seats = seats_after(old.size, staying, n)
+        free: Sequence[int] = range(len(seats), n)
+        if None in seats:
+            free = [*(rank for rank, seat in enumerate(seats) if seat is None), *free]
+        if n == old.size and not free and grid == old.axes:
+            return
+        wanted = Roster[Any](old.id, self._next_epoch(), n, grid)
+        new = await self._grow(wanted, free)
+        if new and prepare is not None:
+            try:
+                await self._prepare(wanted, [group._member(handle) for handle in new], prepare)
+            except BaseException:
+                await self._stop(new)
+                raise
+        joining = iter(new)
+        taken = [next(joining) if seat is None else old.members[seat] for seat in seats]
+        # A restart may have given the group a newer epoch meanwhile.
+        epoch = wanted.epoch if wanted.epoch == self._last_epoch else self._next_epoch()
+        # Before members are stopped, so that no new call goes to them.
+        self.cell.change(replace(wanted, epoch=epoch, members=(*taken, *joining)))
+        told = self._tell(replace(self.cell.roster, members=tuple(group)))
+        leaving = [member for rank, member in enumerate(old.members) if rank not in seats]
+        for member in leaving:
+            del self._enrolments[target_of(member)]
+        if leaving:
+            await self._see_off(leaving, [group._under_way.pop(target_of(member), set()) for member in leaving])
+        await told
+
+    def renew(self) -> Awaitable[object]:
+        """Give the group a new epoch. Await the result to know that the members know it."""
+        self.cell.change(replace(self.cell.roster, epoch=self._next_epoch()))
+        members = self.cell.roster.members
+        known = self._enrolments[target_of(members[0])].roster.members if members else ()
+        return self._tell(replace(self.cell.roster, members=known))
+
+    def _next_epoch(self) -> int:
+        self._last_epoch += 1
+        return self._last_epoch
+
+    async def _prepare(self, wanted: Roster[Any], new: list[ActorT], prepare: Prepare[ActorT]) -> None:
+        token = _preparing_here.set((*_preparing_here.get(), wanted))
+        self._preparing = wanted
+        try:
+            await prepare(new)
+        finally:
+            self._preparing = None
+            _preparing_here.reset(token)
+
+    async def _grow(self, wanted: Roster[Any], ranks: Sequence[int]) -> list[Handle]:
         """Make new members for these ranks of `wanted`: all of them or none.
 
         Cancellation: they are taken back.
@@ -62,7 +154,7 @@ class GroupMembers:
         made: dict[int, Handle] = {}
 
         async def make(rank: int, share: Reserved, there: Constraints) -> None:
-            seat = Seat(share.wish.label, share, Enrolment(wanted, rank))
+            seat = Seat(share.wish.label, share, Enrolment(wanted, rank, self.renew))
             handle = made[rank] = await self._scope.spawn_one(self._what._replace(constraints=there), seat)
             self._enrolments[target_of(handle)] = seat.enrolment
 
@@ -73,7 +165,7 @@ class GroupMembers:
                 raise error
         except BaseException:
             self._actors.release(shares)
-            await self.stop([made[rank] for rank in ranks if rank in made])
+            await self._stop([made[rank] for rank in ranks if rank in made])
             raise
         return [made[rank] for rank in ranks]
 
@@ -102,41 +194,41 @@ class GroupMembers:
             raise
         return shares
 
-    def tell(self, roster: Roster[Any], handles: list[Any]) -> Awaitable[object]:
+    def _tell(self, roster: Roster[Any]) -> Awaitable[object]:
         """Tell every member that is up; the others are told before they are up again.
 
         Args:
-            roster: The members as users see them: handles or services.
-            handles: Their handles.
+            roster: With the members as users see them: handles or services.
 
         Returns:
             Await it to know that they know; if that is cancelled, they are told nevertheless. A member that dies
             meanwhile is told when it is made again.
         """
-        targets = [cast("Target", target_of(member)) for member in handles]
-        self._enrolments = {target: self._enrolments[target] for target in targets}
-        for rank, enrolment in enumerate(self._enrolments.values()):
+        told: list[Ref[None]] = []
+        for rank, target in enumerate(map(target_of, self.cell.roster.members)):
+            enrolment = self._enrolments[target]
             enrolment.roster, enrolment.rank = roster, rank
-        told = [self._tell(enrolment, target) for target, enrolment in self._enrolments.items()]
+            told += self._tell_one(enrolment, target)
 
         async def wait() -> None:
-            await asyncio.gather(*(ref.ready() for ref in told if ref is not None))
+            await asyncio.gather(*(ref.ready() for ref in told))
 
         # A task that holds the refs: without them, the calls are cancelled.
         return asyncio.shield(self._owner.start_task(wait(), f"tell the members of {roster.id}"))
 
-    def _tell(self, enrolment: Enrolment, target: CallTarget) -> Ref[None] | None:
+    def _tell_one(self, enrolment: Enrolment, target: CallTarget) -> list[Ref[None]]:
         actor = _actor_of(target)
         child = self._owner.directory.find(actor)
         if child is not None and child.state not in REACHABLE:
-            return None
+            return []
         told = enrolment.tell(self._owner.peer.caller, actor.remote, actor.actor)
         state_of(told).mark_seen()
-        return told
+        return [told]
 
-    async def gone(self, roster: Roster[Any]) -> list[int]:
+    async def gone(self) -> list[int]:
         """The ranks of the members that are gone for good."""
-        found = await asyncio.gather(*(self._is_gone(_actor_of(target_of(member))) for member in roster.members))
+        members = map(_actor_of, map(target_of, self.cell.roster.members))
+        found = await asyncio.gather(*map(self._is_gone, members))
         return [rank for rank, is_gone in enumerate(found) if is_gone]
 
     async def _is_gone(self, actor: Target) -> bool:
@@ -152,7 +244,7 @@ class GroupMembers:
             await child.changed()
         return child is None or child.state is ChildState.OVER
 
-    async def see_off(self, leaving: list[Any], calls: list[set[Any]]) -> None:
+    async def _see_off(self, leaving: list[Any], calls: list[set[Any]]) -> None:
         """Stop members that are in the group no more, the last rank first, when the calls under way there have ended.
 
         Args:
@@ -181,7 +273,7 @@ class GroupMembers:
         state_of(unneeded).mark_seen()
         await unneeded.ready()
 
-    async def stop(self, members: list[Any]) -> None:
+    async def _stop(self, members: list[Any]) -> None:
         """Stop new members that do not get into the group."""
         for member in members:
             self._enrolments.pop(target_of(member), None)

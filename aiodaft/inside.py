@@ -50,8 +50,8 @@ def current_runtime() -> Runtime:
 def current_group() -> CurrentGroup[Any]:
     """The group that the actor whose code calls this is a member of: its rank, its axes and the other members.
 
-    For methods of any kind, the constructor, `__aenter__` and `on_restart`, in `def` methods, too. A restarted member
-    has the rank that it had.
+    For methods of any kind, the constructor, `__aenter__`, `__aexit__` and `on_restart`, in `def` methods, too. A
+    restarted member has the rank that it had.
 
     Raises:
         RuntimeError: No code of an actor runs here, or the actor is no member of a group.

@@ -39,18 +39,18 @@ class MemberCollectives:
             value of one cannot travel, be reduced or be cut. The error names the key and ranks; all members get it.
         TimeoutError: Members did not come in time; it names their ranks. All members get it, late ones when they come.
         ActorDied: A member died or was stopped before the result was there. If one died while large values were on
-            their way, also OwnerDied or CallCancelled. If it is supervised, see below.
-        GroupChanged: The group got a new epoch meanwhile.
+            their way, also OwnerDied or CallCancelled.
+        GroupChanged: The group got a new epoch meanwhile; `current_group()` gives it.
     At once:
         GroupChanged: This object is of an earlier epoch: `current_group()` gives the group as it is now.
         TypeError: The key is of another type.
         ValueError: There is no such op or root, or the timeout is negative.
         RuntimeError: This is a constructor, or no method of a member.
 
-    After the death of a supervised member, give the group a new epoch: `await group.renew()` at its owner. Of
-    several collectives that are open at the death, some may fail and others wait for the next incarnation; a member
-    that gives up all of them is then one call apart from that with some keys, and waits until its timeout is over. The
-    new epoch ends what is open, and counts the calls of each key anew.
+    The restart of a supervised member gives the group a new epoch, in which members begin anew: what is open at the
+    death ends with ActorDied or GroupChanged, whichever news comes first, and what begins after that with GroupChanged.
+    If a step fails at some members only, those may be one call of a key behind the others, who would wait until their
+    timeout is over: call `await group.renew()` at the owner of the group before the step is done again.
 
     Cancellation of a result: the member has taken part, and the others get their results. Until they have them, it must
     not write to its value.

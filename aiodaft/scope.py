@@ -278,9 +278,10 @@ class Scope(Spawner):
         """Make a group of actors or services; awaiting `group` and `host_group` does this."""
         cls, controller = what.cls, self._controller
         self._check_spawning(cls)
-        members = GroupMembers(self, controller, self._scope_actors, what)
+        roster = Roster[Any](controller.new_group(cls), 0, 0, Axes())
+        members = GroupMembers(self, controller, self._scope_actors, what, roster)
         kind = Group if issubclass(cls, Actor) else ServiceGroup
-        group: Group[Any] = kind(Roster(controller.new_group(cls), 0, 0, Axes()), cls, members)
+        group: Group[Any] = kind(roster, cls, members)
         controller.process.part(Rosters).own(group._cell)
         try:
             await group.resize(n, axes=axes.sizes or None)

@@ -30,8 +30,8 @@ from aiodaft.exceptions import ActorDied, WaitingCall
 from aiodaft.methods import PlainMethods, method, specs_of
 from aiodaft.stack import ProcessStack
 
-# The actor that is made here.
-being_made: ContextVar[HostedActor | None] = ContextVar("aiodaft_being_made", default=None)
+# The actor that is made or left here.
+attended: ContextVar[HostedActor | None] = ContextVar("aiodaft_attended", default=None)
 # Running calls that a report names.
 _SHOWN: Final = 100
 
@@ -97,7 +97,7 @@ class Agent(Actor):
         if max_queue is not None or any(spec.rules.max_queue is not None for spec in specs.values()):
             hosted.mailbox = hosted.bounds = BoundedMailbox(max_queue)
         try:
-            being_made.set(hosted)
+            attended.set(hosted)
             hosted.instance = await hosted.thread.run(partial(_construct, hosted, cls, args, kwargs))
             await hosted.enter_instance()
             if epoch and issubclass(cls, Actor):
@@ -133,6 +133,7 @@ class Agent(Actor):
             self._enlisted.forget(ActorId(actor))
         else:
             told = [agent.left(mover, actor) for agent in self._others()] if mover else []
+            attended.set(hosted)
             try:
                 await hosted.stop(reason, grace, moves=bool(mover))
                 if hosted.stop_spawned is not None:
@@ -286,7 +287,7 @@ def agent_of(caller: Caller, remote: PeerId) -> Agent:
 
 def _construct(hosted: HostedActor, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make the instance, in the actor's thread, whose context serves no other actor."""
-    being_made.set(hosted)
+    attended.set(hosted)
     return cls(*args, **kwargs)
 
 
@@ -302,9 +303,9 @@ async def _tell_restarted(hosted: HostedActor, cls: type, epoch: int) -> None:
 
 
 def acting() -> HostedActor | None:
-    """The actor that the running code belongs to, also while it is made; None if it is no actor's."""
+    """The actor that the running code belongs to, also while it is made or left; None if it is no actor's."""
     call = current_call.get()
-    return being_made.get() if call is None or call.hosted.id < FIRST_USER_ACTOR else call.hosted
+    return attended.get() if call is None or call.hosted.id < FIRST_USER_ACTOR else call.hosted
 
 
 def serving() -> InboundCall:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from actors import Echo
 from inside import peer_of
-from seated import Founder, Loner, Passer, Plain, Seated
+from seated import Founder, Leaver, Loner, Passer, Plain, Seated
 from supervised import AT_ONCE
 
 import aiodaft
@@ -43,6 +44,11 @@ async def test_a_member_knows_its_rank_size_and_axes_from_its_constructor_on(rt:
     # What the constructor has asked for knows the members, too.
     assert await group.all(Seated.kept) == [(4, True, 4)] * 4
     assert group.id.startswith("Seated-group-")
+
+
+async def test_a_member_knows_its_rank_while_it_is_left(rt: aiodaft.Runtime, tmp_path: Path) -> None:
+    await rt.stop_group(await rt.group(2, Leaver, str(tmp_path)))
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
 
 
 async def test_members_call_each_other_without_the_controller(rt: aiodaft.Runtime) -> None:
@@ -116,7 +122,7 @@ async def test_a_member_that_is_restarted_while_the_group_changes_knows_the_chan
     assert not back.done()
     await asyncio.to_thread(fifo.write_text, "")
     seen = await back
-    assert (seen.epoch, seen.rank, seen.size, seen.members) == (2, 0, 3, tuple(group))
+    assert (seen.epoch, seen.rank, seen.size, seen.members) == (group.epoch, 0, 3, tuple(group))
 
 
 async def test_a_resize_that_fails_leaves_the_group_and_what_its_members_know(rt: aiodaft.Runtime) -> None:

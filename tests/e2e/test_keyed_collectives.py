@@ -241,7 +241,7 @@ async def test_a_death_ends_the_waiting_of_all_and_is_named(rt: aiodaft.Runtime,
 
 
 @pytest.mark.parametrize("dies", [0, 1, 2])
-async def test_a_restarted_member_takes_part_in_what_comes_next(rt: aiodaft.Runtime, dies: int) -> None:
+async def test_after_a_restart_members_begin_anew(rt: aiodaft.Runtime, dies: int) -> None:
     group = await rt.on(restart=Restart(intensity=9, backoff=AT_ONCE)).group(3, Keyer)
     early, late = (rank for rank in range(3) if rank != dies)
     keys = list(range(5))
@@ -250,15 +250,27 @@ async def test_a_restarted_member_takes_part_in_what_comes_next(rt: aiodaft.Runt
     with pytest.raises(ActorDied):
         await group[dies].die()
     for key in keys:
-        with pytest.raises(ActorDied):
+        with pytest.raises((ActorDied, GroupChanged)):
             await group[early].finish(key)
-    # One that comes later than the next incarnation hears of it, wherever they meet.
-    for key in keys:
-        with pytest.raises(ActorDied):
-            await group[late].do("all_gather", late, key=key)
     for key in keys:
         gathered = await asyncio.gather(*(group[rank].do("all_gather", rank, key=key) for rank in range(3)))
         assert gathered == [[0, 1, 2]] * 3
+    assert group.epoch == 2
+    with pytest.raises(GroupChanged, match=r"has changed since epoch 1: ask current_group\(\) again"):
+        await group[late].do_early("barrier")
+
+
+async def test_what_members_do_again_after_a_death_never_meets_what_the_dead_one_has_done(rt: aiodaft.Runtime) -> None:
+    group = await rt.on(restart=Restart(intensity=99, backoff=AT_ONCE)).group(3, Keyer)
+    for turn in range(9):
+        dies = turn % 3
+        # The one that dies has come to some of the keys, others to some before and to some after.
+        tries = [group[rank].until_done(range(5), turn, rank) for rank in range(3) if rank != dies]
+        await group[dies].begin("all_gather", ("before", dies), key=turn % 5)
+        with pytest.raises(ActorDied):
+            await group[dies].die()
+        tries.insert(dies, group[dies].until_done(range(5), turn, dies))
+        assert await asyncio.gather(*tries) == [[[(turn, rank) for rank in range(3)]] * 5] * 3
 
 
 async def test_a_member_that_is_stopped_is_named(rt: aiodaft.Runtime) -> None:
@@ -289,18 +301,10 @@ async def test_a_new_epoch_ends_what_is_open(rt: aiodaft.Runtime) -> None:
 
 
 async def test_after_a_renewal_the_calls_of_a_key_count_anew(rt: aiodaft.Runtime) -> None:
-    group = await rt.on(restart=Restart(intensity=9, backoff=AT_ONCE)).group(2, Keyer)
+    group = await rt.group(2, Keyer)
     keys = list(range(5))
     for key in keys:
-        await begin(group, [0], "all_gather", "before", key=key)
-    with pytest.raises(ActorDied):
-        await group[1].die()
-    for key in keys:
-        with pytest.raises(ActorDied):
-            await group[0].finish(key)
-    # These wait for a member that has come to fewer, or to none.
-    for key in keys:
-        await group[0].begin("all_gather", "one more", key=key)
+        await begin(group, [0], "all_gather", "one ahead", key=key)
     await group.renew()
     assert group.epoch == 2
     for key in keys:

@@ -118,53 +118,26 @@ def test_the_error_of_a_meeting_that_is_late_names_who_is_missing() -> None:
     assert why == "meeting x: rank 3 of 4 did not come in 0.5 s"
 
 
-def test_a_meeting_that_failed_elsewhere_is_told_to_all_but_the_rank_that_was_lost() -> None:
-    group, died = Group(3), ActorDied("it died")
-    assert told(group.come(0, fault=died, lost=2)) == [(["0.1"], "it died")]
-    assert [told(group.come(rank)) for rank in (2, 0)] == [[], []]
-    assert told(group.come(1)) == [(["1.1"], "it died")]
-    assert told(group.come(1)) == [(["0.2", "1.2", "2.1"], "")]
-    assert len(group.table) == 0
-
-
-def test_the_news_of_a_meeting_that_failed_elsewhere_comes_late() -> None:
-    group, died = Group(4), ActorDied("it died")
-    # The next incarnation of rank 2 is there, and rank 1, which is late for what failed, and ahead besides.
-    assert [group.come(rank) for rank in (2, 1, 1)] == [[], [], []]
-    assert told(group.come(0, fault=died, lost=2)) == [(["0.1"], "it died"), (["1.1"], "it died")]
-    # Another one that has seen it fail.
-    assert told(group.come(3, fault=died, lost=2)) == [(["3.1"], "it died")]
-    assert [group.come(rank) for rank in (3,)] == [[]]
-    assert told(group.come(0)) == [(["0.2", "1.2", "2.1", "3.2"], "")]
-    assert len(group.table) == 0
-
-
 @pytest.mark.parametrize("has_come", [False, True])
 def test_the_loss_of_a_member_ends_what_is_open(has_come: bool) -> None:
     group = Group(3)
     group.come(0)
     group.come(0, "y")
     if has_come:
-        group.come(2, incarnation=5)
+        group.come(2)
     waiting = ["0.1", "2.1"] if has_come else ["0.1"]
     died = ActorDied("it died")
-    assert told(group.table.lose(2, 5, died)) == [(waiting, "it died"), (["0.2"], "it died")]
+    assert told(group.table.lose(2, died)) == [(waiting, "it died"), (["0.2"], "it died")]
     for name in ("x", "y"):
         assert [error for _, error in told(group.come(1, name))] == ["it died"]
     assert len(group.table) == 0
-    # The next incarnation comes to the next meeting.
-    assert group.come(2, incarnation=6) == group.come(0) == []
-    assert group.table.lose(2, 5, died) == []
-    assert [error for _, error in told(group.come(1))] == [""]
 
 
-def test_a_restarted_member_that_comes_before_the_news_of_its_death() -> None:
-    group = Group(2)
-    group.come(1, incarnation=1)
-    assert told(group.come(1, incarnation=2)) == [(["1.1"], "meeting x: rank 1 was restarted")]
-    assert told(group.come(1, incarnation=1)) == [(["1.3"], "rank 1 was restarted")]
-    assert told(group.come(0)) == [(["0.1"], "meeting x: rank 1 was restarted")]
-    assert told(group.come(0)) == [(["0.2", "1.2"], "")]
+def test_what_begins_after_the_loss_of_a_member_waits_for_the_end() -> None:
+    group, died = Group(3), ActorDied("it died")
+    assert group.table.lose(2, died) == group.come(0) == group.come(1) == []
+    assert told(group.come(2)) == [(["2.1"], "it died")]
+    assert told(group.table.close(ValueError("a new epoch"))) == [(["0.1", "1.1"], "a new epoch")]
 
 
 def test_after_the_end_everything_fails() -> None:

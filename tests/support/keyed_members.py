@@ -8,9 +8,9 @@ import random
 import signal
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from collective_actors import made
@@ -64,6 +64,15 @@ class Keyer(Actor):
     @method
     async def finish(self, key: Any = None) -> Any:
         return await self.waits.pop(key)
+
+    @method
+    async def until_done(self, keys: Iterable[int], turn: int, rank: int) -> list[list[tuple[int, int]]]:
+        """Gather by all keys at the same time; again, with all of them, after each change."""
+        while True:
+            refs = [self.group.all_gather((turn, rank), key=key) for key in keys]
+            found = await asyncio.gather(*refs, return_exceptions=True)
+            if not any(isinstance(one, BaseException) for one in found):
+                return cast("list[list[tuple[int, int]]]", found)
 
     @method
     async def give_up(self, key: Any = None) -> None:

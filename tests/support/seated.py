@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import aiodaft
@@ -89,6 +90,19 @@ class Seated(Actor):
     @method
     async def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Leaver(Actor):
+    """Says its rank when it is left."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        (self.folder / str(aiodaft.current_group().rank)).touch()
 
 
 class Founder(Actor):

@@ -7,11 +7,9 @@ ahead opens the next one. A meeting that has failed is kept until all members ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
-
-from aiodaft.exceptions import ActorDied
 
 T = TypeVar("T")
 
@@ -25,18 +23,14 @@ class Coming:
         title: What errors call it.
         rank: The member.
         terms: What all have to agree on; the first difference is named by the error.
-        incarnation: Grows when the member is restarted: what the earlier one came to fails.
         fault: The meeting fails with this, because of the member.
-        lost: The rank where members met before, and where this is not known: the meeting has failed there.
     """
 
     name: Hashable
     title: str
     rank: int
     terms: Mapping[str, Hashable]
-    incarnation: int = 0
     fault: Exception | None = None
-    lost: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +90,8 @@ class Meetings(Generic[T]):
         self._size = size
         # By name, the oldest first. None is complete.
         self._meetings: dict[Hashable, list[_Meeting[T]]] = {}
-        # The lowest incarnation of each rank that may come.
-        self._incarnations: dict[int, int] = {}
+        # Why ranks do not come any more.
+        self._lost: dict[int, Exception] = {}
         # Why there are no more meetings.
         self._closed: Exception | None = None
 
@@ -107,21 +101,16 @@ class Meetings(Generic[T]):
 
     def come(self, coming: Coming, ticket: T) -> list[Outcome[T]]:
         """A member comes with a ticket. Returns what is decided by that; if nothing is, it waits."""
-        name, rank, incarnation = coming.name, coming.rank, coming.incarnation
-        lowest = self._incarnations.get(rank, incarnation)
-        if self._closed is not None or incarnation < lowest:
-            return [Outcome({rank: ticket}, self._closed or ActorDied(f"rank {rank} was restarted"))]
-        outcomes: list[Outcome[T]] = []
-        if incarnation > lowest:
-            outcomes += self._fail_all(lambda one: ActorDied(f"{one.title}: rank {rank} was restarted"), waits=rank)
-        self._incarnations[rank] = incarnation
-        if coming.lost is not None:
-            return outcomes + self._fail_before(coming, coming.lost, ticket)
+        name, rank = coming.name, coming.rank
+        error = self._closed or self._lost.get(rank)
+        if error is not None:
+            return [Outcome({rank: ticket}, error)]
         meeting = next((one for one in self._meetings.get(name, ()) if rank not in one.done), None)
         if meeting is None:
             meeting = _Meeting[T](coming.title, coming.terms, rank)
             self._meetings.setdefault(name, []).append(meeting)
         meeting.done.add(rank)
+        outcomes: list[Outcome[T]] = []
         if meeting.error is not None:
             outcomes.append(Outcome({rank: ticket}, meeting.error))
         else:
@@ -133,20 +122,6 @@ class Meetings(Generic[T]):
                 outcomes.append(Outcome(meeting.tickets))
         self._tidy(name)
         return outcomes
-
-    def _fail_before(self, coming: Coming, lost: int, ticket: T) -> list[Outcome[T]]:
-        """A meeting has failed before members met here; the next incarnation of the lost rank comes to the next one.
-
-        Of other members that wait here already, what they came to first was that meeting.
-        """
-        meetings = self._meetings.get(coming.name, [])
-        if not any(one.error is not None and coming.rank not in one.done for one in meetings):
-            failed = _Meeting[T](coming.title, {}, coming.rank, done={lost}, error=coming.fault)
-            here = [arrived for one in meetings for arrived in one.waiting.values()]
-            self._meetings[coming.name] = [failed, *(one for one in meetings if one.error is not None)]
-            told = self.come(replace(coming, lost=None), ticket)
-            return told + [outcome for arrived in here for outcome in self.come(*arrived)]
-        return self.come(replace(coming, lost=None), ticket)
 
     def expire(self, name: Hashable, rank: int, ticket: T, seconds: float) -> list[Outcome[T]]:
         """A member has waited for so many seconds, and waits no longer."""
@@ -161,34 +136,26 @@ class Meetings(Generic[T]):
                 ]
         return []
 
-    def lose(self, rank: int, incarnation: int, error: Exception) -> list[Outcome[T]]:
-        """An incarnation of a member is lost, and the next one will come: the meetings that are open fail."""
-        if incarnation < self._incarnations.get(rank, incarnation):
-            return []
-        self._incarnations[rank] = incarnation + 1
-        outcomes = self._fail_all(lambda _: error)
-        for meeting in self._all():
-            meeting.done.add(rank)
+    def lose(self, rank: int, error: Exception) -> list[Outcome[T]]:
+        """A member is lost: the meetings that are open fail. Those that others open now have to be closed."""
+        self._lost.setdefault(rank, error)
+        outcomes = self._fail_all(error)
         for name in list(self._meetings):
+            for meeting in self._meetings[name]:
+                meeting.done.add(rank)
             self._tidy(name)
         return outcomes
 
     def close(self, error: Exception) -> list[Outcome[T]]:
         """There are no more meetings: all that are open fail, and so does what comes later."""
         self._closed = self._closed or error
-        outcomes = self._fail_all(lambda _: error)
+        outcomes = self._fail_all(error)
         self._meetings.clear()
         return outcomes
 
-    def _fail_all(self, error: Callable[[_Meeting[T]], Exception], waits: int | None = None) -> list[Outcome[T]]:
-        """Fail the meetings that are open; or those at which a rank waits."""
-        return [
-            one.fail(error(one)) for one in self._all() if one.error is None and (waits is None or waits in one.waiting)
-        ]
-
-    def _all(self) -> Iterator[_Meeting[T]]:
-        for meetings in self._meetings.values():
-            yield from meetings
+    def _fail_all(self, error: Exception) -> list[Outcome[T]]:
+        """Fail the meetings that are open."""
+        return [one.fail(error) for meetings in self._meetings.values() for one in meetings if one.error is None]
 
     def _tidy(self, name: Hashable) -> None:
         """Forget the meetings that every member has come to."""

@@ -18,7 +18,7 @@ class Roster(Generic[T_co]):
 
     Attributes:
         id: The name of the group, unique in its cluster: what its owner calls it, an @, and the owner.
-        epoch: Counts the changes of its members, from 1. No two rosters of a group have the same.
+        epoch: Counts the changes and restarts of its members, from 1. No two rosters of a group have the same.
         size: The number of members.
         axes: How the ranks form a grid.
         members: The members by rank; empty while they are being made.

@@ -7,11 +7,11 @@ from typing import Final, NamedTuple, cast
 
 from aiodaft._protocol.groups.block import Left
 from aiodaft._protocol.ids import BLOCKS, ActorId, PeerId, number_of
-from aiodaft._runtime.actors.enlisted import Enlisted
+from aiodaft._runtime.actors.enlisted import Enlisted, Standing
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.process import Process
 from aiodaft.actor import Actor
-from aiodaft.exceptions import ActorDied
+from aiodaft.exceptions import ActorDied, GroupChanged
 from aiodaft.methods import method
 
 # The name of no block: a member leaves it only by its end.
@@ -80,6 +80,7 @@ class Blocks(Actor):
     def __init__(self, process: Process, enlisted: Enlisted) -> None:
         self._process = process
         self._enlisted = enlisted
+        enlisted.on_told.append(self._told)
         enlisted.on_forgotten.append(self._forget_member)
         # By the actor with rank 0, and the epoch of its group.
         self._gatherings: dict[tuple[ActorId, int], Gathering] = {}
@@ -105,9 +106,13 @@ class Blocks(Actor):
         Raises:
             TimeoutError: Not all came in time.
             ActorDied: A member is gone.
+            GroupChanged: The group has a newer epoch.
         """
         if not self._enlisted.has(ActorId(actor)):
             raise ActorDied("rank 0 of the group was stopped", executed=False)
+        standing = self._enlisted.find(ActorId(actor))
+        if standing is not None and standing.roster.epoch > epoch:
+            raise _changed(standing, epoch)
         return await self._come((number_of(ActorId(actor)), epoch), size, rank, patience)
 
     @method(ordered=False)
@@ -138,6 +143,14 @@ class Blocks(Actor):
         """All others have left a block, and so have asked before."""
         self._left.pop((number_of(actor), block), None)
 
+    def _told(self, actor: ActorId) -> None:
+        """The group of an actor may have changed: who waits for those of an earlier epoch waits in vain."""
+        standing = self._enlisted.find(actor)
+        assert standing is not None
+        for place in [place for place in self._gatherings if place[0] == number_of(actor)]:
+            if place[1] < standing.roster.epoch:
+                self._gatherings.pop(place).fail(_changed(standing, place[1]))
+
     def _forget_member(self, actor: ActorId) -> None:
         number = number_of(actor)
         for key in [key for key in self._left if key[0] == number]:
@@ -163,6 +176,11 @@ class Blocks(Actor):
         if key not in self._left:
             self._left[key] = self._process.loop.create_future()
         return self._left[key]
+
+
+def _changed(standing: Standing, epoch: int) -> GroupChanged:
+    roster = standing.roster
+    return GroupChanged(f"{roster.id} has changed: this is of epoch {epoch}, it has epoch {roster.epoch} now")
 
 
 def blocks_of(caller: Caller, remote: PeerId) -> Blocks:

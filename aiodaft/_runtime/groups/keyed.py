@@ -10,22 +10,21 @@ values go from member to member.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 from zlib import crc32
 
 from aiodaft._protocol.groups.collective import meets_with_values, plan_of, results_of, star, values_of
 from aiodaft._protocol.groups.meeting import Coming
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import KEYED, ActorId, PeerId
-from aiodaft._runtime.actors.enlisted import Enlisted
+from aiodaft._runtime.actors.enlisted import Enlisted, Standing
 from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
-from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.groups.arithmetic import Reducer, kind_of, nbytes_of
 from aiodaft._runtime.groups.collectives import Collectives, Members
@@ -39,6 +38,8 @@ from aiodaft.actor import Actor, target_of
 from aiodaft.exceptions import ActorDied, DaftError, GroupChanged, SerializationError
 from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
+
+T = TypeVar("T")
 
 # Seconds after its timeout that a member still waits for the one where they meet, which tells all who is late.
 GRACE: float = 5.0
@@ -57,7 +58,7 @@ class Part:
         roster: The group, or the part of it.
         along: The axes by which that is a part of the whole group.
         rank: The member.
-        incarnation: Its actor id.
+        standing: Its place in the whole group.
         op: How values are reduced.
         root: The rank that alone has a value or gets a result, if that is so.
         timeout: Seconds that the others may be late.
@@ -68,7 +69,7 @@ class Part:
     roster: Roster[Any]
     along: Along
     rank: int
-    incarnation: ActorId
+    standing: Standing
     op: Reducer
     root: int
     timeout: float | None
@@ -167,8 +168,6 @@ class Keyed(Actor):
         self._places: dict[tuple[ActorId, str, int], tuple[MeetingPlace, Along]] = {}
         # Set when an actor of this process is gone, for members that have asked.
         self._gone: dict[ActorId, asyncio.Event] = {}
-        # Tells the next incarnation of a member what has failed with the last one. By group: joins wait for it.
-        self._reports: dict[tuple[str, int], set[asyncio.Task[None]]] = {}
 
     # What members do.
 
@@ -212,7 +211,7 @@ class Keyed(Actor):
         except Exception as error:
             await self._excuse(part, "value", error)
             raise
-        coming = Coming(part.key, part.title, part.rank, terms, part.incarnation)
+        coming = Coming(part.key, part.title, part.rank, terms)
         del value
         try:
             answer = await self._join(part, coming, nbytes, brought)
@@ -225,12 +224,6 @@ class Keyed(Actor):
             raise
 
     async def _join(self, part: Part, coming: Coming, nbytes: int | None, brought: Packed) -> Any:
-        reports = self._reports.get((part.roster.id, part.roster.epoch))
-        if reports:
-            await asyncio.wait(reports)
-        return await self._join_now(part, coming, nbytes, brought)
-
-    async def _join_now(self, part: Part, coming: Coming, nbytes: int | None, brought: Packed) -> Any:
         roster, member = part.roster, _target_of(part.roster.members[part.meets_at])
         peer, actor = _known_place(member) or await _find(part, member)
         while True:
@@ -242,60 +235,31 @@ class Keyed(Actor):
             except SerializationError as error:
                 await self._excuse(part, "op", error)
                 raise
-            await _answered(part, answer)
+            if part.timeout is not None:
+                # The answer itself is not cancelled: this member has come.
+                state_of(answer).mark_seen()
+                await _in_time(part, answer.ready())
             try:
                 return await answer
-            except ActorDied as error:
-                connection = self._caller.connections.get(peer)
-                lost = connection if connection is not None and connection.lost is not None else None
-                if lost is not None:
-                    _name_place(part, member, error)
-                if not isinstance(member, FollowingTarget) or coming.fault is not None:
-                    raise
-                before = peer, actor
-                if error.executed is False:
-                    # It was not there any more.
-                    peer, actor = await _find(part, member)
-                    if before != (peer, actor):
-                        continue
-                self._report(part, replace(coming, fault=error, lost=part.meets_at), member, before, lost)
+            except GroupChanged as error:
+                if error.group == roster.id:
+                    # Then `current_group()` gives what it is now.
+                    await part.standing.over.wait()
                 raise
-
-    def _report(
-        self,
-        part: Part,
-        coming: Coming,
-        member: FollowingTarget,
-        before: tuple[PeerId, ActorId],
-        lost: Connection | None,
-    ) -> None:
-        """If the member where they meet was lost, its next incarnation is told of what has failed here.
-
-        Else a member that comes there later would wait for this one.
-        """
-
-        async def report() -> None:
-            with suppress(DaftError):
-                found, _ = await member.find(lost, wait=True)
-                if (found.peer, found.actor) != before and found.ended is None:
-                    member.move(found)
-                    # The error comes back.
-                    await self._join_now(part, coming, None, None)
-
-        where = part.roster.id, part.roster.epoch
-        task = self._process.tasks.start(report(), name="report a meeting that is lost")
-        self._reports.setdefault(where, set()).add(task)
-        task.add_done_callback(partial(self._reported, where))
-
-    def _reported(self, where: tuple[str, int], task: asyncio.Task[None]) -> None:
-        self._reports[where].discard(task)
-        if not self._reports[where]:
-            del self._reports[where]
+            except ActorDied as error:
+                connection, before = self._caller.connections.get(peer), (peer, actor)
+                if connection is not None and connection.lost is not None:
+                    _name_place(part, member, error)
+                if error.executed is False and isinstance(member, FollowingTarget):
+                    # It was not there any more; where it is now, the group has a new epoch.
+                    peer, actor = await _find(part, member)
+                if before == (peer, actor):
+                    raise
 
     async def _excuse(self, part: Part, what: str, error: Exception) -> None:
         """Come with a fault, so that the others do not wait for this member."""
         fault = ValueError(f"{part.title}: the {what} of rank {part.rank} cannot be used: {error}")
-        coming = Coming(part.key, part.title, part.rank, {}, part.incarnation, fault)
+        coming = Coming(part.key, part.title, part.rank, {}, fault)
         with suppress(ValueError):
             await self._join(replace(part, op="sum"), coming, None, None)
 
@@ -461,16 +425,14 @@ _OUTCOME: Final = specs_of(Keyed)["outcome"]
 _JOIN: Final = specs_of(Keyed)["join"]
 
 
-async def _answered(part: Part, answer: Ref[Any]) -> None:
+async def _in_time(part: Part, waiting: Awaitable[T]) -> T:
     """Wait for the member where the others meet, not much longer than the timeout."""
     if part.timeout is None:
-        return
+        return await waiting
     try:
         async with asyncio.timeout(part.timeout + GRACE):
-            # The answer itself is not cancelled: this member has come.
-            await answer.ready()
+            return await waiting
     except TimeoutError:
-        state_of(answer).mark_seen()
         raise TimeoutError(
             f"{part.title}: rank {part.meets_at}, where the members meet for this key, did not answer in "
             f"{part.timeout + GRACE:g} s"
@@ -512,7 +474,7 @@ def _known_place(member: Target) -> tuple[PeerId, ActorId] | None:
 async def _find(part: Part, member: Target) -> tuple[PeerId, ActorId]:
     """Where the member is at which the others meet; waits for one that is being restarted."""
     try:
-        return await place_of(member)
+        return await _in_time(part, place_of(member))
     except DaftError as error:
         _name_place(part, member, error)
         raise
@@ -523,6 +485,8 @@ def _name_place(part: Part, member: Target, error: DaftError) -> None:
 
 
 def _changed(group: str, epoch: int, newest: int) -> GroupChanged:
-    return GroupChanged(
+    error = GroupChanged(
         f"{group} has changed: this is of epoch {epoch}, it has epoch {newest} now; use what current_group() gives now"
     )
+    error.group = group
+    return error

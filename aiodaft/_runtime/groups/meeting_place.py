@@ -121,23 +121,23 @@ class MeetingPlace:
 
     async def _watch(self, rank: int, member: Target) -> None:
         who = f"this was {member.label}, rank {rank} of {self._group}"
-        while True:
-            try:
-                peer, actor = await place_of(member)
-            except DaftError as error:
-                add_note(error, who)
-                self.close(error)
-                return
+        try:
+            peer, actor = await place_of(member)
             lost: DaftError = ActorDied(f"{member.label} was stopped")
             try:
                 await self._ask_gone(peer, actor)
             except DaftError as error:
                 lost = error
-            add_note(lost, who)
-            if not isinstance(member, FollowingTarget):
-                self.close(lost)
-                return
-            self._tell(self._table.lose(rank, actor, lost))
+            if isinstance(member, FollowingTarget):
+                # Its next incarnation comes with a new epoch of the group, which ends what begins here until then.
+                add_note(lost, who)
+                self._tell(self._table.lose(rank, lost))
+                await place_of(member)
+            else:
+                raise lost
+        except DaftError as error:
+            add_note(error, who)
+            self.close(error)
 
 
 async def place_of(member: Target) -> tuple[PeerId, ActorId]:

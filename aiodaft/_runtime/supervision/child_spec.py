@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -26,16 +26,39 @@ WHY_STOPPED: Final = "stopped by its owner"
 
 
 class Enrolment:
-    """The place of an actor in a group; the owner of the group changes it."""
+    """The place of an actor in a group; the owner of the group changes it.
 
-    def __init__(self, roster: Roster[Any], rank: int) -> None:
+    Args:
+        roster: The group.
+        rank: The place.
+        renew: Gives the group a new epoch.
+    """
+
+    def __init__(self, roster: Roster[Any], rank: int, renew: Callable[[], object]) -> None:
         self.roster = roster
         self.rank = rank
+        self._renew = renew
+        # What the newest incarnation was told.
+        self._told: Roster[Any] | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the group has changed since the actor was told."""
+        return self.roster is not self._told
 
     def tell(self, caller: Caller, remote: PeerId, actor: ActorId) -> Ref[None]:
         """Tell the actor, or the process that is about to make it."""
+        self._told = self.roster
         told: Ref[None] = agent_of(caller, remote).enlist(actor, self.roster, self.rank)
         return told
+
+    def begin_anew(self) -> None:
+        """Give the group a new epoch before the next incarnation, if it may have done something together in this one.
+
+        Else the others could take what the next incarnation does for what they wait for from the last one.
+        """
+        if not self.is_behind and self.roster.is_complete:
+            self._renew()
 
 
 class ChildSpec:
@@ -59,14 +82,13 @@ class ChildSpec:
         self._args = args
         self._kwargs = kwargs
         self._enrolment = enrolment
-        # What the incarnation that is being made was told of its group.
-        self._told: Roster[Any] | None = None
         self._origin: Origin | None = None
         self._request: Request | None = None
 
     def make(self, caller: Caller, remote: PeerId, actor: ActorId, *, again: bool) -> Ref[Any]:
         """Have a process make the actor; `again` if the spec is to be used another time."""
         if self._enrolment is not None:
+            self.begin_anew()
             # Before it is made: its constructor may ask for its rank.
             state_of(self.catch_up(caller, remote, actor)).mark_seen()
         target, spec = Target(caller, remote, AGENT, f"agent of {remote}", None), host_spec(self.cls)
@@ -85,12 +107,16 @@ class ChildSpec:
     @property
     def is_behind(self) -> bool:
         """Whether the group of the actor has changed since it was told."""
-        return self._enrolment is not None and self._enrolment.roster is not self._told
+        return self._enrolment is not None and self._enrolment.is_behind
+
+    def begin_anew(self) -> None:
+        """The actor is to be made again: see `Enrolment`."""
+        if self._enrolment is not None:
+            self._enrolment.begin_anew()
 
     def catch_up(self, caller: Caller, remote: PeerId, actor: ActorId) -> Ref[None]:
         """Tell an incarnation of its group as that is now."""
         assert self._enrolment is not None
-        self._told = self._enrolment.roster
         return self._enrolment.tell(caller, remote, actor)
 
     def made(self) -> None:

@@ -218,6 +218,9 @@ class Supervisor:
             sibling.target.leave()
             sibling.handle(ChildEvent.DROP if sibling in again.gone else ChildEvent.RESTART)
             sibling.due = due
+        for sibling in again.start:
+            # Now, so that the others know it before they get the next call of this process.
+            sibling.spec.begin_anew()
         self._work(child)
 
     def _give_up(self, child: Child, down: tuple[Child, ...], evidence: tuple[BaseException, ...]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
-from two_models import STEPS, WIDTH, BackHalf, FrontHalf, adam, batches, step
+from two_models import STEPS, batches, descend, make_half
 
 TENSOR, ERROR = range(2)
 DTYPES = [torch.float32, torch.int64, torch.uint8]
@@ -59,8 +59,7 @@ class Link:
 
 
 def front_rank(link: Link, steps: int) -> Result:
-    model = FrontHalf()
-    optimizer = adam(model)
+    model, optimizer = make_half(0)
     for x, _ in batches(steps):
         output = model(x)
         link.send(output.detach())
@@ -70,22 +69,21 @@ def front_rank(link: Link, steps: int) -> Result:
         optimizer.step()
     x, _ = next(batches(steps))
     link.send(model(x).detach())
-    link.send(torch.zeros(2, 3, WIDTH + 1))
+    link.send(model(x).detach())
     try:
         link.receive()
     except RuntimeError as error:
         return Result([], torch.empty(0), str(error), link.tensor_bytes, link.other_bytes)
-    raise AssertionError("the other rank has accepted a tensor of the wrong width")
+    raise AssertionError("the other rank has accepted targets of the wrong length")
 
 
 def back_rank(link: Link, steps: int) -> Result:
-    model = BackHalf()
-    optimizer = adam(model)
+    model, optimizer = make_half(1)
 
     def learn(y: Tensor) -> float:
         h = link.receive().requires_grad_()
         try:
-            loss = step(optimizer, model(h), y)
+            loss = descend(optimizer, model(h), y)
         except Exception:
             link.send_error()
             raise
@@ -94,11 +92,12 @@ def back_rank(link: Link, steps: int) -> Result:
 
     losses = [learn(y) for _, y in batches(steps)]
     outputs = model(link.receive()).detach()
+    _, y = next(batches(steps))
     try:
-        learn(torch.zeros(2, 3))
-    except RuntimeError as error:
+        learn(y[:, 1:])
+    except ValueError as error:
         return Result(losses, outputs, str(error), link.tensor_bytes, link.other_bytes)
-    raise AssertionError("a tensor of the wrong width was accepted")
+    raise AssertionError("targets of the wrong length were accepted")
 
 
 def run_rank(rank: int, folder: str, steps: int) -> None:

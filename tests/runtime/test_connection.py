@@ -152,17 +152,19 @@ async def test_a_lost_connection_keeps_no_buffers() -> None:
     assert before - after > 64_000
 
 
+def count_received(theirs: socket.socket) -> int:
+    """The number of messages that a peer has received and not read."""
+    try:
+        return len(FrameDecoder().feed(theirs.recv(1 << 10)))
+    except BlockingIOError:
+        return 0
+
+
 async def test_after_many_bursts_all_messages_of_a_turn_are_written_together() -> None:
     now = 0.0
     connection = connection_of(Owner(), env=Env(monotonic=lambda: now))
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
-
-    def came() -> int:
-        try:
-            return len(FrameDecoder().feed(theirs.recv(1 << 10)))
-        except BlockingIOError:
-            return 0
 
     async def turn(*pauses: float) -> tuple[int, int]:
         """Send one message before each pause: how many are written at once, and how many in the end."""
@@ -170,9 +172,9 @@ async def test_after_many_bursts_all_messages_of_a_turn_are_written_together() -
         for pause in pauses:
             connection.send((NOTE, "shm", b"", 0))
             now += pause
-        at_once = came()
+        at_once = count_received(theirs)
         await asyncio.sleep(0)
-        return at_once, came()
+        return at_once, count_received(theirs)
 
     async def have_bursts() -> None:
         for _ in range(BURSTS):
@@ -187,6 +189,25 @@ async def test_after_many_bursts_all_messages_of_a_turn_are_written_together() -
             assert await turn(0.0, 0.0, 0.0) == (0, 3)
             assert await turn(*last) == (0, len(last))
             assert await turn(0.0) == (1, 0)
+        connection.close(PeerLost("it is enough"))
+
+
+async def test_a_message_is_written_at_once_whatever_depends_on_it() -> None:
+    connection = connection_of(Owner(), env=Env(monotonic=lambda: 0.0))
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    with theirs:
+        connection.attach(ours)
+        theirs.recv(1 << 10)
+        for _ in range(BURSTS + 2):
+            connection.send((NOTE, "shm", b"", 0))
+            assert count_received(theirs) == 1
+            for _ in range(2):
+                connection.follow()
+                connection.send((NOTE, "shm", b"", 0))
+            assert count_received(theirs) == 0
+            await asyncio.sleep(0)
+            assert count_received(theirs) == 2
         connection.close(PeerLost("it is enough"))
 
 

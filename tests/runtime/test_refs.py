@@ -1,4 +1,4 @@
-"""The code that awaits a call is told of an error of its argument, once."""
+"""The code that awaits a call is told of an error of its argument, once; and when a producer is told of consumers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from actors import Echo
 
+from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.connections.messages import Message
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
 from aiodaft._protocol.objects.borrowing import Borrowing
 from aiodaft._protocol.objects.value import FAILED, FREED
@@ -81,6 +83,36 @@ async def test_the_error_of_an_argument_is_reported_by_itself_if_its_call_went_w
     error = ValueError("of the argument")
     argument.on_error(error)
     assert peer.unheld == [error]
+
+
+class Sent:
+    """A connection that notes what is sent, and what is written before the end of the turn."""
+
+    def __init__(self) -> None:
+        self.unwritten: list[Message] = []
+        self.written: list[Message] = []
+        self.followers = 0
+
+    def follow(self) -> None:
+        self.followers += 1
+
+    def send(self, message: Message) -> None:
+        self.unwritten.append(message)
+
+    def flush(self) -> None:
+        self.written += self.unwritten
+        self.unwritten = []
+
+
+async def test_a_value_goes_to_the_first_consumers_while_calls_of_others_are_made() -> None:
+    producer, connection = call(Recorder()), Sent()
+    producer.connection = connection  # type: ignore[assignment]  # a stand-in
+    forwards = [m.forward(CallId(1), PeerId(name)) for name in "abc"]
+    producer.forward_to(PeerId("a"))
+    assert (connection.written, connection.unwritten) == ([], forwards[:1])
+    producer.forward_to(PeerId("b"))
+    producer.forward_to(PeerId("c"))
+    assert (connection.written, connection.unwritten, connection.followers) == (forwards, [], 3)
 
 
 async def test_a_plain_answer_that_comes_after_the_error_changes_nothing() -> None:

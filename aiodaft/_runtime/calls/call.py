@@ -117,7 +117,11 @@ class CallState(RefState):
     def forward_to(self, consumer: PeerId) -> None:
         """Tell the process at work to send the result to another one."""
         if self.connection is not None:
+            self.connection.follow()
             self.connection.send(m.forward(self.number, consumer))
+            if self.forwarded:
+                # The producer sends the value to some consumers while this process makes the calls of the others.
+                self.connection.flush()
         self.forwarded = (*self.forwarded, consumer)
 
     def doubt_forwards(self) -> None:

@@ -53,6 +53,7 @@ def submit_with_refs(refs: RefTable, connection: Connection, request: Request) -
     state.inputs = [*used]
     # It waits for its arguments anyway: it goes together with what follows.
     connection.flush_soon()
+    connection.follow()
     message = m.apply(number, actor, request.spec.name, tuple(args), tuple(awaited))
     connection.submit(number, state, message, 0, request.had_turn)
     for one in used:

@@ -20,7 +20,8 @@ a dummy byte; the end of the socket shows that the peer is gone.
 
 The connection writes the first message of a turn of the event loop at once, and the others together at the end of it.
 While short turns with several messages follow each other, it writes all messages of a turn together: each write wakes
-the peer, and a wake-up costs more than a message.
+the peer, and a wake-up costs more than a message. A message that depends on an earlier one (`follow`) is no reason to
+hold that one back: the peer works on it while this process goes on.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ class Connection:
         self.offer: tuple[RingPair, int] | None = None
         # The rings, once the peer sends its messages through them.
         self._ring: RingPair | None = None
-        # The number of messages that are packed and not written.
-        self._collected = 0
+        # The number of messages that are packed and not written, and of those among them that depend on earlier ones.
+        self._collected = self._followers = 0
         self._watching_stall = False
         # `RingPoller.turns` when a message was last written to the ring.
         self._turn = -1
@@ -171,6 +172,14 @@ class Connection:
         """Send a message that nobody waits for at the end of this turn, together with what is sent until then."""
         self.flush_soon()
         self.send(message)
+
+    def follow(self) -> None:
+        """Note that the next message depends on an earlier one, which is not held back for it."""
+        self._followers += 1
+
+    def flush(self) -> None:
+        """Write the messages of this turn so far."""
+        self._write()
 
     def tell(self, defined: Sequence[Named]) -> None:
         """Tell the peer what has these names, unless it was told before."""
@@ -347,7 +356,7 @@ class Connection:
     def _uncork(self) -> None:
         self._corked = False
         # Of several messages, one was written at once, unless it waited.
-        several = self._collected > (self._bursts >= BURSTS)
+        several = self._collected - self._followers > (self._bursts >= BURSTS)
         self._bursts = self._bursts + 1 if several and self._clock() - self._corked_at < _SHORT else 0
         self._write()
 
@@ -357,7 +366,7 @@ class Connection:
 
     def _write(self) -> None:
         if self._packed and self._socket is not None:
-            self._collected = 0
+            self._collected = self._followers = 0
             self._send_queue.write(self._take())
 
     # Rings.

@@ -38,6 +38,7 @@ from aiodaft.placement import check_labels
 from aiodaft.ref import Ref
 from aiodaft.scope import Scope, handle_of
 from aiodaft.stack import RuntimeStack
+from aiodaft.tracing import Trace
 from aiodaft_transport import check_name, default_name
 
 if TYPE_CHECKING:
@@ -326,6 +327,27 @@ class Runtime(Scope):
         self._controller.check_running("there are no stacks")
         return await self._controller.stack(patience)
 
+    def trace(self, path: str | os.PathLike[str], *, limit: int = 100_000, patience: float = 5.0) -> Trace:
+        """Record what all processes do in a block, `async with rt.trace("run.json"):`, to a file for ui.perfetto.dev.
+
+        The file is in the Trace Event Format of Chrome: calls, from submission to end, the steps of compiled graphs,
+        collectives, and large values on their way. It has the processes of this program and of the actors that it owns.
+
+        Args:
+            path: The file. It is valid JSON at any time, and has the events when the block has ended.
+            limit: The events that a process keeps, about 200 bytes each. Later ones are counted, and a warning tells.
+            patience: Seconds that a process gets to begin, and to answer at the end. One that does not is left out,
+                and a warning tells which.
+
+        Raises:
+            OSError: The file cannot be written.
+            RuntimeError: A trace is recorded already.
+            ValueError: A limit is not positive.
+
+        Cancellation: the file has what was recorded until then.
+        """
+        return Trace(self._controller, path, limit, patience)
+
     async def resources(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """The resources of this machine, or of the node that this program is attached to: total, and free."""
         controller = self._controller
@@ -346,7 +368,7 @@ class Runtime(Scope):
         return await look_at_nodes(self._controller, patience)
 
     def __dir__(self) -> list[str]:
-        names = "aclose", "lookup", "name", "names", "nodes", "put", "resources", "ship", "stack", "traffic"
+        names = "aclose", "lookup", "name", "names", "nodes", "put", "resources", "ship", "stack", "trace", "traffic"
         return [*super().__dir__(), *names]
 
     def __repr__(self) -> str:

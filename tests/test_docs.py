@@ -34,9 +34,11 @@ def test_links_lead_to_files(document: Path) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_the_programs_of_a_page_run(page: Path) -> None:
+def test_the_programs_of_a_page_run(page: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tests" / "support" / "run_blocks.py"), str(page)]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    # Some write files.
+    ended = subprocess.run(command, cwd=tmp_path, text=True, check=False, **output)
     assert ended.returncode == 0, ended.stdout
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol, cast
 
 from aiodaft._protocol.calls.mailbox import BoundedMailbox
 from aiodaft._protocol.diagnostics.deadlock import CallAt, Waiting
+from aiodaft._protocol.diagnostics.trace import ProcessTrace
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import AGENT, FIRST_USER_ACTOR, ActorId, CallId, PeerId, incarnation, node_of
 from aiodaft._runtime.actors.enlisted import Enlisted
@@ -20,9 +21,11 @@ from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
 from aiodaft._runtime.diagnostics.process_stack import stack_here
+from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.objects.objects import Objects
+from aiodaft._runtime.platform.linux import clock_id
 from aiodaft._runtime.serialization.errors import add_note
 from aiodaft._runtime.serialization.origin import Origin, check_origin
 from aiodaft.actor import Actor
@@ -62,6 +65,7 @@ class Agent(Actor):
         deadlocks: Deadlocks,
         ways: Ways,
         followers: Followers,
+        tracing: Tracing,
     ) -> None:
         self._host = host
         self._objects = objects
@@ -69,6 +73,7 @@ class Agent(Actor):
         self._deadlocks = deadlocks
         self._ways = ways
         self._followers = followers
+        self._tracing = tracing
         self._enlisted = Enlisted()
         host.process.provide(Enlisted, self._enlisted)
 
@@ -110,7 +115,7 @@ class Agent(Actor):
             process = self._host.process
             add_note(error, f"raised while {label} was made (pid {process.pid}, {process.options.node})")
             raise
-        self._host.actors[hosted.id] = hosted
+        self._host.add(hosted)
 
     @method
     async def enlist(self, actor: int, roster: Roster[Any], rank: int) -> None:
@@ -146,7 +151,16 @@ class Agent(Actor):
                     self._ways.vacate(hosted.id, reason)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._host.process.grace):
-                    await asyncio.gather(*told, return_exceptions=True)
+                    await asyncio.gather(*told, self._hand_over_trace(), return_exceptions=True)
+
+    async def _hand_over_trace(self) -> None:
+        """Give away what was recorded here: the process ends when its last actor has left."""
+        session = self._tracing.session
+        if session is None or any(actor >= FIRST_USER_ACTOR for actor in self._host.actors):
+            return
+        recorded = self._tracing.end()
+        if recorded is not None:
+            await agent_of(self._followers.caller, session[0]).take_trace(session[1], recorded)
 
     def _others(self) -> list[Agent]:
         caller = self._followers.caller
@@ -225,6 +239,29 @@ class Agent(Actor):
     @method(ordered=False)
     async def stack(self) -> ProcessStack:
         return stack_here(self._deadlocks.waits)
+
+    # Traces.
+
+    @method
+    async def begin_trace(self, collector: str, number: int, limit: int) -> bool:
+        """Record for a process; before the first actor is made here if that process, or one that it told, makes it."""
+        return self._tracing.begin(PeerId(collector), number, limit)
+
+    @method(ordered=False)
+    async def end_trace(self, collector: str, number: int) -> ProcessTrace | None:
+        """End a trace. None if that was done before, or another process has begun another one."""
+        return self._tracing.end() if self._tracing.session == (collector, number) else None
+
+    @method(ordered=False)
+    async def take_trace(self, number: int, recorded: ProcessTrace) -> None:
+        """Take what a process has recorded that is about to end."""
+        if self._tracing.session == (self._host.process.id, number):
+            self._tracing.handed_over.append(recorded)
+
+    @method(ordered=False)
+    async def clock(self) -> tuple[str, float]:
+        """The clock of this process, and its time in seconds; see `clock_id`."""
+        return clock_id(), self._host.process.env.monotonic()
 
     # Graphs.
 

@@ -42,6 +42,7 @@ from aiodaft._runtime.connections.connections import Connections
 from aiodaft._runtime.connections.data_streams import UNASKED
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
+from aiodaft._runtime.diagnostics.tracing import Tracing
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.registry import Graphs
@@ -176,7 +177,8 @@ class Peer:
         self.on_forked: Callable[[], object] = lambda: None
         self.channels = Channels(self.caller)
         self.connections.handlers += self._handlers()
-        agent = Agent(self.host, self.objects, self.graphs, self.deadlocks, self, self.followers)
+        self.tracing = Tracing(self.host, self.sender, self.graphs, self._have_recorded)
+        agent = Agent(self.host, self.objects, self.graphs, self.deadlocks, self, self.followers, self.tracing)
         self.add_actor(AGENT, "agent", agent)
         process.provide(Peer, self)
         process.provide(Store, self.store)
@@ -185,6 +187,7 @@ class Peer:
         process.provide(Rosters, Rosters(process, self._roster_after))
         process.provide(Channels, self.channels)
         process.provide(Graphs, self.graphs)
+        process.provide(Tracing, self.tracing)
         self.add_actor(CHANNELS, "channels", self.channels)
         self.inboxes = Inboxes(self.caller, self.store, process.part(Enlisted))
         self._serve_groups()
@@ -209,7 +212,7 @@ class Peer:
     def add_actor(self, actor: ActorId, name: str, instance: Any) -> HostedActor:
         hosted = HostedActor(self.host, actor, name, specs_of(type(instance)).get)
         hosted.instance = instance
-        self.actors[actor] = hosted
+        self.host.add(hosted)
         return hosted
 
     def owner(self, controller: PeerId) -> OwnerContact:
@@ -219,6 +222,9 @@ class Peer:
     def _roster_after(self, owner: PeerId, group: str, epoch: int) -> Ref[Roster[Any] | None]:
         asked: Ref[Roster[Any] | None] = self.owner(owner).roster_after(group, epoch)
         return asked
+
+    def _have_recorded(self, remote: PeerId, collector: PeerId, number: int, limit: int) -> None:
+        self.agent_of(remote).begin_trace.tell(collector, number, limit)
 
     def _locate(self, owner: PeerId, number: ActorId, wait: bool) -> Ref[Location]:
         if is_attached(owner) and is_attached(self.process.id) and owner != self.process.id:

@@ -21,6 +21,7 @@ from aiodaft._protocol.node.code import Code
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.fork_hooks import when_forked
+from aiodaft._runtime.platform.recorder import Recorder
 from aiodaft._runtime.platform.tasks import TaskOwner
 from aiodaft.exceptions import RuntimeClosed
 from aiodaft_transport import Key
@@ -71,6 +72,8 @@ class Process:
 
     # Why the process is closed; None while it is open.
     closed: str | None = None
+    # While a trace is recorded.
+    recorder: Recorder | None = None
 
     def __init__(self, options: ProcessOptions, key: Key, env: Env) -> None:
         self.options = options

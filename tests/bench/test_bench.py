@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from clusters import cluster_of
 
-from aiodaft.bench import collectives, refs, reshard, scale, workflows
+from aiodaft.bench import collectives, refs, reshard, scale, tracing, workflows
 from aiodaft.bench.compare import comparison
 from aiodaft.bench.floors import Copy, open_echo, run_python
 from aiodaft.bench.results import Bench, Result, as_json, in_turns, table
@@ -33,6 +33,14 @@ def test_the_command_prints_json_with_floors_from_the_same_run() -> None:
     assert round_trip["floor"] > 0
     assert round_trip["budget"] == "<= 2.0"
     assert set(results) >= {"1,000 calls in flight", "one call to each of 8", "chain A -> B -> C"}
+
+
+@pytest.mark.timeout(60)
+async def test_calls_after_and_in_a_trace_are_compared_with_those_of_a_runtime_without() -> None:
+    bench = Bench(1)
+    await tracing.run(bench)
+    assert [result.budget for result in bench.results] == ["<= 1.1", "<= 1.1", ">= 0.9", "", "", ""]
+    assert all(result.value > 0 and result.floor_name == "never traced" for result in bench.results)
 
 
 @pytest.mark.timeout(60)

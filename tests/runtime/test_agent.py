@@ -59,7 +59,8 @@ class Office(Bench):
         # What the node was told to remove.
         self.vacated: list[tuple[ActorId, str]] = []
         ways: Any = SimpleNamespace(vacate=lambda *told: self.vacated.append(told))
-        self.agent = Agent(self.host, objects, unused, unused, ways, unused)
+        tracing: Any = SimpleNamespace(session=None)
+        self.agent = Agent(self.host, objects, unused, unused, ways, unused, tracing)
 
     async def ask(self, request: Awaitable[Any], attempt: int = 0) -> Any:
         """Serve a call; all threads work."""

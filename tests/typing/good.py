@@ -466,6 +466,8 @@ async def supervised(rt: Runtime) -> None:
         helper = await siblings.on(restart="temporary").spawn(Derived, "h")
         assert_type(await rt.rebind(helper), Derived)
         info = await rt.info(lasting)
+        async with rt.trace("run.json", limit=10, patience=1) as trace:
+            assert_type(trace.left_out, dict[str, str])
         assert_type((info.epoch, info.restarts, info.last_error), tuple[int, int, BaseException | None])
     pinned = await rt.on(restart=Restart("transient", follow=False)).spawn(Derived, "p")
     assert_type(pinned, Derived)

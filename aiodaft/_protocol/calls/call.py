@@ -86,7 +86,7 @@ ANSWERED: Final = frozenset({ABANDONED, OVER})
 
 
 class Life:
-    """The stage of one call, and whether it has begun."""
+    """The stage of one call, whether it has begun, and its times."""
 
     # Most calls bring their arguments along.
     stage = QUEUED
@@ -97,6 +97,16 @@ class Life:
     last_begun = False
     # Its caller has cancelled it, and drops what it returns.
     dropped = False
+    # On the loop's clock.
+    deadline: float | None = None
+    # When it began, on the clock of `Env`.
+    since = 0.0
+    # The same, while a trace is recorded: when it came, when its arguments were there, when its method ended on the
+    # thread; and how it ended.
+    came: float | None = None
+    complete: float | None = None
+    ended: float | None = None
+    outcome = ""
 
     def handle(self, event: Event) -> bool:
         """Move on; False if the event comes too late."""

@@ -73,8 +73,6 @@ class InboundCall(Life):
     # Arguments that are not decoded yet, and the values of the refs among them.
     received: ReceivedValue | None = None
     slots: Sequence[ReceivedValue] = ()
-    # On the loop's clock.
-    deadline: float | None = None
     timer: asyncio.TimerHandle | None = None
     # The number of earlier attempts; for the call that makes an actor, the actor's epoch.
     attempt = 0
@@ -86,8 +84,6 @@ class InboundCall(Life):
     fetching: tuple[asyncio.Task[None], ...] = ()
     # The arguments that other calls make, by position.
     awaited: dict[int, Awaited] = {}  # noqa: RUF012 - replaced, never changed
-    # When it began, on the clock of `Env`.
-    since = 0.0
     # Between two steps of a graph: the segment whose values it waits for.
     waits_at: int | None = None
     # The number of items that the consumer of a stream still takes.
@@ -193,6 +189,9 @@ class Host:
         return [
             call for hosted in list(self.actors.values()) for call in (*hosted.under_way(), *hosted.mailbox.waiting())
         ]
+
+    def add(self, hosted: HostedActor) -> None:
+        self.actors[hosted.id] = hosted
 
     def remove(self, hosted: HostedActor) -> None:
         """Remove a stopped actor. Errors of later calls give its name."""
@@ -352,7 +351,7 @@ class HostedActor:
         except BaseException as error:  # noqa: BLE001 - the caller gets every error of a method
             answer, given = partial(self._failed, ran=ran), error
         if on_thread:
-            self.thread.to_loop(partial(self._end, call, answer, given))
+            self._end_later(call, answer, given)
         else:
             self._end(call, answer, given)
         # The error's frames lead here: they must not lead back to the error.
@@ -364,7 +363,7 @@ class HostedActor:
             copy_context().run(run_through, self.run(call))
         else:
             call.begun = True
-            self.thread.to_loop(partial(self._end, call))
+            self._end_later(call)
 
     def _enter(self, call: InboundCall) -> None:
         """Note that a call has begun. Runs in its context, which nested calls inherit."""
@@ -499,9 +498,8 @@ class HostedActor:
 
     def is_late(self, call: InboundCall, error: BaseException) -> bool:
         """Whether a call ended because of its deadline: the calls that it made have the same, and may fail first."""
-        if call.stage is LATE or call.deadline is None:
-            return call.stage is LATE
-        return isinstance(error, DeadlineExceeded) and self._process.loop.time() + _TICK >= call.deadline
+        is_over = call.deadline is not None and self._process.loop.time() + _TICK >= call.deadline
+        return call.stage is LATE or (is_over and isinstance(error, DeadlineExceeded))
 
     def _refuse(self, call: InboundCall) -> None:
         if self.moves and not call.begun:
@@ -511,6 +509,9 @@ class HostedActor:
         error = ActorDied(f"{self.name} was stopped: {self.stopping}", executed=executed)
         error.actor = self.name
         call.responder.fail(call, error, executed=executed)
+
+    def _end_later(self, call: InboundCall, answer: Callable[..., object] | None = None, given: Any = None) -> None:
+        self.thread.to_loop(partial(self._end, call, answer, given))
 
     def _end(self, call: InboundCall, answer: Callable[..., object] | None = None, given: Any = None) -> None:
         """Answer a started call that is over, and start waiting calls. Runs on the loop."""

@@ -367,6 +367,8 @@ class Request:
     attempt = 0
     # Its turn came: it is ahead of all calls that still wait here, and is not refused any more.
     had_turn = False
+    # A trace has it: it may be submitted more than once.
+    recorded = False
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from aiodaft._protocol.connections.messages import INLINE_LIMIT
+from aiodaft._protocol.diagnostics import trace
 from aiodaft._protocol.groups.reshard import Piece
 from aiodaft._protocol.ids import RESHARDING, PeerId
 from aiodaft._runtime.calls.call import Caller
@@ -260,11 +261,15 @@ class Resharding(Actor):
             name: (grant, _name_of(tensors[name].dtype), tuple(tensors[name].shape)) for name, grant in grants.items()
         }
         told = [[tuple(piece) for piece in pieces] for pieces in parcels]
+        began = self._process.env.monotonic()
         with _noting(parcels[0][0].name, source.label):
             await actor.write(Opaque(source.shard), told, places, self._process.id)
         traffic = self._caller.connections.route_to(source.peer).traffic
         traffic.payloads_received += 1
         traffic.payload_received += _nbytes(parcels)
+        recorder = self._process.recorder
+        if recorder is not None:
+            recorder.add(trace.fetched(began, recorder.now(), "shm", _nbytes(parcels), source.peer))
 
     async def _fetch(self, tensors: dict[str, torch.Tensor], pieces: list[Piece], source: Source, bound: int) -> None:
         """Bring one parcel: straight to where it belongs, if that is one place."""

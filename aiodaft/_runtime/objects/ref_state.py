@@ -18,6 +18,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, cast
 
+from aiodaft._protocol.diagnostics import trace
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.objects.value import FAILED, FREED, HERE, PENDING, THERE, Status, Value, Verdict, first_error
 from aiodaft._runtime.connections.connection import Connection
@@ -167,6 +168,8 @@ class RefState(Value):
         if not self.settled:
             self.error, self._traceback = error, error.__traceback__
             self.failed = self.process.next_number()
+            if self.process.recorder is not None and self.own:
+                self.process.recorder.add(trace.failed((self.process.id, self.number), trace.outcome_of(error)))
         self._settle(FAILED)
 
     def on_ready(self) -> None:

@@ -52,7 +52,7 @@ class Store:
     """The values of one process."""
 
     def __init__(self, process: Process, open_transport: Callable[[str], Transport]) -> None:
-        self._process = process
+        self.process = process
         self.call_soon = process.call_soon
         # Whether values on accelerators travel without host memory.
         self._direct = process.options.direct
@@ -120,7 +120,7 @@ class Store:
         """Use another kind of accelerator from now on, before any value is on one."""
         from aiodaft._runtime.objects.devices import Devices  # noqa: PLC0415 - few programs have accelerators
 
-        self._devices = Devices(kind, self._process, self._process.id, partial(self.transport_named, "tcp"))
+        self._devices = Devices(kind, self.process, self.process.id, partial(self.transport_named, "tcp"))
 
     def current_streams(self) -> Sequence[Any]:
         """The current streams of this thread; empty if no accelerator was used."""
@@ -154,7 +154,7 @@ class Store:
 
         # A transport that the user chose also moves values on accelerators.
         find_device = self._find_device if self._direct and via is None else nowhere
-        places = Places(find_block, find_device, lend=lender is not None, home=self._process)
+        places = Places(find_block, find_device, lend=lender is not None, home=self.process)
         encoded = encode(value, names=names, places=places, resolve=resolve, patient=patient, small=small)
         return StoredValue(encoded, lender, via, self._devices if encoded.on_device else None, self.call_soon)
 
@@ -262,7 +262,7 @@ class Store:
             refs=refs or (),
             origin=received.origin,
             patient=patient,
-            home=self._process,
+            home=self.process,
         )
 
     def copy(self, received: ReceivedValue) -> ReceivedValue:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.diagnostics import trace
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.objects.stream import Consumption, Phase
 from aiodaft._runtime.connections.connection import Connection
@@ -68,6 +69,8 @@ class StreamState:
         if not self.consumption.end(error):
             return
         release_inputs(self, error)
+        if error is not None and self.process.recorder is not None:
+            self.process.recorder.add(trace.failed((self.process.id, self.number), trace.outcome_of(error)))
         for watcher in self._watchers:
             self.process.loop.call_soon(watcher, self)
         self._watchers.clear()

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 
 from aiodaft._protocol.calls.handover import Handover
 from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.diagnostics import trace
 from aiodaft._protocol.ids import CallId, PeerId
 from aiodaft._protocol.objects.pull import Pull, Questions
 from aiodaft._protocol.objects.value import Key, Where
@@ -70,25 +71,28 @@ class Delivery:
     def fetch_now(self) -> bool:
         """Fetch what is mapped here. Returns whether to receive and decode it never waits."""
         while self.granted:
-            name, grant = self.granted[0]
+            (name, grant), began = self.granted[0], self._store.process.env.monotonic()
             blob = self._store.transport_named(name).fetch_now(grant, self.connection)
             if blob is None:
                 return False
             self.granted.popleft()
-            self.fetched(name, grant, blob)
+            self.fetched(name, grant, blob, began)
         return not (self.refs or is_heavy(self.payload))
 
     def received(self) -> ReceivedValue:
         """The value, once all of it was fetched; it has no refs."""
         return ReceivedValue(self.payload, self.inline, self.blobs, [])
 
-    def fetched(self, name: str, grant: Grant, blob: Any) -> None:
-        """A blob is here."""
+    def fetched(self, name: str, grant: Grant, blob: Any, began: float) -> None:
+        """A blob is here; `began`: since when it was fetched, on the clock of `Env`."""
         traffic, size = self.connection.traffic, size_of(grant)
         traffic.payloads_received += 1
         traffic.payload_received += size
         traffic.device_received += size if name == DEVICE_NAME else 0
         self.blobs.append(blob)
+        recorder = self._store.process.recorder
+        if recorder is not None:
+            recorder.add(trace.fetched(began, recorder.now(), name, size, self.connection.remote))
 
     def decline(self) -> None:
         """Give back what was not fetched. Idempotent."""
@@ -295,7 +299,7 @@ class Transfer:
     async def _fetch(self, delivery: Delivery, into: IntoTensor | None, landing: Block | None) -> None:
         """Fetch the next blob, into the tensor if it fits, or into the block."""
         (name, grant), connection = delivery.granted[0], delivery.connection
-        transport = self._store.transport_named(name)
+        transport, began = self._store.transport_named(name), self._process.env.monotonic()
         try:
             memory: Any = None if landing is None else landing.view
             if into is not None and into.fits(delivery.payload, size_of(grant)):
@@ -311,7 +315,7 @@ class Transfer:
             if name == DEVICE_NAME:
                 add_note(error, _THROUGH_HOST)
             raise
-        delivery.fetched(name, grant, view)
+        delivery.fetched(name, grant, view, began)
 
     async def _locate_here(self, key: Key) -> Place:
         place: asyncio.Future[Place] = self._process.loop.create_future()

@@ -1,0 +1,130 @@
+"""What one process records for a trace. Pure.
+
+Events are plain tuples, because traced programs make one or two of them per call: the functions here build them, and
+`trace_file` reads them. Times are seconds on the clock of the process that records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from aiodaft._protocol.ids import COLLECTIVES, FIRST_USER_ACTOR, KEYED, RESHARDING, ActorId, PeerId
+
+Event: TypeAlias = tuple[Any, ...]
+# Names something that was submitted, or ran, in all processes: (caller, number) of a call; (owner, graph, run) of a run
+# of a graph; (owner, graph, run, value) of a step; with one more field of a strand.
+Key: TypeAlias = tuple[Any, ...]
+
+SUBMITTED: Final = 0
+RAN: Final = 1
+FAILED: Final = 2
+FETCHED: Final = 3
+
+# Outcomes of calls. "" is a result; any other one is the name of the error's class.
+CANCELLED: Final = "cancelled"
+UNFINISHED: Final = "unfinished"
+_CANCELLATIONS: Final = {"CancelledError", "CallCancelled"}
+
+# Methods of the runtime's own actors that are the work of the program's collectives.
+_SHOWN: Final = {(COLLECTIVES, "step"), (KEYED, "outcome")}
+
+
+def is_shown(actor: ActorId, method: str) -> bool:
+    """Whether calls of a method are recorded: not those of the runtime's own actors, except for collectives."""
+    return actor >= FIRST_USER_ACTOR or actor == RESHARDING or (actor, method) in _SHOWN
+
+
+def submitted(
+    began: float, ended: float, key: Key, what: str, maker: tuple[Key, int] | None, needs: Sequence[Key]
+) -> Event:
+    """A call, or a run of a graph, was submitted.
+
+    Args:
+        began: When.
+        ended: When the program went on.
+        key: Names it.
+        what: The method and the actor.
+        maker: The call that made it, and the actor of that; None in a program.
+        needs: The calls whose results are its arguments.
+    """
+    return (SUBMITTED, began, ended, key, what, maker, tuple(needs))
+
+
+def ran(
+    times: tuple[float, float, float | None, float],
+    key: Key,
+    actor: int,
+    what: str,
+    outcome: str,
+    inside: Key | None = None,
+    needs: Sequence[Key] = (),
+) -> Event:
+    """A call, a strand or a step is over.
+
+    Args:
+        times: When it came, when its arguments were there, when it began (None: it never did), and when it ended.
+        key: Names it.
+        actor: Where it ran.
+        what: The method.
+        outcome: See `outcome_of`.
+        inside: The strand of a step.
+        needs: The steps whose results are its arguments.
+    """
+    return (RAN, *times, key, actor, what, outcome, inside, tuple(needs))
+
+
+def failed(key: Key, outcome: str) -> Event:
+    """The process that has submitted a call learned that it failed."""
+    return (FAILED, key, outcome)
+
+
+def fetched(began: float, ended: float, kind: str, nbytes: int, source: PeerId) -> Event:
+    """A large value, or a part of it, came from another process."""
+    return (FETCHED, began, ended, kind, nbytes, source)
+
+
+def outcome_of(error: BaseException) -> str:
+    """How a call ended that raised an error."""
+    name = type(error).__name__
+    return CANCELLED if name in _CANCELLATIONS else name
+
+
+@dataclass(frozen=True)
+class ProcessTrace:
+    """What one process has recorded.
+
+    Attributes:
+        id: The process.
+        pid: Its pid.
+        node: Its machine.
+        actors: The names of its actors.
+        events: What happened, in the order in which it ended.
+        dropped: The number of events for which there was no room.
+    """
+
+    id: PeerId
+    pid: int
+    node: str
+    actors: dict[int, str]
+    events: list[Event]
+    dropped: int
+
+
+@dataclass(frozen=True)
+class Ping:
+    """When a question was sent and its answer came, on this clock, and what the other clock said meanwhile."""
+
+    sent: float
+    theirs: float
+    came: float
+
+
+def offset_of(pings: Sequence[Ping]) -> float:
+    """How far another clock is ahead of this one, in seconds: from the quickest answer, as NTP does.
+
+    It is wrong by at most half of the time that this answer took.
+    """
+    quickest = min(pings, key=lambda ping: ping.came - ping.sent)
+    return quickest.theirs - (quickest.sent + quickest.came) / 2

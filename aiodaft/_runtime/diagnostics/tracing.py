@@ -1,0 +1,272 @@
+"""Records what happens in one process, for `rt.trace()`.
+
+While a trace is recorded, the objects that make and run calls are of the classes here. So programs without a trace run
+the same code as if there were none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from aiodaft._protocol.calls.call import FETCHING
+from aiodaft._protocol.diagnostics import trace
+from aiodaft._protocol.diagnostics.trace import CANCELLED, UNFINISHED, Event, Key, ProcessTrace, is_shown, outcome_of
+from aiodaft._protocol.graphs.plan import Dataflow
+from aiodaft._protocol.ids import AGENT, FIRST_USER_ACTOR, PeerId
+from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall, current_call
+from aiodaft._runtime.calls.call import Request
+from aiodaft._runtime.calls.outgoing import Outgoing
+from aiodaft._runtime.graphs.captured_call import Arguments
+from aiodaft._runtime.graphs.deployment import Specs
+from aiodaft._runtime.graphs.owner import GraphOwner, OwnerRun
+from aiodaft._runtime.graphs.participant import StrandCall
+from aiodaft._runtime.graphs.registry import Graphs
+from aiodaft._runtime.graphs.strands import BoundStep, BoundStrand
+from aiodaft._runtime.objects.ref_state import state_of
+from aiodaft._runtime.platform.recorder import Recorder
+from aiodaft.ref import Ref
+
+# Tells a process to record: for which process, the number of the trace there, and the limit of events.
+Tell = Callable[[PeerId, PeerId, int, int], object]
+
+
+class Tracing:
+    """The trace of one process, if one is recorded."""
+
+    def __init__(self, host: Host, outgoing: Outgoing, graphs: Graphs, tell: Tell) -> None:
+        self._process = host.process
+        self._host = host
+        self._outgoing = outgoing
+        self._graphs = graphs
+        self._tell = tell
+        self._limit = 0
+        self._names: dict[int, str] = {}
+        self._strands: WeakKeyDictionary[BoundStrand, BoundStrand] = WeakKeyDictionary()
+        self.now = host.process.env.monotonic
+        # The process that collects the trace, and the number of the trace there.
+        self.session: tuple[PeerId, int] | None = None
+        # The processes that this one has told to record, and their first actors.
+        self.told: dict[PeerId, str] = {}
+        # What processes have recorded that have ended in order.
+        self.handed_over: list[ProcessTrace] = []
+
+    def begin(self, collector: PeerId, number: int, limit: int) -> bool:
+        """Begin to record. Idempotent; False if this process records a trace for another one."""
+        if self.session == (collector, number):
+            return True
+        if self.session is not None and self.session[0] != collector:
+            return False
+        self.session, self._limit = (collector, number), limit
+        self._names, self.told, self.handed_over = {}, {}, []
+        self._process.recorder = Recorder(self.now, limit)
+        self._host.__class__ = TracedHost
+        self._outgoing.__class__ = TracedOutgoing
+        self._graphs.__class__ = TracedGraphs
+        for owner in self._graphs.own.values():
+            owner.__class__ = TracedGraphOwner
+        for hosted in self._host.actors.values():
+            self.watch(hosted)
+        return True
+
+    def end(self) -> ProcessTrace | None:
+        """End the trace; returns what was recorded. Idempotent."""
+        recorder = self._process.recorder
+        if recorder is None:
+            return None
+        for call in self._host.calls():
+            self.over(call, self.now(), UNFINISHED)
+        self._host.__class__ = Host
+        self._outgoing.__class__ = Outgoing
+        self._graphs.__class__ = Graphs
+        for owner in self._graphs.own.values():
+            owner.__class__ = GraphOwner
+        for hosted in self._host.actors.values():
+            hosted.__class__ = HostedActor
+        self.session = self._process.recorder = None
+        process = self._process
+        return ProcessTrace(
+            process.id, process.pid, process.options.node, self._names, recorder.events, recorder.dropped
+        )
+
+    def watch(self, hosted: HostedActor) -> None:
+        """Record the calls of an actor."""
+        self._names[hosted.id] = hosted.name
+        hosted.__class__ = TracedActor
+
+    def spread(self, remote: PeerId, label: str) -> None:
+        """Have a process record that is to get an actor."""
+        if self.session is not None:
+            self.told.setdefault(remote, label)
+            self._tell(remote, *self.session, self._limit)
+
+    def add(self, event: Event) -> None:
+        """Keep an event. A call may end after the trace."""
+        if self._process.recorder is not None:
+            self._process.recorder.add(event)
+
+    def over(self, call: InboundCall, ended: float, outcome: str) -> None:
+        """A call has ended, or will never begin."""
+        if is_shown(call.hosted.id, call.spec.name):
+            began = call.since or None
+            came = call.came or began or ended
+            times = (came, call.complete or began or ended, began, ended)
+            what = "run of a graph" if isinstance(call, StrandCall) else call.label
+            self.add(trace.ran(times, key_of(call), call.hosted.id, what, outcome))
+
+    def traced(self, strand: BoundStrand) -> BoundStrand:
+        """A strand whose steps are recorded."""
+        found = self._strands.get(strand)
+        if found is None:
+            found = self._strands[strand] = copy(strand)
+            found.steps = [self._traced_step(step, on_thread=strand.rules.on_thread) for step in strand.steps]
+            found.last = None if strand.last is None else found.steps[-1]
+        return found
+
+    def _traced_step(self, step: BoundStep, *, on_thread: bool) -> BoundStep:
+        fn, found = step.fn, copy(step)
+
+        async def timed(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._step(step):
+                return await fn(instance, *args, **kwargs)
+
+        def timed_on_thread(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._step(step):
+                return fn(instance, *args, **kwargs)
+
+        found.fn = timed_on_thread if on_thread else timed
+        return found
+
+    @contextmanager
+    def _step(self, step: BoundStep) -> Generator[None]:
+        call, began, outcome = current_call.get(), self.now(), ""
+        assert isinstance(call, StrandCall)
+        try:
+            yield
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
+        finally:
+            # A step that begins a segment has waited for its values since the step before.
+            came = began if step.segment is None or call.ended is None else call.ended
+            run = call.run.owner, call.run.participant.number, call.run.number
+            call.ended = self.now()
+            times, needs = (came, began, began, call.ended), [(*run, slot) for slot in step.slots if slot >= 0]
+            actor = call.hosted.id
+            self.add(trace.ran(times, (*run, step.index), actor, step.label, outcome, key_of(call), needs))
+
+
+def key_of(call: InboundCall) -> Key:
+    """Names a call in all processes."""
+    if isinstance(call, StrandCall):
+        return call.run.owner, call.run.participant.number, call.run.number, "strand", call.strand.first
+    return call.caller, call.number
+
+
+def _maker() -> tuple[Key, int] | None:
+    """The call that runs here, and its actor."""
+    call = current_call.get()
+    return None if call is None or call.hosted.id < FIRST_USER_ACTOR else (key_of(call), call.hosted.id)
+
+
+class TracedHost(Host):
+    """Records the actors that come."""
+
+    def add(self, hosted: HostedActor) -> None:
+        super().add(hosted)
+        self.process.part(Tracing).watch(hosted)
+
+
+class TracedActor(HostedActor):
+    """Records its calls."""
+
+    def deliver(self, call: InboundCall) -> None:
+        tracing = self._process.part(Tracing)
+        call.came = tracing.now()
+        if call.stage is not FETCHING:
+            call.complete = call.came
+        if isinstance(call, StrandCall):
+            call.strand = tracing.traced(call.strand)
+        super().deliver(call)
+
+    def ready(self, call: InboundCall) -> None:
+        call.complete = self._process.env.monotonic()
+        super().ready(call)
+
+    def _end_later(self, call: InboundCall, answer: Callable[..., object] | None = None, given: Any = None) -> None:
+        call.ended = self._process.env.monotonic()
+        super()._end_later(call, answer, given)
+
+    def _end(self, call: InboundCall, answer: Callable[..., object] | None = None, given: Any = None) -> None:
+        tracing = self._process.part(Tracing)
+        ended = call.ended if call.rules.on_thread and call.ended is not None else tracing.now()
+        is_wanted = call.since and not call.given_up
+        super()._end(call, answer, given)
+        tracing.over(call, ended, call.outcome or ("" if is_wanted else CANCELLED))
+
+    def _failed(self, call: InboundCall, error: BaseException, ran: bool) -> None:
+        call.outcome = outcome_of(error)
+        super()._failed(call, error, ran)
+
+    def _fail_late(
+        self, call: InboundCall, error: BaseException | None = None, *, executed: bool | None = None
+    ) -> None:
+        call.outcome = "DeadlineExceeded"
+        super()._fail_late(call, error, executed=executed)
+
+    def _withdraw(self, call: InboundCall, *, waits: bool) -> None:
+        super()._withdraw(call, waits=waits)
+        if waits:
+            tracing = self._process.part(Tracing)
+            tracing.over(call, tracing.now(), CANCELLED)
+
+
+class TracedOutgoing(Outgoing):
+    """Records the calls that this process makes."""
+
+    def submit(self, request: Request) -> None:
+        tracing, target, name = self._process.part(Tracing), request.target, request.spec.name
+        if target.actor == AGENT and name == "host":
+            tracing.spread(target.remote, request.args[1])
+        if request.recorded or not is_shown(target.actor, name):
+            super().submit(request)
+            return
+        request.recorded = True
+        began, maker = tracing.now(), _maker()
+        needs = [(ref.owner, ref.number) for ref in map(state_of, _refs_in(request))]
+        super().submit(request)
+        key, what = (self._process.id, request.number), f"{request.spec.label} of {target.label}"
+        tracing.add(trace.submitted(began, tracing.now(), key, what, maker, needs))
+
+
+def _refs_in(request: Request) -> list[Ref[Any]]:
+    """The refs among the arguments, also in lists and tuples."""
+    found: list[Ref[Any]] = []
+    for arg in (*request.args, *request.kwargs.values()):
+        found += [one for one in (arg if isinstance(arg, list | tuple) else (arg,)) if isinstance(one, Ref)]
+    return found
+
+
+class TracedGraphs(Graphs):
+    """Records the graphs that are made."""
+
+    def open(self, dataflow: Dataflow[Arguments], specs: Specs, max_in_flight: int) -> GraphOwner:
+        owner = super().open(dataflow, specs, max_in_flight)
+        owner.__class__ = TracedGraphOwner
+        return owner
+
+
+class TracedGraphOwner(GraphOwner):
+    """Records the runs that this process starts."""
+
+    def _send(self, run: OwnerRun) -> None:
+        process = self._context.process
+        tracing, maker = process.part(Tracing), _maker()
+        began = tracing.now()
+        super()._send(run)
+        assert run.deployment is not None
+        key = process.id, run.deployment.number, run.number
+        tracing.add(trace.submitted(began, tracing.now(), key, f"run {run.number} of a graph", maker, ()))

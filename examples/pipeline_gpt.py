@@ -29,13 +29,17 @@ def step(schedule: pipeline.Schedule, ranks: list[aiodaft.Group[Rank]], batch: o
 
 
 def train_in_one(
-    stages: list[Stage], microbatches: int, dp: int = 1, skips: Collection[tuple[int, int]] = ()
+    stages: list[Stage],
+    microbatches: int,
+    dp: int = 1,
+    skips: Collection[tuple[int, int]] = (),
+    steps: int | None = None,
 ) -> list[float]:
     """Gradient accumulation, micro-batch after micro-batch, for each part of the batch; then the sum over the parts."""
     torch.set_num_threads(1)
     model, losses = nn.ModuleList(stages), []
     optimizer = adam(model)
-    for batch in batches(2 * microbatches * dp):
+    for batch in batches(2 * microbatches * dp, steps):
         of_parts = []
         losses.append(0.0)
         for x_BL, y_BL in zip(*(both.chunk(dp) for both in batch), strict=True):

@@ -177,6 +177,19 @@ async def test_opposite_orders_and_shared_members_for_500_rounds(rt: aiodaft.Run
         assert await results == expected
 
 
+async def test_no_member_asks_for_a_value_that_another_one_makes_or_stores(rt: aiodaft.Runtime) -> None:
+    members = list(await rt.group(2, Member))
+    await asyncio.gather(*(member.count_questions() for member in members))
+    # 1 MiB each.
+    stored, makes = ([member.make(seed, 512, 512) for seed, member in enumerate(members)] for _ in range(2))
+    await asyncio.gather(*(ref.ready() for ref in stored))
+    for refs in (stored, makes):
+        copies, totals = aiodaft.broadcast(refs[0], members), aiodaft.all_reduce(refs)
+        assert same(await copies, made(0, 512, 512))
+        assert same(await totals, in_order([made(0, 512, 512), made(1, 512, 512)]))
+    assert await asyncio.gather(*(member.count_questions() for member in members)) == [0, 0]
+
+
 async def test_a_collective_that_waits_holds_up_no_other(rt: aiodaft.Runtime) -> None:
     members = list(await rt.group(2, Member))
     slow = aiodaft.all_reduce([members[0].after_gate(1), members[1].give(2)])

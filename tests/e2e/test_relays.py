@@ -135,8 +135,8 @@ async def test_the_death_of_the_producer_frees_the_copies() -> None:
 
 async def test_small_values_and_single_consumers_leave_no_copies() -> None:
     async with opened("tcp", 3) as (rt, source, sinks):
-        small, single = source.make(MIB - 1), source.make(SIZE)
-        assert await asyncio.gather(*(sink.take(small) for sink in sinks)) == [digest(made(MIB - 1))] * 3
+        small, single = source.make(MIB), source.make(SIZE)
+        assert await asyncio.gather(*(sink.take(small) for sink in sinks)) == [digest(made(MIB))] * 3
         assert await sinks[0].take(single) == digest(made(SIZE))
         assert await stored(rt, sinks) == [0, 0, 0]
-        assert await source.sent() == 3 * (MIB - 1) + SIZE
+        assert await source.sent() == 3 * MIB + SIZE

@@ -47,6 +47,11 @@ async def test_members_on_two_hosts_have_the_same_bits_as_local_torch(tmp_path: 
                         await asyncio.gather(*(ref.ready() for ref in refs))
                         assert not Members(refs).one_memory
                         assert all_equal(await aiodaft.all_reduce(refs), total(count, nbytes // 4))
+                await members[1].count_questions()
+                (copy,) = aiodaft.broadcast(members[0].make(0, MEDIUM // 4), members[1:2])
+                # It gets 1 MiB unasked.
+                await copy.ready()
+                assert await members[1].count_questions() == 0
                 assert all_equal(await aiodaft.all_reduce(values(members, MEDIUM)), total(4, MEDIUM))
                 parts = await aiodaft.reduce_scatter(values(members, 1001, 7))
                 assert torch.equal(torch.cat(parts), total(4, 1001, 7))

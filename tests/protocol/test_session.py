@@ -242,7 +242,9 @@ def test_own_calls_go_at_once_and_leave_the_window_to_others() -> None:
 
 def test_own_calls_keep_their_order_while_one_is_being_prepared() -> None:
     one = greeted()
+    assert one.has_room_for_own
     one.submit_own(CallId(1), "call 1", None)
+    assert not one.has_room_for_own
     submit_own(one, 2)
     submit(one, 3)
     assert sent(one) == [3]

@@ -16,7 +16,7 @@ from aiodaft import Actor, method
 from aiodaft._protocol.calls.following import NOWHERE, Location
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.codec import FrameDecoder
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, SUPERVISOR, ActorId, CallId, PeerId, incarnation
+from aiodaft._protocol.ids import COLLECTIVES, FIRST_USER_ACTOR, SUPERVISOR, ActorId, CallId, PeerId, incarnation
 from aiodaft._runtime.calls.call import Caller, CallState, Target
 from aiodaft._runtime.calls.following import Followers, FollowingTarget, PinnedTarget
 from aiodaft._runtime.calls.outgoing import Outgoing
@@ -368,6 +368,27 @@ async def test_a_question_that_fails_fails_the_calls_that_waited_and_the_next_ca
     office.asked[1].on_plain(Location(ELSEWHERE, NEXT))
     await turns()
     assert office.words_to(ELSEWHERE) == ["again"]
+
+
+async def test_a_stored_value_is_sent_for_and_asked_for_if_the_connection_to_its_producer_is_lost(
+    office: Office,
+) -> None:
+    for remote in (THERE, ELSEWHERE):
+        office.connections.to(remote).connected = True
+        assert office.kinds_to(remote) == [m.HELLO]
+    stored = office.handle().note("a large value")
+    ((number, *_),) = office.sent_to(THERE)
+    office.replies.stored_came(office.connections.to(THERE), m.stored(number, 1 << 20))
+    # An actor of the user, and one of the runtime.
+    calls = [office.caller.handle(ELSEWHERE, actor, "Desk-2", Desk).note(stored) for actor in (ACTOR, COLLECTIVES)]
+    assert office.kinds_to(ELSEWHERE) == [m.APPLY, m.APPLY]
+    assert office.kinds_to(THERE) == [m.FORWARD, m.FORWARD]
+    office.lose(THERE)
+    await turns()
+    assert office.kinds_to(ELSEWHERE) == [m.ASK]
+    # It is lost: what is to be known of it, the calls hear from this process.
+    calls.append(office.caller.handle(ELSEWHERE, ACTOR, "Desk-2", Desk).note(stored))
+    assert office.kinds_to(ELSEWHERE) == [m.SEND]
 
 
 async def test_a_call_is_made_again_as_often_as_its_method_allows(office: Office) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import os
 import socket
 import tracemalloc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from leaks import open_files
@@ -15,6 +17,7 @@ from aiodaft._protocol.connections.codec import FrameDecoder, FrameEncoder
 from aiodaft._protocol.connections.messages import CALL, HELLO, KINDS, NOTE, WIRE_VERSION, Message
 from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import ActorId, CallId, PeerId
+from aiodaft._protocol.objects.borrowing import Borrowing
 from aiodaft._runtime.calls.call import PendingCall, TellState
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import BURSTS, Connection
@@ -237,7 +240,8 @@ async def test_of_the_calls_of_a_lost_connection_only_those_that_were_sent_may_h
         for number, state in calls.items():
             connection.submit(number, state, None if number == 2 else (CALL, number, ActorId(9), "f", ()))
         connection.close(PeerLost("it broke"))
-    Replies.connection_lost(connection, PeerLost("it broke"))
+    objects: Any = SimpleNamespace(process=SimpleNamespace(tasks=None), borrowing=Borrowing(HERE))
+    Replies(objects).connection_lost(connection, PeerLost("it broke"))
     assert [state.executed for state in calls.values()] == [None, False, False, False]
     assert not connection.session.calls
 

@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 import torch
+from inside import questions_from_now
 from torch import Tensor
 
 import aiodaft
@@ -25,6 +26,7 @@ class Member(Actor):
     def __init__(self, fifo: str = "") -> None:
         self.fifo = fifo
         self.gate = asyncio.Event()
+        self.asked: list[Any] | None = None
 
     def on_restart(self, epoch: int) -> None:
         if self.fifo:
@@ -34,6 +36,13 @@ class Member(Actor):
     @method
     async def pid(self) -> int:
         return os.getpid()
+
+    @method
+    async def count_questions(self) -> int:
+        """How many values its process has asked others for since this was called first."""
+        if self.asked is None:
+            self.asked = questions_from_now()
+        return len(self.asked)
 
     @method
     async def give(self, value: Any) -> Any:

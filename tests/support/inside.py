@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Collection, Sized
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiodaft
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.objects.value import Key
 from aiodaft._runtime.controller import Controller
 from aiodaft._runtime.groups import process_group
 from aiodaft._runtime.groups.inboxes import Box, Inboxes
@@ -87,6 +89,19 @@ def inboxes_here() -> list[Box]:
 def traffic_here() -> aiodaft.Traffic:
     """What this process sent and received."""
     return current_process().part(Peer).connections.traffic()
+
+
+def questions_from_now() -> list[Key]:
+    """The values that this process asks others for from now on: the list grows with each question."""
+    questions, asked = current_process().part(Peer).transfer.questions, list[Key]()
+    ask = questions.ask
+
+    def note(remote: PeerId, key: Key, waiter: Any) -> None:
+        asked.append(key)
+        ask(remote, key, waiter)
+
+    questions.ask = note  # type: ignore[method-assign]  # as good as the method
+    return asked
 
 
 def end_blocks_that_stand_still(looks: int) -> None:

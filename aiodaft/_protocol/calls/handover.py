@@ -3,8 +3,9 @@
 The owner of the ref, which makes the call, chooses the way:
 
     IN_MESSAGE  the value is plain and here: it travels in the call
-    IN_PLACE    the process of the call makes the value
-    FORWARDED   the owner tells the producer with FORWARD; the producer answers the consumer as if that had sent PULL
+    IN_PLACE    the process of the call makes the value, or stores it
+    FORWARDED   the owner tells the producer with FORWARD; the producer answers the consumer as if that had sent PULL,
+                or names itself if it wants to be asked: consumers that ask may pass a large value on
     PULLED      the consumer asks; always possible
 
 A FORWARD is answered once, and each call consumes one answer, whichever comes first. An answer does not come if the
@@ -29,7 +30,7 @@ class Way(Enum):
     """How a value gets to a call."""
 
     IN_MESSAGE = "it travels in the call"
-    IN_PLACE = "the process of the call makes it"
+    IN_PLACE = "the process of the call has or makes it"
     FORWARDED = "the producer is told to send it"
     PULLED = "the consumer asks for it"
 
@@ -42,7 +43,7 @@ def choose(plain: bool, producer: PeerId | None, consumer: PeerId) -> Way:
 
     Args:
         plain: Whether the owner has the value, and it is plain.
-        producer: The process to which the owner sent the call for the value, if that call is under way.
+        producer: The process that stores the value, or got the call for it, if a message from the owner gets there.
         consumer: The process of the call that needs the value.
     """
     if plain:

@@ -104,6 +104,11 @@ class Session(Generic[CallT]):
         """Whether the next call is sent at once."""
         return not self._waiting and len(self.calls) < self._window and self._bytes <= self._window_bytes
 
+    @property
+    def has_room_for_own(self) -> bool:
+        """Whether the next call of the runtime itself is sent at once."""
+        return not self._own_waiting and None not in self._waiting.values()
+
     def is_waiting(self, call_id: CallId) -> bool:
         """Whether a call is waiting."""
         return call_id in self._waiting or call_id in self._own_waiting

@@ -79,7 +79,7 @@ class CallState(RefState):
 
     handles = 1
     # The processes to which its producer was told to send the result.
-    forwarded: Sequence[PeerId] = ()
+    forwarded: frozenset[PeerId] = frozenset()
     _cancelling = False
     # Ends the wait for a call that was cancelled.
     _timer: asyncio.TimerHandle | None = None
@@ -104,25 +104,27 @@ class CallState(RefState):
         return self.process.id if self.connection is None else self.connection.remote
 
     @property
-    def at_work(self) -> PeerId | None:
-        """The process that makes the value, if what is sent there from now on comes after the call."""
+    def giver(self) -> PeerId | None:
+        """The process that stores the value, or makes it, if what is sent there from now on comes after the call."""
         connection = self.connection
-        if self.status is not PENDING or connection is None or connection.lost is not None or not connection.connected:
+        if connection is None or not connection.is_up:
             return None
-        if self._cancelling:
-            # Its result will be dropped.
+        if self.status is THERE:
+            return connection.remote
+        # The result of a call that is being cancelled will be dropped.
+        if self.status is not PENDING or self._cancelling or connection.session.is_waiting(self.number):
             return None
-        return None if connection.session.is_waiting(self.number) else connection.remote
+        return connection.remote
 
     def forward_to(self, consumer: PeerId) -> None:
-        """Tell the process at work to send the result to another one."""
+        """Tell the giver to send the value to another process."""
         if self.connection is not None:
             self.connection.follow()
             self.connection.send(m.forward(self.number, consumer))
             if self.forwarded:
                 # The producer sends the value to some consumers while this process makes the calls of the others.
                 self.connection.flush()
-        self.forwarded = (*self.forwarded, consumer)
+        self.forwarded |= {consumer}
 
     def doubt_forwards(self) -> None:
         """The connection to the producer is lost: the other processes that wait for the result have to ask for it."""

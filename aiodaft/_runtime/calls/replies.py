@@ -88,17 +88,17 @@ class Replies:
             if item.refs:
                 connection.send(m.adopted(number))
 
-    @staticmethod
-    def connection_lost(connection: Connection, error: DaftError) -> None:
+    def connection_lost(self, connection: Connection, error: DaftError) -> None:
         """Fail the calls over a connection: none of them will be answered any more."""
+        for used in list(self._objects.borrowing.used.values()):
+            if isinstance(used, CallState) and used.connection is connection:
+                used.doubt_forwards()
         calls = list(connection.session.calls.items())
         # The last first: the room that the first leaves would send the next.
         unsent = {number for number, _ in reversed(calls) if connection.withdraw(number)}
         for number, state in calls:
             if number not in unsent:
                 connection.session.settle(number)
-            if isinstance(state, CallState):
-                state.doubt_forwards()
             executed = False if number in unsent or not connection.connected else None
             state.on_lost(copy_error(error).with_executed(executed))
 

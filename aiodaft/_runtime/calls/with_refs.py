@@ -20,8 +20,10 @@ from aiodaft.ref import Ref
 def submit_with_refs(refs: RefTable, connection: Connection, request: Request) -> bool:
     """Send a call if each argument is plain, or a ref with a value that need not be pulled; else return False."""
     state, number, actor, consumer = request.state, request.number, request.target.actor, connection.remote
-    if actor < FIRST_USER_ACTOR or request.stored is not None or not connection.has_room:
+    own = actor < FIRST_USER_ACTOR
+    if request.stored is not None or not (connection.has_room_for_own if own else connection.has_room):
         return False
+    submit = connection.submit_own if own else connection.submit
     local = refs.process.id
     args: list[Any] = list(request.args)
     awaited: list[Awaited] = []
@@ -35,7 +37,7 @@ def submit_with_refs(refs: RefTable, connection: Connection, request: Request) -
         if known.process is not refs.process:
             return False
         plain = known.status is HERE and is_plain(known.value)
-        producer = known.at_work if isinstance(known, CallState) else None
+        producer = known.giver if isinstance(known, CallState) else None
         way = choose(plain, producer, consumer)
         if way is PULLED:
             return False
@@ -46,7 +48,7 @@ def submit_with_refs(refs: RefTable, connection: Connection, request: Request) -
             awaited.append((index, local, known.number, cast("PeerId", producer), known.origin))
             used.append(cast("CallState", known))
     if not used:
-        connection.submit(number, state, (CALL, number, actor, request.spec.name, tuple(args)), 0, request.had_turn)
+        submit(number, state, (CALL, number, actor, request.spec.name, tuple(args)), 0, request.had_turn)
         return True
     for one in used:
         refs.use(one.number, one)
@@ -55,7 +57,7 @@ def submit_with_refs(refs: RefTable, connection: Connection, request: Request) -
     connection.flush_soon()
     connection.follow()
     message = m.apply(number, actor, request.spec.name, tuple(args), tuple(awaited))
-    connection.submit(number, state, message, 0, request.had_turn)
+    submit(number, state, message, 0, request.had_turn)
     for one in used:
         if one.producer != consumer:
             one.forward_to(consumer)

@@ -143,6 +143,11 @@ class Connection:
         return self.connected and self.session.has_room
 
     @property
+    def has_room_for_own(self) -> bool:
+        """Whether the next call of the runtime itself is sent at once."""
+        return self.connected and self.session.has_room_for_own
+
+    @property
     def is_up(self) -> bool:
         """Whether it has a socket, and is not lost."""
         return self.connected and self.lost is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Final, TypeAlias, cast
 
 from aiodaft._protocol.calls.following import NOWHERE
@@ -26,7 +27,7 @@ from aiodaft.exceptions import ActorDied, OwnerDied, PeerLost
 from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 
-# The work, the cut and the part of a step, and the number of parts: plain numbers are encoded fastest.
+# The work, the cut and the part of a step, and the number of parts.
 Job: TypeAlias = tuple[int, int, int, int]
 
 
@@ -38,10 +39,10 @@ class Collectives(Actor):
 
     # Unordered: a step of one collective does not wait for the inputs of another.
     @method(ordered=False)
-    async def step(self, job: Job, ranks: tuple[int, ...], op: Reducer, title: str, *values: Any) -> Any:
-        """Do a step; `ranks` are the members that the values come from."""
-        work, how, _, _ = job
-        do = partial(self._do, job, ranks, op, title, values)
+    async def step(self, work: int, how: int, part: int, parts: int, op: Reducer, title: str, *inputs: Any) -> Any:
+        """Do a step; `inputs` are ranks, each with its value. Plain arguments and refs need no encoding."""
+        values = inputs[1::2]
+        do = partial(self._do, (work, how, part, parts), inputs[::2], op, title, values)
         if runs_on_loop(Work(work), Cut(how), sum(map(nbytes_of, values)), by_function=callable(op)):
             return do()
         call = current_call.get()
@@ -129,7 +130,8 @@ class Members:
         for step in plan.steps:
             ranks = tuple(plan.rank_of(number) for number in step.inputs)
             inputs = [values[number] for number in step.inputs]
-            values.append(targets[step.rank].call(spec, (_job(step, plan), ranks, op, title, *inputs), {}))
+            paired = chain.from_iterable(zip(ranks, inputs, strict=True))
+            values.append(targets[step.rank].call(spec, (*_job(step, plan), op, title, *paired), {}))
         return [values[number] for number in plan.results]
 
 

@@ -1,8 +1,8 @@
 """Values that many processes pull go from consumer to consumer, by the routes of `_protocol.broadcast`.
 
-Only for values of 1 MiB or more that are sent as bytes; in shared memory, one block serves all processes of a machine.
-A consumer may change its own value, so a process that passes a value on makes a copy when it comes, and frees the copy
-with it.
+Only for values of more than 1 MiB that are sent as bytes; in shared memory, one block serves all processes of a
+machine. A consumer may change its own value, so a process that passes a value on makes a copy when it comes, and frees
+the copy with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from aiodaft_transport import Block, TransportError
 Found: TypeAlias = Callable[[Any], object]
 Fetching: TypeAlias = broadcast.Fetching[Found]
 
-SMALLEST: Final = 1 << 20
+# Up to so many bytes, a value goes to each consumer directly: without a question, and without a copy for others.
+DIRECT: Final = 1 << 20
 # One process keeps at most this part of the machine's memory for others.
 _SHARE: Final = 8
 
@@ -58,7 +59,7 @@ class Relays:
 
     def source_for(self, connection: Connection, key: Key, stored: StoredValue) -> PeerId | None:
         """The process that gives a value to the peer that asks for it; None for this one."""
-        if not stored.can_be_relayed(SMALLEST, connection):
+        if not stored.can_be_relayed(DIRECT, connection):
             return None
         fanout = self.table.fanouts.get(key)
         if fanout is None:
@@ -71,7 +72,7 @@ class Relays:
 
     def root_of(self, connection: Connection, stored: StoredValue) -> PeerId | None:
         """The process to ask for a value that may be passed on: this one; None for a value that is not passed on."""
-        return self._process.id if stored.can_be_relayed(SMALLEST, connection) else None
+        return self._process.id if stored.can_be_relayed(DIRECT, connection) else None
 
     def _free(self, key: Key) -> None:
         for member in self.table.fanouts.pop(key).members:

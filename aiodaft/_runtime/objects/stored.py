@@ -171,8 +171,8 @@ class StoredValue:
         """Whether the processes of one machine read one block of it."""
         return self._transport is not None and self._transport.shared
 
-    def can_be_relayed(self, smallest: int, connection: Route) -> bool:
-        """Whether a consumer may pass it on: it is one blob of at least `smallest` bytes, and bytes are sent there.
+    def can_be_relayed(self, limit: int, connection: Route) -> bool:
+        """Whether a consumer may pass it on: it is one blob of more than `limit` bytes, and bytes are sent there.
 
         Values on accelerators go to each consumer directly: a copy for others would take memory of the accelerator.
         """
@@ -181,7 +181,7 @@ class StoredValue:
         if self.shared and connection.shares_memory:
             return False
         blobs = self.blobs()
-        return len(blobs) == 1 and blobs[0][0].nbytes >= smallest
+        return len(blobs) == 1 and blobs[0][0].nbytes > limit
 
     async def wait_filled(self) -> None:
         """Wait until the accelerators have copied their part, or have failed."""

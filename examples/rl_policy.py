@@ -35,7 +35,10 @@ class HuggingFaceModel(nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        cls = getattr(importlib.import_module("transformers"), name)
+        try:
+            cls = getattr(importlib.import_module("transformers"), name)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"--model {name} needs transformers: pip install '.[transformers]'") from error
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
         tokens = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": END, "pad_token_id": PADDING}
         self.model = cls(cls.config_class(**sizes, **tokens, max_position_embeddings=16, use_cache=False)).eval()

@@ -12,7 +12,7 @@ import torch
 from rl_grpo import Learning, main, options_of, set_up
 from rl_policy import Weights, log_probabilities, make_policy, of_tokens, weights_of
 from rl_trainer import Trainer
-from rl_workers import Generator
+from rl_workers import Generator, Reference
 from run_example import EXAMPLES, run_example
 
 import aiodaft
@@ -110,6 +110,26 @@ async def test_generators_run_ahead_of_the_trainers(capsys: pytest.CaptureFixtur
     assert "ppo, async, split: mean reward" in output
     assert "after 4 steps" in output
     assert "the controller: 0 payload bytes" in output
+
+
+async def test_a_model_of_transformers_answers_and_learns_as_the_other_one_does() -> None:
+    pytest.importorskip("transformers")
+    model = "LlamaForCausalLM"
+    generator, reference = Generator(model, seed=0), Reference(model, seed=0)
+    trainer = Trainer(model, "grpo", seed=0, learning_rate=3e-3, staleness=0)
+    rollouts = await generator.rollout(chunk=0)
+    rewards = [float(first == 3) for _, _, first, _ in rollouts.tokens.tolist()]
+    expected = reference.log_probabilities(rollouts)
+    before = trainer.loss(rollouts, torch.tensor(rewards), expected)
+    gradient = trainer.gradient([(rollouts, rewards, expected)], len(rewards))
+    assert trainer.step(gradient) == await generator.load(trainer.weights(), version=1)
+    assert trainer.loss(rollouts, torch.tensor(rewards), expected) < before
+
+
+def test_without_transformers_the_model_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"--model GPT2LMHeadModel needs transformers: pip install"):
+        make_policy("GPT2LMHeadModel", seed=0)
 
 
 def test_the_picture_of_a_run_is_drawn(tmp_path: Path) -> None:

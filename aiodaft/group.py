@@ -26,6 +26,7 @@ from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.groups.shares import even_shares
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.rosters import RosterCell, Rosters
+from aiodaft._runtime.groups import siblings
 from aiodaft._runtime.serialization.building import builder
 from aiodaft.actor import CallTarget, target_of
 from aiodaft.group_map import UNDER_WAY, GroupMap
@@ -102,7 +103,10 @@ class Group(Generic[ActorT]):
     @overload
     def all(self, m: Sig[Concatenate[A0, P1], R], a0: Ref[A0], /, *args: P1.args, **kwargs: P1.kwargs) -> Refs[R]: ...
     def all(self, m: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of every member with the same arguments; a ref argument goes to every member."""
+        """Call a method of every member with the same arguments; a ref argument goes to every member.
+
+        If one of the calls fails, the others take part in no collective of `current_group` any more.
+        """
         spec = self._spec(m)
         return self._call_all([(unit, args) for unit in self._seats()], spec, kwargs)
 
@@ -367,8 +371,8 @@ class Group(Generic[ActorT]):
     async def renew(self) -> None:
         """Give the group a new epoch with the same members: their open collectives end with `GroupChanged`.
 
-        For members that are not at the same call of a key any more, because one of them failed before it came to it.
-        The restart of a member does this by itself. The members know of it when this returns.
+        For members that run for a long time by themselves, and are not at the same call of a key any more. The restart
+        of a member does this by itself. The members know of it when this returns.
 
         Raises:
             TypeError: As `resize`.
@@ -490,6 +494,7 @@ class Group(Generic[ActorT]):
         self, calls: Sequence[tuple[_Unit, tuple[Any, ...]]], spec: MethodSpec, kwargs: dict[str, Any]
     ) -> Refs[Any]:
         made = [self._make(unit, spec, args, kwargs) for unit, args in calls]
+        siblings.join([ref for refs in made for ref in refs])
         return Refs([refs[0] for refs in made], [other for refs in made for other in refs[1:]])
 
     def _call(self, unit: _Unit, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ref[Any]:

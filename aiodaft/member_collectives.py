@@ -49,11 +49,11 @@ class MemberCollectives:
 
     The restart of a supervised member gives the group a new epoch, in which members begin anew: what is open at the
     death ends with ActorDied or GroupChanged, whichever news comes first, and what begins after that with GroupChanged.
-    If a step fails at some members only, those may be one call of a key behind the others, who would wait until their
-    timeout is over: call `await group.renew()` at the owner of the group before the step is done again.
 
     Cancellation of a result: the member has taken part, and the others get their results. Until they have them, it must
-    not write to its value.
+    not write to its value. If the call of the member that has begun it fails or is cancelled before all have come, the
+    member has not taken part, and the result raises CallCancelled. So it does if, of one call of the group (`all`,
+    `each` or `split`), the call of another member fails.
     """
 
     __slots__ = ()

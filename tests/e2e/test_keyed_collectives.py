@@ -160,7 +160,7 @@ async def test_roots_that_differ_and_values_that_cannot_be_cut_or_sent(rt: aioda
     for error in await errors_of([member.do("reduce", 1, root=rank, key="r") for rank, member in enumerate(group)]):
         assert "rank 0 has root 0" in str(error)
         assert "rank 1 has root 1" in str(error)
-    for error in await errors_of(group.all(Keyer.do, "all_to_all", [1, 2, 3], key="exchange")):
+    for error in await errors_of([member.do("all_to_all", [1, 2, 3], key="exchange") for member in group]):
         assert isinstance(error, ValueError)
         assert f"all_to_all 'exchange' of {group.id}: expected 2 items, one for each member, not 3" in str(error)
     await group[0].begin("all_gather", 1, key="lock")
@@ -185,7 +185,7 @@ async def test_a_member_that_cannot_take_part_is_named_at_the_others(rt: aiodaft
 
 async def test_an_op_that_cannot_travel_fails_at_all(rt: aiodaft.Runtime) -> None:
     group = await rt.group(3, Keyer)
-    for error in await errors_of(group.all(Keyer.reduce_by_lock, "reduce")):
+    for error in await errors_of([member.reduce_by_lock("reduce") for member in group]):
         assert isinstance(error, TypeError | ValueError)
     assert await group.all(Keyer.do, "all_reduce", 2, partial(max), key="reduce") == [2, 2, 2]
 
@@ -312,6 +312,40 @@ async def test_after_a_renewal_the_calls_of_a_key_count_anew(rt: aiodaft.Runtime
             await group[0].finish(key)
     for key in keys:
         assert await group.all(Keyer.do, "all_gather", "after", key=key) == [["after"] * 2] * 2
+
+
+@pytest.mark.parametrize("fails", ["before", "between"])
+async def test_when_a_member_fails_the_others_of_that_call_do_not_wait_for_it(rt: aiodaft.Runtime, fails: str) -> None:
+    group = await rt.group(3, Keyer)
+    for rank in range(3):
+        with pytest.raises(ExceptionGroup) as info:
+            await group.each(Keyer.gather_unless, [fails if rank == other else "" for other in range(3)])
+        assert sorted(type(error).__name__ for error in info.value.exceptions) == ["CallCancelled"] * 2 + ["ValueError"]
+        for error in info.value.exceptions:
+            assert isinstance(error, ValueError) or f"[{rank}] failed: ValueError: a bad batch" in str(error)
+        # Nobody is one call behind the others.
+        assert await group.all(Keyer.gather_unless, "") == [[""] * 6] * 3
+    assert await group.all(Keyer.meetings) == [0, 0, 0]
+
+
+async def test_when_a_member_fails_the_threads_of_the_others_go_on(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    with pytest.raises(ExceptionGroup, match="2 members failed"):
+        await group.each(Keyer.gather_in_thread_unless, ["", "fails"])
+    assert await group.all(Keyer.gather_in_thread_unless, "") == [["", ""]] * 2
+
+
+async def test_a_call_that_is_cancelled_has_not_taken_part(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    for in_thread in (False, True):
+        do = group[0].do_in_thread if in_thread else group[0].do
+        waiting = do("all_gather", "cancelled", key="x")
+        while not sum(await group.all(Keyer.meetings)):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        while sum(await group.all(Keyer.meetings)):
+            await asyncio.sleep(0)
+        assert await group.all(Keyer.do, "all_gather", "again", key="x") == [["again"] * 2] * 2
 
 
 async def test_who_stops_waiting_has_taken_part(rt: aiodaft.Runtime) -> None:

@@ -118,6 +118,29 @@ def test_the_error_of_a_meeting_that_is_late_names_who_is_missing() -> None:
     assert why == "meeting x: rank 3 of 4 did not come in 0.5 s"
 
 
+def test_who_withdraws_has_not_come() -> None:
+    group = Group(2)
+    assert group.come(0, terms={"op": "sum"}) == []
+    group.table.withdraw("x", 0, group.tickets["0.1"])
+    assert len(group.table) == 0
+    assert group.come(1, terms={"op": "max"}) == []
+    assert told(group.come(0, terms={"op": "max"})) == [(["0.2", "1.1"], "")]
+    # It is over.
+    group.table.withdraw("x", 0, group.tickets["0.2"])
+    assert group.come(1) == []
+    assert told(group.come(0)) == [(["0.3", "1.2"], "")]
+
+
+def test_who_withdraws_leaves_the_others_and_their_terms() -> None:
+    group = Group(3)
+    assert group.come(0, terms={"op": "sum"}) == group.come(1, terms={"op": "sum"}) == []
+    group.table.withdraw("x", 0, group.tickets["0.1"])
+    why = "meeting x: the members disagree: rank 1 has op sum, rank 2 has op max"
+    assert told(group.come(2, terms={"op": "max"})) == [(["1.1", "2.1"], why)]
+    assert told(group.come(0, terms={"op": "sum"})) == [(["0.2"], why)]
+    assert len(group.table) == 0
+
+
 @pytest.mark.parametrize("has_come", [False, True])
 def test_the_loss_of_a_member_ends_what_is_open(has_come: bool) -> None:
     group = Group(3)

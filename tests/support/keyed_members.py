@@ -57,6 +57,22 @@ class Keyer(Actor):
         return await getattr(self.group, operation)(made(self.group.rank, *shape), **options)
 
     @method
+    async def gather_unless(self, fails: str) -> list[str]:
+        """Gather what the members are told by two keys; or fail before, or between them."""
+        if fails == "before":
+            raise ValueError("a bad batch")
+        early = self.group.all_gather(fails, key="early")
+        if fails == "between":
+            raise ValueError("a bad batch")
+        return [*await early, *await self.group.all_gather(fails, key="late")]
+
+    @method
+    def gather_in_thread_unless(self, fails: str) -> list[str]:
+        if fails:
+            raise ValueError("a bad batch")
+        return self.group.all_gather(fails, key="thread").result()
+
+    @method
     async def begin(self, operation: str, *args: Any, key: Any = None) -> None:
         """Take part, and do not wait."""
         self.waits[key] = getattr(self.group, operation)(*args, key=key)

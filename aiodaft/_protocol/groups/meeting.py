@@ -50,22 +50,21 @@ class Outcome(Generic[T]):
 class _Meeting(Generic[T]):
     # What errors call it.
     title: str
-    # What all have to agree on, by name, and the rank that came first.
-    terms: Mapping[str, Hashable]
-    first: int
+    # By rank; the terms of the first one are those of all.
     waiting: dict[int, tuple[Coming, T]] = field(default_factory=dict[int, tuple[Coming, T]])
     # The ranks that have come, or do not come any more because they were lost.
     done: set[int] = field(default_factory=set[int])
     error: Exception | None = None
 
-    def disagreement(self, rank: int, terms: Mapping[str, Hashable]) -> ValueError | None:
-        for name in [*self.terms, *terms]:
-            one, other = self.terms.get(name), terms.get(name)
-            if one != other:
-                return ValueError(
-                    f"{self.title}: the members disagree: "
-                    f"rank {self.first} has {name} {one}, rank {rank} has {name} {other}"
-                )
+    def disagreement(self, coming: Coming) -> ValueError | None:
+        for first, _ in list(self.waiting.values())[:1]:
+            for name in [*first.terms, *coming.terms]:
+                one, other = first.terms.get(name), coming.terms.get(name)
+                if one != other:
+                    return ValueError(
+                        f"{self.title}: the members disagree: "
+                        f"rank {first.rank} has {name} {one}, rank {coming.rank} has {name} {other}"
+                    )
         return None
 
     def fail(self, error: Exception) -> Outcome[T]:
@@ -107,21 +106,29 @@ class Meetings(Generic[T]):
             return [Outcome({rank: ticket}, error)]
         meeting = next((one for one in self._meetings.get(name, ()) if rank not in one.done), None)
         if meeting is None:
-            meeting = _Meeting[T](coming.title, coming.terms, rank)
+            meeting = _Meeting[T](coming.title)
             self._meetings.setdefault(name, []).append(meeting)
         meeting.done.add(rank)
         outcomes: list[Outcome[T]] = []
         if meeting.error is not None:
             outcomes.append(Outcome({rank: ticket}, meeting.error))
         else:
+            error = coming.fault or meeting.disagreement(coming)
             meeting.waiting[rank] = coming, ticket
-            error = coming.fault or meeting.disagreement(rank, coming.terms)
             if error is not None:
                 outcomes.append(meeting.fail(error))
             elif len(meeting.waiting) == self._size:
                 outcomes.append(Outcome(meeting.tickets))
         self._tidy(name)
         return outcomes
+
+    def withdraw(self, name: Hashable, rank: int, ticket: T) -> None:
+        """A member that waits has not come; nothing if the meeting is over."""
+        for meeting in self._meetings.get(name, ()):
+            if rank in meeting.waiting and meeting.waiting[rank][1] is ticket:
+                del meeting.waiting[rank]
+                meeting.done.remove(rank)
+        self._tidy(name)
 
     def expire(self, name: Hashable, rank: int, ticket: T, seconds: float) -> list[Outcome[T]]:
         """A member has waited for so many seconds, and waits no longer."""
@@ -158,9 +165,9 @@ class Meetings(Generic[T]):
         return [one.fail(error) for meetings in self._meetings.values() for one in meetings if one.error is None]
 
     def _tidy(self, name: Hashable) -> None:
-        """Forget the meetings that every member has come to."""
-        left = [one for one in self._meetings[name] if len(one.done) < self._size]
+        """Forget the meetings that every member has come to, or none."""
+        left = [one for one in self._meetings.get(name, ()) if 0 < len(one.done) < self._size]
         if left:
             self._meetings[name] = left
         else:
-            del self._meetings[name]
+            self._meetings.pop(name, None)

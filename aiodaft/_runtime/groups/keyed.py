@@ -20,9 +20,9 @@ from zlib import crc32
 from aiodaft._protocol.groups.collective import meets_with_values, plan_of, results_of, star, values_of
 from aiodaft._protocol.groups.meeting import Coming
 from aiodaft._protocol.groups.roster import Roster
-from aiodaft._protocol.ids import KEYED, ActorId, PeerId
+from aiodaft._protocol.ids import KEYED, ActorId, CallId, PeerId
 from aiodaft._runtime.actors.enlisted import Enlisted, Standing
-from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
+from aiodaft._runtime.actors.inbound_call import InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.graphs.captured_call import Opaque
@@ -35,7 +35,7 @@ from aiodaft._runtime.objects.store import Store
 from aiodaft._runtime.serialization.errors import add_note
 from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.actor import Actor, target_of
-from aiodaft.exceptions import ActorDied, DaftError, GroupChanged, SerializationError
+from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, GroupChanged, SerializationError
 from aiodaft.methods import method, specs_of
 from aiodaft.ref import Ref
 
@@ -43,6 +43,9 @@ T = TypeVar("T")
 
 # Seconds after its timeout that a member still waits for the one where they meet, which tells all who is late.
 GRACE: float = 5.0
+
+# Finds a call that another process, or this one, has made here, by its number.
+FindCall: TypeAlias = Callable[[PeerId, CallId], InboundCall | None]
 
 # Names the axes of `along`, one use of it after another.
 Along = tuple[tuple[str, ...], ...]
@@ -111,8 +114,14 @@ class _Taking:
     """A call of `take_part`."""
 
     part: Part
+    # The call of the member that has begun it.
+    call: InboundCall | None
+    # The state of what the member awaits.
+    outcome: Any = None
     # Whether its value exists.
     has_begun: bool = False
+    # Why it was withdrawn.
+    withdrawn: str | None = None
 
 
 @dataclass(frozen=True)
@@ -156,16 +165,21 @@ class Brought(NamedTuple):
 class Keyed(Actor):
     """Takes part for the members in this process; and those that meet at one of them join here."""
 
-    def __init__(self, caller: Caller, store: Store, enlisted: Enlisted, collectives: Collectives) -> None:
+    def __init__(
+        self, caller: Caller, store: Store, enlisted: Enlisted, collectives: Collectives, find_call: FindCall
+    ) -> None:
         self._caller = caller
         self._process = caller.process
         self._store = store
         self._collectives = collectives
+        self._find_call = find_call
         self._enlisted = enlisted
         enlisted.on_told.append(self._told)
         enlisted.on_forgotten.append(self._forgotten)
         # By the actor where they meet, the group and the epoch; with the axes by which it is a part.
         self._places: dict[tuple[ActorId, str, int], tuple[MeetingPlace, Along]] = {}
+        # By the state of the call of `take_part`, until that is over.
+        self._open: dict[Any, _Taking] = {}
         # Set when an actor of this process is gone, for members that have asked.
         self._gone: dict[ActorId, asyncio.Event] = {}
 
@@ -173,11 +187,45 @@ class Keyed(Actor):
 
     def begin(self, part: Part, value: Any) -> Ref[Any]:
         """Take part; returns a ref of what the member gets, at once and in any thread."""
+        call = current_call.get()
+        if call is not None and call.apart is not None:
+            raise CallCancelled(f"{part.title}: {call.apart}", executed=False)
         target = Target(self._caller, self._process.id, KEYED, part.roster.id, None)
-        taking = _Taking(part)
+        taking = _Taking(part, call)
         result: Ref[Any] = target.call(_TAKE_PART.named(part.label), (Opaque(taking), value), {})
-        state_of(result).mark_seen()
-        return target.call(_OUTCOME.named(part.label), (Opaque(taking), Opaque(result)), {})
+        state = state_of(result)
+        state.mark_seen()
+        outcome: Ref[Any] = target.call(_OUTCOME.named(part.label), (Opaque(taking), Opaque(result)), {})
+        taking.outcome = state_of(outcome)
+        self._open[state] = taking
+        # Who drops the result has taken part nevertheless.
+        state.watch(self._open.pop, interested=True)
+        if call is not None and call.apart is not None:
+            # Meanwhile, on the loop; this is a thread.
+            self.withdraw(call, call.apart)
+        return outcome
+
+    def withdraw(self, call: InboundCall, why: str | None) -> None:
+        """A call of a member fails: it has not taken part in what not all have come to.
+
+        Args:
+            call: The call.
+            why: Why it takes part in nothing any more. None: because it has ended.
+        """
+        call.apart = why
+        for state, taking in list(self._open.items()):
+            if taking.call is call:
+                taking.withdrawn = why or f"{call.label} of {call.hosted.name} ended before all had come"
+                # The call itself fails.
+                taking.outcome.mark_seen()
+                state.cancel(taking.withdrawn)
+
+    @method(ordered=False)
+    async def beside_failed(self, number: int, why: str) -> None:
+        """Another call of the same call of a group has failed: this one takes part in no collective any more."""
+        call = self._find_call(_own_call().caller, CallId(number))
+        if call is not None:
+            self.withdraw(call, why)
 
     # What the member awaits is not the call that takes part: to cancel that one would leave the others waiting.
     @method(ordered=False)
@@ -194,6 +242,8 @@ class Keyed(Actor):
             await result.content.ready()
             return await result.content
         except Exception as error:
+            if taking.withdrawn is not None:
+                raise CallCancelled(f"{taking.part.title}: {taking.withdrawn}") from None
             if not taking.has_begun:
                 # The value was the result of a call that failed.
                 await self._excuse(taking.part, "value", error)

@@ -62,7 +62,7 @@ class MeetingPlace:
 
         Args:
             coming: Who comes to which meeting.
-            brought: What the member brings. It stays if the wait is cancelled: the others do not notice.
+            brought: What the member brings.
             conclude: Called with what all have brought. It must not block; what it raises is raised at all.
             timeout: Seconds that the member waits; None: for ever.
 
@@ -71,6 +71,8 @@ class MeetingPlace:
             TimeoutError: Not all came in the time of one of them.
             ActorDied: A member is gone.
             Exception: The fault of a member, or what `close` was given.
+
+        Cancellation: the member has not come.
         """
         ticket = _Ticket(brought, self._process.loop.create_future())
         self._tell(self._table.come(coming, ticket), conclude)
@@ -79,6 +81,9 @@ class MeetingPlace:
             timer = self._process.loop.call_later(timeout, self._expire, coming, ticket, timeout)
         try:
             return await ticket.told
+        except asyncio.CancelledError:
+            self._table.withdraw(coming.name, coming.rank, ticket)
+            raise
         finally:
             if timer is not None:
                 timer.cancel()

@@ -32,6 +32,7 @@ from aiodaft._runtime.serialization.origin import Origin, check_origin
 from aiodaft.actor import Actor
 from aiodaft.exceptions import ActorDied, WaitingCall
 from aiodaft.methods import PlainMethods, method, specs_of
+from aiodaft.ref import Ref
 from aiodaft.stack import ProcessStack
 
 # The actor that is made or left here.
@@ -152,16 +153,17 @@ class Agent(Actor):
                     self._ways.vacate(hosted.id, reason)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._host.process.grace):
-                    await asyncio.gather(*told, self._hand_over_trace(), return_exceptions=True)
+                    await asyncio.gather(*told, *self._hand_over_trace(), return_exceptions=True)
 
-    async def _hand_over_trace(self) -> None:
+    def _hand_over_trace(self) -> list[Ref[None]]:
         """Give away what was recorded here: the process ends when its last actor has left."""
         session = self._tracing.session
         if session is None or any(actor >= FIRST_USER_ACTOR for actor in self._host.actors):
-            return
+            return []
         recorded = self._tracing.end()
-        if recorded is not None:
-            await agent_of(self._followers.caller, session[0]).take_trace(session[1], recorded)
+        return (
+            [] if recorded is None else [agent_of(self._followers.caller, session[0]).take_trace(session[1], recorded)]
+        )
 
     def _others(self) -> list[Agent]:
         caller = self._followers.caller

@@ -1,12 +1,13 @@
 """Data-parallel training of a GPT: DDP, ZeRO-1 or ZeRO-3, next to the same training in one process.
 
-    python examples/data_parallel.py --variant zero3 --ranks 4
+    python examples/data_parallel.py --variant zero3 --ranks 4 --trace run.json
 
 All calls of a step are made at once, and wait for their arguments only: the gradient of a layer goes from rank to rank
 while the layers before it are still in `backward`.
 """
 
 import argparse
+from contextlib import nullcontext
 
 import torch
 from byte_gpt import Stage, batches
@@ -77,10 +78,11 @@ def difference(losses: list[float], expected: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
-async def main(variant: str, count: int, size: int, steps: int) -> None:
+async def main(variant: str, count: int, size: int, steps: int, trace: str | None) -> None:
     async with aiodaft.Runtime() as rt:
         ranks = await make(rt, variant, count)
-        losses = await train(ranks, variant, size, steps)
+        async with rt.trace(trace) if trace else nullcontext():
+            losses = await train(ranks, variant, size, steps)
         payload = rt.traffic().payload
         if variant == "zero3":
             note = f"a rank has at most {max(await ranks.all(Shard.peak_bytes))} bytes of parameters at a time"
@@ -101,5 +103,6 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16, help="sequences; ranks may have one more than others")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--trace", metavar="FILE", help="record the training for ui.perfetto.dev")
     options = parser.parse_args()
-    aiodaft.run(main(options.variant, options.ranks, options.batch, options.steps))
+    aiodaft.run(main(options.variant, options.ranks, options.batch, options.steps, options.trace))

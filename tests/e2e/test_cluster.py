@@ -17,6 +17,7 @@ import pytest
 from clusters import Cluster, RunningNode, attached, cluster_of, two_nodes
 from etcd_cluster import BINARY, EtcdCluster
 from leaks import ended
+from traced import TraceFile
 from travellers import Traveller
 
 import aiodaft
@@ -55,6 +56,21 @@ async def test_a_program_uses_actors_on_all_nodes_and_they_each_other(rt: aiodaf
     assert sorted([(await rt.info(first)).pid, (await rt.info(second)).pid]) == sorted([
         await first.pid(), await second.pid(),
     ])  # fmt: skip
+
+
+async def test_a_trace_has_the_programs_actors_on_all_nodes_and_no_others(
+    rt: aiodaft.Runtime, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiodaft.tracing.clock_id", lambda: "the clock of another machine")
+    first, second = await rt.on(node="n1").spawn(Traveller), await rt.on(node="n2").spawn(Traveller)
+    names = [(await rt.info(actor)).name for actor in (first, second)]
+    path, other = tmp_path / "run.json", aiodaft.Runtime(cluster.address, key_file=cluster.key_file)
+    async with other, other.spawn(Traveller), rt.trace(path) as trace:
+        assert await second.ask(first, 4) == 5
+    file = TraceFile(path)
+    assert sorted(file.processes.values()) == sorted(["controller", *names])
+    assert sorted(file.of("call")) == sorted([f"{names[1]}: Traveller.ask", f"{names[0]}: Traveller.increment"])
+    assert trace.left_out == {}
 
 
 async def test_graphs_streams_channels_and_groups_reach_over_nodes(rt: aiodaft.Runtime) -> None:

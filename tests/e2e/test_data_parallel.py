@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from data_parallel import TOLERANCE, difference, make, replicas_step, train, train_in_one
 from dp_ranks import LAYERS, Batch, Rank, Replica, Shard
 from run_example import run_example
+from traced import TraceFile
 
 import aiodaft
 
@@ -57,12 +59,21 @@ class PatientReplica(Replica):
 
 
 @pytest.mark.timeout(60)
-async def test_gradients_are_combined_while_backward_runs() -> None:
+async def test_gradients_are_combined_while_backward_runs(tmp_path: Path) -> None:
     tokens = torch.arange(32).view(2, 16)
     parts: list[Batch] = [(row[None], row[None]) for row in tokens]
     async with aiodaft.Runtime() as rt, rt.group(2, PatientReplica) as ranks:
-        assert await replicas_step(ranks, parts, tokens.numel(), "ddp") > 0
+        async with rt.trace(tmp_path / "run.json"):
+            assert await replicas_step(ranks, parts, tokens.numel(), "ddp") > 0
         assert all(early > 0 for early in await ranks.all(PatientReplica.early_gradients))
+    file = TraceFile(tmp_path / "run.json")
+    learning = [one for one in file.slices if one["name"] == "PatientReplica.learn"]
+    assert len(learning) == 2
+    for learn in learning:
+        steps = [one for one in file.slices if one["cat"] == "collective" and one["pid"] == learn["pid"]]
+        # Of the last layer, whose gradient is there first: combined in the time of `learn`.
+        begun = [one for one in steps if one["name"] == "all_reduce" and learn["ts"] < one["ts"]]
+        assert any(one["ts"] + one["dur"] < learn["ts"] + learn["dur"] for one in begun)
 
 
 @pytest.mark.soak

@@ -138,6 +138,23 @@ async def test_actors_that_come_and_go_in_the_block_are_in_it(module_rt: aiodaft
     assert trace.left_out == {}
 
 
+async def test_an_actor_that_was_restarted_in_the_block_is_in_it(module_rt: aiodaft.Runtime, path: Path) -> None:
+    stage = await module_rt.on(restart=aiodaft.Restart()).spawn(Stage)
+    (name,) = await names_of(module_rt, stage)
+    async with module_rt.trace(path) as trace:
+        assert await stage.longer(b"lost") == b"lost!"
+        os.kill((await module_rt.info(stage)).pid, signal.SIGKILL)
+        while (await module_rt.info(stage)).epoch == 0:
+            pass
+        other = await module_rt.on(with_=stage).spawn(Stage)
+        assert await other.ask(stage, b"x") == b"x!"
+    file = TraceFile(path)
+    file.check_tracks()
+    process = " and ".join([name, *await names_of(module_rt, other)])
+    assert sorted(file.of("call")) == [f"{process}: Stage.ask", f"{process}: Stage.longer"]
+    assert set(trace.left_out.values()) == {"it ended before it could give its events"}
+
+
 async def test_a_process_that_does_not_answer_is_left_out_after_the_patience(
     module_rt: aiodaft.Runtime, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

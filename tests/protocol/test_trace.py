@@ -58,7 +58,7 @@ def spans(file: Any) -> list[tuple[str, float, float]]:
 def test_a_call_has_an_arrow_from_where_it_was_submitted() -> None:
     key = (PROGRAM, 1)
     file = file_of(
-        program(submitted(101, 101.5, key, "A.run of A-1", None, ())),
+        program(submitted((101, 101.5), key, "A.run", "A-1", None, ())),
         worker(ran((102, 103, 104, 105), key, FIRST, "A.run", "")),
     )
     assert spans(file) == [("A.run of A-1", 1, 1.5), ("A.run", 4, 5)]
@@ -74,7 +74,7 @@ def test_a_call_has_an_arrow_from_where_it_was_submitted() -> None:
 
 def test_a_value_has_an_arrow_from_the_call_that_made_it() -> None:
     file = file_of(
-        program(submitted(101, 101, (PROGRAM, 2), "B.run of B-1", None, [(PROGRAM, 1)])),
+        program(submitted((101, 101), (PROGRAM, 2), "B.run", "B-1", None, [(PROGRAM, 1)])),
         worker(call(1, 102, 103), call(2, 104, 105, actor=SECOND)),
     )
     (start,) = [event for event in events(file, "s") if event["name"] == "value"]
@@ -87,7 +87,7 @@ def test_steps_lie_in_their_strand_and_have_arrows_from_the_run_and_from_each_ot
     run: Key = (PROGRAM, 7, 0)
     strand, other = (*run, "strand", 0), (*run, "strand", 1)
     file = file_of(
-        program(submitted(101, 101, run, "run 0 of a graph", None, ())),
+        program(submitted((101, 101), run, "run 0 of a graph", "", None, ())),
         worker(
             ran((101, 101, 102, 102.5), (*run, 1), FIRST, "A.run", "", strand, [(*run, 0)]),
             ran((102.6, 103, 103, 104), (*run, 3), FIRST, "A.last", "", strand, ()),
@@ -102,15 +102,23 @@ def test_steps_lie_in_their_strand_and_have_arrows_from_the_run_and_from_each_ot
 
 
 def test_calls_that_overlap_get_tracks_of_their_own_and_later_ones_use_them_again() -> None:
-    inner = submitted(101.5, 101.6, (WORKER, 5), "B.run of B-1", ((PROGRAM, 1), FIRST), ())
-    late = submitted(103.5, 103.6, (WORKER, 6), "B.run of B-1", ((PROGRAM, 1), FIRST), ())
+    inner = submitted((101.5, 101.6), (WORKER, 5), "B.run", "B-1", ((PROGRAM, 1), FIRST), ())
+    late = submitted((103.5, 103.6), (WORKER, 6), "B.run", "B-1", ((PROGRAM, 1), FIRST), ())
     file = file_of(program(), worker(call(1, 101, 103), call(2, 102, 104), call(3, 103, 105), inner, late))
     names = {event["tid"]: event["args"]["name"] for event in events(file, "M") if event["name"] == "thread_name"}
     assert [names[one["tid"]] for one in events(file, "X")] == ["A-1", "A-1 (2)", "A-1", "A-1", "A-1 (3)"]
 
 
+def test_steps_of_collectives_are_named_as_by_the_program() -> None:
+    key = (PROGRAM, 1)
+    part = ProcessTrace(WORKER, 11, "there", {COLLECTIVES: "collectives", FIRST: "A-1"}, [], 0)
+    part.events.append(ran((102, 102, 102, 103), key, COLLECTIVES, "Collectives.step", "ValueError"))
+    file = file_of(program(submitted((101, 101), key, "all_reduce", WORKER, None, ())), part)
+    assert [name for name, _, _ in spans(file)] == ["all_reduce of A-1", "all_reduce: ValueError"]
+
+
 def test_how_a_call_ended_is_in_its_name_and_in_that_of_its_submission() -> None:
-    lost = submitted(101, 101, (PROGRAM, 9), "A.run of A-1", None, ())
+    lost = submitted((101, 101), (PROGRAM, 9), "A.run", "A-1", None, ())
     file = file_of(
         program(lost, failed((PROGRAM, 9), "ActorDied")),
         worker(call(1, 102, 103, "ValueError"), call(2, 103, 104, CANCELLED), call(3, 104, 105, UNFINISHED)),

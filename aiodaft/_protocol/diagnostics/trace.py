@@ -37,19 +37,19 @@ def is_shown(actor: ActorId, method: str) -> bool:
 
 
 def submitted(
-    began: float, ended: float, key: Key, what: str, maker: tuple[Key, int] | None, needs: Sequence[Key]
+    times: tuple[float, float], key: Key, what: str, actor: str, maker: tuple[Key, int] | None, needs: Sequence[Key]
 ) -> Event:
     """A call, or a run of a graph, was submitted.
 
     Args:
-        began: When.
-        ended: When the program went on.
+        times: When, and when the program went on.
         key: Names it.
-        what: The method and the actor.
+        what: The method.
+        actor: The name of the actor, or the id of a process whose own actor it is; empty for a graph.
         maker: The call that made it, and the actor of that; None in a program.
         needs: The calls whose results are its arguments.
     """
-    return (SUBMITTED, began, ended, key, what, maker, tuple(needs))
+    return (SUBMITTED, *times, key, what, actor, maker, tuple(needs))
 
 
 def ran(

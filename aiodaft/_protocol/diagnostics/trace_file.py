@@ -19,6 +19,7 @@ Json: TypeAlias = dict[str, Any]
 
 _PROGRAM: Final = "program"
 _TRANSFERS: Final = "transfers"
+_RETURNED: Final = "returned"
 # The length of the key of a run.
 _RUN: Final = 3
 _UNITS: Final = ("B", "KiB", "MiB", "GiB")
@@ -80,6 +81,8 @@ class _Merge:
         # A call that was made again has run more than once.
         self.runs: dict[Key, list[Slice]] = {}
         self.submissions: dict[Key, Slice] = {}
+        # What was called.
+        self._calls: dict[Key, str] = {}
         # What ran, and the results that it needed.
         self.needs: list[tuple[Key, Sequence[Key]]] = []
 
@@ -102,17 +105,26 @@ class _Merge:
         return ended - self._offset < self._began or began - self._offset > self._ended
 
     def _submitted(self, event: Event) -> None:
-        _, began, ended, key, what, maker, needs = event
+        _, began, ended, key, what, target, maker, needs = event
         if self._is_outside(began, ended):
             return
         outcome = self._failures.get(key, "")
         inside, actor = maker or (None, None)
         track = _PROGRAM if actor is None else self._actors[actor]
         args = {"outcome": outcome} if outcome else {}
-        times, name = (self._clip(began), self._clip(ended)), _named(what, outcome)
+        name = _named(f"{what} of {self._titles.get(target, target)}" if target else what, outcome)
+        times = self._clip(began), self._clip(ended)
         one = self.submissions[key] = Slice(self._number, track, *times, name, "submit", args, inside)
         self.slices.append(one)
         self.needs.append((key, needs))
+        self._calls[key] = what
+
+    def name_collectives(self) -> None:
+        """Name the steps of collectives as the process that submitted them does."""
+        for key, slices in self.runs.items():
+            for one in slices:
+                if one.category == "collective" and key in self._calls:
+                    one.name = _named(self._calls[key], one.args["outcome"].removeprefix(_RETURNED))
 
     def _ran(self, event: Event) -> None:
         _, came, complete, began, ended, key, actor, what, outcome, inside, needs = event
@@ -126,7 +138,7 @@ class _Merge:
             self.waits.append(_Wait(f"{what} is queued", "queued", self._number, track, ready, begun))
         if began is None:
             return
-        args = {"outcome": outcome or "returned", "caller": self._titles.get(key[0], key[0])}
+        args = {"outcome": outcome or _RETURNED, "caller": self._titles.get(key[0], key[0])}
         name, category = _named(what, outcome), _category(actor, key)
         one = Slice(self._number, track, begun, until, name, category, args, inside)
         self.slices.append(one)
@@ -159,6 +171,7 @@ def trace_file(
     merged = _Merge(began, ended, titles)
     for part, offset in parts:
         merged.read(part, offset, numbers[part.id])
+    merged.name_collectives()
     dropped: dict[str, int] = {}
     for part, _ in parts:
         if part.dropped:

@@ -239,8 +239,8 @@ class TracedOutgoing(Outgoing):
         began, maker = tracing.now(), _maker()
         needs = [(ref.owner, ref.number) for ref in map(state_of, _refs_in(request))]
         super().submit(request)
-        key, what = (self._process.id, request.number), f"{request.spec.label} of {target.label}"
-        tracing.add(trace.submitted(began, tracing.now(), key, what, maker, needs))
+        times, key = (began, tracing.now()), (self._process.id, request.number)
+        tracing.add(trace.submitted(times, key, request.spec.label, target.label, maker, needs))
 
 
 def _refs_in(request: Request) -> list[Ref[Any]]:
@@ -270,4 +270,5 @@ class TracedGraphOwner(GraphOwner):
         super()._send(run)
         assert run.deployment is not None
         key = process.id, run.deployment.number, run.number
-        tracing.add(trace.submitted(began, tracing.now(), key, f"run {run.number} of a graph", maker, ()))
+        times, what = (began, tracing.now()), f"run {run.number} of a graph"
+        tracing.add(trace.submitted(times, key, what, "", maker, ()))

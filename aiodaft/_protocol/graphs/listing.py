@@ -1,0 +1,71 @@
+"""A dataflow as text, line by line, and the words that texts and pictures of graphs share. Pure, in linear time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TypeVar
+
+from aiodaft._protocol.graphs.layout import NO_NOTE, Notes, ValueNote
+from aiodaft._protocol.graphs.plan import Dataflow
+
+DataT = TypeVar("DataT")
+
+
+def listing_of(flow: Dataflow[DataT], notes: Notes) -> str:
+    """List a dataflow: its actors, its inputs, a line for each step with the values that it takes, and the outputs."""
+    return "\n".join(_lines(flow, notes))
+
+
+def _lines(flow: Dataflow[DataT], notes: Notes) -> Iterator[str]:
+    calls = Counter(step.actor for step in flow.steps)
+    names = {step.actor: step.name for step in flow.steps}
+    yield summary(len(flow.steps), len(calls))
+    for actor, number in calls.items():
+        yield f"  {names[actor]} in {actor[0]}: {count(number, 'call')}"
+    for value in range(flow.inputs):
+        yield _line(f"  %{value} = input", "", notes.get(value, NO_NOTE))
+    for value, step in enumerate(flow.steps, flow.inputs):
+        method = step.label.rpartition(".")[2]
+        needs = ", ".join(f"%{need}" for need in step.needs)
+        yield _line(f"  %{value} = {step.name}.{method}({needs})", step.line, notes.get(value, NO_NOTE))
+    yield f"  return {', '.join(f'%{value}' for value in flow.outputs)}"
+
+
+def _line(text: str, line: str, note: ValueNote) -> str:
+    facts = [value_text(note), "" if note.seconds is None else duration(note.seconds), line.rpartition("/")[2]]
+    known = ", ".join(filter(None, facts))
+    return f"{text:40}  # {known}" if known else text
+
+
+def amount(size: int) -> str:
+    """Bytes for people."""
+    number, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if number < 1024:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def value_text(note: ValueNote) -> str:
+    """What is known of a value, such as "float32[8, 64] 2 KiB"."""
+    return " ".join(filter(None, [note.kind, "" if note.size is None else amount(note.size)]))
+
+
+def summary(steps: int, actors: int) -> str:
+    """One line on a dataflow."""
+    return f"{count(steps, 'call')} to {count(actors, 'actor')}"
+
+
+def count(number: int, noun: str) -> str:
+    """So many of something."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -140,6 +140,14 @@ def test_what_lies_outside_of_the_trace_is_left_out_or_cut() -> None:
     assert spans(file) == [("A.run", 0, 1), ("A.run", 9, 10)]
 
 
+def test_what_still_runs_of_an_actor_that_was_stopped_before_has_a_track() -> None:
+    gone = SECOND + 1
+    late = submitted((102, 102), (WORKER, 1), "A.run", "A-1", ((PROGRAM, 1), gone), ())
+    file = file_of(program(), worker(call(1, 101, 103, actor=gone), late))
+    tracks = [event["args"]["name"] for event in events(file, "M") if event["name"] == "thread_name"]
+    assert tracks == ["stopped actors"]
+
+
 def test_the_clocks_of_all_processes_become_one() -> None:
     file = file_of(program(), (worker(call(1, 1102, 1103)), 1000.0))
     assert spans(file) == [("A.run", 2, 3)]

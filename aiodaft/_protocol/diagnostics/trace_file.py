@@ -19,6 +19,8 @@ Json: TypeAlias = dict[str, Any]
 
 _PROGRAM: Final = "program"
 _TRANSFERS: Final = "transfers"
+# Of calls that outlive their actor, which was stopped before the trace.
+_GONE: Final = "stopped actors"
 _RETURNED: Final = "returned"
 # The length of the key of a run.
 _RUN: Final = 3
@@ -110,7 +112,7 @@ class _Merge:
             return
         outcome = self._failures.get(key, "")
         inside, actor = maker or (None, None)
-        track = _PROGRAM if actor is None else self._actors[actor]
+        track = _PROGRAM if actor is None else self._actors.get(actor, _GONE)
         args = {"outcome": outcome} if outcome else {}
         name = _named(f"{what} of {self._titles.get(target, target)}" if target else what, outcome)
         times = self._clip(began), self._clip(ended)
@@ -130,7 +132,7 @@ class _Merge:
         _, came, complete, began, ended, key, actor, what, outcome, inside, needs = event
         if self._is_outside(came, ended):
             return
-        track = self._actors[actor]
+        track = self._actors.get(actor, _GONE)
         since, ready, begun, until = map(self._clip, (came, complete, ended if began is None else began, ended))
         if since < ready:
             self.waits.append(_Wait(f"{what} needs arguments", "arguments", self._number, track, since, ready))

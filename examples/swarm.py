@@ -21,6 +21,7 @@ from swarm_replica import MICROBATCHES, STAGES, Gradients, Replica
 from unkillable import PRELOAD, deaths
 
 import aiodaft
+from aiodaft.exceptions import OutcomeUnknown
 
 
 class Swarm:
@@ -73,23 +74,29 @@ class Swarm:
 
         async def refill(group: aiodaft.Group[Replica]) -> None:
             async def load(new: list[Replica]) -> None:
+                if len(new) == self.replicas:
+                    raise RuntimeError("all replicas of a stage have died, and its parameters with them")
                 state = group.any(Replica.state)
                 await asyncio.gather(*(replica.load(state) for replica in new))
 
-            await group.heal(self.replicas, prepare=load)
+            try:
+                await group.heal(self.replicas, prepare=load)
+            except OutcomeUnknown:  # one more has died meanwhile
+                await refill(group)
 
         await asyncio.gather(*map(refill, self.stages))
 
 
 async def train(rt: aiodaft.Runtime, replicas: int, steps: int, killer: Killer) -> tuple[list[float], list[Any]]:
-    async with rt.scope() as scope, killer:
+    async with rt.scope() as scope:
         place = scope.on(restart="temporary")  # the death of a replica is no error of the program
         swarm = Swarm([await place.group(replicas, Replica, stage) for stage in range(STAGES)])
         losses = []
-        for step, batch in enumerate(batches(2 * MICROBATCHES, steps)):
-            await swarm.refill()
-            await killer.before_step(step, swarm.members())
-            losses.append(await swarm.step(batch))
+        async with killer:
+            for step, batch in enumerate(batches(2 * MICROBATCHES, steps)):
+                await swarm.refill()
+                await killer.before_step(step, swarm.members())
+                losses.append(await swarm.step(batch))
         return losses, [await group.any(Replica.state) for group in swarm.stages]
 
 

@@ -103,11 +103,10 @@ class Training:
     async def keep_spare(self) -> None:
         """Have a spare in advance; make the next one when it has taken over, or has died."""
         while True:
-            spare = await self.spawn()
-            self.spare = [spare]
-            self.spares.put_nowait(spare)
             with suppress(OutcomeUnknown):
-                await spare.stand_by()
+                self.spare = [await self.spawn()]
+                self.spares.put_nowait(*self.spare)
+                await self.spare[0].stand_by()
             self.spare = []
 
 

@@ -6,19 +6,20 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from functools import reduce
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
 from byte_gpt import Stage, batches
-from mortal import MortalRank, MortalReplica, add, xor
+from mortal import LateRank, MortalRank, MortalReplica, StillbornRank, add, xor
 from pipeline_gpt import train_in_one
 from run_example import run_example
 from swarm import MICROBATCHES, STAGES, Swarm
 from swarm_replica import Replica
 from unkillable import PRELOAD, Training
-from unkillable_ranks import rows_of, state_of
+from unkillable_ranks import Rank, rows_of, state_of
 
 import aiodaft
 
@@ -55,10 +56,11 @@ def test_what_any_rank_had_follows_from_the_others_bit_for_bit(sizes: Sequence[i
         assert torch.equal(lost[dead], parity[dead])
 
 
-async def start(scope: aiodaft.Scope, steps: int) -> Training:
+async def start(scope: aiodaft.Scope, steps: int, kind: type[Rank] = MortalRank) -> Training:
     place = scope.on(restart="temporary")
-    ranks = await place.group(RANKS, MortalRank)
-    return Training(list(ranks), lambda: place.spawn(MortalRank), list(batches(RANKS, steps)))
+    ranks = await place.group(RANKS, kind)
+    spares = chain([StillbornRank], repeat(MortalRank))
+    return Training(list(ranks), lambda: place.spawn(next(spares)), list(batches(RANKS, steps)))
 
 
 async def calm(step: int, alive: Sequence[Any]) -> None:
@@ -114,6 +116,22 @@ async def test_a_process_may_end_at_any_point_and_nothing_changes(
 
 
 @in_module_loop
+async def test_the_next_step_does_not_wait_for_a_checkpoint(
+    rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scatter = aiodaft.reduce_scatter
+    async with rt.scope() as scope:
+        training = await start(scope, 3, LateRank)
+
+        def late(refs: Any, op: Any = None) -> Any:
+            return [rank.parity(rows) for rank, rows in zip(training.ranks, refs, strict=True)] if op else scatter(refs)
+
+        monkeypatch.setattr(aiodaft, "reduce_scatter", late)
+        await training.run(calm)
+        assert training.saved == 2
+
+
+@in_module_loop
 async def test_two_deaths_at_a_time_are_an_error_and_no_wrong_number(rt: aiodaft.Runtime) -> None:
     async with rt.scope() as scope:
         training = await start(scope, 3)
@@ -142,6 +160,11 @@ async def test_another_replica_of_its_stage_does_what_the_dead_one_had(rt: aioda
             losses.append(await swarm.step(batch))
         await swarm.refill()
         states = [await group.all(Replica.state) for group in swarm.stages]
+        for replica in swarm.stages[0]:
+            with suppress(aiodaft.ActorDied):
+                await replica.doom("at once")
+        with pytest.raises(RuntimeError, match="all replicas of a stage have died"):
+            await swarm.refill()
     whole = [Stage(stage, STAGES) for stage in range(STAGES)]
     assert losses == train_in_one(whole, MICROBATCHES, steps=len(plan))
     for stage, copies in zip(whole, states, strict=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -74,10 +76,36 @@ class MortalRank(Rank):
         super().take_over(*args)
 
 
+class StillbornRank(MortalRank):
+    def __init__(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class LateRank(MortalRank):
+    """Has the parity of a checkpoint when it has gone on."""
+
+    @method
+    def copy(self, step: int) -> Tensor:
+        self.went_on: Future[None] = Future()
+        return super().copy(step)
+
+    @method(ordered=False)
+    async def parity(self, rows: Tensor) -> Tensor:
+        await asyncio.wrap_future(self.went_on)
+        return rows
+
+    @method
+    def part(self) -> Tensor:
+        if self.copies:
+            self.went_on.set_result(None)
+        return super().part()
+
+
 class MortalReplica(Replica):
     @method
     async def doom(self, point: str) -> None:
         os.environ["DOOMED"] = point
+        reach("at once")
 
     @method(ordered=False)
     def forward(self, x: Tensor) -> Tensor:

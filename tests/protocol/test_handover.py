@@ -13,17 +13,19 @@ KEY: Key = (OWNER, CallId(7))
 
 
 @pytest.mark.parametrize(
-    ("plain", "producer", "way"),
+    ("plain", "producer", "relayed", "way"),
     [
-        (True, None, IN_MESSAGE),
-        (True, PRODUCER, IN_MESSAGE),
-        (False, CONSUMER, IN_PLACE),
-        (False, PRODUCER, FORWARDED),
-        (False, None, PULLED),
+        (True, None, False, IN_MESSAGE),
+        (True, PRODUCER, False, IN_MESSAGE),
+        (False, CONSUMER, False, IN_PLACE),
+        (False, CONSUMER, True, IN_PLACE),
+        (False, PRODUCER, False, FORWARDED),
+        (False, PRODUCER, True, PULLED),
+        (False, None, False, PULLED),
     ],
 )
-def test_the_owner_chooses_the_way(plain: bool, producer: PeerId | None, way: Way) -> None:
-    assert choose(plain, producer, CONSUMER) is way
+def test_the_owner_chooses_the_way(plain: bool, producer: PeerId | None, relayed: bool, way: Way) -> None:
+    assert choose(plain, producer, CONSUMER, relayed=relayed) is way
 
 
 def test_an_answer_goes_to_the_call_that_expects_it_also_if_it_comes_first() -> None:

@@ -23,6 +23,7 @@ from aiodaft._runtime.calls.outgoing import Outgoing
 from aiodaft._runtime.calls.replies import Replies
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
+from aiodaft._runtime.objects.broadcast import DIRECT
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.serialization.errors import encode_error
 from aiodaft.actor import Handle, target_of
@@ -378,7 +379,7 @@ async def test_a_stored_value_is_sent_for_and_asked_for_if_the_connection_to_its
         assert office.kinds_to(remote) == [m.HELLO]
     stored = office.handle().note("a large value")
     ((number, *_),) = office.sent_to(THERE)
-    office.replies.stored_came(office.connections.to(THERE), m.stored(number, 1 << 20))
+    office.replies.stored_came(office.connections.to(THERE), m.stored(number, DIRECT))
     # An actor of the user, and one of the runtime.
     calls = [office.caller.handle(ELSEWHERE, actor, "Desk-2", Desk).note(stored) for actor in (ACTOR, COLLECTIVES)]
     assert office.kinds_to(ELSEWHERE) == [m.APPLY, m.APPLY]
@@ -389,6 +390,18 @@ async def test_a_stored_value_is_sent_for_and_asked_for_if_the_connection_to_its
     # It is lost: what is to be known of it, the calls hear from this process.
     calls.append(office.caller.handle(ELSEWHERE, ACTOR, "Desk-2", Desk).note(stored))
     assert office.kinds_to(ELSEWHERE) == [m.SEND]
+
+
+async def test_a_value_that_consumers_pass_on_to_each_other_is_asked_for(office: Office) -> None:
+    for remote in (THERE, ELSEWHERE):
+        office.connections.to(remote).connected = True
+        assert office.kinds_to(remote) == [m.HELLO]
+    stored = office.handle().note("a large value")
+    ((number, *_),) = office.sent_to(THERE)
+    office.replies.stored_came(office.connections.to(THERE), m.stored(number, 2 * DIRECT))
+    calls = [office.caller.handle(remote, ACTOR, "Desk", Desk).note(stored) for remote in (THERE, ELSEWHERE)]
+    assert (office.kinds_to(THERE), office.kinds_to(ELSEWHERE)) == ([m.APPLY], [m.SEND])
+    assert not any(call.done() for call in calls)
 
 
 async def test_a_call_is_made_again_as_often_as_its_method_allows(office: Office) -> None:

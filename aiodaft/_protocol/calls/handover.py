@@ -5,8 +5,8 @@ The owner of the ref, which makes the call, chooses the way:
     IN_MESSAGE  the value is plain and here: it travels in the call
     IN_PLACE    the process of the call makes the value, or stores it
     FORWARDED   the owner tells the producer with FORWARD; the producer answers the consumer as if that had sent PULL,
-                or names itself if it wants to be asked: consumers that ask may pass a large value on
-    PULLED      the consumer asks; always possible
+                or names itself if it has to be asked
+    PULLED      the consumer asks; always possible, and needed for consumers that pass a value on to each other
 
 A FORWARD is answered once, and each call consumes one answer, whichever comes first. An answer does not come if the
 producer is lost, or if the connection from the owner to the producer is: then the owner tells the consumer with ASK.
@@ -38,19 +38,22 @@ class Way(Enum):
 IN_MESSAGE, IN_PLACE, FORWARDED, PULLED = Way
 
 
-def choose(plain: bool, producer: PeerId | None, consumer: PeerId) -> Way:
+def choose(plain: bool, producer: PeerId | None, consumer: PeerId, *, relayed: bool) -> Way:
     """Choose the way of a value.
 
     Args:
         plain: Whether the owner has the value, and it is plain.
         producer: The process that stores the value, or got the call for it, if a message from the owner gets there.
         consumer: The process of the call that needs the value.
+        relayed: Whether consumers pass the value on to each other.
     """
     if plain:
         return IN_MESSAGE
     if producer is None:
         return PULLED
-    return IN_PLACE if producer == consumer else FORWARDED
+    if producer == consumer:
+        return IN_PLACE
+    return PULLED if relayed else FORWARDED
 
 
 class Handover(Generic[AnswerT, TakerT]):

@@ -9,12 +9,13 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import WANT_NOTHING, WANT_REPLY, WANT_STREAM
-from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId, node_of
+from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, CallId, PeerId, can_share_memory, node_of
 from aiodaft._protocol.node.liveness import Health
 from aiodaft._protocol.objects.value import FAILED, HERE, PENDING, THERE, Status
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.connections.connections import Connections
+from aiodaft._runtime.objects.broadcast import DIRECT
 from aiodaft._runtime.objects.objects import Objects
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import ABSENT, RefState, UnhandledErrors, release_inputs
@@ -115,6 +116,12 @@ class CallState(RefState):
         if self.status is not PENDING or self._cancelling or connection.session.is_waiting(self.number):
             return None
         return connection.remote
+
+    def is_relayed_to(self, consumer: PeerId) -> bool:
+        """Whether the value is known to be so large that consumers like this one pass it on to each other."""
+        if self.stored_bytes <= DIRECT + m.INLINE_LIMIT:
+            return False
+        return self.process.options.transport != "shm" or not can_share_memory(self.producer, consumer)
 
     def forward_to(self, consumer: PeerId) -> None:
         """Tell the giver to send the value to another process."""

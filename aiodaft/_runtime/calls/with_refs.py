@@ -38,7 +38,7 @@ def submit_with_refs(refs: RefTable, connection: Connection, request: Request) -
             return False
         plain = known.status is HERE and is_plain(known.value)
         producer = known.giver if isinstance(known, CallState) else None
-        way = choose(plain, producer, consumer)
+        way = choose(plain, producer, consumer, relayed=isinstance(known, CallState) and known.is_relayed_to(consumer))
         if way is PULLED:
             return False
         if way is IN_MESSAGE:

@@ -51,7 +51,7 @@ from aiodaft.exceptions import (
     StaleHandle,
     VersionMismatch,
 )
-from aiodaft.graph import Graph, compile
+from aiodaft.graph import Graph, StepTime, compile
 from aiodaft.group import Group
 from aiodaft.info import ActorInfo, NodeInfo
 from aiodaft.inside import current_group, current_runtime
@@ -121,6 +121,7 @@ __all__ = [
     "SpawnFailed",
     "Spawned",
     "StaleHandle",
+    "StepTime",
     "Stream",
     "Survivors",
     "Traffic",

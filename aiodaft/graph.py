@@ -12,10 +12,11 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, Generic, NoReturn, ParamSpec, Self, TypeVar, cast, overload
 
 from aiodaft._protocol.connections.messages import WANT_REPLY
-from aiodaft._protocol.graphs.layout import ValueNote, lay_out
+from aiodaft._protocol.graphs.layout import NO_NOTE, ValueNote, lay_out
 from aiodaft._protocol.graphs.listing import listing_of, summary
 from aiodaft._protocol.graphs.plan import Dataflow, Step
 from aiodaft._protocol.graphs.svg import svg_of
@@ -31,7 +32,7 @@ from aiodaft.exceptions import DaftError
 from aiodaft.methods import MethodSpec, specs_of
 from aiodaft.ref import Ref, Refs, parts_of
 
-__all__ = ["Graph", "compile"]
+__all__ = ["Graph", "StepTime", "compile"]
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -45,6 +46,28 @@ _MAX_IN_FLIGHT: Final = 16
 _OWN: Final = os.path.dirname(__file__) + os.sep
 # Declared types of results that say nothing about them.
 _SAYS_NOTHING: Final = ("_empty", "Any", "None")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """What a step of a graph took when it ran last.
+
+    Attributes:
+        actor: Name of the actor.
+        method: What was called, such as "Model.execute".
+        line: The line of your code that made the call.
+        seconds: For how long the method ran; None if it has not run.
+        value: The type of its result; of a tensor the dtype and the shape, such as "float32[8, 64]".
+        size: The bytes of the encoded result, which go to each process that needs it; None for a number, a short text
+            and the like.
+    """
+
+    actor: str
+    method: str
+    line: str
+    seconds: float | None
+    value: str
+    size: int | None
 
 
 class _Recorder:
@@ -111,6 +134,8 @@ class Graph(Generic[P, Out]):
         # The value that it gives, if that is the result of one call.
         self._only = core.dataflow.outputs[0] if isinstance(output, Ref) and parts_of(output) is None else None
         self._numbers = numbers
+        # What `times` found.
+        self._found: dict[int, ValueNote] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out:
         """Start a run; at most `max_in_flight` runs are under way at a time, others wait here for their turn.
@@ -188,11 +213,33 @@ class Graph(Generic[P, Out]):
         """Return the graph as text: its actors, and for each call a line with the values that it takes."""
         return listing_of(self._core.dataflow, self._notes())
 
+    async def times(self) -> list[StepTime]:
+        """Wait for the runs under way, and return what each step took when it ran last; for `timed=True` only.
+
+        `draw` and `describe` show it from then on, with the types and bytes of inputs and results.
+
+        Raises:
+            RuntimeError: The graph was compiled without `timed=True`.
+            DaftError: A process of the graph is gone, or the graph is closed.
+
+        Cancellation: nothing is lost.
+        """
+        flow = self._core.dataflow
+        if not flow.timed:
+            raise RuntimeError(f"{self!r} has no times: compile it with timed=True")
+        self._found = await self._core.notes()
+        notes = [self._found.get(value, NO_NOTE) for value in range(flow.inputs, flow.inputs + len(flow.steps))]
+        return [
+            StepTime(step.name, step.label, step.line, note.seconds, note.kind, note.size)
+            for step, note in zip(flow.steps, notes, strict=True)
+        ]
+
     def _notes(self) -> dict[int, ValueNote]:
-        """What is known of the values: of results, what the methods declare."""
-        return {
+        """What is known of the values: what `times` found, else what the methods declare."""
+        declared = {
             value: ValueNote(_declared(spec)) for value, (_, spec) in enumerate(self._core.specs, self._core.inputs)
         }
+        return {**declared, **{value: note for value, note in self._found.items() if note.kind}}
 
     def _repr_svg_(self) -> str:
         return svg_of(lay_out(self._core.dataflow, self._notes(), owner=self._caller.process.id))
@@ -240,16 +287,18 @@ def _check_loop(process: Process, what: str) -> None:
 
 
 @overload
-def compile(fn: Callable[[], Out], /, *, max_in_flight: int = ...) -> Graph[[], Out]: ...
+def compile(fn: Callable[[], Out], /, *, max_in_flight: int = ..., timed: bool = ...) -> Graph[[], Out]: ...
 @overload
-def compile(fn: Callable[[Ref[A0]], Out], /, *, max_in_flight: int = ...) -> Graph[[A0], Out]: ...
-@overload
-def compile(fn: Callable[[Ref[A0], Ref[A1]], Out], /, *, max_in_flight: int = ...) -> Graph[[A0, A1], Out]: ...
+def compile(fn: Callable[[Ref[A0]], Out], /, *, max_in_flight: int = ..., timed: bool = ...) -> Graph[[A0], Out]: ...
 @overload
 def compile(
-    fn: Callable[[Ref[A0], Ref[A1], Ref[A2]], Out], /, *, max_in_flight: int = ...
+    fn: Callable[[Ref[A0], Ref[A1]], Out], /, *, max_in_flight: int = ..., timed: bool = ...
+) -> Graph[[A0, A1], Out]: ...
+@overload
+def compile(
+    fn: Callable[[Ref[A0], Ref[A1], Ref[A2]], Out], /, *, max_in_flight: int = ..., timed: bool = ...
 ) -> Graph[[A0, A1, A2], Out]: ...
-def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -> Graph[Any, Any]:
+def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT, timed: bool = False) -> Graph[Any, Any]:
     """Capture a dataflow: `fn` takes refs, calls actors with them, and returns a ref, or a container of refs.
 
     `fn` runs once, now. Its other effects happen now as well, and not when the graph runs. An argument that is not a
@@ -259,6 +308,8 @@ def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -
     Args:
         fn: The dataflow.
         max_in_flight: The runs that are under way at a time, which bounds their memory in the actors.
+        timed: Whether `graph.times()` can say what the steps took: it costs a microsecond or two per step, and nothing
+            if it is off.
 
     Raises:
         TypeError: `fn` uses a value, which does not exist yet, or does not return refs of its calls.
@@ -289,7 +340,7 @@ def compile(fn: Callable[..., Any], /, *, max_in_flight: int = _MAX_IN_FLIGHT) -
     numbers = [recorder.numbers.get(ref._state, -1) for ref in outputs]
     if not outputs or min(numbers) < len(inputs):
         raise TypeError(f"{getattr(fn, '__qualname__', fn)} must return the refs of calls it made, not {output!r:.80}")
-    flow = Dataflow(len(inputs), tuple(recorder.steps), tuple(numbers))
+    flow = Dataflow(len(inputs), tuple(recorder.steps), tuple(numbers), timed=timed)
     core = process.part(Graphs).open(flow, recorder.specs, max_in_flight)
     return Graph(caller, core, output, recorder.numbers)
 

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol, cast
 from aiodaft._protocol.calls.mailbox import BoundedMailbox
 from aiodaft._protocol.diagnostics.deadlock import CallAt, Waiting
 from aiodaft._protocol.diagnostics.trace import ProcessTrace
+from aiodaft._protocol.graphs.layout import ValueNote
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import AGENT, FIRST_USER_ACTOR, ActorId, CallId, PeerId, incarnation, node_of
 from aiodaft._runtime.actors.enlisted import Enlisted
@@ -276,6 +277,10 @@ class Agent(Actor):
     @method
     async def uninstall(self, number: int) -> None:
         self._graphs.uninstall(serving().caller, number)
+
+    @method
+    async def graph_notes(self, number: int) -> dict[int, ValueNote]:
+        return self._graphs.notes(serving().caller, number)
 
     # Refs that this process owns, and values that it stores.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -11,6 +13,7 @@ from graph_actors import Node
 
 import aiodaft
 from aiodaft import Ref
+from aiodaft._runtime.graphs.timing import kind_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -44,3 +47,54 @@ async def test_a_graph_is_drawn_and_described_with_its_actors_and_calls(
         assert repr(graph) == "<Graph of 3 calls to 2 actors>"
     # Also when it is closed.
     assert graph.describe() == text
+
+
+async def test_a_timed_graph_knows_what_its_steps_took_and_made_when_they_ran_last(
+    module_rt: aiodaft.Runtime,
+) -> None:
+    a, b = [await module_rt.spawn(Node, name) for name in "ab"]
+
+    def flow(x: Ref[Any], gate: Ref[Any]) -> Ref[Any]:
+        return a.on_thread(b.wait(a.same(x)), gate)
+
+    async with aiodaft.compile(flow, timed=True) as graph:
+        assert [step.seconds for step in await graph.times()] == [None] * 3
+        run = graph(b"x" * 300_000, 1)
+        # Waits for the run.
+        asking = asyncio.get_running_loop().create_task(graph.times())
+        await b.state()
+        assert not asking.done()
+        await b.open()
+        same, wait, on_thread = await asking
+        await run
+        assert [(step.method, step.value) for step in (same, wait)] == [("Node.same", "bytes"), ("Node.wait", "bytes")]
+        assert same.size == wait.size
+        assert same.size is not None
+        assert 300_000 <= same.size < 301_000
+        assert same.actor == (await module_rt.info(a)).name
+        assert on_thread.value in ("int", "list")
+        assert all(step.seconds is not None and step.seconds > 0 for step in (same, wait, on_thread))
+        svg = graph._repr_svg_()
+        assert svg.count("bytes 293 KiB") == 2 * 3
+        assert "last run: " in svg
+        # A step that fails has made nothing, but ran; the one after it keeps its last time.
+        failing = graph(13, 13)
+        with pytest.raises(ValueError, match="does not take 13"):
+            await failing
+        same, wait, on_thread = await graph.times()
+        assert (same.value, same.size, on_thread.value) == ("int", None, "")
+        assert on_thread.seconds is not None
+    with pytest.raises(aiodaft.RuntimeClosed, match="the graph is closed"):
+        await graph.times()
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("torch.bfloat16", "bfloat16[8, 64]"), ("int32", "int32[8, 64]")])
+async def test_tensors_and_arrays_have_a_dtype_and_a_shape(dtype: str, kind: str) -> None:
+    assert kind_of(SimpleNamespace(shape=(8, 64), dtype=dtype)) == kind
+
+
+async def test_a_graph_without_times_says_how_to_get_them(module_rt: aiodaft.Runtime) -> None:
+    a = await module_rt.spawn(Node)
+    async with aiodaft.compile(a.same) as graph:
+        with pytest.raises(RuntimeError, match="compile it with timed=True"):
+            await graph.times()

@@ -126,6 +126,7 @@ class SubPlan(Generic[DataT]):
         outputs: Its results that the owner needs.
         uses: For each value, how often the steps of this process use it.
         labels: For each value that is used here, the step or input that makes it.
+        timed: Whether its steps are timed.
     """
 
     process: PeerId
@@ -138,6 +139,7 @@ class SubPlan(Generic[DataT]):
     outputs: tuple[int, ...]
     uses: Mapping[int, int]
     labels: Mapping[int, str]
+    timed: bool = False
 
     @property
     def follows(self) -> bool:
@@ -154,12 +156,14 @@ class Dataflow(Generic[DataT]):
         steps: Its calls, in the order in which they were made.
         outputs: Numbers of its output values.
         orders: Positions of an actor's steps in the order in which they start, for actors with an order of their own.
+        timed: Whether the steps are timed.
     """
 
     inputs: int
     steps: tuple[Step[DataT], ...]
     outputs: tuple[int, ...]
     orders: Mapping[ActorKey, Sequence[int]] = field(default_factory=dict[ActorKey, Sequence[int]])
+    timed: bool = False
 
     def order_of(self, actor: ActorKey) -> Sequence[int]:
         """The steps of an actor, in the order in which they start.
@@ -187,7 +191,7 @@ class Dataflow(Generic[DataT]):
         moved = ((step, others.get(step.actor, (step.actor, step.name))) for step in self.steps)
         steps = tuple(replace(step, actor=actor, name=name) for step, (actor, name) in moved)
         orders = {others.get(actor, (actor, ""))[0]: order for actor, order in self.orders.items()}
-        return Dataflow(self.inputs, steps, self.outputs, orders)
+        return Dataflow(self.inputs, steps, self.outputs, orders, self.timed)
 
 
 def make_plan(flow: Dataflow[DataT]) -> dict[PeerId, SubPlan[DataT]]:
@@ -253,6 +257,7 @@ def _sub_plan(
         outputs=outputs,
         uses=uses,
         labels={value: flow.label_of(value) for value in uses},
+        timed=flow.timed,
     )
 
 

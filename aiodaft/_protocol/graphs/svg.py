@@ -189,4 +189,4 @@ def _time(box: Box) -> str:
 
 
 def _tooltip(box: Box) -> str:
-    return ", ".join(filter(None, [_title(box), _time(box), value_text(box.note), box.line]))
+    return ", ".join(filter(None, [_title(box), _time(box), value_text(box.note), box.line.rpartition("/")[2]]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple, Protocol, cast
 
+from aiodaft._protocol.graphs.layout import ValueNote
 from aiodaft._protocol.ids import ActorId, PeerId
 from aiodaft._runtime.actors.hosted_actor import HostedActor
 from aiodaft._runtime.calls.outgoing import Outgoing
@@ -23,6 +24,8 @@ class GraphAgent(Protocol):
     def install(self, number: int, plan: Opaque, /) -> Awaitable[None]: ...
 
     def uninstall(self, number: int, /) -> Awaitable[None]: ...
+
+    def graph_notes(self, number: int, /) -> Awaitable[dict[int, ValueNote]]: ...
 
 
 class GraphContext(NamedTuple):

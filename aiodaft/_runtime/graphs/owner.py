@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 from aiodaft._protocol.connections import messages as m
+from aiodaft._protocol.graphs.layout import ValueNote
 from aiodaft._protocol.graphs.plan import Dataflow
 from aiodaft._protocol.graphs.run import (
     BEGUN,
@@ -35,6 +36,7 @@ from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.deployment import Deployment, Specs
 from aiodaft._runtime.graphs.graph_value import Flowing, GraphValue, item_of
+from aiodaft._runtime.graphs.timing import kind_of, size_of
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import RefState, state_of
 from aiodaft._runtime.objects.stored import StoredValue
@@ -75,6 +77,9 @@ class GraphOwner:
         self._next: OwnerRun | None = None
         # Settled when another run is over.
         self._one_over: asyncio.Future[None] | None = None
+        self._timed = dataflow.timed
+        # Of a timed graph: the inputs of the last run.
+        self._input_notes: dict[int, ValueNote] = {}
         self._preparing = self._prepare()
 
     @property
@@ -160,6 +165,8 @@ class GraphOwner:
         except BaseException:
             run.release()
             raise
+        if self._timed:
+            self._note_inputs(run, args)
         order = context.outgoing.order
         at_once = runs.enter(run, must_wait=bool(long or (order.lanes and order.holds_up(self._lanes))))
         if at_once:
@@ -183,6 +190,29 @@ class GraphOwner:
         else:
             self._pump()
         return refs
+
+    def _note_inputs(self, run: OwnerRun, args: tuple[Any, ...]) -> None:
+        for number, (arg, value) in enumerate(zip(args, run.inputs, strict=True)):
+            stored = value.stored if type(value) is GraphValue else None
+            self._input_notes[number] = ValueNote(kind_of(arg), None if stored is None else size_of(stored))
+
+    async def notes(self) -> dict[int, ValueNote]:
+        """Wait for the runs that are under way, and ask the processes what is known of the values.
+
+        Raises:
+            DaftError: A process is gone, or the graph is closed.
+        """
+        if self._runs.closed:
+            raise RuntimeClosed("the graph is closed")
+        begun = set(self._runs.all)
+        while not begun.isdisjoint(self._runs.all):
+            await self._wait_for_one()
+        number, agent_of = self._deployment.number, self._context.agent_of
+        answers = await asyncio.gather(*(agent_of(process).graph_notes(number) for process in self._deployment.plans))
+        notes = self._input_notes.copy()
+        for answer in answers:
+            notes.update(answer)
+        return notes
 
     def _make_run(self) -> OwnerRun:
         count = len(self._deployment.results)

@@ -471,6 +471,8 @@ class StrandCall(InboundCall):
         else:
             stored = await self.hosted.capture(result, step.label, "result", step.transport)
             await store.pack(stored)
+        if step.timing is not None:
+            step.timing.stored(stored)
         return stored
 
     async def _fetch_own(self, step: BoundStep) -> None:

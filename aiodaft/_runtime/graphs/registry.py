@@ -8,6 +8,7 @@ from typing import Any, Final
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.codec import pack, pack_exts
 from aiodaft._protocol.diagnostics.deadlock import CallAt
+from aiodaft._protocol.graphs.layout import ValueNote
 from aiodaft._protocol.graphs.plan import Dataflow, SubPlan
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections.connection import Connection
@@ -67,6 +68,12 @@ class Graphs:
         descriptor = self._context.objects.refs.describe(ref)
         item = (0, _FIRST_SLOT, None, (), (descriptor,))
         return await fetch(self._context.objects, self._context.connections.loopback, item)
+
+    def notes(self, owner: PeerId, number: int) -> dict[int, ValueNote]:
+        """What is known of the results that this process makes in a timed graph, by value; of another one, nothing."""
+        participant = self.participants.get((owner, number))
+        steps = [] if participant is None else [step for strand in participant.strands for step in strand.steps]
+        return {step.index: step.timing.note for step in steps if step.timing is not None}
 
     def uninstall(self, owner: PeerId, number: int) -> None:
         """Begin no more runs of a graph. Runs that the owner gave up when a process died may still be under way."""

@@ -13,6 +13,7 @@ from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.graph_value import GraphValue
+from aiodaft._runtime.graphs.timing import StepTiming
 from aiodaft._runtime.platform.tasks import run_through
 from aiodaft.methods import MethodSpec, Options
 
@@ -43,7 +44,9 @@ class BoundStep:
         self.only = self.slots[0] if self.is_bare and len(self.slots) == 1 and self.slots[0] >= 0 else None
         self.is_output = self.result.output is not None
         self.leaves_segment = self.result.leaves_segment
-        self.fn = method.fn
+        self.timing = StepTiming() if plan.timed else None
+        fn = method.fn
+        self.fn = fn if self.timing is None else self.timing.around(fn, on_thread=step.rules.on_thread)
         self.transport = method.transport
         # The values of refs from outside the graph.
         self.outside: list[GraphValue] = []

@@ -1,0 +1,68 @@
+"""How long the steps of a graph run and what they make, for graphs that are compiled with `timed=True`.
+
+Others have no such object: their steps call the methods themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from aiodaft._protocol.graphs.layout import ValueNote
+from aiodaft._runtime.objects.stored import StoredValue
+
+
+class StepTiming:
+    """What is known of the last call of a step. The method may run on the actor's thread."""
+
+    def __init__(self) -> None:
+        self._kind = ""
+        self._size: int | None = None
+        self._seconds: float | None = None
+
+    @property
+    def note(self) -> ValueNote:
+        return ValueNote(self._kind, self._size, self._seconds)
+
+    def around(self, fn: Callable[..., Any], *, on_thread: bool) -> Callable[..., Any]:
+        """The method with a clock around it; a method that fails has made nothing."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            self._kind, self._size = "", None
+            try:
+                result = fn(*args, **kwargs)
+                self._kind = kind_of(result)
+            finally:
+                self._seconds = time.perf_counter() - began
+            return result
+
+        async def timed_on_loop(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            self._kind, self._size = "", None
+            try:
+                result = await fn(*args, **kwargs)
+                self._kind = kind_of(result)
+            finally:
+                self._seconds = time.perf_counter() - began
+            return result
+
+        return timed if on_thread else timed_on_loop
+
+    def stored(self, stored: StoredValue) -> None:
+        """The result is encoded; a plain one never is."""
+        self._size = size_of(stored)
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value; the dtype and the shape of a tensor or array."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"{str(dtype).rpartition('.')[2]}{[*shape]}"
+    return type(value).__name__
+
+
+def size_of(stored: StoredValue) -> int:
+    """The bytes of an encoded value."""
+    return len(stored.payload) + stored.size

@@ -149,8 +149,9 @@ def _is_same_on_both_loops(path: Path) -> bool:
     return path.parent.name == "transport" or (path.parent.name == "e2e" and path.stem not in _LOOP_MATTERS)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    # Each test collects garbage before it is judged; what is loaded by now is none, and need not be looked at again.
+@pytest.fixture(scope="module", autouse=True)
+def what_is_loaded_is_no_garbage() -> None:
+    """Each test collects garbage before it is judged: what is there before its module need not be looked at again."""
     gc.collect()
     gc.freeze()
 

@@ -170,11 +170,17 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-async def rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
+async def own_rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
     """An open runtime with four free GPUs."""
     # What tests themselves have imported, torch among it, is no concern of these actors.
     async with aiodaft.Runtime(gpus=4, share_gpus=True, preload=(), stop_grace=1) as runtime:
         yield runtime
+
+
+@pytest.fixture
+def rt(own_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    """The same, by the name that modules give to `module_rt` if their tests share one."""
+    return own_rt
 
 
 @pytest.fixture

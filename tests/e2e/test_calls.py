@@ -13,6 +13,13 @@ from leaks import resident
 
 import aiodaft
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
 
 async def test_a_call_gives_a_ref_at_once_and_the_value_when_awaited(rt: aiodaft.Runtime) -> None:
     echo = await rt.spawn(Echo)
@@ -124,7 +131,7 @@ async def test_many_more_calls_than_the_window_are_all_answered(rt: aiodaft.Runt
     assert values == list(range(20_000))
 
 
-@pytest.mark.asyncio(loop_factories=["uvloop"])
+@pytest.mark.asyncio(loop_scope="module", loop_factories=["uvloop"])
 @pytest.mark.timeout(120)
 async def test_a_hundred_thousand_calls_to_a_slow_actor_stay_small_on_both_sides(rt: aiodaft.Runtime) -> None:
     log = await rt.spawn(Log)
@@ -176,6 +183,7 @@ async def test_calls_beyond_the_limit_are_refused_at_once_and_nothing_is_lost() 
         assert await log.all() == list(range(99))
 
 
+@pytest.mark.asyncio(loop_scope="function")
 async def test_calls_behind_a_full_window_do_not_hold_up_the_runtimes_own(hasty_rt: aiodaft.Runtime) -> None:
     log = await hasty_rt.spawn(Log)
     refs = [log.after_gate(index) for index in range(5000)]

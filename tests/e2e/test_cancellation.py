@@ -13,6 +13,13 @@ from leaks import is_alive
 
 import aiodaft
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
 
 async def test_a_timeout_around_the_only_awaiter_runs_the_remote_cleanup_first(rt: aiodaft.Runtime) -> None:
     sleeper = await rt.spawn(Sleeper)
@@ -145,6 +152,7 @@ async def test_ref_cancel_always_cancels(rt: aiodaft.Runtime) -> None:
     assert await sleeper.history() == ["sleep began", "sleep cleaned up"]
 
 
+@pytest.mark.asyncio(loop_scope="function")
 @pytest.mark.parametrize("lets_go", [True, False])
 async def test_calls_that_wait_for_a_cancelled_result_do_not_get_what_is_dropped(
     hasty_rt: aiodaft.Runtime, lets_go: bool
@@ -205,6 +213,7 @@ async def test_a_call_that_waits_for_its_argument_is_dropped(rt: aiodaft.Runtime
         await waiting
     await later
     assert await log.all() == ["later"]
+    await other.open_gate()
 
 
 async def abandoned(rt: aiodaft.Runtime, actor: object, count: int) -> aiodaft.ActorInfo:
@@ -260,6 +269,7 @@ async def test_a_method_on_a_thread_gets_no_grace_time() -> None:
         assert (await rt.info(other)).abandoned == 1
 
 
+@pytest.mark.asyncio(loop_scope="function")
 @pytest.mark.parametrize("how", ["asyncio", "anyio"])
 async def test_a_method_that_refuses_to_be_cancelled_is_given_up_after_the_grace_time(
     hasty_rt: aiodaft.Runtime, how: str
@@ -285,6 +295,7 @@ async def test_a_method_that_refuses_to_be_cancelled_is_given_up_after_the_grace
             pass
 
 
+@pytest.mark.asyncio(loop_scope="function")
 async def test_cleanup_that_takes_a_minute_is_given_the_grace_time(
     hasty_rt: aiodaft.Runtime, capfd: pytest.CaptureFixture[str]
 ) -> None:

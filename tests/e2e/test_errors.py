@@ -13,6 +13,13 @@ from failing import CustomError, Failing
 
 import aiodaft
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
 
 async def error_of(ref: aiodaft.Ref[Any]) -> BaseException:
     await ref.ready()
@@ -27,7 +34,9 @@ async def test_a_remote_exception_has_its_own_type_frames_and_a_note(rt: aiodaft
         await failing.raise_value_error()
     assert "raise ValueError(text)" in "".join(traceback.format_exception(caught.value))
     info = await rt.info(failing)
-    assert caught.value.__notes__ == [f"raised by Failing.raise_value_error in Failing-1 (pid {info.pid}, {info.node})"]
+    assert caught.value.__notes__ == [
+        f"raised by Failing.raise_value_error in {info.name} (pid {info.pid}, {info.node})"
+    ]
 
 
 async def test_a_def_method_raises_as_well(rt: aiodaft.Runtime) -> None:
@@ -96,8 +105,9 @@ async def test_stop_iteration_does_not_end_the_callers_own_generators(rt: aiodaf
         await failing.raise_stop_iteration()
 
 
-async def test_dependents_of_a_failed_call_do_not_run_and_name_the_path(rt: aiodaft.Runtime) -> None:
-    a, b, c = await rt.spawn(Failing), await rt.spawn(Failing), await rt.spawn(Failing)
+@pytest.mark.asyncio(loop_scope="function")
+async def test_dependents_of_a_failed_call_do_not_run_and_name_the_path(own_rt: aiodaft.Runtime) -> None:
+    a, b, c = await own_rt.spawn(Failing), await own_rt.spawn(Failing), await own_rt.spawn(Failing)
     last = c.use([b.use(a.raise_value_error("root"))])
     with pytest.raises(ValueError, match="root") as caught:
         await last
@@ -113,8 +123,9 @@ async def test_dependents_of_a_failed_call_do_not_run_and_name_the_path(rt: aiod
     assert "raise ValueError(text)" in "".join(traceback.format_exception(caught.value))
 
 
-async def test_an_argument_that_has_failed_already_fails_the_call_without_sending_it(rt: aiodaft.Runtime) -> None:
-    a, b = await rt.spawn(Failing), await rt.spawn(Failing)
+@pytest.mark.asyncio(loop_scope="function")
+async def test_an_argument_that_has_failed_already_fails_the_call_without_sending_it(own_rt: aiodaft.Runtime) -> None:
+    a, b = await own_rt.spawn(Failing), await own_rt.spawn(Failing)
     bad = a.raise_value_error("early")
     await bad.ready()
     with pytest.raises(ValueError, match="early") as caught:
@@ -126,9 +137,10 @@ async def test_an_argument_that_has_failed_already_fails_the_call_without_sendin
     assert await b.count() == 0
 
 
-async def test_each_call_that_needs_a_failed_result_gets_an_error_of_its_own(rt: aiodaft.Runtime) -> None:
-    a, b = await rt.spawn(Failing), await rt.spawn(Failing)
-    near = [await rt.on(with_=a).spawn(Failing) for _ in range(2)]
+@pytest.mark.asyncio(loop_scope="function")
+async def test_each_call_that_needs_a_failed_result_gets_an_error_of_its_own(own_rt: aiodaft.Runtime) -> None:
+    a, b = await own_rt.spawn(Failing), await own_rt.spawn(Failing)
+    near = [await own_rt.on(with_=a).spawn(Failing) for _ in range(2)]
     bad = a.raise_later()
     consumers = [*near, b]
     under_way = [consumer.use(argument) for consumer in consumers for argument in (bad, [bad])]

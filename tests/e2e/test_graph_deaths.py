@@ -13,6 +13,13 @@ import aiodaft
 from aiodaft.actor import target_of
 from aiodaft.exceptions import RemoteProtocolError
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
 
 async def spawn(rt: Any, count: int) -> list[Any]:
     return list(await asyncio.gather(*(rt.spawn(Node, f"n{index}") for index in range(count))))

@@ -15,6 +15,13 @@ from log_ear import listening
 
 import aiodaft
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
 
 async def freed(rt: aiodaft.Runtime, actor: object) -> None:
     """Wait until an actor's process keeps nothing for others."""

@@ -19,6 +19,13 @@ from aiodaft._runtime.objects.streams import StreamState
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.serialization.encoder import Names
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
 
 async def test_items_come_in_order(rt: aiodaft.Runtime) -> None:
     streamer = await rt.spawn(Streamer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,14 @@ from failing import Failing
 from inside import agent_of, fork_server_of, timeouts_of
 
 import aiodaft
-from aiodaft._runtime.platform.linux import UNKNOWN, status_of
 from aiodaft.actor import target_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
 
 
 async def test_c33_a_killed_actor_fails_its_calls_with_the_evidence(rt: aiodaft.Runtime) -> None:
@@ -26,7 +31,7 @@ async def test_c33_a_killed_actor_fails_its_calls_with_the_evidence(rt: aiodaft.
         await failing.kill_itself()
     assert caught.value.signal == "SIGKILL"
     assert caught.value.executed is None
-    assert caught.value.actor == "Failing-1"
+    assert caught.value.actor == (await rt.info(failing)).name
     assert caught.value.last_lines == ("last words",)
     assert caught.value.last_method == "Failing.wait"
     assert "; under way: Failing.wait" in str(caught.value)
@@ -129,12 +134,13 @@ async def test_an_actor_that_calls_a_dead_one_gets_the_same_error(rt: aiodaft.Ru
     # This call is under way, so that its caller gets the error, also if the others hear of the death too late.
     waiting = (await rt.on(with_=echo).spawn(Sleeper)).sleep(60)
     assert await relay.call_other(echo, 1) == 1
-    os.kill((await rt.info(echo)).pid, signal.SIGKILL)
-    with pytest.raises(aiodaft.ActorDied, match=r"Echo-1 .* was killed by SIGKILL"):
+    info = await rt.info(echo)
+    os.kill(info.pid, signal.SIGKILL)
+    with pytest.raises(aiodaft.ActorDied, match=rf"{info.name} .* was killed by SIGKILL"):
         await waiting
-    with pytest.raises(aiodaft.ActorDied, match=r"Echo-1 .* was killed by SIGKILL"):
+    with pytest.raises(aiodaft.ActorDied, match=rf"{info.name} .* was killed by SIGKILL"):
         await relay.call_other(echo, 2)
-    with pytest.raises(aiodaft.ActorDied, match=r"Echo-1 .* was killed by SIGKILL"):
+    with pytest.raises(aiodaft.ActorDied, match=rf"{info.name} .* was killed by SIGKILL"):
         await (await rt.spawn(Relay)).call_other(echo, 3)
 
 
@@ -184,40 +190,35 @@ async def test_death_in_the_middle_of_a_chain_reaches_its_end(rt: aiodaft.Runtim
     assert await b.echo("goes on") == "goes on"
 
 
+@pytest.mark.asyncio(loop_scope="function")
 async def test_c42_killing_the_fork_server_ends_actors_and_says_so(
-    rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
+    own_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The actor ends some time after the fork server; until then, no call has failed because of that.
-    monkeypatch.setattr(timeouts_of(rt), "blame", 60)
-    echo = await rt.spawn(Sleeper)
+    monkeypatch.setattr(timeouts_of(own_rt), "blame", 60)
+    echo = await own_rt.spawn(Sleeper)
     ref = echo.sleep(60)
     await echo.history()
-    os.kill(fork_server_of(rt), signal.SIGKILL)
+    os.kill(fork_server_of(own_rt), signal.SIGKILL)
     with pytest.raises(aiodaft.ActorDied):
         await ref
     with pytest.raises(aiodaft.SpawnFailed, match="fork server is gone"):
-        await rt.spawn(Echo)
+        await own_rt.spawn(Echo)
 
 
+@pytest.mark.asyncio(loop_scope="function")
 async def test_a_death_is_seen_while_the_fork_server_is_stopped(
-    rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
+    own_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing is settled by waiting for long.
-    monkeypatch.setattr(timeouts_of(rt), "exit_report", 3600)
-    killed, exiting = await rt.spawn(Failing), await rt.spawn(Failing)
-    os.kill(fork_server_of(rt), signal.SIGSTOP)
+    monkeypatch.setattr(timeouts_of(own_rt), "exit_report", 3600)
+    killed, exiting = await own_rt.spawn(Failing), await own_rt.spawn(Failing)
+    os.kill(fork_server_of(own_rt), signal.SIGSTOP)
     with pytest.raises(aiodaft.ActorDied, match="was killed by SIGKILL") as caught:
         await killed.kill_itself()
     assert (caught.value.signal, caught.value.exit_code) == ("SIGKILL", None)
     with pytest.raises(aiodaft.ActorDied, match="ended with exit code 0") as caught:
         await exiting.exit(0)
     assert (caught.value.signal, caught.value.exit_code) == (None, 0)
-    os.kill(fork_server_of(rt), signal.SIGCONT)
-    assert await (await rt.spawn(Failing)).count() == 0
-
-
-def test_the_end_of_a_process_that_was_reaped_elsewhere_is_unknown() -> None:
-    with subprocess.Popen(["true"]) as process:
-        pass
-    assert status_of(process.pid) == UNKNOWN
-    assert status_of(os.getpid()) is None
+    os.kill(fork_server_of(own_rt), signal.SIGCONT)
+    assert await (await own_rt.spawn(Failing)).count() == 0

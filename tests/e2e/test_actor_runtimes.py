@@ -14,6 +14,13 @@ from parents import Avenger, Child, Founder, Parent, pid_in, words_in
 
 import aiodaft
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def rt(module_rt: aiodaft.Runtime) -> aiodaft.Runtime:
+    return module_rt
+
 
 async def test_an_actor_spawns_actors_that_any_process_may_call(rt: aiodaft.Runtime) -> None:
     parent = await rt.spawn(Parent)
@@ -75,11 +82,12 @@ async def test_an_actor_spawns_while_it_is_made_and_uses_that_while_it_ends(
     assert not is_alive(await pid_in(tmp_path / "others"))
 
 
+@pytest.mark.asyncio(loop_scope="function")
 async def test_a_spawn_that_is_cancelled_or_loses_its_parent_leaves_nothing(
-    rt: aiodaft.Runtime, tmp_path: Path
+    own_rt: aiodaft.Runtime, tmp_path: Path
 ) -> None:
     for number, end in enumerate(("cancel", "stop", "kill")):
-        parent = await rt.on(restart="temporary").spawn(Parent)
+        parent = await own_rt.on(restart="temporary").spawn(Parent)
         gate, pid_file = tmp_path / f"gate{number}", tmp_path / f"pid{number}"
         os.mkfifo(gate)
         bearing = parent.bear_waiting(str(pid_file), str(gate))
@@ -87,7 +95,7 @@ async def test_a_spawn_that_is_cancelled_or_loses_its_parent_leaves_nothing(
         if end == "cancel":
             bearing.cancel()
         else:
-            await (rt.stop if end == "stop" else rt.kill)(parent)
+            await (own_rt.stop if end == "stop" else own_rt.kill)(parent)
         with pytest.raises(aiodaft.DaftError):
             await bearing
         await ended(pid)
@@ -212,11 +220,6 @@ async def test_where_there_is_no_runtime_the_error_says_so(rt: aiodaft.Runtime) 
     with pytest.raises(RuntimeError, match="ends with the actor"):
         await parent.close_its_runtime()
     assert await (await parent.bear_from_a_task()).increment() == 1
-
-
-def test_without_a_runtime_there_is_none_to_ask_for() -> None:
-    with pytest.raises(aiodaft.RuntimeClosed, match="no runtime is open"):
-        aiodaft.current_runtime()
 
 
 async def test_an_actor_stops_what_others_supervise_and_nothing_of_its_own_with_the_same_number(

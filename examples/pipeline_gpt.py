@@ -9,6 +9,7 @@ go from rank to rank. Then each rank adds up the gradients of its replicas, in t
 
 import argparse
 import functools
+import runpy
 from collections.abc import Collection
 
 import torch
@@ -20,6 +21,14 @@ import aiodaft
 from aiodaft import pipeline
 
 NAMES = "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "zbv"
+OWN = "a file with a function `schedule(ranks, microbatches)`"
+
+
+def schedule_of(name: str, ranks: int, microbatches: int, skips: Collection[tuple[int, int]]) -> pipeline.Schedule:
+    make = getattr(pipeline, name) if name in NAMES else runpy.run_path(name)["schedule"]
+    return [
+        [task for task in tasks if (task.stage, task.microbatch) not in skips] for tasks in make(ranks, microbatches)
+    ]
 
 
 def step(schedule: pipeline.Schedule, ranks: list[aiodaft.Group[Rank]], batch: object) -> list[aiodaft.Ref[float]]:
@@ -55,8 +64,7 @@ def train_in_one(
 
 
 async def main(name: str, ranks: int, microbatches: int, dp: int, skips: list[tuple[int, int]], compiled: bool) -> None:
-    full = getattr(pipeline, name)(ranks, microbatches)
-    schedule = [[task for task in tasks if (task.stage, task.microbatch) not in skips] for tasks in full]
+    schedule = schedule_of(name, ranks, microbatches, skips)
     timeline = pipeline.simulate(schedule)
     of = 1 + max(task.stage for tasks in schedule for task in tasks)
     split = any(task.kind is pipeline.Kind.W for task in schedule[0])
@@ -79,7 +87,7 @@ async def main(name: str, ranks: int, microbatches: int, dp: int, skips: list[tu
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", choices=NAMES, default="zbv")
+    parser.add_argument("--schedule", default="zbv", metavar="NAME", help=f"{', '.join(NAMES)}, or your own: {OWN}")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--dp", type=int, default=1, help="replicas of each rank")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import byte_gpt
@@ -65,6 +66,22 @@ async def test_four_stages_and_eight_microbatches_equal_accumulation_and_hold_wh
     await train(module_rt, pipeline.gpipe(STAGES, MICROBATCHES), pipeline.one_f_one_b(STAGES, MICROBATCHES))
 
 
+MINE = """
+from aiodaft.pipeline import Kind, Task
+
+def schedule(ranks, microbatches):
+    return [[Task(rank, mb, kind) for kind in (Kind.F, Kind.B) for mb in range(microbatches)] for rank in range(ranks)]
+"""
+
+
+async def test_a_schedule_of_ones_own_is_a_file(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    assert pipeline_gpt.schedule_of(str(mine), 3, 4, skips=()) == pipeline.gpipe(3, 4)
+    with pytest.raises(FileNotFoundError, match="zbx"):
+        pipeline_gpt.schedule_of("zbx", 3, 4, skips=())
+
+
 @pytest.mark.timeout(60)
 async def test_two_replicas_of_ranks_whose_stages_micro_batches_skip_do_too(
     module_rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
@@ -72,7 +89,6 @@ async def test_two_replicas_of_ranks_whose_stages_micro_batches_skip_do_too(
     """Row TR3: next to one process in which the same micro-batches skip the same stages."""
     monkeypatch.setattr(byte_gpt, "STEPS", 2)
     skips = {(1, 0), (2, 0), (2, 5), (1, 7)}
-    full = pipeline.interleaved(2, MICROBATCHES)
-    schedule = [[task for task in tasks if (task.stage, task.microbatch) not in skips] for tasks in full]
-    assert sum(map(len, schedule)) == sum(map(len, full)) - 2 * len(skips)
+    schedule = pipeline_gpt.schedule_of("interleaved", 2, MICROBATCHES, skips)
+    assert sum(map(len, schedule)) == 2 * (4 * MICROBATCHES - len(skips))
     await train(module_rt, schedule, skips=skips, dp=2)

@@ -26,7 +26,8 @@ class Recorder:
     """The objects of a process that notes the errors which no code saw."""
 
     def __init__(self) -> None:
-        self.process = SimpleNamespace(loop=asyncio.get_running_loop(), next_number=itertools.count(100).__next__)
+        numbers, loop = itertools.count(100), asyncio.get_running_loop()
+        self.process = SimpleNamespace(loop=loop, next_number=numbers.__next__, recorder=None)
         self.borrowing: Borrowing[Any] = Borrowing(PeerId("here"))
         self.unheld: list[BaseException] = []
 

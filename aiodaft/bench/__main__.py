@@ -14,6 +14,7 @@ from . import (
     calls,
     collectives,
     compare,
+    dispatch,
     graphs,
     hosts,
     payloads,
@@ -26,7 +27,7 @@ from . import (
     values,
     workflows,
 )
-from .results import Bench, Result, as_json, table
+from .results import Bench, as_json, table
 
 _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
     # First, because workers load what the controller has loaded, and payloads are tensors.
@@ -36,6 +37,7 @@ _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
     "workflows": workflows.run,
     "values": values.run,
     "graph": graphs.run,
+    "dispatch": dispatch.run,
     "trace": tracing.run,
     "payloads": payloads.run,
     "reshard": reshard.run,
@@ -46,12 +48,12 @@ _SUITES: Final[dict[str, Callable[[Bench], Awaitable[None]]]] = {
 }
 
 
-async def _measure(suites: list[str], turns: int) -> list[Result]:
+async def _measure(suites: list[str], turns: int) -> Bench:
     bench = Bench(turns)
     for suite in suites:
         print(f"measuring {suite} ...", file=sys.stderr)
         await _SUITES[suite](bench)
-    return bench.results
+    return bench
 
 
 def _compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -75,15 +77,20 @@ def main() -> None:
     parser.add_argument(
         "--python", metavar="NAME=PATH", action="append", default=[], help="the interpreter of a framework to compare"
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw the comparison (needs matplotlib)")
+    parser.add_argument("--plot", metavar="FILE", help="draw the comparison, or dispatch (needs matplotlib)")
     options = parser.parse_args()
     if options.turns < 1:
         parser.error("--turns is a positive number")
     if options.compare:
         _compare(parser, options)
         return
-    results = run(_measure(options.suite or list(_SUITES), options.turns))
-    print(as_json(results) if options.json else table(results))
+    suites = options.suite or list(_SUITES)
+    if options.plot and "dispatch" not in suites:
+        parser.error("--plot draws a comparison, or the suite dispatch")
+    bench = run(_measure(suites, options.turns))
+    print(as_json(bench.results) if options.json else table(bench.results))
+    if options.plot:
+        dispatch.plot(bench.curves, options.plot)
 
 
 if __name__ == "__main__":

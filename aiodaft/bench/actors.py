@@ -80,13 +80,6 @@ class Worker(Holder):
         return value + 1
 
     @method
-    async def loop(self, value: int, count: int) -> int:
-        """`step`, so often."""
-        for _ in range(count):
-            value += 1
-        return value
-
-    @method
     async def gather(self, values: list[int]) -> int:
         return sum(values)
 
@@ -99,6 +92,27 @@ class Worker(Holder):
     async def cpu(self) -> float:
         """Seconds of processor time of this process."""
         return time.process_time()
+
+
+class Device(Actor):
+    """Runs operations as an accelerator does: its processor has nothing to do meanwhile."""
+
+    @method
+    async def step(self, value: int) -> int:
+        return value + 1
+
+    @method
+    def run_op(self, value: int, seconds: float) -> int:
+        time.sleep(seconds)  # noqa: TID251 - on the actor's thread
+        return value
+
+    @method
+    def run_ops(self, seconds: float, count: int) -> float:
+        """Run operations in a loop; the seconds that each takes."""
+        start = time.perf_counter()
+        for _ in range(count):
+            time.sleep(seconds)  # noqa: TID251 - on the actor's thread
+        return (time.perf_counter() - start) / count
 
 
 class WithTorch(Actor):

@@ -1,15 +1,13 @@
 """Compiled graphs: against the same calls made one by one, and against bare floors.
 
-Calls made one by one go over a runtime of their own, with processes that took part in no graph. `OpByOp`, `Chained`
-and `Fused` are those of the Pathways paper (Barham et al. 2022, section 5.1): one small operation on each actor of a
-gang, again and again, awaited each time; as one graph; as a loop inside the actors.
+Calls made one by one go over a runtime of their own, with processes that took part in no graph.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -43,9 +41,6 @@ async def run(bench: Bench) -> None:
                     one_by_one, compiled = (partial(_repeat, way, repeats, in_flight) for way in (make(theirs), graph))
                     line = f"{name}, one by one / compiled{suffix}"
                     await bench.compare(line, one_by_one, compiled, "the compiled graph", budget)
-        for size in (1, 2, 4):
-            for length in (1, 4, 16, 128):
-                await _pathways(bench, ours[:size], length)
         async with graphs.compile(lambda x: ours[0].take(ours[0].on_loop(x))) as edges:
             once = partial(edges, payload(_EDGE))
             await once()
@@ -65,10 +60,6 @@ def _chain(actors: list[Worker], length: int) -> Dataflow:
 def _gang(actors: list[Worker], length: int) -> Dataflow:
     chains = [_chain([actor], length) for actor in actors]
     return lambda x: [chain(x) for chain in chains]
-
-
-def _fused(actors: list[Worker], length: int) -> Dataflow:
-    return lambda x: [actor.loop(x, length) for actor in actors]
 
 
 def _scatter(actors: list[Worker]) -> Dataflow:
@@ -119,20 +110,3 @@ async def _idle(bench: Bench, actor: Worker) -> None:
         after = await actor.cpu() + time.process_time()
         took = time.perf_counter() - start
     bench.add("processor time of an idle graph, both sides", (after - before) / took * 100, "%", "<= 2.0")
-
-
-async def _pathways(bench: Bench, members: list[Worker], length: int) -> None:
-    async def op_by_op() -> None:
-        for _ in range(length):
-            await asyncio.gather(*(member.step(1) for member in members))
-
-    async with graphs.compile(_gang(members, length)) as chained, graphs.compile(_fused(members, length)) as fused:
-        ways: dict[str, Callable[[], Awaitable[Any]]] = {
-            "OpByOp": op_by_op,
-            "Chained": lambda: _all(chained(1)),
-            "Fused": lambda: _all(fused(1)),
-        }
-        for name, start in ways.items():
-            await start()
-            seconds = await bench.median_of(partial(seconds_of_one, start, max(1, 32 // length)))
-            bench.add(f"{name}, {len(members)} actors, chain of {length}", length / seconds, "ops/s")

@@ -82,6 +82,8 @@ class Bench:
     def __init__(self, turns: int) -> None:
         self.turns = turns
         self.results: list[Result] = []
+        # What `--plot` draws; see `dispatch`.
+        self.curves: dict[str, list[tuple[float, float]]] = {}
 
     def add(self, name: str, value: float, unit: str, budget: str = "") -> None:
         """Add a result without a floor."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from clusters import cluster_of
 
-from aiodaft.bench import collectives, refs, reshard, scale, tracing, workflows
+from aiodaft.bench import collectives, dispatch, refs, reshard, scale, tracing, workflows
 from aiodaft.bench.compare import comparison
 from aiodaft.bench.floors import Copy, open_echo, run_python
 from aiodaft.bench.results import Bench, Result, as_json, in_turns, table
@@ -97,6 +97,29 @@ async def test_what_one_of_many_takes_is_compared_with_one_of_few() -> None:
 
 
 @pytest.mark.timeout(60)
+async def test_dispatch_is_compared_with_a_bare_echo_and_operations_grow_until_it_is_hidden() -> None:
+    bench = Bench(1)
+    await dispatch.run(bench, counts=[1], length=4, longest=30e-6)
+    ways = ["OpByOp, 1 actor", "Chained, 1 actor", "Fused, 1 actor"]
+    assert [(result.name, result.floor_name) for result in bench.results[:3]] == [
+        (way, "bare echo, awaited") for way in ways
+    ]
+    assert [result.name for result in bench.results[3:]] == [f"{way}: op that hides dispatch" for way in ways]
+    assert all(result.value > 0 for result in bench.results)
+    assert [*bench.curves] == ways
+    assert all(len(curve) == 1 and min(curve[0]) > 0 for curve in bench.curves.values())
+
+
+def test_what_hides_dispatch_is_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "dispatch.svg"
+    curves = {"OpByOp, 1 actor": [(1e-4, 0.4), (4e-3, 0.96)], "Fused, 2 actors": [(1e-4, 0.97)]}
+    # In a process of its own, because matplotlib keeps its fonts open.
+    code = f"from aiodaft.bench.dispatch import plot; plot({curves}, {str(file)!r})"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "MPLCONFIGDIR": str(tmp_path)}, check=True)
+    assert all(text in file.read_text() for text in (*curves, "duration of an operation"))
+
+
+@pytest.mark.timeout(60)
 def test_another_host_is_compared_with_bare_sockets_and_needs_a_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +141,12 @@ def test_an_unknown_suite_is_refused() -> None:
     ended = run_bench("dance")
     assert ended.returncode == 2
     assert b"calls" in ended.stderr
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    ended = run_bench("calls", "--plot", "calls.png")
+    assert ended.returncode == 2
+    assert b"--plot draws a comparison, or the suite dispatch" in ended.stderr
 
 
 def test_a_budget_is_about_the_ratio_or_else_the_value() -> None:

@@ -3,6 +3,7 @@
 import random
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -39,11 +40,17 @@ def layer(seed: int) -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
 
 
-def batches(size: int, steps: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches from the sources of Python's standard library."""
+@cache
+def text() -> Tensor:
+    """Sources of Python's standard library."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py"))
-    text = torch.tensor(list(b"".join(path.read_bytes() for path in sources)))
-    rng = random.Random(0)
+    return torch.tensor(list(b"".join(path.read_bytes() for path in sources)))
+
+
+def batches(size: int, steps: int | None = None, seed: int | str = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random batches of the text: bytes, and the byte that follows each."""
+    rng = random.Random(seed)
     for _ in range(STEPS if steps is None else steps):
-        rows = torch.stack([text[i : i + CONTEXT + 1] for i in rng.sample(range(len(text) - CONTEXT), size)])
+        starts = rng.sample(range(len(text()) - CONTEXT), size)
+        rows = torch.stack([text()[i : i + CONTEXT + 1] for i in starts])
         yield rows[:, :-1], rows[:, 1:]

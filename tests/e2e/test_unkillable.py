@@ -116,6 +116,7 @@ async def test_a_process_may_end_at_any_point_and_nothing_changes(
 
 
 @in_module_loop
+@pytest.mark.timeout(60)
 async def test_the_next_step_does_not_wait_for_a_checkpoint(
     rt: aiodaft.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ async def test_the_next_step_does_not_wait_for_a_checkpoint(
 
 
 @in_module_loop
+@pytest.mark.timeout(60)
 async def test_two_deaths_at_a_time_are_an_error_and_no_wrong_number(rt: aiodaft.Runtime) -> None:
     async with rt.scope() as scope:
         training = await start(scope, 3)

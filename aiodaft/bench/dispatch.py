@@ -104,8 +104,8 @@ async def _hide(bench: Bench, called: list[Device], captured: list[Device], long
         while seconds <= longest and not (curve and curve[-1][1] >= _SHARE):
             curve.append(await _share_of_local(bench, way, called, captured, seconds))
             seconds *= _LONGER
-        hidden = curve[-1][0] if curve[-1][1] >= _SHARE else float("inf")
-        bench.add(f"{name}: op that hides dispatch", hidden * 1e6, "us")
+        op, share = curve[-1]
+        bench.add(f"{name}: op that hides dispatch{'' if share >= _SHARE else ' is over'}", op * 1e6, "us")
 
 
 async def _share_of_local(
@@ -143,7 +143,7 @@ def plot(curves: Curves, file: str) -> None:
     }
     for name, curve in curves.items():
         way, actors = name.split(", ")
-        xs, ys = zip(*[(op * 1e6, share) for op, share in curve], strict=True)
+        xs, ys = zip(*[(op * 1e6, share) for op, share in sorted(curve)], strict=True)
         axes.plot(xs, ys, styles[way], color=colours[actors], marker=".", label=name)
     axes.axhline(_SHARE, color="black", linewidth=0.8)
     axes.set_xscale("log")

@@ -348,6 +348,23 @@ async def test_a_call_that_is_cancelled_has_not_taken_part(rt: aiodaft.Runtime) 
         assert await group.all(Keyer.do, "all_gather", "again", key="x") == [["again"] * 2] * 2
 
 
+async def test_after_a_call_that_is_cancelled_the_next_one_of_the_member_counts(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(3, Keyer)
+
+    async def until_open(count: int) -> None:
+        while sum(await group.all(Keyer.meetings)) != count:
+            await asyncio.sleep(0)
+
+    other = group[2].do("all_gather", "other", key="x")
+    await until_open(1)
+    cancelled, following = (group[1].do("all_gather", what, key="x") for what in ("cancelled", "following"))
+    await until_open(2)
+    cancelled.cancel()
+    await until_open(1)
+    last = group[0].do("all_gather", "last", key="x")
+    assert await last == await other == await following == ["last", "following", "other"]
+
+
 async def test_who_stops_waiting_has_taken_part(rt: aiodaft.Runtime) -> None:
     group = await rt.group(3, Keyer)
     for size in (10, 100_000):

@@ -141,6 +141,33 @@ def test_who_withdraws_leaves_the_others_and_their_terms() -> None:
     assert len(group.table) == 0
 
 
+def test_what_a_member_came_to_after_what_it_withdraws_counts_one_earlier() -> None:
+    group = Group(3)
+    for rank in (1, 1, 1, 2):
+        assert group.come(rank) == []
+    assert len(group.table) == 3
+    assert group.table.withdraw("x", 1, group.tickets["1.1"]) == []
+    assert len(group.table) == 2
+    assert told(group.come(0)) == [(["0.1", "1.2", "2.1"], "")]
+    assert group.come(0) == group.table.withdraw("x", 0, group.tickets["0.2"]) == group.come(2) == []
+    assert told(group.come(0)) == [(["0.3", "1.3", "2.2"], "")]
+    assert len(group.table) == 0
+
+
+def test_what_comes_one_earlier_may_be_the_last_or_disagree() -> None:
+    for op, why in (("sum", ""), ("max", "meeting x: the members disagree: rank 1 has op sum, rank 0 has op max")):
+        group = Group(3)
+        for rank, its_op in ((0, "sum"), (0, op), (1, "sum")):
+            assert group.come(rank, terms={"op": its_op}) == []
+        if not why:
+            assert group.table.withdraw("x", 0, group.tickets["0.1"]) == []
+            assert told(group.come(2, terms={"op": "sum"})) == [(["0.2", "1.1", "2.1"], "")]
+        else:
+            assert told(group.table.withdraw("x", 0, group.tickets["0.1"])) == [(["0.2", "1.1"], why)]
+            assert told(group.come(2)) == [(["2.1"], why)]
+        assert len(group.table) == 0
+
+
 @pytest.mark.parametrize("has_come", [False, True])
 def test_the_loss_of_a_member_ends_what_is_open(has_come: bool) -> None:
     group = Group(3)

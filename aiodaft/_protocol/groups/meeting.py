@@ -122,13 +122,19 @@ class Meetings(Generic[T]):
         self._tidy(name)
         return outcomes
 
-    def withdraw(self, name: Hashable, rank: int, ticket: T) -> None:
-        """A member that waits has not come; nothing if the meeting is over."""
-        for meeting in self._meetings.get(name, ()):
-            if rank in meeting.waiting and meeting.waiting[rank][1] is ticket:
-                del meeting.waiting[rank]
-                meeting.done.remove(rank)
+    def withdraw(self, name: Hashable, rank: int, ticket: T) -> list[Outcome[T]]:
+        """A member that waits has not come; nothing if the meeting is over.
+
+        What it has come to since by this name counts one earlier. Returns what is decided by that.
+        """
+        waits = [meeting for meeting in self._meetings.get(name, ()) if rank in meeting.waiting]
+        while waits and waits[0].waiting[rank][1] is not ticket:
+            del waits[0]
+        taken = [meeting.waiting.pop(rank) for meeting in waits]
+        for meeting in waits:
+            meeting.done.remove(rank)
         self._tidy(name)
+        return [outcome for later in taken[1:] for outcome in self.come(*later)]
 
     def expire(self, name: Hashable, rank: int, ticket: T, seconds: float) -> list[Outcome[T]]:
         """A member has waited for so many seconds, and waits no longer."""

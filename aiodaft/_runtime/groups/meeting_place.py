@@ -82,7 +82,8 @@ class MeetingPlace:
         try:
             return await ticket.told
         except asyncio.CancelledError:
-            self._table.withdraw(coming.name, coming.rank, ticket)
+            # Who has come to the same meeting has the same terms.
+            self._tell(self._table.withdraw(coming.name, coming.rank, ticket), conclude)
             raise
         finally:
             if timer is not None:

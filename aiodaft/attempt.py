@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aiodaft._runtime.actors.inbound_call import current_call
+from aiodaft._runtime.actors.hosted_actor import current_call
 
 __all__ = ["current_attempt"]
 

@@ -17,8 +17,7 @@ from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import AGENT, FIRST_USER_ACTOR, ActorId, CallId, PeerId, incarnation, node_of
 from aiodaft._runtime.actors.enlisted import Enlisted
 from aiodaft._runtime.actors.fence import Fence
-from aiodaft._runtime.actors.hosted_actor import Host, HostedActor
-from aiodaft._runtime.actors.inbound_call import InboundCall, current_call
+from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks

@@ -23,7 +23,7 @@ from aiodaft._protocol.channels.channel_table import ChannelTable
 from aiodaft._protocol.connections.messages import WANT_NOTHING
 from aiodaft._protocol.ids import CHANNELS, CallId, PeerId
 from aiodaft._protocol.objects.value import HERE
-from aiodaft._runtime.actors.inbound_call import current_call
+from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.calls.call import Caller, Request, Target, TellState
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue

@@ -25,7 +25,7 @@ from aiodaft._protocol.ids import (
     node_of,
 )
 from aiodaft._protocol.node.liveness import Patience
-from aiodaft._runtime.actors.inbound_call import current_call
+from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.calls.call import Target
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.coordination.coordinator import Coordinator

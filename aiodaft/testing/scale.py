@@ -17,8 +17,7 @@ from typing import Final
 from unittest.mock import patch
 
 from aiodaft._protocol.ids import COORDINATOR, NODE
-from aiodaft._runtime.actors.hosted_actor import HostedActor
-from aiodaft._runtime.actors.inbound_call import InboundCall
+from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.peer import Peer
 from aiodaft.actor import Actor
 from aiodaft.placement import Placement

@@ -12,8 +12,7 @@ from rooms import THERE, Bench, turns
 
 from aiodaft import Actor, method
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, ActorId, incarnation
-from aiodaft._runtime.actors.hosted_actor import Host
-from aiodaft._runtime.actors.inbound_call import current_call
+from aiodaft._runtime.actors.hosted_actor import Host, current_call
 from aiodaft._runtime.agent import Agent
 from aiodaft._runtime.connections.ring_poller import RingPoller
 from aiodaft.exceptions import ActorDied

@@ -22,7 +22,7 @@ from aiodaft._protocol.connections.codec import FrameDecoder
 from aiodaft._protocol.connections.messages import OLDEST_WIRE_VERSION, WIRE_VERSION, Message
 from aiodaft._protocol.connections.session import Session
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.actors.inbound_call import current_call
+from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.process import ProcessOptions, closed, opened

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from aiodaft._runtime.actors.inbound_call import InboundCall, current_call
+from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.process import Process
 
 T = TypeVar("T")

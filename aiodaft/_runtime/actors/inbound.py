@@ -10,8 +10,7 @@ from aiodaft._protocol.connections.messages import WANT_NOTHING, WANT_REPLY, WAN
 from aiodaft._protocol.ids import ActorId, CallId, PeerId, number_of
 from aiodaft._protocol.objects.stream import CREDIT_WINDOW
 from aiodaft._runtime.actors.arguments import Arguments
-from aiodaft._runtime.actors.hosted_actor import Host, HostedActor
-from aiodaft._runtime.actors.inbound_call import InboundCall
+from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall
 from aiodaft._runtime.actors.responders import LocalResponder, RemoteResponder
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import ReceivedValue

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 from aiodaft._protocol.calls.call import ANSWER
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._runtime.actors.inbound_call import InboundCall
+from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.connection import Connection
 from aiodaft._runtime.objects.received import Plain, ReceivedValue
 from aiodaft._runtime.objects.ref_table import RefTable

@@ -11,8 +11,8 @@ from aiodaft._protocol.calls.order import Entry, Order
 from aiodaft._protocol.connections import messages as m
 from aiodaft._protocol.connections.messages import CALL, TELL, WANT_NOTHING, WANT_REPLY, Message
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
+from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.actors.inbound import Inbound
-from aiodaft._runtime.actors.inbound_call import InboundCall, current_call
 from aiodaft._runtime.calls.backlog import Backlog
 from aiodaft._runtime.calls.call import Caller, CallState, Request, TellState
 from aiodaft._runtime.calls.with_refs import submit_with_refs

@@ -14,8 +14,7 @@ from typing import Final, Protocol
 
 from aiodaft._protocol.diagnostics.deadlock import CallAt, Search, Waiting
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.actors.hosted_actor import HostedActor
-from aiodaft._runtime.actors.inbound_call import InboundCall
+from aiodaft._runtime.actors.hosted_actor import HostedActor, InboundCall
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph
 from aiodaft._runtime.platform.tasks import logger
 from aiodaft.exceptions import DaftError, DeadlockDetected, WaitingCall

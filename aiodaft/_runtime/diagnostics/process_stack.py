@@ -11,7 +11,7 @@ from typing import Any
 
 from aiodaft._protocol.calls.call import FETCHING
 from aiodaft._protocol.ids import FIRST_USER_ACTOR
-from aiodaft._runtime.actors.inbound_call import InboundCall
+from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.diagnostics.await_chains import Frames, frames_of, is_ours, stack_of, users_line, wait_of_task
 from aiodaft._runtime.diagnostics.wait_graph import WaitGraph, frames_on_thread
 from aiodaft._runtime.objects.ref_state import state_of

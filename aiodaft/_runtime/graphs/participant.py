@@ -28,7 +28,7 @@ from aiodaft._protocol.diagnostics.deadlock import CallAt
 from aiodaft._protocol.graphs.plan import Report, SubPlan
 from aiodaft._protocol.graphs.run import Needs, Share
 from aiodaft._protocol.ids import CallId, PeerId
-from aiodaft._runtime.actors.inbound_call import InboundCall
+from aiodaft._runtime.actors.hosted_actor import InboundCall
 from aiodaft._runtime.connections.route import Route
 from aiodaft._runtime.graphs.captured_call import Arguments
 from aiodaft._runtime.graphs.context import GraphContext

@@ -15,7 +15,7 @@ from aiodaft._protocol.calls.following import NOWHERE
 from aiodaft._protocol.groups.collective import Cut, Plan, Step, Work, runs_on_loop
 from aiodaft._protocol.ids import COLLECTIVES, PeerId, can_share_memory
 from aiodaft._protocol.objects.value import PENDING
-from aiodaft._runtime.actors.inbound_call import current_call
+from aiodaft._runtime.actors.hosted_actor import current_call
 from aiodaft._runtime.calls.beside import TargetBeside
 from aiodaft._runtime.calls.call import Caller, CallState, Target
 from aiodaft._runtime.calls.following import FollowingTarget

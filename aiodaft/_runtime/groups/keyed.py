@@ -22,7 +22,7 @@ from aiodaft._protocol.groups.meeting import Coming
 from aiodaft._protocol.groups.roster import Roster
 from aiodaft._protocol.ids import KEYED, ActorId, CallId, PeerId
 from aiodaft._runtime.actors.enlisted import Enlisted, Standing
-from aiodaft._runtime.actors.inbound_call import InboundCall, current_call
+from aiodaft._runtime.actors.hosted_actor import InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.calls.following import FollowingTarget, followed
 from aiodaft._runtime.graphs.captured_call import Opaque

@@ -15,8 +15,7 @@ from typing import Final
 
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, CallId, PeerId
 from aiodaft._protocol.node.liveness import Answer, LastHeartbeat, Liveness, Order, Patience
-from aiodaft._runtime.actors.hosted_actor import Host
-from aiodaft._runtime.actors.inbound_call import InboundCall
+from aiodaft._runtime.actors.hosted_actor import Host, InboundCall
 from aiodaft._runtime.diagnostics.wait_graph import on_loop
 
 _QUESTION: Final = b"?"

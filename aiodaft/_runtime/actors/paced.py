@@ -1,0 +1,28 @@
+"""A stream gives as many items as its consumer has room for."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Paced:
+    """A call that gives items, paced by its consumer."""
+
+    # The number of items that the consumer still takes.
+    credit = 0
+    _credit_wanted: asyncio.Event | None = None
+
+    def add_credit(self, count: int) -> None:
+        """The consumer of the stream takes `count` more items."""
+        self.credit += count
+        if self._credit_wanted is not None:
+            self._credit_wanted.set()
+
+    async def wait_credit(self) -> None:
+        """Wait until the consumer takes another item, and use up one credit."""
+        while self.credit <= 0:
+            if self._credit_wanted is None:
+                self._credit_wanted = asyncio.Event()
+            self._credit_wanted.clear()
+            await self._credit_wanted.wait()
+        self.credit -= 1

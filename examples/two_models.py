@@ -94,10 +94,10 @@ def step_of(front: Front, back: Back, mode: str) -> Callable[[Tensor, Tensor], a
         gradient = back.learn(front.forward(x), y)
         return front.backward(gradient)
 
-    return aiodaft.compile(step) if mode == "compiled" else step
+    return aiodaft.compile(step, timed=True) if mode == "compiled" else step
 
 
-async def main(mode: str) -> None:
+async def main(mode: str, picture: str | None) -> None:
     whole = make_half(0)[0], make_half(1)[0]
     expected = train_in_one(*whole)
     print(f"one process:    loss {expected[0]:.4f} -> {expected[-1]:.4f}")
@@ -107,6 +107,9 @@ async def main(mode: str) -> None:
             step(x, y)
         losses = await back.loss_history()
         print(f"two processes:  loss {losses[0]:.4f} -> {losses[-1]:.4f}, {mode}")
+        if isinstance(step, aiodaft.Graph) and picture:
+            await step.times()
+            step.draw(picture)
         traffic = rt.traffic()
         print(f"the controller: {traffic.payload} payload bytes, {traffic.control // STEPS} bytes of messages a step")
         x, y = next(batches())
@@ -123,4 +126,8 @@ async def main(mode: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=["eager", "compiled"], default="eager")
-    aiodaft.run(main(parser.parse_args().mode))
+    parser.add_argument("--draw", metavar="FILE", help="with --mode compiled: draw the graph and its last run, as SVG")
+    options = parser.parse_args()
+    if options.draw and options.mode == "eager":
+        parser.error("--draw needs --mode compiled")
+    aiodaft.run(main(options.mode, options.draw))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from run_example import run_example
@@ -34,8 +35,9 @@ def test_agents_work_together_with_no_one_in_charge() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("options", [(), ("--mode", "compiled")], ids=["eager", "compiled"])
-def test_two_models_equal_one_and_nothing_passes_the_controller(options: tuple[str, ...]) -> None:
-    output = run_example("two_models.py", *options)
+def test_two_models_equal_one_and_nothing_passes_the_controller(options: tuple[str, ...], tmp_path: Path) -> None:
+    picture = tmp_path / "graph.svg"
+    output = run_example("two_models.py", *options, *(["--draw", str(picture)] if options else []))
     assert "the controller: 0 payload bytes" in output
     assert "are equal, bit for bit" in output
     # Less than one activation or gradient, of which each has more than 64 KiB.
@@ -45,6 +47,8 @@ def test_two_models_equal_one_and_nothing_passes_the_controller(options: tuple[s
     assert "ValueError: Expected input batch_size" in output
     assert "needed by Front.backward of Front-1, which did not run" in output
     assert ("a step of a graph, captured at" in output) == (options != ())
+    if options:
+        assert picture.read_text().count("float32[") >= 2
     # The callee's frames of the runtime are left out.
     assert "hosted_actor.py" not in output
 

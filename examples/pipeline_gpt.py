@@ -63,7 +63,15 @@ def train_in_one(
     return losses
 
 
-async def main(name: str, ranks: int, microbatches: int, dp: int, skips: list[tuple[int, int]], compiled: bool) -> None:
+async def main(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    dp: int,
+    skips: list[tuple[int, int]],
+    compiled: bool,
+    picture: str | None,
+) -> None:
     schedule = schedule_of(name, ranks, microbatches, skips)
     timeline = pipeline.simulate(schedule)
     of = 1 + max(task.stage for tasks in schedule for task in tasks)
@@ -72,8 +80,11 @@ async def main(name: str, ranks: int, microbatches: int, dp: int, skips: list[tu
         stages = [sorted({task.stage for task in tasks}) for tasks in schedule]
         groups = [await rt.group(dp, Rank, mine, of, microbatches, split) for mine in stages]
         eager = functools.partial(step, schedule, groups)
-        run = aiodaft.compile(eager) if compiled else eager
+        run = aiodaft.compile(eager, timed=True) if compiled else eager
         losses = [sum([await loss for loss in run(batch)]) for batch in batches(2 * microbatches * dp)]
+        if isinstance(run, aiodaft.Graph) and picture:
+            await run.times()
+            run.draw(picture)
         parameters = [await rank.parameters() for group in groups for rank in group]
     whole = [Stage(stage, of) for stage in range(of)]
     expected = train_in_one(whole, microbatches, dp, skips)
@@ -93,6 +104,10 @@ if __name__ == "__main__":
     parser.add_argument("--dp", type=int, default=1, help="replicas of each rank")
     parser.add_argument("--skip", nargs="*", default=[], metavar="STAGE:MICROBATCH", help="what skips which stage")
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--draw", metavar="FILE", help="with --compiled: draw the graph and its last run, as SVG")
     options = parser.parse_args()
+    if options.draw and not options.compiled:
+        parser.error("--draw needs --compiled")
     skips = [(int(stage), int(microbatch)) for stage, microbatch in (skip.split(":") for skip in options.skip)]
-    aiodaft.run(main(options.schedule, options.ranks, options.microbatches, options.dp, skips, options.compiled))
+    shape = options.schedule, options.ranks, options.microbatches, options.dp
+    aiodaft.run(main(*shape, skips, options.compiled, options.draw))

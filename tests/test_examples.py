@@ -91,12 +91,17 @@ def test_send_and_recv_equal_calls_and_the_comparison_says_what_each_takes() -> 
     ],
     ids="-".join,
 )
-def test_a_pipeline_computes_what_one_process_computes(options: tuple[str, ...]) -> None:
+def test_a_pipeline_computes_what_one_process_computes(options: tuple[str, ...], tmp_path: Path) -> None:
     schedule, ranks, microbatches, *flags = options
+    picture = tmp_path / "graph.svg"
+    if "--compiled" in flags:
+        flags += ["--draw", str(picture)]
     output = run_example(
         "pipeline_gpt.py", "--schedule", schedule, "--ranks", ranks, "--microbatches", microbatches, *flags
     )
     assert "equal those of one process, bit for bit" in output
+    if "--compiled" in flags:
+        assert "Rank.weights" in picture.read_text()
 
 
 @pytest.mark.timeout(120)

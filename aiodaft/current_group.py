@@ -159,6 +159,8 @@ class CurrentGroup(MemberCollectives, Generic[ActorT]):
         Raises:
             ActorDied: Another member died or was stopped, and an operation failed because of that.
             TimeoutError: Members did not come; the error names their ranks.
+            CallCancelled: The call of another member, of the same call of the group, failed before it came.
+            GroupChanged: Another member was restarted before all had come.
             RuntimeError: Another member left by an error, and an operation failed because of that. This is an `async
                 def` method, or the process has a process group.
             ValueError: There is no such interface, or one is needed.

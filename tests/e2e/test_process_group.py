@@ -110,6 +110,11 @@ async def test_the_error_of_one_reaches_the_others_and_who_does_not_come_is_name
         for error in await failures(aiodaft.Refs(ranks[rank].come(0.3) for rank in come)):
             assert isinstance(error, TimeoutError)
             assert missing in str(error)
+    errors = await failures(ranks.each(Rank.sum_unless, [False, False, True, False]))
+    assert isinstance(errors[2], ValueError)
+    for rank in (0, 1, 3):
+        assert isinstance(errors[rank], aiodaft.CallCancelled)
+        assert re.search(r"sum_unless of Rank-\d+\[2\] failed: ValueError: a bad batch", str(errors[rank]))
     # Nothing of it is left.
     assert await ranks.all(Rank.gatherings) == [0] * 4
     assert await ranks.all(Rank.sum_ranks) == [6.0] * 4

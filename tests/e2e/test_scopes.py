@@ -274,7 +274,8 @@ def test_completion_shows_what_is_for_users() -> None:
     rt = aiodaft.Runtime()
     of_scopes = {"group", "host", "host_group", "info", "kill", "mesh", "on", "rebind", "scope", "spawn", "stop"}
     of_scopes |= {"stop_group", "stop_mesh"}
-    of_runtimes = {"aclose", "lookup", "name", "names", "nodes", "put", "resources", "ship", "stack", "traffic"}
+    of_runtimes = {"aclose", "lookup", "name", "names", "nodes", "put", "resources", "ship", "stack"}
+    of_runtimes |= {"trace", "traffic"}
     assert set(dir(Scope(rt))) == of_scopes
     assert set(dir(rt)) == of_scopes | of_runtimes
     assert all(getattr(rt, name).__doc__ for name in dir(rt))

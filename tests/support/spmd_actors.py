@@ -95,6 +95,13 @@ class Rank(aiodaft.Actor):
             return total.item()
 
     @aiodaft.method
+    def sum_unless(self, fails: bool) -> float:
+        """Fail before it comes to the block."""
+        if fails:
+            raise ValueError("a bad batch")
+        return self.sum_ranks()
+
+    @aiodaft.method
     def variables(self) -> tuple[dict[str, str], dict[str, str], bool]:
         """Those of torchrun, in the block and after it, and whether there is a process group then."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")

@@ -10,8 +10,8 @@ values go from member to member.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Generator, Hashable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
@@ -178,6 +178,8 @@ class Keyed(Actor):
         enlisted.on_forgotten.append(self._forgotten)
         # By the actor where they meet, the group and the epoch; with the axes by which it is a part.
         self._places: dict[tuple[ActorId, str, int], tuple[MeetingPlace, Along]] = {}
+        # What else ends with a call that takes part in nothing any more.
+        self._ends: dict[InboundCall, Callable[[str], object]] = {}
         # By the state of the call of `take_part`, until that is over.
         self._open: dict[Any, _Taking] = {}
         # Set when an actor of this process is gone, for members that have asked.
@@ -213,12 +215,25 @@ class Keyed(Actor):
             why: Why it takes part in nothing any more. None: because it has ended.
         """
         call.apart = why
+        if why is not None and call in self._ends:
+            self._ends[call](why)
         for state, taking in list(self._open.items()):
             if taking.call is call:
                 taking.withdrawn = why or f"{call.label} of {call.hosted.name} ended before all had come"
                 # The call itself fails.
                 taking.outcome.mark_seen()
                 state.cancel(taking.withdrawn)
+
+    @contextmanager
+    def ending(self, call: InboundCall, end: Callable[[str], object]) -> Generator[None]:
+        """In the block, `end` is called with the reason if the call takes part in nothing any more."""
+        self._ends[call] = end
+        try:
+            if call.apart is not None:
+                self._process.call_soon(partial(end, call.apart))
+            yield
+        finally:
+            del self._ends[call]
 
     @method(ordered=False)
     async def beside_failed(self, number: int, why: str) -> None:

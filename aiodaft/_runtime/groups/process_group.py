@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from aiodaft._protocol.groups.block import Left, Others, torchrun_variables
 from aiodaft._protocol.ids import ActorId, PeerId, can_share_memory
 from aiodaft._runtime.actors.blocking import block_on
-from aiodaft._runtime.actors.hosted_actor import HostedActor
+from aiodaft._runtime.actors.hosted_actor import HostedActor, current_call
 from aiodaft._runtime.calls.call import Caller, Target
 from aiodaft._runtime.groups.blocks import NO_BLOCK, Begun, Blocks, blocks_of
+from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.meeting_place import place_of
 from aiodaft._runtime.groups.torch_sockets import TorchSockets
 from aiodaft._runtime.objects.ref_state import state_of
-from aiodaft.exceptions import DaftError
+from aiodaft.exceptions import CallCancelled, DaftError
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class Membership:
         self._places: Sequence[Place] = ()
         self._watching: list[asyncio.Task[None]] = []
         self._waiting: asyncio.Task[Any] | None = None
+        # Why the others will not come.
+        self._given_up: CallCancelled | None = None
         self._breaking: asyncio.Task[None] | None = None
         self._block = NO_BLOCK
         # Called once when a member is lost.
@@ -130,18 +133,24 @@ class Membership:
 
     async def _wait(self, waiting: Coroutine[Any, Any, Begun]) -> Begun:
         """Wait for the others; a member that is lost ends it."""
-        if self.others.lost is not None:
+        if (error := self.others.lost or self._given_up) is not None:
             waiting.close()
-            raise self.others.lost
+            raise error
         self._waiting = asyncio.current_task()
         try:
             return await waiting
         except asyncio.CancelledError:
-            if self.others.lost is None:
+            if (error := self.others.lost or self._given_up) is None:
                 raise
-            raise self.others.lost from None
+            raise error from None
         finally:
             self._waiting = None
+
+    def give_up(self, why: str) -> None:
+        """Do not wait for the others, if not all have come."""
+        self._given_up = CallCancelled(f"process_group() of {self.name}: {why}")
+        if self._waiting is not None:
+            self._waiting.cancel()
 
     async def _gather(self, address: str, patience: float) -> Begun:
         actor, epoch = self._place
@@ -235,6 +244,9 @@ def process_group(
     inside = False
     with ExitStack() as stack:
         stack.callback(process.call_soon, me.end)
+        call = current_call.get()
+        if call is not None:
+            stack.enter_context(process.part(Keyed).ending(call, me.give_up))
         try:
             store = _open_store(me, interface, patience, what)
             processes = [member.remote for member in me.members]

@@ -200,8 +200,9 @@ class Graph(Generic[P, Out]):
         """Write a picture of the graph, an SVG file: a lane for each actor, its calls from top to bottom, and arrows.
 
         An arrow is a value that goes to another process; a dashed one stays in its process. A box is a call, with the
-        type of its result. Calls of one method in a row, each of which takes only the result of the one before, are one
-        box, and of more than 80 rows only the first 48 and the last 24 are shown. Takes time linear in the calls.
+        type of its result. Steps of collectives are in the lane of the actor in whose process they run. Calls of one
+        method in a row, each of which takes only the result of the one before, are one box, and of more than 80 rows
+        only the first 48 and the last 24 are shown. Takes time linear in the calls.
 
         Raises:
             OSError: The file cannot be written.

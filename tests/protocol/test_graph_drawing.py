@@ -45,6 +45,15 @@ def chain(length: int, actors: int) -> Dataflow[None]:
     return Dataflow(1, tuple(step(keys[index % actors], index) for index in range(length)), (length,))
 
 
+def test_what_the_runtime_does_in_the_process_of_one_actor_is_drawn_in_its_lane() -> None:
+    system, other = actor(0, number=3), actor(1, number=17)
+    layout = lay_out(Dataflow(1, (step(system, 0), step(A, 1), step(B, 2), step(actor(1, number=3), 3)), (4,)), {})
+    assert [lane.name for lane in layout.lanes[1:]] == [step(A).name, step(B).name]
+    # Of two actors, neither is meant.
+    layout = lay_out(Dataflow(1, (step(B, 0), step(other, 1), step(actor(1, number=3), 2)), (3,)), {})
+    assert len(layout.lanes) == 4
+
+
 @given(flow=flows())
 @settings(max_examples=100, deadline=None)
 def test_every_step_is_drawn_in_the_lane_of_its_actor_below_what_it_needs(flow: Dataflow[None]) -> None:

@@ -277,6 +277,16 @@ class Agent(Actor):
     async def uninstall(self, number: int) -> None:
         self._graphs.uninstall(serving().caller, number)
 
+    @method(ordered=False)
+    async def step_failed(self, number: int, run: int, why: str) -> None:
+        """A step of a graph of this process has failed."""
+        self._graphs.step_failed(number, run, why)
+
+    @method(ordered=False)
+    async def run_failed(self, number: int, run: int, why: str) -> None:
+        """A step of a run of a graph of the calling process has failed, in some process."""
+        self._graphs.run_failed(serving().caller, number, run, why)
+
     @method
     async def graph_notes(self, number: int) -> dict[int, ValueNote]:
         return self._graphs.notes(serving().caller, number)

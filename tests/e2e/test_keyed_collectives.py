@@ -16,7 +16,7 @@ from supervised import AT_ONCE
 from torch import Tensor
 
 import aiodaft
-from aiodaft import ActorDied, GroupChanged, Restart
+from aiodaft import ActorDied, CallCancelled, GroupChanged, Restart
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -325,6 +325,22 @@ async def test_when_a_member_fails_the_others_of_that_call_do_not_wait_for_it(rt
             assert isinstance(error, ValueError) or f"[{rank}] failed: ValueError: a bad batch" in str(error)
         # Nobody is one call behind the others.
         assert await group.all(Keyer.gather_unless, "") == [[""] * 6] * 3
+    assert await group.all(Keyer.meetings) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("fails", ["before", "between"])
+async def test_when_a_step_of_a_graph_fails_the_others_do_not_wait_for_it(rt: aiodaft.Runtime, fails: str) -> None:
+    group = await rt.group(3, Keyer)
+
+    def gather(a: Any, b: Any, c: Any) -> Any:
+        return group[0].count(*group.each(Keyer.gather_unless, [a, b, c]))
+
+    async with aiodaft.compile(gather) as graph:
+        for rank in range(3):
+            with pytest.raises((ValueError, CallCancelled)) as info:
+                await graph(*(fails if rank == other else "" for other in range(3)))
+            assert "ValueError: a bad batch" in f"{info.type.__name__}: {info.value}"
+            assert await graph("", "", "") == 3
     assert await group.all(Keyer.meetings) == [0, 0, 0]
 
 

@@ -67,6 +67,10 @@ class Keyer(Actor):
         return [*await early, *await self.group.all_gather(fails, key="late")]
 
     @method
+    async def count(self, *values: Any) -> int:
+        return len(values)
+
+    @method
     def gather_in_thread_unless(self, fails: str) -> list[str]:
         if fails:
             raise ValueError("a bad batch")

@@ -88,7 +88,7 @@ class InboundCall(Life, Paced):
     # Between two steps of a graph: the segment whose values it waits for.
     waits_at: int | None = None
     # Why it takes part in nothing with other members of its group any more.
-    apart: str | None = None
+    apart: DaftError | None = None
     _pullers: list[Callable[[Place], object]] | None = None
     _token: list[None] | None = None
 
@@ -167,7 +167,7 @@ class Host:
         # Called with an actor that has waiting calls.
         self.suspect: Callable[[HostedActor], object] = lambda hosted: None
         # Called with a begun call that is cancelled, and why, or with one that has failed, and None.
-        self.on_undone: Callable[[InboundCall, str | None], object] = lambda call, why: None
+        self.on_undone: Callable[[InboundCall, DaftError | None], object] = lambda call, why: None
         # Called when a method raised SystemExit or KeyboardInterrupt.
         self.on_exit: Callable[[BaseException], object] = _refuse_exit
 
@@ -448,7 +448,7 @@ class HostedActor:
             # A method on the thread cannot be interrupted; its result is dropped.
             call.handle(CANCEL)
             self.abandoned.add(call)
-            self._host.on_undone(call, f"{call.label} of {self.name} was cancelled")
+            self.undone(call, CallCancelled(f"{call.label} of {self.name} was cancelled"))
             return True
         self._withdraw(call, waits=waits)
         return False
@@ -473,7 +473,7 @@ class HostedActor:
 
     def _failed(self, call: InboundCall, error: BaseException, ran: bool) -> None:
         """Fail a call with the error of its method or of the decoding of its arguments."""
-        self._host.on_undone(call, None)
+        self.undone(call, None)
         if self.is_late(call, error):
             self._fail_late(call, error)
             return
@@ -484,6 +484,10 @@ class HostedActor:
             # Errors of the runtime's own actors get no note; and they may say that nothing was done.
             where, executed = None, executed and getattr(error, "executed", None) is not False
         call.responder.fail(call, as_call_error(error, where), executed=executed)
+
+    def undone(self, call: InboundCall, why: DaftError | None) -> None:
+        """A begun call takes part in nothing any more, for this reason; None: it has failed."""
+        self._host.on_undone(call, why)
 
     def is_late(self, call: InboundCall, error: BaseException) -> bool:
         """Whether a call ended because of its deadline: the calls that it made have the same, and may fail first."""

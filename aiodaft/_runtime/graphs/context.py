@@ -18,8 +18,20 @@ from aiodaft._runtime.process import Process
 from aiodaft.exceptions import DaftError
 
 
+class Tell(Protocol):
+    """A method, as what needs no answer."""
+
+    def tell(self, number: int, run: int, why: str, /) -> None: ...
+
+
 class GraphAgent(Protocol):
     """The methods of a process's agent that serve graphs; see `Graphs`."""
+
+    @property
+    def step_failed(self) -> Tell: ...
+
+    @property
+    def run_failed(self) -> Tell: ...
 
     def install(self, number: int, plan: Opaque, /) -> Awaitable[None]: ...
 

@@ -319,6 +319,14 @@ class GraphOwner:
 
     # Failures and cancellation.
 
+    def step_failed(self, number: int, why: str) -> None:
+        """Tell the processes of a run, at its first error, that a step has failed."""
+        run = self._runs.all.get(number)
+        if run is not None and run.deployment is not None and not run.has_failed:
+            run.has_failed = True
+            for remote in run.deployment.plans:
+                self._context.agent_of(remote).run_failed.tell(run.deployment.number, number, why)
+
     def withdraw(self, run: OwnerRun) -> None:
         self._runs.withdraw(run)
         self._context.outgoing.order.leave(run)
@@ -445,6 +453,8 @@ class OwnerRun(OwnedRun):
     used: list[RefState] | None = None
     # All inputs travel in frames as they are.
     is_plain = False
+    # A step has raised an error.
+    has_failed = False
 
     def __init__(self, graph: GraphOwner, numbers: tuple[CallId, ...]) -> None:
         # Not by `super`: the fewer functions a run enters, the better.

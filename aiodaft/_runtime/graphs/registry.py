@@ -105,7 +105,20 @@ class Graphs:
         if run is not None:
             run.skip()
 
+    def run_failed(self, owner: PeerId, number: int, run: int, why: str) -> None:
+        """A step of a run has failed: the others take part in no collective any more."""
+        participant = self.participants.get((owner, number))
+        found = None if participant is None else participant.runs.get(run)
+        if found is not None:
+            found.note_failure(why)
+
     # As the owner.
+
+    def step_failed(self, number: int, run: int, why: str) -> None:
+        """Tell all processes of a run that one of its steps has failed."""
+        own = self.own.get(number)
+        if own is not None:
+            own.step_failed(run, why)
 
     def _report_came(self, route: Route, message: m.Message) -> None:
         _, graph, number, items = message

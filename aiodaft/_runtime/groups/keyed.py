@@ -32,7 +32,7 @@ from aiodaft._runtime.groups.meeting_place import MeetingPlace, place_of
 from aiodaft._runtime.objects.received import ReceivedValue
 from aiodaft._runtime.objects.ref_state import state_of
 from aiodaft._runtime.objects.store import Store
-from aiodaft._runtime.serialization.errors import add_note
+from aiodaft._runtime.serialization.errors import add_note, copy_error
 from aiodaft._runtime.serialization.small import encode_small
 from aiodaft.actor import Actor, target_of
 from aiodaft.exceptions import ActorDied, CallCancelled, DaftError, GroupChanged, SerializationError
@@ -121,7 +121,7 @@ class _Taking:
     # Whether its value exists.
     has_begun: bool = False
     # Why it was withdrawn.
-    withdrawn: str | None = None
+    withdrawn: DaftError | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Keyed(Actor):
         # By the actor where they meet, the group and the epoch; with the axes by which it is a part.
         self._places: dict[tuple[ActorId, str, int], tuple[MeetingPlace, Along]] = {}
         # What else ends with a call that takes part in nothing any more.
-        self._ends: dict[InboundCall, Callable[[str], object]] = {}
+        self._ends: dict[InboundCall, Callable[[DaftError], object]] = {}
         # By the state of the call of `take_part`, until that is over.
         self._open: dict[Any, _Taking] = {}
         # Set when an actor of this process is gone, for members that have asked.
@@ -191,7 +191,7 @@ class Keyed(Actor):
         """Take part; returns a ref of what the member gets, at once and in any thread."""
         call = current_call.get()
         if call is not None and call.apart is not None:
-            raise CallCancelled(f"{part.title}: {call.apart}", executed=False)
+            raise _apart(part.title, call.apart)
         target = Target(self._caller, self._process.id, KEYED, part.roster.id, None)
         taking = _Taking(part, call)
         result: Ref[Any] = target.call(_TAKE_PART.named(part.label), (Opaque(taking), value), {})
@@ -207,25 +207,26 @@ class Keyed(Actor):
             self.withdraw(call, call.apart)
         return outcome
 
-    def withdraw(self, call: InboundCall, why: str | None) -> None:
+    def withdraw(self, call: InboundCall, why: DaftError | None) -> None:
         """A call of a member fails: it has not taken part in what not all have come to.
 
         Args:
             call: The call.
             why: Why it takes part in nothing any more. None: because it has ended.
         """
-        call.apart = why
+        call.apart = why or call.apart
         if why is not None and call in self._ends:
             self._ends[call](why)
         for state, taking in list(self._open.items()):
             if taking.call is call:
-                taking.withdrawn = why or f"{call.label} of {call.hosted.name} ended before all had come"
+                ended = f"{call.label} of {call.hosted.name} ended before all had come"
+                taking.withdrawn = why or CallCancelled(ended)
                 # The call itself fails.
                 taking.outcome.mark_seen()
-                state.cancel(taking.withdrawn)
+                state.cancel(ended)
 
     @contextmanager
-    def ending(self, call: InboundCall, end: Callable[[str], object]) -> Generator[None]:
+    def ending(self, call: InboundCall, end: Callable[[DaftError], object]) -> Generator[None]:
         """In the block, `end` is called with the reason if the call takes part in nothing any more."""
         self._ends[call] = end
         try:
@@ -236,7 +237,7 @@ class Keyed(Actor):
             del self._ends[call]
 
     @method(ordered=False)
-    async def beside_failed(self, number: int, why: str) -> None:
+    async def beside_failed(self, number: int, why: DaftError) -> None:
         """Another call of the same call of a group has failed: this one takes part in no collective any more."""
         call = self._find_call(_own_call().caller, CallId(number))
         if call is not None:
@@ -258,7 +259,7 @@ class Keyed(Actor):
             return await result.content
         except Exception as error:
             if taking.withdrawn is not None:
-                raise CallCancelled(f"{taking.part.title}: {taking.withdrawn}") from None
+                raise _apart(taking.part.title, taking.withdrawn) from None
             if not taking.has_begun:
                 # The value was the result of a call that failed.
                 await self._excuse(taking.part, "value", error)
@@ -508,6 +509,13 @@ def _name_of(function: Callable[..., Any]) -> str:
     """The name of a function; of another callable, that of its class."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def _apart(title: str, why: DaftError) -> DaftError:
+    """The error of a collective in which a call does not take part any more."""
+    error = copy_error(why)
+    add_note(error, f"raised for {title}")
+    return error
 
 
 def _own_call() -> InboundCall:

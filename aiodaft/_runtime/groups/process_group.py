@@ -29,7 +29,8 @@ from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.groups.meeting_place import place_of
 from aiodaft._runtime.groups.torch_sockets import TorchSockets
 from aiodaft._runtime.objects.ref_state import state_of
-from aiodaft.exceptions import CallCancelled, DaftError
+from aiodaft._runtime.serialization.errors import add_note, copy_error
+from aiodaft.exceptions import DaftError
 from aiodaft.ref import Ref
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Membership:
         self._watching: list[asyncio.Task[None]] = []
         self._waiting: asyncio.Task[Any] | None = None
         # Why the others will not come.
-        self._given_up: CallCancelled | None = None
+        self._given_up: DaftError | None = None
         self._breaking: asyncio.Task[None] | None = None
         self._block = NO_BLOCK
         # Called once when a member is lost.
@@ -146,9 +147,10 @@ class Membership:
         finally:
             self._waiting = None
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: DaftError) -> None:
         """Do not wait for the others, if not all have come."""
-        self._given_up = CallCancelled(f"process_group() of {self.name}: {why}")
+        self._given_up = copy_error(why)
+        add_note(self._given_up, f"raised for process_group() of {self.name}")
         if self._waiting is not None:
             self._waiting.cancel()
 

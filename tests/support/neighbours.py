@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,7 +162,18 @@ class Neighbour(Bench):
         async def uninstall(number: int) -> None:
             graphs.uninstall(owner, number)
 
-        return SimpleNamespace(install=install, uninstall=uninstall)
+        def step_failed(number: int, run: int, why: str) -> None:
+            self.process.call_soon(partial(graphs.step_failed, number, run, why))
+
+        def run_failed(number: int, run: int, why: str) -> None:
+            self.process.call_soon(partial(graphs.run_failed, owner, number, run, why))
+
+        return SimpleNamespace(
+            install=install,
+            uninstall=uninstall,
+            step_failed=SimpleNamespace(tell=step_failed),
+            run_failed=SimpleNamespace(tell=run_failed),
+        )
 
     # As the sender of messages about channels.
 

@@ -30,7 +30,7 @@ from aiodaft._runtime.platform.linux import clock_id
 from aiodaft._runtime.serialization.errors import add_note
 from aiodaft._runtime.serialization.origin import Origin, check_origin
 from aiodaft.actor import Actor
-from aiodaft.exceptions import ActorDied, WaitingCall
+from aiodaft.exceptions import ActorDied, DaftError, WaitingCall
 from aiodaft.methods import PlainMethods, method, specs_of
 from aiodaft.ref import Ref
 from aiodaft.stack import ProcessStack
@@ -278,12 +278,12 @@ class Agent(Actor):
         self._graphs.uninstall(serving().caller, number)
 
     @method(ordered=False)
-    async def step_failed(self, number: int, run: int, why: str) -> None:
+    async def step_failed(self, number: int, run: int, why: DaftError) -> None:
         """A step of a graph of this process has failed."""
         self._graphs.step_failed(number, run, why)
 
     @method(ordered=False)
-    async def run_failed(self, number: int, run: int, why: str) -> None:
+    async def run_failed(self, number: int, run: int, why: DaftError) -> None:
         """A step of a run of a graph of the calling process has failed, in some process."""
         self._graphs.run_failed(serving().caller, number, run, why)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from collective_actors import longest, made
-from keyed_members import Keyer
+from keyed_members import Keyer, Unsaid
 from supervised import AT_ONCE
 from torch import Tensor
 
@@ -342,6 +342,16 @@ async def test_when_a_step_of_a_graph_fails_the_others_do_not_wait_for_it(rt: ai
             assert "ValueError: a bad batch" in f"{info.type.__name__}: {info.value}"
             assert await graph("", "", "") == 3
     assert await group.all(Keyer.meetings) == [0, 0, 0]
+
+
+async def test_an_error_whose_text_cannot_be_made_is_told_too(rt: aiodaft.Runtime) -> None:
+    group = await rt.group(2, Keyer)
+    with pytest.raises(ExceptionGroup, match="2 members failed"):
+        await group.each(Keyer.gather_unless, ["", "without a text"])
+    async with aiodaft.compile(lambda a, b: group[0].count(*group.each(Keyer.gather_unless, [a, b]))) as graph:
+        with pytest.raises((Unsaid, CallCancelled)):
+            await graph("", "without a text")
+        assert await graph("", "") == 2
 
 
 async def test_when_a_member_fails_the_threads_of_the_others_go_on(rt: aiodaft.Runtime) -> None:

@@ -27,6 +27,13 @@ from aiodaft._runtime.process import current_process
 Round = tuple[int, str, str]
 
 
+class Unsaid(Exception):
+    """An error without a text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 class Keyer(Actor):
     """Carries out what a test asks for."""
 
@@ -64,6 +71,8 @@ class Keyer(Actor):
         early = self.group.all_gather(fails, key="early")
         if fails == "between":
             raise ValueError("a bad batch")
+        if fails == "without a text":
+            raise Unsaid
         return [*await early, *await self.group.all_gather(fails, key="late")]
 
     @method

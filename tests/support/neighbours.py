@@ -25,7 +25,7 @@ from aiodaft._runtime.graphs.captured_call import Opaque
 from aiodaft._runtime.graphs.context import GraphContext
 from aiodaft._runtime.graphs.registry import Graphs
 from aiodaft._runtime.objects.objects import Objects
-from aiodaft.exceptions import PeerLost
+from aiodaft.exceptions import DaftError, PeerLost
 from aiodaft.methods import specs_of
 
 
@@ -162,10 +162,10 @@ class Neighbour(Bench):
         async def uninstall(number: int) -> None:
             graphs.uninstall(owner, number)
 
-        def step_failed(number: int, run: int, why: str) -> None:
+        def step_failed(number: int, run: int, why: DaftError) -> None:
             self.process.call_soon(partial(graphs.step_failed, number, run, why))
 
-        def run_failed(number: int, run: int, why: str) -> None:
+        def run_failed(number: int, run: int, why: DaftError) -> None:
             self.process.call_soon(partial(graphs.run_failed, owner, number, run, why))
 
         return SimpleNamespace(

@@ -21,7 +21,7 @@ from aiodaft.exceptions import DaftError
 class Tell(Protocol):
     """A method, as what needs no answer."""
 
-    def tell(self, number: int, run: int, why: str, /) -> None: ...
+    def tell(self, number: int, run: int, why: DaftError, /) -> None: ...
 
 
 class GraphAgent(Protocol):

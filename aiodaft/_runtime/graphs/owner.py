@@ -319,7 +319,7 @@ class GraphOwner:
 
     # Failures and cancellation.
 
-    def step_failed(self, number: int, why: str) -> None:
+    def step_failed(self, number: int, why: DaftError) -> None:
         """Tell the processes of a run, at its first error, that a step has failed."""
         run = self._runs.all.get(number)
         if run is not None and run.deployment is not None and not run.has_failed:

@@ -38,9 +38,9 @@ from aiodaft._runtime.objects.stored import StoredValue
 from aiodaft._runtime.platform.context import deadline_of
 from aiodaft._runtime.platform.wakeup import Wakeup
 from aiodaft._runtime.serialization.encoder import is_plain
-from aiodaft._runtime.serialization.errors import add_note, as_call_error, copy_error
+from aiodaft._runtime.serialization.errors import add_note, as_call_error, copy_error, failed_beside
 from aiodaft._runtime.serialization.small import Small
-from aiodaft.exceptions import ActorDied, CallCancelled, DaftError
+from aiodaft.exceptions import ActorDied, DaftError
 
 _NO_KWARGS: Final[dict[str, Any]] = {}
 
@@ -276,11 +276,11 @@ class ParticipantRun(Share[Flowing]):
         for index in self.expected_from(remote):
             self._take(index, GraphValue.of_error(copy_error(error), executed=error.executed), at_once=False)
 
-    def note_failure(self, why: str) -> None:
+    def note_failure(self, why: DaftError) -> None:
         """Another step of the run has failed, in some process."""
         for call in self.calls:
             if not call.answered:
-                call.hosted.undone(call, CallCancelled(why))
+                call.hosted.undone(call, why)
 
     def skip(self) -> None:
         """Cancel the strands: the owner needs no result any more."""
@@ -530,16 +530,16 @@ class StrandCall(InboundCall):
             raise
         if isinstance(error, InputFailed):
             return GraphValue.of_error(error.error, executed=False)
-        self._tell_others(f"{step.label} of {self.hosted.name} failed: {type(error).__name__}: {error}")
+        self._tell_others(failed_beside(self._named(step), error))
         caught = as_call_error(error, f"raised by {step.label} in {self.hosted.where}")
         add_note(caught, f"a step of a graph, captured at {step.line}")
         return GraphValue.of_error(caught, executed=executed)
 
-    def _tell_others(self, why: str) -> None:
+    def _tell_others(self, why: DaftError) -> None:
         """Tell the owner of an error, so that the other strands do not wait for this one in collectives."""
         participant = self.run.participant
         participant.context.process.call_soon(partial(self.hosted.undone, self, None))
-        participant.context.agent_of(participant.owner).step_failed.tell(participant.number, self.run.number, why[:500])
+        participant.context.agent_of(participant.owner).step_failed.tell(participant.number, self.run.number, why)
 
     # Results, on the loop.
 

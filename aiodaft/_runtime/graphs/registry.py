@@ -105,7 +105,7 @@ class Graphs:
         if run is not None:
             run.skip()
 
-    def run_failed(self, owner: PeerId, number: int, run: int, why: str) -> None:
+    def run_failed(self, owner: PeerId, number: int, run: int, why: DaftError) -> None:
         """A step of a run has failed: the others take part in no collective any more."""
         participant = self.participants.get((owner, number))
         found = None if participant is None else participant.runs.get(run)
@@ -114,7 +114,7 @@ class Graphs:
 
     # As the owner.
 
-    def step_failed(self, number: int, run: int, why: str) -> None:
+    def step_failed(self, number: int, run: int, why: DaftError) -> None:
         """Tell all processes of a run that one of its steps has failed."""
         own = self.own.get(number)
         if own is not None:

@@ -15,7 +15,8 @@ from aiodaft._runtime.calls.call import CallState
 from aiodaft._runtime.calls.following import FollowingTarget
 from aiodaft._runtime.groups.keyed import Keyed
 from aiodaft._runtime.objects.ref_state import state_of
-from aiodaft.exceptions import CallCancelled, OutcomeUnknown
+from aiodaft._runtime.serialization.errors import failed_beside
+from aiodaft.exceptions import OutcomeUnknown
 from aiodaft.ref import Ref
 
 
@@ -33,9 +34,8 @@ def _over(calls: list[weakref.ref[CallState]], state: CallState) -> None:
     if state.error is None or not calls:
         return
     others, error = [call() for call in calls], state.error
-    cancelled = CallCancelled(f"{state.origin} failed: {type(error).__name__}: {error}"[:500])
     # Deaths are told as they are.
-    why = error if isinstance(error, OutcomeUnknown) else cancelled
+    why = error if isinstance(error, OutcomeUnknown) else failed_beside(state.origin, error)
     # The first error is told.
     calls.clear()
     for other in others:
@@ -44,7 +44,7 @@ def _over(calls: list[weakref.ref[CallState]], state: CallState) -> None:
         target = other.target
         if isinstance(target, FollowingTarget) and target.is_down:
             # Its next incarnation would begin what the others have given up.
-            other.cancel(str(cancelled))
+            other.cancel(str(why))
         else:
             keyed: Keyed = target.caller.handle(other.producer, KEYED, f"keyed collectives of {other.producer}", Keyed)
             keyed.beside_failed.tell(other.number, why)

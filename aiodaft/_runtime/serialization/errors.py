@@ -21,6 +21,8 @@ _RUNTIME: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MAX_ENCODED: Final = 256 << 10
 _MAX_TEXT: Final = 16 << 10
 _MAX_MESSAGE: Final = 4 << 10
+# Of an error, in that of another call.
+_MAX_BESIDE: Final = 500
 # The message of the TypeError that `await 1` raises.
 _NOT_AWAITABLE: Final = re.compile(r"can't be (used in 'await' expression|awaited)")
 _OWN_CALL: Final = (
@@ -119,6 +121,11 @@ def unsent(error: BaseException) -> BaseException:
         # One error for all calls that wait for an actor that died too often.
         return error
     return copy_error(error).with_executed(False)
+
+
+def failed_beside(what: str, error: BaseException) -> CallCancelled:
+    """What those are told who would wait for a call that has raised an error. Never raises."""
+    return CallCancelled(f"{what} failed: {type(error).__name__}: {_message(error)}"[:_MAX_BESIDE])
 
 
 def needed_by(error: BaseException, consumer: str, source: str = "") -> BaseException:

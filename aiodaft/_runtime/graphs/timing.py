@@ -6,7 +6,8 @@ Others have no such object: their steps call the methods themselves.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 from aiodaft._protocol.graphs.layout import ValueNote
@@ -29,26 +30,27 @@ class StepTiming:
         """The method with a clock around it; a method that fails has made nothing."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            self._kind, self._size = "", None
-            try:
+            with self._clock():
                 result = fn(*args, **kwargs)
                 self._kind = kind_of(result)
-            finally:
-                self._seconds = time.perf_counter() - began
             return result
 
         async def timed_on_loop(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            self._kind, self._size = "", None
-            try:
+            with self._clock():
                 result = await fn(*args, **kwargs)
                 self._kind = kind_of(result)
-            finally:
-                self._seconds = time.perf_counter() - began
             return result
 
         return timed if on_thread else timed_on_loop
+
+    @contextmanager
+    def _clock(self) -> Generator[None]:
+        began = time.perf_counter()
+        self._kind, self._size = "", None
+        try:
+            yield
+        finally:
+            self._seconds = time.perf_counter() - began
 
     def stored(self, stored: StoredValue) -> None:
         """The result is encoded; a plain one never is."""

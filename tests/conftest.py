@@ -194,8 +194,11 @@ async def hasty_rt(nothing_left_behind: None) -> AsyncIterator[aiodaft.Runtime]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_runtime(request: pytest.FixtureRequest) -> AsyncIterator[aiodaft.Runtime]:
-    """A runtime for all tests of a module: an import of torch for each test would take minutes."""
-    preload = None if hasattr(request.module, "torch") else ()
+    """A runtime for all tests of a module: an import of torch for each test would take minutes.
+
+    Its processes begin with the modules that the test module names in PRELOAD.
+    """
+    preload = getattr(request.module, "PRELOAD", None if hasattr(request.module, "torch") else ())
     # Tests run next to each other, also where there are GPUs.
     async with aiodaft.Runtime(gpus=4, share_gpus=True, preload=preload) as runtime:
         # The first one starts the fork server, which stays.

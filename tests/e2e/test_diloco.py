@@ -9,15 +9,13 @@ import random
 import re
 import signal
 import threading
-from collections.abc import AsyncIterator
 from functools import reduce
 
+import diloco
 import pytest
-import pytest_asyncio
 import torch
-from actors import Echo
 from byte_gpt import Stage
-from diloco import PRELOAD, Training
+from diloco import Training
 from diloco_member import Member, Plan, adamw, batch_of, learn
 from run_example import run_example
 from torch import Tensor
@@ -25,6 +23,7 @@ from torch.nn.utils import parameters_to_vector
 
 import aiodaft
 
+PRELOAD = diloco.PRELOAD
 on_module_loop = pytest.mark.asyncio(loop_scope="module")
 
 PLANS = {
@@ -33,15 +32,6 @@ PLANS = {
     "overlapped": Plan(inner_steps=8, fragments=4, overlap=1, keep=0.5, batch=1),
 }
 SIZE = 4 * sum(parameter.numel() for parameter in Stage(0, 1).parameters())
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_runtime() -> AsyncIterator[aiodaft.Runtime]:
-    """One whose members begin with the modules that they use."""
-    async with aiodaft.Runtime(preload=PRELOAD) as runtime:
-        # The first one starts the fork server, which stays.
-        await runtime.stop(await runtime.spawn(Echo))
-        yield runtime
 
 
 @pytest.fixture

@@ -6,25 +6,16 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 from spmd_actors import Rank, batch, model, train
 
 import aiodaft
 
 # torch takes seconds to import.
+# Imported once; an optimizer of torch needs torch._dynamo.
+PRELOAD = ("spmd_actors", "torch.distributed.fsdp", "torch._dynamo")
 pytestmark = [pytest.mark.timeout(90), pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_runtime() -> AsyncIterator[aiodaft.Runtime]:
-    """Imports once what each member needs; an optimizer of torch needs torch._dynamo."""
-    async with aiodaft.Runtime(preload=("spmd_actors", "torch.distributed.fsdp", "torch._dynamo")) as runtime:
-        # The first one starts the fork server, which stays.
-        await runtime.stop(await runtime.spawn(Rank))
-        yield runtime
 
 
 def told(error: BaseException | None) -> str:

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import reduce
 from itertools import chain, repeat
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import torch
+import unkillable
 from byte_gpt import Stage, batches
 from mortal import LateRank, MortalRank, MortalReplica, StillbornRank, add, xor
 from pipeline_gpt import train_in_one
 from run_example import run_example
 from swarm import MICROBATCHES, STAGES, Swarm
 from swarm_replica import Replica
-from unkillable import PRELOAD, Training
+from unkillable import Training
 from unkillable_ranks import Rank, rows_of, state_of
 
 import aiodaft
 
+PRELOAD = unkillable.PRELOAD
 in_module_loop = pytest.mark.asyncio(loop_scope="module")
 
 RANKS = 3
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_runtime() -> AsyncIterator[aiodaft.Runtime]:
-    async with aiodaft.Runtime(preload=PRELOAD) as runtime:
-        # The first one starts the fork server, which stays.
-        await runtime.stop(await runtime.spawn(MortalRank))
-        yield runtime
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from aiodaft._protocol.diagnostics.amount import amount
 from aiodaft._protocol.diagnostics.trace import FAILED, FETCHED, RAN, SUBMITTED, UNFINISHED, Event, Key, ProcessTrace
 from aiodaft._protocol.ids import FIRST_USER_ACTOR, PeerId
 
@@ -24,7 +25,6 @@ _GONE: Final = "stopped actors"
 _RETURNED: Final = "returned"
 # The length of the key of a run.
 _RUN: Final = 3
-_UNITS: Final = ("B", "KiB", "MiB", "GiB")
 
 
 @dataclass(eq=False)
@@ -153,7 +153,7 @@ class _Merge:
         _, began, ended, kind, nbytes, source = event
         if not self._is_outside(began, ended):
             args = {"bytes": nbytes, "kind": kind, "from": self._titles.get(source, source)}
-            times, name = (self._clip(began), self._clip(ended)), f"{kind} {_size(nbytes)}"
+            times, name = (self._clip(began), self._clip(ended)), f"{kind} {amount(nbytes)}"
             self.slices.append(Slice(self._number, _TRANSFERS, *times, name, "transfer", args))
 
 
@@ -210,13 +210,6 @@ def _category(actor: int, key: Key) -> str:
     if actor < FIRST_USER_ACTOR:
         return "collective"
     return {_RUN - 1: "call", _RUN + 1: "step"}.get(len(key), "graph")
-
-
-def _size(nbytes: float) -> str:
-    unit = 0
-    while nbytes >= 1024 and unit < len(_UNITS) - 1:
-        nbytes, unit = nbytes / 1024, unit + 1
-    return f"{nbytes:.4g} {_UNITS[unit]}"
 
 
 # Tracks.

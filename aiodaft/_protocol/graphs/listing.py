@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TypeVar
 
+from aiodaft._protocol.diagnostics.amount import amount
 from aiodaft._protocol.graphs.layout import NO_NOTE, Notes, ValueNote
 from aiodaft._protocol.graphs.plan import Dataflow
 
@@ -36,16 +37,6 @@ def _line(text: str, line: str, note: ValueNote) -> str:
     facts = [value_text(note), "" if note.seconds is None else duration(note.seconds), line.rpartition("/")[2]]
     known = ", ".join(filter(None, facts))
     return f"{text:40}  # {known}" if known else text
-
-
-def amount(size: int) -> str:
-    """Bytes for people."""
-    number, unit = float(size), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if number < 1024:
-            break
-        number, unit = number / 1024, larger
-    return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"
 
 
 def duration(seconds: float) -> str:

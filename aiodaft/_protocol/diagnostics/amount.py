@@ -1,0 +1,13 @@
+"""Numbers of bytes as people read them. Pure."""
+
+from __future__ import annotations
+
+
+def amount(size: int) -> str:
+    """Bytes for people."""
+    number, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if number < 1024:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"

@@ -15,8 +15,8 @@ SUPPORT = Path(__file__).parent / "support"
 
 # Large, optional, or slow; what needs one of them imports it when it does.
 HEAVY = {
-    "anyio", "cloudpickle", "fastapi", "msgspec", "multiprocessing", "numpy", "pandas", "psutil", "starlette",
-    "torch", "ucxx", "uvicorn", "uvloop",
+    "anyio", "click", "cloudpickle", "fastapi", "msgspec", "multiprocessing", "numpy", "pandas", "psutil", "rich",
+    "starlette", "torch", "ucxx", "uvicorn", "uvloop",
 }  # fmt: skip
 # Of the standard library, what takes milliseconds that few programs need.
 SLOW = {"hashlib", "hmac", "pathlib", "platform", "secrets", "urllib"}

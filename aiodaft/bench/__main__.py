@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from aiodaft.program import run
@@ -67,8 +67,8 @@ def _compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
         compare.plot(samples, peers, options.plot)
 
 
-def main() -> None:
-    """Entry point."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point; the arguments of the process by default."""
     parser = argparse.ArgumentParser(prog="python -m aiodaft.bench", description=__doc__)
     parser.add_argument("suite", nargs="*", choices=[*_SUITES, []], help=f"which: {', '.join(_SUITES)} (default: all)")
     parser.add_argument("--turns", type=int, default=11, help="how often ours and the floor take turns (default: 11)")
@@ -78,7 +78,7 @@ def main() -> None:
         "--python", metavar="NAME=PATH", action="append", default=[], help="the interpreter of a framework to compare"
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the comparison, or dispatch (needs matplotlib)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.turns < 1:
         parser.error("--turns is a positive number")
     if options.compare:

@@ -7,7 +7,7 @@ import errno
 import os
 from collections.abc import Awaitable, Callable, Collection
 from itertools import permutations
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.connections.versions import Software
@@ -17,6 +17,7 @@ from aiodaft.exceptions import DaftError, VersionMismatch
 from aiodaft.runtime import Runtime
 from aiodaft_transport import TransportError
 
+from .output import Output
 from .probe import Facts, Probe, call, facts, fetch, way
 
 T = TypeVar("T")
@@ -50,32 +51,37 @@ class _End(NamedTuple):
     fetch: Callable[[Probe, str], Awaitable[float]]
 
 
-async def examine_hosts(address: str, key_file: str | None, names: Collection[str]) -> bool:
-    """Print what works between this machine and the nodes, and between these; returns whether all does.
+async def examine_hosts(address: str, key_file: str | None, names: Collection[str], output: Output) -> bool:
+    """Say what works between this machine and the nodes, and between these; returns whether all does.
 
     Args:
         address: Where a node of the cluster listens.
         key_file: The key of the cluster; None: where all commands look for it.
         names: The nodes to look at; empty: all.
+        output: What is said.
     """
     try:
         identity = load_identity(key_file)
-        print(f"{'key':16} {find_key_file(key_file)}, of cluster {identity.key.cluster.hex()[:12]}")
+        key = {"path": str(find_key_file(key_file)), "cluster": identity.key.cluster.hex()[:12]}
+        output.document["key"] = key
+        output.line(f"{'key':16} {key['path']}, of cluster {key['cluster']}")
         host, _ = parse_address(address)
         if not host.strip("0.:"):
             raise ValueError(f"{host} means all interfaces of a machine: say the address that others reach")
         async with Runtime(address, key_file=key_file, unhandled="log") as rt:
-            return await _Examination(rt, identity).run(names)
+            return await _Examination(rt, identity, output).run(names)
     except (DaftError, TransportError, OSError, ValueError) as error:
-        print(f"{'cluster':16} does not work: {_explained(error)}")
+        output.document["problems"] = [_explained(error)]
+        output.line(f"{'cluster':16} does not work: {_explained(error)}")
         return False
 
 
 class _Examination:
     """What was found between the hosts of one cluster."""
 
-    def __init__(self, rt: Runtime, identity: Identity) -> None:
+    def __init__(self, rt: Runtime, identity: Identity, output: Output) -> None:
         self._rt = rt
+        self._output = output
         self._encrypted = identity.encrypts_payloads
         self._problems: list[str] = []
         self._members: dict[str, Member] = {}
@@ -86,16 +92,17 @@ class _Examination:
         members = {member.name: member for member in self._rt._controller.nodes.members()}
         if unknown := [name for name in names if name not in members]:
             raise ValueError(f"there is no node {', '.join(unknown)}, only {', '.join(members)}")
+        self._output.document |= {"hosts": {_HERE: facts()._asdict()}, "ways": [], "problems": self._problems}
         self._ends[_HERE] = _End(facts(), _way, call, fetch)
-        print(f"{_HERE:16} {facts()}")
+        self._output.line(f"{_HERE:16} {facts()}")
         await asyncio.gather(*(self._probe(member) for name, member in members.items() if not names or name in names))
         width = max(map(len, self._ends))
-        _show(width, *_HEAD)
+        self._show(width, *_HEAD)
         for source, target in permutations(self._ends, 2):
             if target != _HERE:
-                _show(width, source, target, *await self._measured(source, target))
+                await self._measure(source, target, width)
         for number, problem in enumerate(self._problems, 1):
-            print(f"{number}. {problem}")
+            self._output.line(f"{number}. {problem}")
         return not self._problems
 
     async def _probe(self, member: Member) -> None:
@@ -109,7 +116,8 @@ class _Examination:
             return
         self._members[member.name], self._probes[member.name] = member, probe
         self._ends[member.name] = _End(theirs, probe.way, probe.call, probe.fetch)
-        print(f"{member.name:16} {theirs}, at {member.address}")
+        self._output.document["hosts"][member.name] = {**theirs._asdict(), "address": member.address}
+        self._output.line(f"{member.name:16} {theirs}, at {member.address}")
         ours = facts()
         try:
             there = Software(theirs.aiodaft, theirs.python)
@@ -117,37 +125,42 @@ class _Examination:
         except VersionMismatch as error:
             self._problems.append(str(error))
 
-    async def _measured(self, source: str, target: str) -> list[str]:
-        """What the table says of the way from one to the other."""
+    async def _measure(self, source: str, target: str, width: int) -> None:
+        """The way from one to the other, as a line of the table."""
         begin, probe, where = self._ends[source], self._probes[target], f"{source} to {target}"
-        over = await self._cell(f"{where}: interface", begin.way(self._members[target].address), str)
-        called = await self._cell(where, begin.call(probe), lambda seconds: f"{seconds * 1e3:.2f} ms")
+        way: dict[str, Any] = {"from": source, "to": target}
+        self._output.document["ways"].append(way)
+
+        async def measured(key: str, what: str, measuring: Awaitable[T], show: Callable[[T], str]) -> str:
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    way[key] = found = await measuring
+                return show(found)
+            except Exception as error:  # noqa: BLE001 - every error is a finding
+                self._note(what, error)
+                return f"fails ({len(self._problems)})"
+
+        address = self._members[target].address
+        over = await measured("interface", f"{where}: interface", begin.way(address), str)
+        called = await measured("call_seconds", where, begin.call(probe), lambda seconds: f"{seconds * 1e3:.2f} ms")
         row = [over or "?", called]
         for transport, used in (("tcp", True), ("ucx", self._uses_ucx(source, target))):
             if not used or called.startswith("fails"):
                 row.append("-")
                 continue
-            measured = begin.fetch(probe, transport)
-            row.append(await self._cell(f"{where}, {transport}", measured, lambda speed: f"{speed / 1e6:,.0f} MB/s"))
-        return row
+            key, fetching = f"{transport}_bytes_per_second", begin.fetch(probe, transport)
+            row.append(await measured(key, f"{where}, {transport}", fetching, lambda speed: f"{speed / 1e6:,.0f} MB/s"))
+        self._show(width, source, target, *row)
+
+    def _show(self, width: int, source: str, target: str, *cells: str) -> None:
+        over, called, tcp, ucx = cells
+        self._output.line(f"{source:{width}}  {target:{width}}  {over:10}  {called:>10}  {tcp:>11}  {ucx:>11}")
 
     def _uses_ucx(self, source: str, target: str) -> bool:
         return not self._encrypted and any(self._ends[name].facts.ucx for name in (source, target))
 
-    async def _cell(self, what: str, measuring: Awaitable[T], show: Callable[[T], str]) -> str:
-        try:
-            async with asyncio.timeout(_PATIENCE):
-                return show(await measuring)
-        except Exception as error:  # noqa: BLE001 - every error is a finding
-            self._note(what, error)
-            return f"fails ({len(self._problems)})"
-
     def _note(self, what: str, error: Exception) -> None:
         self._problems.append(f"{what}: {_explained(error)}")
-
-
-def _show(width: int, source: str, target: str, over: str, called: str, tcp: str, ucx: str) -> None:
-    print(f"{source:{width}}  {target:{width}}  {over:10}  {called:>10}  {tcp:>11}  {ucx:>11}", flush=True)
 
 
 async def _way(address: str) -> str:  # noqa: RUF029 - as that of an actor

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
+
+import click
 
 from aiodaft._protocol.coordination.records import Member, check_name
 from aiodaft._protocol.ids import is_node, node_of
@@ -17,8 +17,12 @@ from aiodaft._runtime.connections.far import who_listens
 from aiodaft._runtime.diagnostics.process_stack import is_answered
 from aiodaft.exceptions import ActorDied, DaftError, OutcomeUnknown, PeerLost
 from aiodaft.naming import found
+from aiodaft.program import run
 from aiodaft.ref import Ref
 from aiodaft.runtime import Runtime
+
+from .options import address_argument, key_file_option, seconds
+from .output import Failed, Output, json_option
 
 T = TypeVar("T")
 
@@ -26,52 +30,89 @@ T = TypeVar("T")
 _PATIENCE: Final = 3.0
 
 
-def add_address(parser: argparse.ArgumentParser) -> None:
-    """The arguments of commands that use a cluster."""
-    parser.add_argument("address", nargs="?", help="where a node of the cluster listens; default: $AIODAFT_ADDRESS")
-    parser.add_argument("--key-file", help="the key of the cluster; default: $AIODAFT_KEY_FILE, ~/.config/aiodaft/key")
+def _with_cluster(address: str | None, key_file: str | None, do: Callable[[Runtime], Awaitable[None]]) -> None:
+    """Do something with a runtime that is attached to a cluster."""
+    where = address or os.environ.get("AIODAFT_ADDRESS")
+    if not where:
+        raise Failed("say where a node of the cluster listens, such as tcp://10.0.0.1:7777")
+
+    async def attached() -> None:
+        try:
+            async with Runtime(where, key_file=key_file) as rt:
+                await do(rt)
+        except (DaftError, ValueError) as error:
+            raise Failed(str(error)) from error
+
+    run(attached())
 
 
-async def show_processes(arguments: argparse.Namespace) -> int:
-    """Print the nodes, and the actors in their processes; returns the exit status."""
-    return await _with_cluster(arguments, _show)
+@click.command()
+@address_argument
+@key_file_option
+@json_option
+def ps(address: str | None, key_file: str | None, as_json: bool) -> None:
+    """Show the nodes of a cluster, and their actors.
+
+    ADDRESS: where a node of the cluster listens; $AIODAFT_ADDRESS by default.
+    """
+    _with_cluster(address, key_file, lambda rt: _show(rt, Output(as_json=as_json)))
 
 
-async def stop_actor(arguments: argparse.Namespace) -> int:
-    """Stop the actor with a name; returns the exit status."""
+@click.command()
+@click.argument("name")
+@address_argument
+@key_file_option
+def stop(name: str, address: str | None, key_file: str | None) -> None:
+    """Stop an actor of a cluster by its name.
 
-    async def stop(rt: Runtime) -> None:
+    It may have outlived its program.
+
+    NAME: its name; `aiodaft ps` shows it. ADDRESS: where a node of the cluster listens; $AIODAFT_ADDRESS by default.
+    """
+
+    async def stop_actor(rt: Runtime) -> None:
         # Services have names, too, and need not be of a class derived from Actor.
-        named = await rt._controller.coordinator.lookup(check_name(arguments.name))
+        named = await rt._controller.coordinator.lookup(check_name(name))
         await rt.stop(await found(rt._controller, named, object, rt))
 
-    return await _with_cluster(arguments, stop)
+    _with_cluster(address, key_file, stop_actor)
 
 
-async def end_cluster(arguments: argparse.Namespace) -> int:
-    """End all nodes with their workers; returns the exit status."""
-    return await _with_cluster(arguments, _end)
+@click.command()
+@click.argument("node")
+@address_argument
+@key_file_option
+@click.option(
+    "--grace",
+    type=seconds(),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="After that, what is left on the node is ended.",
+)
+@json_option
+def drain(node: str, address: str | None, key_file: str | None, grace: float, as_json: bool) -> None:
+    """End a node when its actors have gone.
+
+    They go to other nodes; this waits for that.
+
+    NODE: its name. ADDRESS: where a node of the cluster listens; $AIODAFT_ADDRESS by default.
+    """
+    _with_cluster(address, key_file, partial(_drain, name=node, grace=grace, output=Output(as_json=as_json)))
 
 
-async def drain_node(arguments: argparse.Namespace) -> int:
-    """Drain one node, and wait until it has ended; returns the exit status."""
-    return await _with_cluster(arguments, partial(_drain, name=arguments.node, grace=arguments.grace))
+@click.command()
+@address_argument
+@key_file_option
+def down(address: str | None, key_file: str | None) -> None:
+    """End all nodes of a cluster.
+
+    ADDRESS: where a node of the cluster listens; $AIODAFT_ADDRESS by default.
+    """
+    _with_cluster(address, key_file, _end)
 
 
-async def _with_cluster(arguments: argparse.Namespace, do: Callable[[Runtime], Awaitable[None]]) -> int:
-    try:
-        address = arguments.address or os.environ.get("AIODAFT_ADDRESS")
-        if not address:
-            raise ValueError("say where a node of the cluster listens, such as tcp://10.0.0.1:7777")
-        async with Runtime(address, key_file=arguments.key_file) as rt:
-            await do(rt)
-    except (DaftError, ValueError) as error:
-        sys.stderr.write(f"aiodaft: {error}\n")
-        return 1
-    return 0
-
-
-async def _show(rt: Runtime) -> None:
+async def _show(rt: Runtime, output: Output) -> None:
     coordinator, nodes = rt._controller.coordinator, rt._controller.nodes
     listed, named = await asyncio.gather(_answer(coordinator.members()), _answer(coordinator.names("")))
     names: dict[str, list[str]] = {}
@@ -80,27 +121,36 @@ async def _show(rt: Runtime) -> None:
     # The coordinator knows what is free there.
     members = nodes.members() if listed is None else list(listed)
     # A node that is silent holds up only what is said of it.
-    for member, said in zip(
-        members, await asyncio.gather(*(_said(rt, member, names) for member in members)), strict=True
-    ):
-        print(_line(member), *said, sep="\n    ")
+    shown = await asyncio.gather(*(_look_at(rt, member, names) for member in members))
+    output.document = {"nodes": shown}
+    for node in shown:
+        output.line("\n    ".join([_line(node), *_said(node)]))
+    output.end()
     if listed is None or named is None:
         raise PeerLost("the coordinator does not answer: names, and what is free, may be missing")
 
 
-async def _said(rt: Runtime, member: Member, names: Mapping[str, Sequence[str]]) -> list[str]:
-    """What a node says of itself and its processes."""
+async def _look_at(rt: Runtime, member: Member, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """A node, and what it says of itself and its processes."""
     agent = rt._controller.nodes.named(member.name)
     state, processes = await asyncio.gather(_answer(agent.state()), _answer(agent.processes()))
-    if state is None or processes is None:
-        return ["does not answer"]
-    said = ["is being drained"] * state.draining
-    for process in processes:
-        actors = ", ".join(process.actors) or "no actors"
-        named_as = f", named {', '.join(names[process.id])}" if process.id in names else ""
-        owner = "the cluster" if is_node(process.owner) else process.owner
-        said.append(f"pid {process.pid}: {actors}{named_as} (of {owner})")
-    return said
+    return {
+        "name": member.name,
+        "address": member.address,
+        "state": "silent" if state is None or processes is None else "draining" if state.draining else "ready",
+        "labels": dict(member.labels),
+        "total": dict(member.totals),
+        "free": dict(member.free),
+        "processes": [
+            {
+                "pid": process.pid,
+                "actors": list(process.actors),
+                "names": list(names.get(process.id, ())),
+                "owner": "the cluster" if is_node(process.owner) else process.owner,
+            }
+            for process in processes or ()
+        ],
+    }
 
 
 async def _answer(question: Ref[T]) -> T | None:
@@ -111,19 +161,32 @@ async def _answer(question: Ref[T]) -> T | None:
     return None
 
 
-def _line(member: Member) -> str:
-    amounts = [f"{member.free.get(name, 0):g}/{total:g} {name}" for name, total in member.totals.items() if total]
-    labels = [f"{name}={value}" for name, value in member.labels.items()]
-    return "  ".join([member.name, member.address, f"free: {', '.join(amounts) or 'nothing'}", *labels])
+def _line(node: Mapping[str, Any]) -> str:
+    amounts = [f"{node['free'].get(name, 0):g}/{total:g} {name}" for name, total in node["total"].items() if total]
+    labels = [f"{name}={value}" for name, value in node["labels"].items()]
+    return "  ".join([node["name"], node["address"], f"free: {', '.join(amounts) or 'nothing'}", *labels])
 
 
-async def _drain(rt: Runtime, name: str, grace: float) -> None:
+def _said(node: Mapping[str, Any]) -> Iterator[str]:
+    if node["state"] == "silent":
+        yield "does not answer"
+        return
+    if node["state"] == "draining":
+        yield "is being drained"
+    for process in node["processes"]:
+        actors = ", ".join(process["actors"]) or "no actors"
+        named_as = f", named {', '.join(process['names'])}" if process["names"] else ""
+        yield f"pid {process['pid']}: {actors}{named_as} (of {process['owner']})"
+
+
+async def _drain(rt: Runtime, name: str, grace: float, output: Output) -> None:
     nodes = rt._controller.nodes
     if nodes.member(name) is None:
         there = ", ".join(member.name for member in nodes.members())
         raise ValueError(f"there is no node {name!r} in this cluster; there is {there}")
     agent = nodes.named(name)
     draining = agent.drain(grace)
+    output.document = {"node": name, "waited_for": []}
     with suppress(OutcomeUnknown):
         left: tuple[str, ...] = ("",)
         while True:
@@ -131,9 +194,11 @@ async def _drain(rt: Runtime, name: str, grace: float) -> None:
             before, left = left, await agent.left(left)
             for line in left:
                 if line not in before:
-                    print(f"waits for {line}", flush=True)
+                    output.document["waited_for"].append(line)
+                    output.line(f"waits for {line}")
     await draining
-    print(f"node {name} is drained", flush=True)
+    output.line(f"node {name} is drained")
+    output.end()
 
 
 async def _end(rt: Runtime) -> None:

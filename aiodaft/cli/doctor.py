@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.metadata
 import operator
@@ -14,58 +13,79 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
+import click
+
 from aiodaft._protocol.node.resources import gpu_names
 from aiodaft._runtime.platform.gpu_claims import machine_gpus
 from aiodaft._runtime.platform.interfaces import interfaces
 from aiodaft.bench.actors import Echo
+from aiodaft.program import run
 from aiodaft.runtime import Runtime
 from aiodaft_transport import NAMES, TransportError, default_name
 from aiodaft_transport.cuda.libcuda import CudaDriver
 
 from .between_hosts import examine_hosts
-from .cluster import add_address as add_cluster
+from .options import address_argument, key_file_option
+from .output import FAILED, Output, json_option
 
 _SIZE: Final = 1 << 20
 _PATIENCE: Final = 20.0
 
 
-def add_address(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `aiodaft doctor`."""
-    add_cluster(parser)
-    parser.add_argument("nodes", nargs="*", help="the nodes to look at; default: all of the cluster")
+@click.command()
+@address_argument
+@click.argument("nodes", nargs=-1)
+@key_file_option
+@json_option
+def doctor(address: str | None, nodes: tuple[str, ...], key_file: str | None, as_json: bool) -> int:
+    """Say what works, how fast, and why the rest does not.
 
-
-async def examine(arguments: argparse.Namespace) -> int:
-    """Print the findings on this machine or on a cluster, or both if only the environment names one.
-
-    Returns the exit status: 0 if actors work on this machine, and all of the cluster.
+    ADDRESS: where a node of a cluster listens; by default this machine, and the cluster of $AIODAFT_ADDRESS. NODES: the
+    nodes to look at; by default all. The exit status is 0 if actors work on this machine, and all of the cluster.
     """
+    output = Output(as_json=as_json)
+    works = run(_examine(address, key_file, nodes, output))
+    output.document["works"] = works
+    output.end()
+    return 0 if works else FAILED
+
+
+async def _examine(given: str | None, key_file: str | None, nodes: tuple[str, ...], output: Output) -> bool:
     # What is tried on this machine needs no cluster.
     address = os.environ.pop("AIODAFT_ADDRESS", None)
-    works = arguments.address is not None or await _examine_machine()
-    if address := arguments.address or address:
-        works &= await examine_hosts(address, arguments.key_file, arguments.nodes)
-    return 0 if works else 1
+    works = given is not None or await _examine_machine(output)
+    if address := given or address:
+        works &= await examine_hosts(address, key_file, nodes, output)
+    return works
 
 
-async def _examine_machine() -> bool:
-    _say("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    for package in ("uvloop", "torch", "numpy"):
-        _say(package, _version(package) or "not installed")
-    _say("gpus", str(len(gpu_names(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")))))
-    _say("cpus", str(len(os.sched_getaffinity(0))))
-    shown = [f"{name} {' '.join(ips)}" for name, ips in interfaces().items()]
-    _say("interfaces", ", ".join(shown))
-    _say("open files", f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} per process")
-    working = 0
+async def _examine_machine(output: Output) -> bool:
+    found: dict[str, Any] = {
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        **{package: _version(package) for package in ("uvloop", "torch", "numpy")},
+        "gpus": len(gpu_names(machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))),
+        "cpus": len(os.sched_getaffinity(0)),
+        "interfaces": interfaces(),
+        "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    }
+    shown = {
+        **found,
+        "interfaces": ", ".join(f"{name} {' '.join(ips)}" for name, ips in found["interfaces"].items()),
+        "open files": f"{found['open files']:,} per process",
+    }
+    for what, value in shown.items():
+        output.line(f"{what:16} {'not installed' if value is None else value}")
+    output.document["machine"] = found
+    tried = output.document["transports"] = {}
     for name in NAMES:
-        working += await _try(name, partial(_message, name), ", the default" if name == default_name() else "")
-    await _try("cuda", _cuda_tensor, ", for CUDA tensors")
-    return working > 0
+        tried[name] = await _try(name, partial(_message, name), output, ", the default" * (name == default_name()))
+    working = [name for name in NAMES if tried[name]["works"]]
+    tried["cuda"] = await _try("cuda", _cuda_tensor, output, ", for CUDA tensors")
+    return bool(working)
 
 
-async def _try(name: str, trip: Callable[[], Awaitable[float]], note: str) -> bool:
-    """Print whether a transport works, and how long something took there and back, or why it does not."""
+async def _try(name: str, trip: Callable[[], Awaitable[float]], output: Output, note: str) -> dict[str, Any]:
+    """Whether a transport works, and how many seconds 1 MiB took there and back, or why it does not."""
     try:
         seconds = await trip()
     except (TransportError, _Wrong) as error:
@@ -73,10 +93,10 @@ async def _try(name: str, trip: Callable[[], Awaitable[float]], note: str) -> bo
     except Exception as error:  # noqa: BLE001 - every error is a finding
         trouble = f"{type(error).__name__}: {error}"
     else:
-        _say(f"transport {name}", f"works{note}: 1 MiB there and back in {seconds * 1e3:.1f} ms")
-        return True
-    _say(f"transport {name}", f"does not work: {trouble}")
-    return False
+        output.line(f"{f'transport {name}':16} works{note}: 1 MiB there and back in {seconds * 1e3:.1f} ms")
+        return {"works": True, "seconds": seconds}
+    output.line(f"{f'transport {name}':16} does not work: {trouble}")
+    return {"works": False, "why": trouble}
 
 
 class _Wrong(Exception):
@@ -111,7 +131,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _say(what: str, found: str) -> None:
-    print(f"{what:16} {found}", flush=True)

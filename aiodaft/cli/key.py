@@ -3,38 +3,50 @@
 from __future__ import annotations
 
 import os
-import sys
 from datetime import datetime
 from typing import Final
 
-from aiodaft._runtime.connections.identity import Identity, find_key_file, load_identity, write_key_file
+import click
+
+from aiodaft._runtime.connections.identity import find_key_file, load_identity, write_key_file
 from aiodaft.exceptions import KeyFileError
 from aiodaft_transport.handshake import KEY_SIZE
+
+from .output import Failed, Output, json_option
 
 # A key is replaced, it does not expire: clocks of machines may be wrong. The second date means "never", see RFC 5280.
 _FROM: Final = datetime(2020, 1, 1)
 _UNTIL: Final = datetime(9999, 12, 31, 23, 59, 59)
 
 
-def new_key(path: str | None, *, encrypt_payloads: bool = False) -> int:
-    """Make a key file, at the usual place if no path is given; returns the exit status."""
+@click.group()
+def key() -> None:
+    """Make the key of a cluster."""
+
+
+@key.command("new")
+@click.argument("path", required=False, type=click.Path())
+@click.option("--encrypt-payloads", is_flag=True, help="Values between hosts are encrypted, too.")
+@json_option
+def new_key(path: str | None, encrypt_payloads: bool, as_json: bool) -> None:
+    """Make a key file; every machine of the cluster needs a copy.
+
+    PATH: by default $AIODAFT_KEY_FILE, or ~/.config/aiodaft/key.
+    """
     where = find_key_file(path)
     try:
         write_key_file(where, os.urandom(KEY_SIZE), *new_certificate(), encrypt_payloads=encrypt_payloads)
-        identity = load_identity(where)
+        cluster = load_identity(where).key.cluster.hex()[:12]
     except KeyFileError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(_advice(str(where), identity))
-    return 0
-
-
-def _advice(where: str, identity: Identity) -> str:
-    return (
-        f"{where}: the key of cluster {identity.key.cluster.hex()[:12]}\n"
+        raise Failed(str(error)) from error
+    output = Output(as_json=as_json)
+    output.document = {"path": str(where), "cluster": cluster}
+    output.line(
+        f"{where}: the key of cluster {cluster}\n"
         "Give every machine of the cluster a copy that only its user can read, by a safe way such as scp -p. A process "
         "that has it may run any code on all of them."
     )
+    output.end()
 
 
 def new_certificate() -> tuple[bytes, bytes]:

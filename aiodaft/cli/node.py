@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
-import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import click
 
 from aiodaft._protocol.connections.address import Address
 from aiodaft._protocol.coordination.registry import Stored
 from aiodaft._protocol.ids import PeerId
 from aiodaft._runtime.connections.identity import Identity, load_identity, receive_identity
 from aiodaft._runtime.connections.network import TcpNetwork
-from aiodaft._runtime.coordination.coordinator import Coordinator
+from aiodaft._runtime.coordination.coordinator import LEASE, Coordinator
 from aiodaft._runtime.coordination.state import store_at
 from aiodaft._runtime.node.local_node import Machine
 from aiodaft._runtime.node.node_agent import NodeOptions
@@ -27,94 +28,158 @@ from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.interfaces import interface_to
 from aiodaft._runtime.process import MSGPACK, ProcessOptions
 from aiodaft.exceptions import DaftError
+from aiodaft.program import run
 from aiodaft.runtime import has_uvloop
 from aiodaft_transport import TransportError, default_name
+
+from .options import key_file_option, seconds
+from .output import Failed
 
 _NOBODY = PeerId("")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that both commands have."""
-    parser.add_argument(
-        "--listen",
-        help="where to listen, such as tcp://10.0.0.1:7777, never all interfaces; or ssh: any port of the address that "
-        "the ssh connection of this command came to",
-    )
-    parser.add_argument("--name", help="the name of this node; default: that of the machine")
-    help_ = "drain the node at SIGTERM, for so long at most; a second SIGTERM ends it at once"
-    parser.add_argument("--drain", type=parse_seconds, metavar="SECONDS", help=help_)
-    key = parser.add_mutually_exclusive_group()
-    key.add_argument("--key-file", help="the key of the cluster; default: $AIODAFT_KEY_FILE, ~/.config/aiodaft/key")
-    key.add_argument(
-        "--key-stdin",
-        action="store_true",
-        help="read the key from standard input, a pipe that stays open; the node ends when the pipe ends",
-    )
-    add_offers(parser)
-
-
-def parse_lease(text: str) -> float:
-    """The seconds of a lease.
-
-    Raises:
-        ArgumentTypeError: A node could not keep such a lease.
-    """
-    return parse_seconds(text, 1)
-
-
-def parse_seconds(text: str, least: float = 0) -> float:
-    """A number of seconds.
-
-    Raises:
-        ArgumentTypeError: It is none, or less than `least`.
-    """
-    with suppress(ValueError):
-        if (seconds := float(text)) >= least and math.isfinite(seconds):
-            return seconds
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least {least:g}")
-
-
-def add_offers(parser: argparse.ArgumentParser) -> None:
+class Offers(NamedTuple):
     """What a node offers."""
-    parser.add_argument("--cpus", type=float, help="CPUs to offer; default: all that this process may use")
-    parser.add_argument("--gpus", type=int, help="GPUs to offer; default: all that this process may use")
-    parser.add_argument("--resource", action="append", default=[], metavar="NAME=AMOUNT", help="another resource")
-    parser.add_argument("--label", action="append", default=[], metavar="NAME=VALUE", help="what placement may ask for")
-    parser.add_argument("--share-gpus", action="store_true", help="other runtimes may use the same GPUs")
+
+    cpus: float | None
+    gpus: int | None
+    resource: Sequence[str]
+    label: Sequence[str]
+    share_gpus: bool
 
 
-async def serve(arguments: argparse.Namespace) -> int:
-    """Run a node until SIGTERM, SIGINT, `aiodaft down` or the end of `--key-stdin`; returns the exit status."""
+class Serving(NamedTuple):
+    """How a node serves."""
+
+    listen: str | None
+    name: str | None
+    drain: float | None
+    key_file: str | None
+    key_stdin: bool
+    offers: Offers
+
+
+def offers_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of what a node offers; it gets them as `offers`."""
+
+    @click.option("--cpus", type=float, help="CPUs to offer.  [default: all that this process may use]")
+    @click.option("--gpus", type=int, help="GPUs to offer.  [default: all that this process may use]")
+    @click.option("--resource", multiple=True, metavar="NAME=AMOUNT", help="Another resource.")
+    @click.option("--label", multiple=True, metavar="NAME=VALUE", help="What placement may ask for.")
+    @click.option("--share-gpus", is_flag=True, help="Other runtimes may use the same GPUs.")
+    @wraps(command)
+    def with_offers(**given: Any) -> Any:
+        return command(offers=Offers(*map(given.pop, Offers._fields)), **given)
+
+    return with_offers
+
+
+def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of how a node serves; it gets them as `serving`."""
+
+    @click.option(
+        "--listen",
+        help="Where to listen, such as tcp://10.0.0.1:7777, never all interfaces; or ssh: any port of the address that "
+        "the ssh connection of this command came to.",
+    )
+    @click.option("--name", help="The name of this node.  [default: that of the machine]")
+    @click.option(
+        "--drain",
+        type=seconds(),
+        metavar="SECONDS",
+        help="Drain the node at SIGTERM, for so long at most; a second SIGTERM ends it at once.",
+    )
+    @key_file_option
+    @click.option(
+        "--key-stdin",
+        is_flag=True,
+        help="Read the key from standard input, a pipe that stays open; the node ends when the pipe ends.",
+    )
+    @offers_options
+    @wraps(command)
+    def with_serving(**given: Any) -> Any:
+        serving = Serving(*map(given.pop, Serving._fields))
+        if serving.key_file is not None and serving.key_stdin:
+            raise click.UsageError("--key-file and --key-stdin exclude each other")
+        return command(serving=serving, **given)
+
+    return with_serving
+
+
+@click.command()
+@click.option(
+    "--lease",
+    type=seconds(1),
+    default=LEASE,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a silent node stays in the cluster.",
+)
+@click.option(
+    "--state",
+    metavar="STATE",
+    help="Keep names and nodes in this file, or in etcd://HOST:PORT[,HOST:PORT...][/PREFIX].  [default: in memory]",
+)
+@click.option(
+    "--recover",
+    is_flag=True,
+    help="Without --state: wait until the nodes of a coordinator that was here before say what names they hold.",
+)
+@serving_options
+def up(lease: float, state: str | None, recover: bool, serving: Serving) -> int:
+    """Serve this machine as the first node of a cluster.
+
+    It ends at SIGTERM, SIGINT, `aiodaft down`, or the end of --key-stdin.
+    """
+
+    def coordinator() -> Coordinator:
+        if state is not None:
+            return Coordinator(store_at(state), lease=lease)
+        return Coordinator(stored=new_term(forgot=recover), lease=lease)
+
+    return run(_serve(serving, None, coordinator))
+
+
+@click.command()
+@click.argument("address")
+@serving_options
+def join(address: str, serving: Serving) -> int:
+    """Serve this machine as another node of a cluster.
+
+    ADDRESS: where another node of the cluster listens, such as tcp://10.0.0.1:7777.
+    """
+    return run(_serve(serving, address, Coordinator))
+
+
+async def _serve(serving: Serving, join: str | None, coordinator: Callable[[], Coordinator]) -> int:
+    """Run a node until it is to end; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    join: str | None = getattr(arguments, "address", None)
     try:
-        identity = receive_identity(sys.stdin.buffer) if arguments.key_stdin else load_identity(arguments.key_file)
-        listen = _where_to_listen(arguments.listen, join)
-        node = make_node(arguments, join, listen, identity, _coordinator(arguments))
-        if arguments.key_stdin:
+        identity = receive_identity(sys.stdin.buffer) if serving.key_stdin else load_identity(serving.key_file)
+        listen = _where_to_listen(serving.listen, join)
+        node = make_node(serving.name, join, listen, serving.offers, identity, coordinator())
+        if serving.key_stdin:
             _end_with(sys.stdin.fileno(), node)
         address = await node.open()
     except (DaftError, TransportError, OSError, ValueError, ImportError) as error:
-        sys.stderr.write(f"aiodaft: {error}\n")
-        return 1
+        raise Failed(str(error)) from error
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.end)
-    if arguments.drain is not None:
+    if serving.drain is not None:
+        grace = serving.drain
 
         def drain() -> None:
             loop.add_signal_handler(signal.SIGTERM, node.end)
-            node.drain(arguments.drain)
+            node.drain(grace)
 
         loop.add_signal_handler(signal.SIGTERM, drain)
     # Who started this reads where it listens.
-    sys.stdout.write(f"{address}\n")
-    sys.stdout.flush()
+    click.echo(address)
     await node.run()
     await node.aclose()
     if node.problem is not None:
-        sys.stderr.write(f"aiodaft: this node ends, because {node.problem}\n")
-        return 1
+        raise Failed(f"this node ends, because {node.problem}")
     return 0
 
 
@@ -130,23 +195,23 @@ def _end_with(pipe: int, node: NodeProcess) -> None:
 
 
 def make_node(
-    arguments: argparse.Namespace, join: str | None, listen: str, identity: Identity, coordinator: Coordinator
+    name: str | None, join: str | None, listen: str, offers: Offers, identity: Identity, coordinator: Coordinator
 ) -> NodeProcess:
-    """A node that offers what `add_offers` says; `coordinator` is of use only to the first one."""
+    """A node; `coordinator` is of use only to the first one."""
     env = Env()
     machine = Machine(
         env,
-        arguments.cpus,
-        arguments.gpus,
-        {name: _amount(name, text) for name, text in _pairs(arguments.resource)},
-        share_gpus=arguments.share_gpus,
+        offers.cpus,
+        offers.gpus,
+        {name: _amount(name, text) for name, text in _pairs(offers.resource)},
+        share_gpus=offers.share_gpus,
     )
     options = NodeProcessOptions(
-        name=arguments.name or env.hostname(),
+        name=name or env.hostname(),
         listen=listen,
         join=join,
         network=TcpNetwork(identity),
-        labels=dict(_pairs(arguments.label)),
+        labels=dict(_pairs(offers.label)),
         process=ProcessOptions(
             _NOBODY,
             env.hostname(),
@@ -163,15 +228,6 @@ def make_node(
         node=NodeOptions(sys.platform == "linux", None, (), has_uvloop()),
     )
     return NodeProcess(options, machine, coordinator, env)
-
-
-def _coordinator(arguments: argparse.Namespace) -> Coordinator:
-    """The coordinator, which a node that joins another one does not use."""
-    if arguments.command == "join":
-        return Coordinator()
-    if arguments.state is not None:
-        return Coordinator(store_at(arguments.state), lease=arguments.lease)
-    return Coordinator(stored=new_term(forgot=arguments.recover), lease=arguments.lease)
 
 
 def new_term(*, forgot: bool = False) -> Stored:

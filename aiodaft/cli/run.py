@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
 
 from aiodaft._protocol.connections.address import Address
 from aiodaft._runtime.connections.identity import VARIABLE, Identity, find_key_file, key_content
@@ -24,51 +26,77 @@ from aiodaft._runtime.platform.linux import die_with_parent
 from aiodaft.exceptions import DaftError, LaunchFailed
 from aiodaft.launch.rendezvous import meet, published
 from aiodaft.launch.task import ALONE, Task, find_task
+from aiodaft.program import run as run_main
 from aiodaft_transport import TransportError
 from aiodaft_transport.handshake import KEY_SIZE
 
 from .key import new_certificate
-from .node import add_offers, make_node, new_term
+from .node import Offers, make_node, new_term, offers_options
+from .options import seconds
+from .output import Failed
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `aiodaft run`."""
-    parser.add_argument("script", help="the Python script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what it is given")
-    parser.add_argument("--listen", help="where to listen; default: any port of the address that the engine names")
-    parser.add_argument("--name", help="the name of this node; default: what the engine calls the machine")
-    parser.add_argument("--shared", type=Path, help="a folder that all machines see; default: ~/.config/aiodaft/jobs")
-    parser.add_argument(
-        "--wait", type=float, default=120.0, help="seconds that all machines have to come; default: 120"
-    )
-    add_offers(parser)
+class _Job(NamedTuple):
+    """What `aiodaft run` was given."""
+
+    command: Sequence[str]
+    listen: str | None
+    name: str | None
+    wait: float
+    offers: Offers
 
 
-async def run_script(arguments: argparse.Namespace) -> int:
+# Options behind the script are for the script.
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.argument("script", type=click.Path())
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--listen", help="Where to listen.  [default: any port of the address that the engine names]")
+@click.option("--name", help="The name of this node.  [default: what the engine calls the machine]")
+@click.option(
+    "--shared",
+    type=click.Path(path_type=Path),
+    help="A folder that all machines see.  [default: ~/.config/aiodaft/jobs]",
+)
+@click.option(
+    "--wait",
+    type=seconds(),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long all machines have to come.",
+)
+@offers_options
+def run(script: str, arguments: Sequence[str], shared: Path | None, **given: Any) -> int:
+    """Run a script with a cluster.
+
+    The cluster is of this machine, or of a job's machines. The exit status is that of the script.
+    """
+    return run_main(_run_script(_Job([sys.executable, script, *arguments], **given), shared))
+
+
+async def _run_script(job: _Job, shared: Path | None) -> int:
     """Run the script, or a node for the script that another machine runs; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     try:
         task = find_task(os.environ)
-        arguments.name = arguments.name or task.node
-        folder = arguments.shared or find_key_file(None, {}).parent / "jobs"
-        return await (_follow if task.rank else _lead)(task, arguments, folder / task.job)
+        folder = shared or find_key_file(None, {}).parent / "jobs"
+        named = job._replace(name=job.name or task.node)
+        return await (_follow if task.rank else _lead)(task, named, folder / task.job)
     except (DaftError, TransportError, OSError, ValueError) as error:
-        sys.stderr.write(f"aiodaft: {error}\n")
-        return 1
+        raise Failed(str(error)) from error
 
 
-async def _lead(task: Task, arguments: argparse.Namespace, meeting: Path) -> int:
+async def _lead(task: Task, job: _Job, meeting: Path) -> int:
     identity = Identity(key_content(os.urandom(KEY_SIZE), *new_certificate()))
-    listen = arguments.listen or str(Address(_host_to_listen_at(task), 0))
-    node = make_node(arguments, None, listen, identity, Coordinator(stored=new_term()))
+    listen = job.listen or str(Address(_host_to_listen_at(task), 0))
+    node = make_node(job.name, None, listen, job.offers, identity, Coordinator(stored=new_term()))
     address = await node.open()
     try:
         if task is not ALONE:
-            await _gather(node, task.size, arguments.wait, meeting, address, identity)
+            await _gather(node, task.size, job.wait, meeting, address, identity)
         with _key_file(identity) as key_file:
             environment = {**os.environ, "AIODAFT_ADDRESS": address, VARIABLE: key_file}
-            command = [sys.executable, arguments.script, *arguments.arguments]
-            return await _script_ended(command, environment, node, forward=not task.signals_all)
+            return await _script_ended(job.command, environment, node, forward=not task.signals_all)
     finally:
         await node.end_others()
         await node.aclose()
@@ -102,7 +130,9 @@ def _key_file(identity: Identity) -> Generator[str]:
         os.close(fd)
 
 
-async def _script_ended(command: list[str], environment: dict[str, str], node: NodeProcess, *, forward: bool) -> int:
+async def _script_ended(
+    command: Sequence[str], environment: dict[str, str], node: NodeProcess, *, forward: bool
+) -> int:
     """Run the script. Signals are for it, and this process outlives it. Returns its exit status, as a shell does."""
     die_too = partial(die_with_parent, os.getpid())
     process = await asyncio.create_subprocess_exec(*command, env=environment, preexec_fn=die_too)
@@ -130,10 +160,10 @@ def _leave() -> None:
     """A signal that others take."""
 
 
-async def _follow(task: Task, arguments: argparse.Namespace, meeting: Path) -> int:
-    address, identity = await meet(meeting, Env().new_peer_id("node", "guest"), arguments.wait)
-    listen = arguments.listen or str(Address(interface_to(address), 0))
-    node = make_node(arguments, address, listen, identity, Coordinator())
+async def _follow(task: Task, job: _Job, meeting: Path) -> int:
+    address, identity = await meet(meeting, Env().new_peer_id("node", "guest"), job.wait)
+    listen = job.listen or str(Address(interface_to(address), 0))
+    node = make_node(job.name, address, listen, job.offers, identity, Coordinator())
     await node.open()
     # It stays for what the script does when it is told to end, and ends with it. Others than an engine that signals all
     # processes, and may do so again, end it at once by a second signal.

@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
 
+import click
+
 from aiodaft._runtime.diagnostics.attach import STACK_SIGNAL, address, is_trusted
+
+from .output import FAILED, Failed
 
 # Seconds until a controller connects, and between parts of its answer.
 _PATIENCE: Final = 10.0
 _FORK_SERVER: Final = b"aiodaft._runtime.node.forkserver"
 
 
-def show_stacks(pid: int | None) -> int:
-    """Print the stacks of one controller, or of all controllers of this user; returns the exit status."""
+@click.command()
+@click.option("--pid", type=int, help="The controller's process.  [default: all controllers of this user]")
+def stack(pid: int | None) -> int:
+    """Show what all processes of a program do."""
     servers = [server for server in _fork_servers() if pid is None or pid in _parents(server)]
     if not servers:
         where = "on this machine" if pid is None else f"in process {pid}"
-        print(f"there is no aiodaft runtime with actors {where}", file=sys.stderr)
-        return 1
+        raise Failed(f"there is no aiodaft runtime with actors {where}")
     failed = 0
     for server in servers:
         try:
-            print(_ask(server))
+            click.echo(_ask(server))
         except OSError as error:
-            failed = 1
-            print(f"the controller with fork server {server} does not answer: {error or 'timed out'}", file=sys.stderr)
+            failed = FAILED
+            why = error or "timed out"
+            click.echo(f"aiodaft: the controller with fork server {server} does not answer: {why}", err=True)
     return failed
 
 

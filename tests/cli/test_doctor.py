@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -49,6 +50,19 @@ def test_the_command_says_its_version_and_what_it_can_do() -> None:
     without = aiodaft_command()
     assert without.returncode == 2
     assert "doctor" in without.stderr
+
+
+def test_its_document_has_what_it_says_of_both(tmp_path: Path) -> None:
+    with cluster_of(tmp_path / "key", "n1") as cluster:
+        ended = aiodaft_command("doctor", "--json", **cluster.environment)
+    document = json.loads(ended.stdout)
+    assert (ended.returncode, ended.stderr, document["works"], document["problems"]) == (0, "", True, [])
+    assert document["transports"][default_name()]["seconds"] > 0
+    assert document["machine"]["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    assert document["hosts"]["n1"]["address"] == cluster.address
+    (way,) = document["ways"]
+    assert (way["from"], way["to"], way["interface"]) == ("(here)", "n1", "lo")
+    assert min(way["call_seconds"], way["tcp_bytes_per_second"]) > 0
 
 
 @pytest.mark.timeout(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -171,6 +172,19 @@ def test_ps_shows_the_nodes_and_their_resources(cluster: Cluster) -> None:
         ["n1", cluster.nodes[0].address, "free: 8/8 cpus"],
         ["n2", cluster.nodes[1].address, "free: 8/8 cpus"],
     ]
+
+
+async def test_ps_has_a_document_with_the_actors_on_each_node(rt: aiodaft.Runtime, cluster: Cluster) -> None:
+    actor = await rt.on(node="n2").spawn(Traveller)
+    await rt.name(actor, "shown")
+    document = json.loads((await asyncio.to_thread(cluster.run, "ps", "--json")).stdout)
+    first, second = document["nodes"]
+    assert [(node["name"], node["state"], node["processes"] == []) for node in (first, second)] == [
+        ("n1", "ready", True), ("n2", "ready", False),
+    ]  # fmt: skip
+    (process,) = second["processes"]
+    assert (process["pid"], process["actors"]) == (await actor.pid(), [(await rt.info(actor)).name])
+    assert (process["names"], second["total"]["cpus"]) == (["shown"], 8)
 
 
 async def test_the_end_of_a_node_fails_what_was_on_it_and_nothing_else(tmp_path: Path) -> None:

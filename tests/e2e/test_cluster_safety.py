@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from clusters import Cluster, cluster_of, start_fork_servers
 from leaks import descendants, open_files
 from plain_actors import Box, Pickled, Point, Worker
@@ -125,7 +126,7 @@ async def test_f85_and_f86_strangers_at_the_port_of_a_node_stop_nothing(cluster:
 
 async def test_values_go_between_nodes_that_encrypt_them(tmp_path: Path) -> None:
     key_file = tmp_path / "key"
-    assert new_key(str(key_file), encrypt_payloads=True) == 0
+    assert CliRunner().invoke(new_key, [str(key_file), "--encrypt-payloads"]).exit_code == 0
     with ExitStack() as stack:
         made = Cluster(key_file, stack)
         for name in ("n1", "n2"):

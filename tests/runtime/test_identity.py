@@ -15,6 +15,7 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from identities import identity
 from leaks import open_files
 
@@ -221,14 +222,13 @@ def test_two_keys_are_of_two_clusters(tmp_path: Path) -> None:
     assert one.certificate != two.certificate
 
 
-def test_the_command_says_which_package_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_which_package_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from aiodaft.cli import key
 
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    assert key.new_key(str(tmp_path / "key")) == 1
-    assert "pip install 'aiodaft[cluster]'" in capsys.readouterr().err
+    ended = CliRunner().invoke(key.new_key, [str(tmp_path / "key")])
+    assert ended.exit_code == 1
+    assert "pip install 'aiodaft[cluster]'" in ended.stderr
     assert not (tmp_path / "key").exists()
 
 

@@ -1,0 +1,45 @@
+"""How commands answer: text or one JSON document on standard output, errors on standard error."""
+
+from __future__ import annotations
+
+import json
+from typing import IO, Any, Final
+
+import click
+
+# The exit status of a command that did not do what it was asked; wrong usage has 2.
+FAILED: Final = 1
+
+json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
+
+
+class Failed(click.ClickException):
+    """A command did not do what it was asked: its message goes to standard error, and the exit status is 1."""
+
+    exit_code = FAILED
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"aiodaft: {self.format_message()}", file=file, err=True)
+
+
+class Output:
+    """What a command has to say: lines that are printed as they come, or a document that is printed at the end."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self.document: dict[str, Any] = {}
+
+    def line(self, text: str) -> None:
+        """Print a line, unless the document is wanted."""
+        if not self._as_json:
+            click.echo(text)
+
+    def end(self) -> None:
+        """Print the document, if it is wanted."""
+        if self._as_json:
+            print_json(self.document)
+
+
+def print_json(document: object) -> None:
+    """Print one JSON document."""
+    click.echo(json.dumps(document, indent=2))

@@ -1,0 +1,108 @@
+"""What all commands of `aiodaft` have: help, JSON, errors, exit statuses, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.shell_completion import BashComplete
+from click.testing import CliRunner, Result
+
+from aiodaft.cli.__main__ import main
+
+
+def ran(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(main, arguments, env={"AIODAFT_ADDRESS": "", **environment})
+
+
+def commands() -> dict[str, click.Command]:
+    context = click.Context(main)
+    found = {name: main.get_command(context, name) for name in main.list_commands(context)}
+    return {name: command for name, command in found.items() if command is not None}
+
+
+def completed(words: str) -> list[str]:
+    """What bash is given for what a user has typed."""
+    arguments, _, incomplete = words.rpartition(" ")
+    shell = BashComplete(main, {}, "aiodaft", "_AIODAFT_COMPLETE")
+    return [item.value for item in shell.get_completions(arguments.split(), incomplete)]
+
+
+def test_every_command_has_a_line_of_help_that_fits() -> None:
+    shown = ran("--help").stdout
+    for name, command in commands().items():
+        assert command.help is not None
+        assert command.name == name
+        line = command.help.splitlines()[0]
+        assert [row.split(maxsplit=1) for row in shown.splitlines() if row.startswith(f"  {name} ")] == [[name, line]]
+
+
+def test_the_errors_of_a_command_are_on_standard_error_and_its_status_is_1() -> None:
+    for arguments in (("ps",), ("ps", "--json"), ("down",), ("stop", "one"), ("drain", "n1", "--json")):
+        ended = ran(*arguments)
+        assert (ended.exit_code, ended.stdout) == (1, "")
+        assert ended.stderr == "aiodaft: say where a node of the cluster listens, such as tcp://10.0.0.1:7777\n"
+    ended = ran("stack", "--pid", "1")
+    assert (ended.exit_code, ended.stdout) == (1, "")
+    assert "there is no aiodaft runtime with actors in process 1" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nonsense",), "No such command 'nonsense'"),
+        (("join",), "Missing argument 'ADDRESS'"),
+        (("drain", "n1", "--grace", "soon"), "'soon' is not a number of seconds of at least 0"),
+        (("up", "--key-file", "key", "--key-stdin"), "--key-file and --key-stdin exclude each other"),
+        (("run", "--cpus", "two", "script.py"), "'two' is not a valid float"),
+    ],
+)
+def test_wrong_usage_has_status_2(arguments: tuple[str, ...], said: str) -> None:
+    ended = ran(*arguments)
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert said in ended.stderr
+
+
+def test_a_key_is_made_with_one_document_on_standard_output(tmp_path: Path) -> None:
+    ended = ran("key", "new", str(tmp_path / "key"), "--json")
+    document = json.loads(ended.stdout)
+    assert (ended.exit_code, document["path"]) == (0, str(tmp_path / "key"))
+    assert len(document["cluster"]) == 12
+
+
+def test_bench_is_the_command_of_the_module() -> None:
+    ended = ran("bench", "--help")
+    assert ended.exit_code == 0
+    assert "--compare NAMES" in ended.stdout
+    assert ran("bench", "--turns", "0").exit_code == 2
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_there_is_a_script_for_each_shell(shell: str) -> None:
+    ended = ran("completion", shell)
+    assert ended.exit_code == 0
+    assert f"_AIODAFT_COMPLETE={shell}_complete" in ended.stdout
+
+
+def test_commands_and_options_are_completed() -> None:
+    assert completed("do") == ["doctor", "down"]
+    assert completed("drain --g") == ["--grace"]
+    assert completed("completion z") == ["zsh"]
+
+
+def test_the_installed_command_answers_a_shell() -> None:
+    environment = {**os.environ, "_AIODAFT_COMPLETE": "bash_complete", "COMP_WORDS": "aiodaft jo", "COMP_CWORD": "1"}
+    code = "import sys; sys.argv = ['aiodaft']; from aiodaft.cli.__main__ import main; main()"
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=20)
+    assert ended.stdout == "plain,join\n"
+
+
+def test_a_node_loads_nothing_that_draws() -> None:
+    code = "import sys, aiodaft.cli.__main__, aiodaft.cli.node; print('click' in sys.modules, 'rich' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert ended.stdout == "True False\n"

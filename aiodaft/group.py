@@ -171,7 +171,7 @@ class Group(Generic[ActorT]):
             stream = unit.target.stream(spec, args, kwargs)
             under_way = self._under_way.setdefault(unit.target, set())
             under_way.add(stream._backend)
-            stream.when_over(under_way.discard)
+            stream._backend.watch(under_way.discard)
             return stream
         return self._call(unit, spec, args, kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from aiodaft._protocol.ids import ActorId, PeerId
@@ -12,8 +13,10 @@ from aiodaft._runtime.agent import acting
 from aiodaft._runtime.owning import Owner, WorkerOwner
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.process import Process, current_process
+from aiodaft._runtime.scope_errors import ScopeErrors
 from aiodaft.current_group import CurrentGroup
 from aiodaft.exceptions import OutcomeUnknown
+from aiodaft.owned import Owned
 from aiodaft.runtime import Runtime
 from aiodaft.scope import Scope
 
@@ -69,9 +72,7 @@ class ActorRuntime(Runtime):
     """The runtime of an actor."""
 
     def __init__(self, owner: Owner) -> None:
-        Scope.__init__(self, owner)
-        self._raises_unhandled = False
-        self._frames = []
+        Scope.__init__(self, Owned(owner, _ActorErrors(owner)))
 
     async def __aenter__(self) -> NoReturn:
         raise RuntimeError("the runtime of an actor is open as long as the actor lives: use it without `async with`")
@@ -80,19 +81,13 @@ class ActorRuntime(Runtime):
         """Raise RuntimeError."""
         raise RuntimeError("the runtime of an actor ends with the actor")
 
-    def fail(self, error: BaseException, what: str) -> None:
-        """Tell the owner of the actor of an error that no code will see."""
-        if not self._comes_of_closing(error):
-            self._controller.objects.on_unheld(error, what)
 
-    async def leave(self) -> None:
-        """Stop what the actor has spawned."""
-        interrupted = await self._close(graceful=True)
-        for state in self._unseen():
-            assert state.error is not None
-            self._controller.objects.on_unheld(state.error, f"{state.label} failed, and no code saw the error")
-        if interrupted is not None:
-            raise interrupted
+class _ActorErrors(ScopeErrors):
+    """Errors of the actors that an actor has spawned are told to the owner of that actor."""
+
+    def fail(self, error: BaseException, what: str) -> None:
+        if not self.comes_of_closing(error):
+            self._controller.objects.on_unheld(error, what)
 
 
 class ActorRuntimes:
@@ -107,7 +102,7 @@ class ActorRuntimes:
         runtime = self._runtimes.get(hosted)
         if runtime is None:
             runtime = self._runtimes[hosted] = ActorRuntime(self._owner)
-            hosted.stop_spawned = runtime.leave
+            hosted.stop_spawned = partial(_leave, runtime._owned)
         return runtime
 
     # What the owner tells.
@@ -119,9 +114,19 @@ class ActorRuntimes:
     def actor_died(self, remote: PeerId, actor: ActorId, error: OutcomeUnknown) -> None:
         """An actor died while no call to it was under way."""
         for runtime in self._runtimes.values():
-            runtime.actor_died(remote, actor, error)
+            runtime._owned.actor_died(remote, actor, error)
 
     def node_gone(self, name: str, error: OutcomeUnknown, idle: Callable[[PeerId], bool]) -> None:
-        """A node is gone; see `Runtime.node_gone`."""
+        """A node is gone; see `Owned.node_gone`."""
         for runtime in self._runtimes.values():
-            runtime.node_gone(name, error, idle)
+            runtime._owned.node_gone(name, error, idle)
+
+
+async def _leave(owned: Owned) -> None:
+    """Stop what an actor has spawned."""
+    interrupted = await owned.close(graceful=True)
+    for state in owned.errors.unseen():
+        assert state.error is not None
+        owned.controller.objects.on_unheld(state.error, f"{state.label} failed, and no code saw the error")
+    if interrupted is not None:
+        raise interrupted

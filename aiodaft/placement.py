@@ -82,8 +82,7 @@ class SpawningScope(Protocol):
     async def get_or_spawn(self, what: Blueprint) -> Handle: ...
     async def spawn_group(self, n: int, what: Blueprint, axes: Axes) -> Group[Any]: ...
     async def spawn_mesh(self, hosts: int, demand: Demand, constraints: Constraints) -> Mesh: ...
-    async def stop(self, actor: object) -> None: ...
-    async def stop_group(self, group: Group[Any]) -> None: ...
+    async def stop_handles(self, handles: list[Any]) -> None: ...
     async def stop_mesh(self, mesh: Mesh) -> None: ...
 
 
@@ -185,7 +184,7 @@ class Spawner(ABC):
         async def start() -> ActorT:
             return cast("ActorT", await scope.spawn_one(Blueprint(actor_class, args, kwargs, constraints)))
 
-        return Spawned(f"spawn({actor_class.__name__})", start, scope.stop)
+        return Spawned(f"spawn({actor_class.__name__})", start, lambda actor: scope.stop_handles([actor]))
 
     async def get_or_create(self, name: str, cls: Callable[P, ActorT], /, *args: P.args, **kwargs: P.kwargs) -> ActorT:
         """Find the actor with a name, or make it as `spawn` does: of many callers, in any process, only one makes it.
@@ -216,7 +215,7 @@ class Spawner(ABC):
         async def start() -> Service[T]:
             return Service(await scope.spawn_one(Blueprint(hosted_class, args, kwargs, constraints)), hosted_class)
 
-        return Spawned(f"host({hosted_class.__name__})", start, lambda service: scope.stop(service.handle))
+        return Spawned(f"host({hosted_class.__name__})", start, lambda service: scope.stop_handles([service]))
 
     # A keyword besides a ParamSpec cannot be typed: here the arguments of the constructor are checked at run time.
     @overload
@@ -314,7 +313,7 @@ class Spawner(ABC):
         def start() -> Coroutine[Any, Any, Group[Any]]:
             return scope.spawn_group(n, Blueprint(cls, args, kwargs, constraints), grid)
 
-        return Spawned(f"{what}({n}, {cls.__name__})", start, scope.stop_group)
+        return Spawned(f"{what}({n}, {cls.__name__})", start, lambda group: scope.stop_handles(list(group)))
 
 
 class Placement(Spawner):

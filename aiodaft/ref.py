@@ -408,10 +408,6 @@ class Stream(Generic[T_co]):
     def __repr__(self) -> str:
         return f"<Stream of {self._backend.label}>"
 
-    def when_over(self, callback: Callable[[Any], object]) -> None:
-        """Call back when the producer has ended."""
-        self._backend.watch(callback)
-
     if not TYPE_CHECKING:
 
         def __await__(self) -> NoReturn:

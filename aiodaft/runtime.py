@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.coordination.records import check_name as check_actor_name
 from aiodaft._protocol.coordination.records import check_prefix
-from aiodaft._protocol.ids import ActorId, PeerId, node_of
 from aiodaft._protocol.node.liveness import Patience
 from aiodaft._runtime.connections.traffic import Traffic
 from aiodaft._runtime.controller import Controller, ControllerOptions
@@ -25,18 +24,20 @@ from aiodaft._runtime.node.local_node import Machine
 from aiodaft._runtime.node.node_agent import NodeOptions
 from aiodaft._runtime.node.pid_namespace import prefix_of
 from aiodaft._runtime.node.shipped_code import ShippedCode
+from aiodaft._runtime.owning import Owner
 from aiodaft._runtime.platform.env import Env
 from aiodaft._runtime.platform.error_log import log_error
 from aiodaft._runtime.platform.tasks import shield_from_anyio
 from aiodaft._runtime.process import MSGPACK, ProcessOptions
+from aiodaft._runtime.scope_errors import ScopeErrors
 from aiodaft._runtime.serialization.errors import give_frames, take_frames
 from aiodaft.actor import Actor, class_of
-from aiodaft.exceptions import OutcomeUnknown
 from aiodaft.info import NodeInfo, look_at_nodes
 from aiodaft.naming import found, register
+from aiodaft.owned import Owned, handle_of
 from aiodaft.placement import check_labels
 from aiodaft.ref import Ref
-from aiodaft.scope import Scope, handle_of
+from aiodaft.scope import Scope
 from aiodaft.stack import RuntimeStack
 from aiodaft.tracing import Trace
 from aiodaft_transport import check_name, default_name
@@ -122,9 +123,6 @@ class Runtime(Scope):
         env: Env | None = None,
     ) -> None:
         _check_options(max_pending, stop_grace, cancel_grace, unhandled)
-        self._raises_unhandled = unhandled == "raise"
-        # Frames of the errors that the end of the block raises.
-        self._frames: list[tuple[BaseException, Any]] = []
         address = address or os.environ.get("AIODAFT_ADDRESS")
         asked = transport or os.environ.get("AIODAFT_TRANSPORT")
         env = env or Env()
@@ -156,7 +154,8 @@ class Runtime(Scope):
             env=env,
             cluster=None if not address else _cluster_at(address, key_file, env),
         )
-        super().__init__(Controller(options, machine))
+        controller = Controller(options, machine)
+        super().__init__(Owned(controller, _RuntimeErrors(controller, raises=unhandled == "raise")))
 
     # The block.
 
@@ -168,7 +167,7 @@ class Runtime(Scope):
         await super().__aenter__()
         controller = self._opened
         await controller.find_cluster()
-        controller.open(self)
+        controller.open(self._owned)
         controller.process.provide(Runtime, self)
         try:
             await controller.join_cluster()
@@ -194,36 +193,6 @@ class Runtime(Scope):
         """
         if not self._controller.is_closed:
             await self.__aexit__(None, None, None)
-
-    def actor_died(self, remote: PeerId, actor: ActorId, error: OutcomeUnknown) -> None:
-        """Tell the scope of an actor that it died while no call to it was under way."""
-        scope = self._owner_of(remote, actor)
-        if scope is not None:
-            scope.fail(error, "an actor died while no call was under way")
-
-    def node_gone(self, name: str, error: OutcomeUnknown, idle: Callable[[PeerId], bool]) -> None:
-        """Tell the scopes of actors on a node that is gone, as far as no call to them is under way."""
-        for scope, (remote, _) in list(self._owners()):
-            if node_of(remote) == name and idle(remote):
-                scope.fail(error, "a node was lost while no call to an actor there was under way")
-
-    # Errors that no code has seen.
-
-    def fail(self, error: BaseException, what: str) -> None:
-        """Log an error that no code will see, and keep it for the end of the block."""
-        if not self._comes_of_closing(error):
-            log_error(what, error)
-            if self._raises_unhandled and self._unhandled.add(error):
-                self._frames += take_frames(error)
-
-    def _errors_after(self, error: BaseException | None) -> BaseExceptionGroup[BaseException] | None:
-        if self._raises_unhandled and (error is None or isinstance(error, Exception)):
-            give_frames(self._frames)
-            return super()._errors_after(error)
-        for state in self._unseen():
-            assert state.error is not None
-            log_error(f"{state.label} failed, and no code saw the error", state.error)
-        return None
 
     # Values and names.
 
@@ -279,7 +248,7 @@ class Runtime(Scope):
             ValueError: The name is not valid.
         """
         check_actor_name(name)
-        target, cls = self._target(actor), class_of(handle_of(actor))
+        target, cls = self._owned.target(actor), class_of(handle_of(actor))
         controller = self._controller
         await controller.ready()
         if controller.directory.find(target) is None:
@@ -296,7 +265,7 @@ class Runtime(Scope):
             ActorDied: The actor is gone, and is not restarted.
         """
         named = await self._controller.coordinator.lookup(check_actor_name(name))
-        return cast("ActorT", await found(self._controller, named, cls, self))
+        return cast("ActorT", await found(self._controller, named, cls, self._owned.errors))
 
     async def names(self, prefix: str = "") -> tuple[str, ...]:
         """The names of actors that begin like this, in alphabetical order.
@@ -367,15 +336,37 @@ class Runtime(Scope):
         self._controller.check_running("nodes cannot be asked")
         return await look_at_nodes(self._controller, patience)
 
-    def __dir__(self) -> list[str]:
-        names = "aclose", "lookup", "name", "names", "nodes", "put", "resources", "ship", "stack", "trace", "traffic"
-        return [*super().__dir__(), *names]
-
     def __repr__(self) -> str:
         controller = self._controller
         state = "open" if controller.is_open else "closed" if controller.is_closed else "not open"
         name = controller.name and f"{controller.name} "
-        return f"<Runtime {name}{state}, {len(self._scope_actors)} actors>"
+        return f"<Runtime {name}{state}, {len(self._owned.actors)} actors>"
+
+
+class _RuntimeErrors(ScopeErrors):
+    """Errors of the actors of a runtime end no body: they are logged, and raised by the end of the block."""
+
+    def __init__(self, controller: Owner, *, raises: bool) -> None:
+        super().__init__(controller)
+        self._raises = raises
+        # Frames of the errors that the end of the block raises.
+        self._frames: list[tuple[BaseException, Any]] = []
+
+    def fail(self, error: BaseException, what: str) -> None:
+        """Log an error that no code will see, and keep it for the end of the block."""
+        if not self.comes_of_closing(error):
+            log_error(what, error)
+            if self._raises and self.kept.add(error):
+                self._frames += take_frames(error)
+
+    def after(self, error: BaseException | None) -> BaseExceptionGroup[BaseException] | None:
+        if self._raises and (error is None or isinstance(error, Exception)):
+            give_frames(self._frames)
+            return super().after(error)
+        for state in self.unseen():
+            assert state.error is not None
+            log_error(f"{state.label} failed, and no code saw the error", state.error)
+        return None
 
 
 def _cluster_at(address: str, key_file: str | os.PathLike[str] | None, env: Env) -> tuple[str, Network]:

@@ -142,9 +142,11 @@ class Start(NamedTuple):
     epoch: int = 0
 
 
-class OwningScope(UnhandledErrors, Protocol):
+class OwningScope(Protocol):
     """What actors need of their scope."""
 
+    @property
+    def errors(self) -> UnhandledErrors: ...
     def check_open(self, what: str) -> None: ...
 
 
@@ -233,14 +235,14 @@ class ScopeActors:
                 Wish(controller.new_tenant(), label, wanted.demand), wanted, constraints, start
             )
         if watched is None:
-            target = controller.target(place.peer, place.actor, label, self._scope)
+            target = controller.target(place.peer, place.actor, label, self._scope.errors)
             await self._host(target, spec)
             if not outlives:
                 self._owned[target.identity] = target
             return Handle(target, cls)
         supervisor, kind = watched
         location = Location(place.peer, place.actor)
-        followed = controller.follow(controller.process.id, location, label, self._scope)
+        followed = controller.follow(controller.process.id, location, label, self._scope.errors)
 
         async def move(actor: ActorId, host: PeerId | None) -> Place:
             wanted = await request()
@@ -272,7 +274,9 @@ class ScopeActors:
 
     def _new_supervisor(self, policy: Restart) -> Supervisor:
         controller = self._controller
-        return controller.directory.new_supervisor(policy, controller.process.options.stop_grace, self._scope.fail)
+        return controller.directory.new_supervisor(
+            policy, controller.process.options.stop_grace, self._scope.errors.fail
+        )
 
     async def _find_place(self, wish: Wish[Tenant], request: Request, constraints: Constraints, start: Start) -> Place:
         async def attempt(site: Site[NodeAgent], ranks: Sequence[int]) -> list[Place]:
@@ -291,7 +295,7 @@ class ScopeActors:
             if placing.done() and placing.exception() is None:
                 # The place was found while the cancellation was on its way: only this code can free it.
                 place = await placing
-                await self._undo(self._controller.target(place.peer, place.actor, wish.label, self._scope))
+                await self._undo(self._controller.target(place.peer, place.actor, wish.label, self._scope.errors))
             else:
                 taking = self._take_back(site, wish, start.epoch)
                 self._controller.process.create_task(taking, name=f"take back {wish.label}")

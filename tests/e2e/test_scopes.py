@@ -18,7 +18,6 @@ from inside import awaited
 from leaks import descendants, is_alive
 
 import aiodaft
-from aiodaft.scope import Scope
 
 ROOT = Path(__file__).parents[2]
 
@@ -268,14 +267,3 @@ async def test_a_scope_raises_unseen_errors_when_its_runtime_was_closed_before()
             await ref.ready()
             await rt.aclose()
     assert caught.group_contains(ValueError, match="no code looked at it")
-
-
-def test_completion_shows_what_is_for_users() -> None:
-    rt = aiodaft.Runtime()
-    of_scopes = {"group", "host", "host_group", "info", "kill", "mesh", "on", "rebind", "scope", "spawn", "stop"}
-    of_scopes |= {"stop_group", "stop_mesh"}
-    of_runtimes = {"aclose", "lookup", "name", "names", "nodes", "put", "resources", "ship", "stack"}
-    of_runtimes |= {"trace", "traffic"}
-    assert set(dir(Scope(rt))) == of_scopes
-    assert set(dir(rt)) == of_scopes | of_runtimes
-    assert all(getattr(rt, name).__doc__ for name in dir(rt))

@@ -185,11 +185,11 @@ async def test_a_stream_is_closed_before_its_call_was_sent(consumer: Consumer) -
     producer = consumer.connect()
     producer.unsent = True
     over: list[StreamState] = []
-    consumer.stream.when_over(over.append)
+    consumer.state.watch(over.append)
     await consumer.stream.aclose()
     await turns()
     assert (producer.sent, over) == ([], [consumer.state])
-    consumer.stream.when_over(over.append)
+    consumer.state.watch(over.append)
     await turns()
     assert over == [consumer.state] * 2
 

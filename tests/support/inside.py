@@ -58,17 +58,17 @@ def timeouts_of(rt: aiodaft.Runtime) -> Timeouts:
 
 def actors_of(rt: aiodaft.Runtime) -> ScopeActors:
     """The actors that the runtime stops at its end."""
-    return rt._scope_actors
+    return rt._owned.actors
 
 
 def errors_kept_by(rt: aiodaft.Runtime) -> Sized:
     """The errors that the runtime raises at its end."""
-    return rt._unhandled
+    return rt._owned.errors.kept
 
 
 def failed_refs_of(rt: aiodaft.Runtime) -> Collection[object]:
     """The refs with errors that no code has looked at yet."""
-    return rt._held
+    return rt._owned.errors.held
 
 
 async def awaited(spawned: Awaitable[T]) -> T:

@@ -70,6 +70,8 @@ def test_a_call_has_an_arrow_from_where_it_was_submitted() -> None:
         ("A.run is queued", 3e6),
     ]
     assert [one["ts"] for one in events(file, "e")] == [3e6, 4e6]
+    # Viewers show an event with a local identifier in its process.
+    assert [one["id2"] for one in events(file, "b")] == [{"local": "0x1"}, {"local": "0x2"}]
 
 
 def test_a_value_has_an_arrow_from_the_call_that_made_it() -> None:

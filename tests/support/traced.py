@@ -78,8 +78,8 @@ class TraceFile:
 
     def waits(self) -> list[str]:
         """What has waited, and where."""
-        begins = {event["id"]: event for event in self._events if event["ph"] == "b"}
-        ends = {event["id"]: event for event in self._events if event["ph"] == "e"}
+        begins = {event["id2"]["local"]: event for event in self._events if event["ph"] == "b"}
+        ends = {event["id2"]["local"]: event for event in self._events if event["ph"] == "e"}
         assert begins.keys() == ends.keys()
         assert all(begins[number]["ts"] < ends[number]["ts"] for number in begins)
         return [self.where(event) for event in begins.values()]

@@ -277,7 +277,8 @@ def _slice_event(one: Slice, began: float) -> Json:
 def _wait_events(waits: Iterable[_Wait], began: float) -> Iterator[Json]:
     """Waits overlap: they are asynchronous events, for which viewers find room."""
     for number, wait in enumerate(waits, 1):
-        same = {"name": wait.name, "cat": wait.category, "id": number, "pid": wait.process, "tid": 0}
+        # An `id` would be that of an event of all processes, which Perfetto shows apart from them.
+        same = {"name": wait.name, "cat": wait.category, "id2": {"local": hex(number)}, "pid": wait.process, "tid": 0}
         yield {"ph": "b", **same, "ts": _micros(wait.began, began), "args": {"actor": wait.track}}
         yield {"ph": "e", **same, "ts": _micros(wait.ended, began), "args": {}}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from aiodaft._protocol.calls.call import FETCHING
@@ -61,15 +61,11 @@ class Tracing:
         if self.session is not None and self.session[0] != collector:
             return False
         self.session, self._limit = (collector, number), limit
-        self._names, self.told, self.handed_over = {}, {}, []
+        self.told, self.handed_over = {}, []
         self._process.recorder = Recorder(self.now, limit)
-        self._host.__class__ = TracedHost
-        self._outgoing.__class__ = TracedOutgoing
-        self._graphs.__class__ = TracedGraphs
-        for owner in self._graphs.own.values():
-            owner.__class__ = TracedGraphOwner
-        for hosted in self._host.actors.values():
-            self.watch(hosted)
+        for part in self._parts():
+            watch(part)
+        self._names = {hosted.id: hosted.name for hosted in self._host.actors.values()}
         return True
 
     def end(self) -> ProcessTrace | None:
@@ -79,23 +75,23 @@ class Tracing:
             return None
         for call in self._host.calls():
             self.over(call, self.now(), UNFINISHED)
-        self._host.__class__ = Host
-        self._outgoing.__class__ = Outgoing
-        self._graphs.__class__ = Graphs
-        for owner in self._graphs.own.values():
-            owner.__class__ = GraphOwner
-        for hosted in self._host.actors.values():
-            hosted.__class__ = HostedActor
+        for part in self._parts():
+            part.__class__ = _PLAIN.get(type(part), type(part))
         self.session = self._process.recorder = None
         process = self._process
         return ProcessTrace(
             process.id, process.pid, process.options.node, self._names, recorder.events, recorder.dropped
         )
 
-    def watch(self, hosted: HostedActor) -> None:
+    def _parts(self) -> list[Any]:
+        """What is of another class while a trace is recorded."""
+        graphs, actors = self._graphs.own.values(), self._host.actors.values()
+        return [self._host, self._outgoing, self._graphs, *graphs, *actors]
+
+    def watch_actor(self, hosted: HostedActor) -> None:
         """Record the calls of an actor."""
         self._names[hosted.id] = hosted.name
-        hosted.__class__ = TracedActor
+        watch(hosted)
 
     def spread(self, remote: PeerId, label: str) -> None:
         """Have a process record that is to get an actor."""
@@ -177,7 +173,7 @@ class TracedHost(Host):
 
     def add(self, hosted: HostedActor) -> None:
         super().add(hosted)
-        self.process.part(Tracing).watch(hosted)
+        self.process.part(Tracing).watch_actor(hosted)
 
 
 class TracedActor(HostedActor):
@@ -255,7 +251,7 @@ class TracedGraphs(Graphs):
 
     def open(self, dataflow: Dataflow[Arguments], specs: Specs, max_in_flight: int) -> GraphOwner:
         owner = super().open(dataflow, specs, max_in_flight)
-        owner.__class__ = TracedGraphOwner
+        watch(owner)
         return owner
 
 
@@ -271,3 +267,18 @@ class TracedGraphOwner(GraphOwner):
         key = process.id, run.deployment.number, run.number
         times, what = (began, tracing.now()), f"run {run.number} of a graph"
         tracing.add(trace.submitted(times, key, what, "", maker, ()))
+
+
+_TRACED: Final[dict[type, type]] = {
+    Host: TracedHost,
+    HostedActor: TracedActor,
+    Outgoing: TracedOutgoing,
+    Graphs: TracedGraphs,
+    GraphOwner: TracedGraphOwner,
+}
+_PLAIN: Final = {traced: plain for plain, traced in _TRACED.items()}
+
+
+def watch(part: Any) -> None:
+    """Record what a part of the process does, until the trace ends. Idempotent."""
+    part.__class__ = _TRACED.get(type(part), type(part))

@@ -70,8 +70,9 @@ class Delivery:
 
     def fetch_now(self) -> bool:
         """Fetch what is mapped here. Returns whether to receive and decode it never waits."""
+        recorder = self._store.process.recorder
         while self.granted:
-            (name, grant), began = self.granted[0], self._store.process.env.monotonic()
+            (name, grant), began = self.granted[0], 0.0 if recorder is None else recorder.now()
             blob = self._store.transport_named(name).fetch_now(grant, self.connection)
             if blob is None:
                 return False

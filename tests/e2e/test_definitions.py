@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import traceback
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, make_dataclass
 from typing import Any
@@ -53,6 +54,22 @@ async def test_ten_thousand_calls_send_the_code_of_a_class_once(runtime: aiodaft
     after = runtime.traffic()
     # The code alone has more bytes than what is sent for a call.
     assert after.control_sent - before.control_sent < CALLS * CODE // 10
+
+
+async def test_an_error_in_code_that_was_sent_shows_the_line_of_its_file(runtime: aiodaft.Runtime) -> None:
+    class Failing(aiodaft.Actor):
+        @aiodaft.method
+        def fail(self, given: Any) -> None:
+            given()
+
+    def give() -> None:
+        raise ValueError("an error of the program")
+
+    failing = await runtime.spawn(Failing)
+    with pytest.raises(ValueError, match="of the program") as caught:
+        await failing.fail(give)
+    lines = [(frame.filename, frame.line) for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert lines[-2:] == [(__file__, "given()"), (__file__, 'raise ValueError("an error of the program")')]
 
 
 async def test_an_instance_that_comes_back_is_of_the_class_itself(runtime: aiodaft.Runtime) -> None:

@@ -31,7 +31,7 @@ from weakref import WeakValueDictionary, ref
 
 from aiodaft._protocol.connections.messages import INLINE_LIMIT
 from aiodaft._runtime.process import refuses_pickle
-from aiodaft._runtime.serialization.pickling import importable
+from aiodaft._runtime.serialization.pickling import importable, pickle_code
 from aiodaft.actor import Actor
 
 Thing: TypeAlias = type | FunctionType
@@ -117,9 +117,7 @@ def _recorded(thing: Thing, earlier: _Record | None) -> _Record | None:
         return None
     from hashlib import blake2b  # noqa: PLC0415 - slow to import, and few calls need it
 
-    import cloudpickle  # noqa: PLC0415 - as above
-
-    source = cloudpickle.dumps(thing, protocol=5)
+    source = pickle_code(thing)
     if len(source) > INLINE_LIMIT:
         return None
     # Two functions of the same text have two names: each is taken back when its own function is gone.

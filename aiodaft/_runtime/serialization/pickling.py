@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache, cached_property
-from types import FunctionType, TracebackType
+from types import CodeType, FunctionType, TracebackType
 from typing import Any, Final, Protocol, cast
 
 from aiodaft._runtime.process import Process, current_process, refuses_pickle
@@ -146,9 +146,7 @@ class _Dumper(Protocol):
 
 @cache
 def _cloud_pickler() -> Callable[..., _Dumper]:
-    import cloudpickle  # noqa: PLC0415 - slow to import, and few calls need it
-
-    class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
+    class CloudPickler(_code_pickler()):  # type: ignore[misc]  # not typed
         def __init__(self, sink: _Sink, aside: Aside, buffer_callback: Callable[[pickle.PickleBuffer], Any]) -> None:
             super().__init__(sink, protocol=5, buffer_callback=buffer_callback)
             self._aside = aside
@@ -158,6 +156,28 @@ def _cloud_pickler() -> Callable[..., _Dumper]:
             return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
     return CloudPickler
+
+
+@cache
+def _code_pickler() -> type:
+    """cloudpickle, which leaves out the names of the files of code, with them: tracebacks show lines of files."""
+    import cloudpickle  # noqa: PLC0415 - slow to import, and few calls need it
+
+    class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # not typed
+        def reducer_override(self, obj: Any) -> Any:
+            if not isinstance(obj, CodeType):
+                return super().reducer_override(obj)
+            make, args = self.dispatch_table[CodeType](obj)
+            return make, tuple(obj.co_filename if arg == "<dynamic-code>" else arg for arg in args)
+
+    return CodePickler
+
+
+def pickle_code(thing: type | FunctionType) -> bytes:
+    """Pickle a class or function by value."""
+    file = io.BytesIO()
+    _code_pickler()(file, protocol=5).dump(thing)
+    return file.getvalue()
 
 
 def pickle_into(aside: Aside, value: Any) -> bytes:

@@ -9,48 +9,28 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from aiodaft._protocol.ids import PeerId
 from aiodaft._protocol.node.postmortem import Ending
 from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
 from aiodaft._runtime.node.heartbeat import Heartbeat, HeartbeatWatch
 from aiodaft._runtime.node.worker import Worker
-from aiodaft._runtime.node.worker_main import WorkerMain
 from aiodaft._runtime.peer import Peer
 from aiodaft._runtime.platform.env import Env
 from aiodaft.exceptions import SpawnFailed
+from aiodaft.testing.in_process import FIRST_PID, EnclosedMain, NoOutput
 from aiodaft.testing.network import SimulatedNetwork
 from aiodaft.testing.simulated_loop import SimulatedLoop, SimulatedProcess, settle
 
-# Pids from here on belong to no process of the machine.
-FIRST_PID: Final = 10_000_000
 
-
-class SimulatedMain(WorkerMain):
-    """A worker that ends without ending the test."""
+class SimulatedMain(EnclosedMain):
+    """A worker of a simulation."""
 
     process: SimulatedProcess
-    launcher: SimulatedLauncher
-
-    @property
-    def peer(self) -> Peer | None:
-        """What it runs, once it has begun."""
-        return getattr(self, "_peer", None)
-
-    def _exit_requested(self, error: BaseException) -> None:
-        code = error.code if isinstance(error, SystemExit) else 130
-        self.launcher.ended(self.process, int(code or 0), None)
 
     def _start_heartbeat(self, peer: Peer) -> None:
         SimulatedHeartbeat(self._heartbeat, peer.host).start()
-
-
-class SimulatedOutput:
-    """What a worker has printed: nothing, because it prints where the test prints."""
-
-    name = ""
-    last_lines = ()
 
 
 class HeartbeatLine:
@@ -99,7 +79,7 @@ class SimulatedWorker(Worker):
     """One worker, as the node sees it."""
 
     def __init__(self, worker_id: PeerId, label: str, process: SimulatedProcess, loop: SimulatedLoop) -> None:
-        output: Any = SimulatedOutput()
+        output: Any = NoOutput()
         line: Any = HeartbeatLine(loop, process)
         super().__init__(worker_id, label, output, HeartbeatWatch(line, loop, lambda pid: process.paused))
         self.line = line
@@ -143,7 +123,8 @@ class SimulatedLauncher:
         if not worker.process.alive:
             return
         main = SimulatedMain(WorkerSettings.unpacked(settings), connection, worker.line, self._env())
-        main.process, main.launcher = worker.process, self
+        main.process = worker.process
+        main.on_exit = lambda code: self.ended(worker.process, code, None)
         self.mains.append(main)
 
         async def live() -> None:

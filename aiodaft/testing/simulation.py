@@ -19,7 +19,8 @@ from aiodaft._runtime.process import closed
 from aiodaft._runtime.supervision import child_spec
 from aiodaft.runtime import Runtime
 from aiodaft.testing.hosts import SimulatedHost
-from aiodaft.testing.launcher import FIRST_PID, SimulatedLauncher
+from aiodaft.testing.in_process import FIRST_PID
+from aiodaft.testing.launcher import SimulatedLauncher
 from aiodaft.testing.network import End, NetworkConditions, SimulatedNetwork
 from aiodaft.testing.routes import HostNetwork, Routes
 from aiodaft.testing.simulated_loop import SimulatedLoop, SimulatedProcess

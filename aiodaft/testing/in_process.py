@@ -1,0 +1,211 @@
+"""Actors that live in the process of a test: the real worker code, as tasks of the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import Context
+from itertools import count
+from typing import Any, Final
+from unittest.mock import patch
+
+from aiodaft._protocol.ids import PeerId
+from aiodaft._protocol.node.postmortem import Ending
+from aiodaft._runtime.node.environment import WorkerEnvironment, WorkerSettings
+from aiodaft._runtime.node.heartbeat import Heartbeat, HeartbeatWatch
+from aiodaft._runtime.node.worker import Worker
+from aiodaft._runtime.node.worker_main import WorkerMain
+from aiodaft._runtime.peer import Peer
+from aiodaft._runtime.platform.env import Env
+from aiodaft._runtime.platform.tasks import TaskOwner
+from aiodaft._runtime.process import closed
+from aiodaft.exceptions import PeerLost, SpawnFailed
+from aiodaft.runtime import Runtime
+
+# Pids from here on belong to no process of the machine: a signal to one reaches nothing.
+FIRST_PID: Final = 10_000_000
+# What a runtime without processes cannot have.
+_NEEDS_PROCESSES: Final = {"address", "env", "isolation", "key_file"}
+
+
+def in_process(**options: Any) -> Runtime:
+    """A runtime whose actors live in this process, to be used as `async with`: it starts no process.
+
+    The code is that of a runtime with processes: values are encoded and copied, `def` methods run on a thread per
+    actor, calls are ordered, cancelled, restarted and failed in the same way. What differs: actors share the modules,
+    the environment variables and the output of this process; a blocked event loop blocks all of them; a killed actor
+    is cancelled, so that its `finally` blocks run, and a `def` method that runs goes on to its end.
+
+    Args:
+        options: Those of `aiodaft.Runtime`, without `address`, `key_file`, `isolation` and `env`.
+
+    Raises:
+        ValueError: An option needs processes.
+    """
+    unfit = sorted(_NEEDS_PROCESSES & options.keys())
+    if unfit:
+        raise ValueError(f"{', '.join(unfit)}: the actors of this runtime have no processes of their own")
+    fixed: dict[str, Any] = {"cpus": 64, "gpus": 0, "transport": "shm", "preload": (), "uvloop": False}
+    with patch.dict(os.environ):
+        # A node would start processes.
+        os.environ.pop("AIODAFT_ADDRESS", None)
+        return Runtime(**{**fixed, **options}, env=Env(launcher=InProcessLauncher))
+
+
+class NoOutput:
+    """What a worker has printed: nothing, because it prints where the test prints."""
+
+    name = ""
+    last_lines = ()
+
+
+class _Pulse:
+    """What questions and answers about a worker's life travel over: each question is answered at once."""
+
+    def __init__(self) -> None:
+        self._answers: deque[bytes] = deque()
+        self._open = True
+        self.answer: Callable[[], bytes] = bytes
+
+    def setblocking(self, flag: bool) -> None:
+        assert not flag
+
+    def fileno(self) -> int:
+        return 0 if self._open else -1
+
+    def send(self, question: bytes) -> None:
+        self._answers.append(self.answer())
+
+    def recv(self, size: int) -> bytes:
+        if not self._answers:
+            raise BlockingIOError
+        return self._answers.popleft()
+
+    def close(self) -> None:
+        self._open = False
+
+
+class _PulseHeartbeat(Heartbeat):
+    """The worker's end, without a thread."""
+
+    def start(self) -> None:
+        pulse: Any = self._connection
+        pulse.answer = lambda: self._answer(self._process.env.monotonic())
+
+
+class EnclosedMain(WorkerMain):
+    """A worker that ends without ending the test."""
+
+    on_exit: Callable[[int], object]
+
+    @property
+    def peer(self) -> Peer | None:
+        """What it runs, once it has begun."""
+        return getattr(self, "_peer", None)
+
+    def _exit_requested(self, error: BaseException) -> None:
+        code = error.code if isinstance(error, SystemExit) else 130
+        self.on_exit(code if isinstance(code, int) else int(code is not None))
+
+
+class InProcessMain(EnclosedMain):
+    """A worker whose loop is that of the test."""
+
+    def _start_heartbeat(self, peer: Peer) -> None:
+        _PulseHeartbeat(self._heartbeat, peer.host).start()
+
+    def cut_off(self, reason: str) -> None:
+        """End all connections without a word, as the kernel does with those of a dead process; `run` then returns."""
+        if self.peer is not None:
+            for connection in list(self.peer.connections.values()):
+                connection.close(PeerLost(reason))
+        self._end(1)
+
+
+class InProcessLauncher:
+    """Does what `WorkerLauncher` does, with tasks in place of processes."""
+
+    pid = None
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, **_: object) -> None:
+        self._loop = loop
+        self._tasks = TaskOwner("actors in this process")
+        self._pids = count(FIRST_PID + 1)
+        self._mains: dict[PeerId, InProcessMain] = {}
+        self._living: set[asyncio.Task[None]] = set()
+        self.workers: dict[PeerId, Worker] = {}
+        self.on_ended: Callable[[Worker, Ending], object] = lambda worker, ending: None
+        self.on_stack_request: Callable[[int], object] = lambda pid: None
+
+    async def spawn(
+        self, settings: WorkerSettings, inherited: WorkerEnvironment, environment: dict[str, str], label: str
+    ) -> tuple[Worker, socket.socket]:
+        """Start a worker; see `WorkerLauncher.spawn`."""
+        pulse, output = _as_any(_Pulse()), _as_any(NoOutput())
+        worker = Worker(settings.options.id, label, output, HeartbeatWatch(pulse, self._loop, lambda pid: False))
+        pid = worker.pid = next(self._pids)
+        ours, theirs = socket.socketpair()
+        main = InProcessMain(WorkerSettings.unpacked(settings.packed()), theirs, pulse, Env(pid=lambda: pid))
+        main.on_exit = lambda code: self._ended(worker, Ending(code, None))
+        self._mains[worker.id], self.workers[worker.id] = main, worker
+        # In a context of its own: that of the test has the test's process in it.
+        task = Context().run(self._tasks.create_task, self._live(worker, main), name=label)
+        self._living.add(task)
+        task.add_done_callback(self._living.discard)
+        worker.started.set_result(None)
+        return worker, ours
+
+    async def _live(self, worker: Worker, main: InProcessMain) -> None:
+        status = await main.run()
+        if main.peer is not None:
+            closed(main.peer.process)
+        self._ended(worker, Ending(status, None))
+
+    def _ended(self, worker: Worker, ending: Ending) -> None:
+        """A worker ends now, if it has not."""
+        if self.workers.pop(worker.id, None) is None:
+            return
+        self._mains.pop(worker.id).cut_off(f"{worker} has ended")
+        worker.fail(SpawnFailed("the worker did not start"))
+        self.on_ended(worker, ending)
+        worker.ended.set_result(ending)
+
+    def kill(self, worker: Worker, number: int = signal.SIGKILL) -> None:
+        """End a worker at once; what it cleans up is not waited for."""
+        self._ended(worker, Ending(None, signal.Signals(number).name))
+
+    async def end(self, worker: Worker) -> None:
+        self.kill(worker)
+
+    async def wait_end(self, worker: Worker, seconds: float) -> bool:
+        """Wait until a worker has ended, but no longer than that; False if it has not."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.shield(worker.ended)
+        return worker.ended.done()
+
+    async def aclose(self) -> None:
+        """End every worker, and wait for what is cleaned up."""
+        for worker in list(self.workers.values()):
+            self.kill(worker)
+        if self._living:
+            await asyncio.wait(self._living)
+
+    def abandon(self) -> None:
+        """Free what the workers have, where no loop runs."""
+        for main in self._mains.values():
+            if main.peer is not None:
+                closed(main.peer.process)
+                main.peer.abandon("the event loop it was opened on is gone")
+
+    def stay_behind(self) -> None:
+        """In a forked child there is nothing to leave: actors were not forked with their loop."""
+
+
+def _as_any(part: Any) -> Any:
+    return part

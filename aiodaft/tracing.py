@@ -140,10 +140,17 @@ class Trace:
         return [process for process in others if process.id in mine and process.id != self._owner.process.id]
 
     async def _begin(self, process: WorkerProcess) -> None:
-        self._known[process.id] = " and ".join(process.actors) or process.id
         beginning = self._owner.agent_of(process.id).begin_trace(self._owner.process.id, self._number, self._limit)
-        with suppress(DaftError, TimeoutError):
-            await self._answer(beginning)
+        has_actors = True
+        try:
+            has_actors = await self._answer(beginning)
+        except TimeoutError:
+            pass
+        except DaftError:
+            has_actors = False
+        if has_actors:
+            # Another one has ended, or is about to end: nothing of it is missed.
+            self._known[process.id] = " and ".join(process.actors) or process.id
 
     async def _ask_clock(self, member: Member) -> None:
         """Learn how far the clock of a node is ahead."""
@@ -165,13 +172,14 @@ class Trace:
         """What the others have recorded. Notes those that are left out."""
         tracing, owner = self._tracing, self._owner
         found = {process.id: process for process in await self._processes()} if owner.is_open else {}
-        self._known = {**tracing.told, **self._known}
-        self._known.update({one: " and ".join(process.actors) or one for one, process in found.items()})
+        expected = {**tracing.told, **self._known}
+        self._known = {**expected, **{one: " and ".join(process.actors) or one for one, process in found.items()}}
         strange = [one for one in owner.nodes.members() if one.name not in self._offsets]
         await asyncio.gather(*map(self._ask_clock, strange))
         parts = [part for part in await asyncio.gather(*map(self._fetch, found)) if part is not None]
         parts += tracing.handed_over
-        for process in self._known.keys() - {part.id for part in parts}:
+        # What is about to end without ever having been told has nothing to give.
+        for process in expected.keys() - {part.id for part in parts}:
             self.left_out.setdefault(self._known[process], "it ended before it could give its events")
         for part in parts:
             if node_of(part.id) not in self._offsets:

@@ -158,12 +158,15 @@ class Agent(Actor):
     def _hand_over_trace(self) -> list[Ref[None]]:
         """Give away what was recorded here: the process ends when its last actor has left."""
         session = self._tracing.session
-        if session is None or any(actor >= FIRST_USER_ACTOR for actor in self._host.actors):
+        if session is None or self._has_actors():
             return []
         recorded = self._tracing.end()
         return (
             [] if recorded is None else [agent_of(self._followers.caller, session[0]).take_trace(session[1], recorded)]
         )
+
+    def _has_actors(self) -> bool:
+        return any(actor >= FIRST_USER_ACTOR for actor in self._host.actors)
 
     def _others(self) -> list[Agent]:
         caller = self._followers.caller
@@ -247,8 +250,12 @@ class Agent(Actor):
 
     @method
     async def begin_trace(self, collector: str, number: int, limit: int) -> bool:
-        """Record for a process; before the first actor is made here if that process, or one that it told, makes it."""
-        return self._tracing.begin(PeerId(collector), number, limit)
+        """Record for a process; before the first actor is made here if that process, or one that it told, makes it.
+
+        Returns:
+            Whether there are actors here whose calls are recorded.
+        """
+        return self._tracing.begin(PeerId(collector), number, limit) and self._has_actors()
 
     @method(ordered=False)
     async def end_trace(self, collector: str, number: int) -> ProcessTrace | None:

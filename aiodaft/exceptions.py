@@ -1,21 +1,21 @@
 """Every error that aiodaft itself raises.
 
-What a remote method raises arrives as its own type; these are the errors of the runtime.
+What a remote method raises arrives as its own type; these are the errors of the runtime::
 
-DaftError
-├── SerializationError, CyclicGraph, ResourceExhausted, BorrowError, RemoteError
-├── DeadlineExceeded, DeadlockDetected, CallCancelled, KeyFileError, CorruptState, LaunchFailed
-├── Closed               you closed what you use
-│   └── RuntimeClosed, ChannelClosed
-├── NotDelivered         the call never ran
-│   └── Overloaded, InsufficientResources, SpawnFailed, StaleHandle, GroupChanged, NameTaken, NameNotFound,
-│       NotAuthenticated, VersionMismatch, LeaseLost, CoordinatorUnavailable
-├── OutcomeUnknown       it may or may not have run
-│   ├── ActorDied
-│   │   └── RestartLimitReached
-│   └── PeerLost, OwnerDied
-└── ProtocolError
-    └── LocalProtocolError, RemoteProtocolError
+    DaftError
+    ├── SerializationError, CyclicGraph, ResourceExhausted, BorrowError, RemoteError
+    ├── DeadlineExceeded, DeadlockDetected, CallCancelled, KeyFileError, CorruptState, LaunchFailed
+    ├── Closed               you closed what you use
+    │   └── RuntimeClosed, ChannelClosed
+    ├── NotDelivered         the call never ran
+    │   └── Overloaded, InsufficientResources, SpawnFailed, StaleHandle, GroupChanged, NameTaken, NameNotFound,
+    │       NotAuthenticated, VersionMismatch, LeaseLost, CoordinatorUnavailable
+    ├── OutcomeUnknown       it may or may not have run
+    │   ├── ActorDied
+    │   │   └── RestartLimitReached
+    │   └── PeerLost, OwnerDied
+    └── ProtocolError
+        └── LocalProtocolError, RemoteProtocolError
 """
 
 from __future__ import annotations

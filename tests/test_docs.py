@@ -48,6 +48,20 @@ def test_a_page_with_a_program_names_every_exported_name() -> None:
         assert [name for name in module.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
 
+def test_the_reference_has_every_exported_name() -> None:
+    text = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    named = set(re.findall(r":: aiodaft\.([\w.]+)$", text, re.MULTILINE))
+    whole_modules = set(re.findall(r"automodule:: ([\w.]+)$", text, re.MULTILINE))
+    missing = {
+        name
+        for name in aiodaft.__all__
+        if name not in named
+        and getattr(getattr(aiodaft, name), "__module__", f"aiodaft.{name}") not in whole_modules
+        and name != "__version__"
+    }
+    assert missing == set()
+
+
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = {target for _, target in links(ROOT / "README.md")}
     assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} - linked == set()

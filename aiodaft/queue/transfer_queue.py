@@ -207,7 +207,7 @@ async def open_queue(
     Args:
         scope: A runtime or scope: where the actors live.
         consumers: What each consumer wants; a list of fields stands for `Wants(fields)`.
-        capacity: Rows that are not cleared, at most. Further `put`s wait.
+        capacity: Rows that are not cleared, at most. Each further `put` waits.
         storages: How many actors have the values.
 
     Raises:

@@ -17,9 +17,12 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 def main() -> None:
     page = Path(sys.argv[1])
+    text = page.read_text()
     with asyncio.Runner() as runner:
-        for source in BLOCK.findall(page.read_text()):
-            code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for block in BLOCK.finditer(text):
+            # Errors name the lines of the page.
+            source = "\n" * text.count("\n", 0, block.start(1)) + block[1]
+            code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
             result = eval(code, globals())
             if inspect.iscoroutine(result):
                 runner.run(result)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from run_example import run_example
 
+pytestmark = pytest.mark.programs
+
 
 def test_hello_says_hello() -> None:
     assert run_example("hello.py") == "hello, world\n"

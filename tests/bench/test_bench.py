@@ -18,6 +18,8 @@ from aiodaft.bench.floors import Copy, open_echo, run_python
 from aiodaft.bench.results import Bench, Result, as_json, in_turns, table
 from aiodaft.bench.stalls import Watch
 
+pytestmark = pytest.mark.programs
+
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([sys.executable, "-m", "aiodaft.bench", *arguments], capture_output=True, check=False)

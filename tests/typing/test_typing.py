@@ -22,7 +22,7 @@ GOOD, BAD = HERE / "good.py", HERE / "bad.py"
 MYPY_MAY_MISS = {"E04", "E05", "E12"}
 
 # Each checker runs once, and has to read everything then.
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.programs, pytest.mark.timeout(120)]
 
 # file name -> line -> messages
 Findings = dict[str, dict[int, list[str]]]

@@ -36,6 +36,7 @@ from aiodaft.info import NodeInfo, look_at_nodes
 from aiodaft.naming import found, register
 from aiodaft.owned import Owned, handle_of
 from aiodaft.placement import check_labels
+from aiodaft.questions import answers
 from aiodaft.ref import Ref
 from aiodaft.scope import Scope
 from aiodaft.stack import RuntimeStack
@@ -155,6 +156,7 @@ class Runtime(Scope):
             cluster=None if not address else _cluster_at(address, key_file, env),
         )
         controller = Controller(options, machine)
+        controller.answers = answers(controller)
         super().__init__(Owned(controller, _RuntimeErrors(controller, raises=unhandled == "raise")))
 
     # The block.

@@ -20,6 +20,7 @@ from aiodaft._runtime.actors.fence import Fence
 from aiodaft._runtime.actors.hosted_actor import Host, HostedActor, InboundCall, current_call
 from aiodaft._runtime.calls.call import Caller
 from aiodaft._runtime.calls.following import Followers
+from aiodaft._runtime.diagnostics.attach import Visits
 from aiodaft._runtime.diagnostics.deadlock_detector import Deadlocks
 from aiodaft._runtime.diagnostics.process_stack import stack_here
 from aiodaft._runtime.diagnostics.tracing import Tracing
@@ -245,6 +246,13 @@ class Agent(Actor):
     @method(ordered=False)
     async def stack(self) -> ProcessStack:
         return stack_here(self._deadlocks.waits)
+
+    @method(ordered=False)
+    async def visited(self, fork_server: int) -> None:
+        """A command wants to ask something; the node that this program is attached to tells it."""
+        visits = self._host.process.find(Visits)
+        if visits is not None:
+            visits.begin(fork_server)
 
     # Traces.
 

@@ -14,12 +14,12 @@ import warnings
 import weakref
 from collections.abc import Coroutine, Mapping
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from aiodaft._protocol.coordination.records import Member
 from aiodaft._protocol.ids import COORDINATOR, PeerId
 from aiodaft._runtime.coordination.coordinator import Coordinator
-from aiodaft._runtime.diagnostics.attach import answer
+from aiodaft._runtime.diagnostics.attach import Answers, Visits
 from aiodaft._runtime.node.local_node import LocalNode, Machine
 from aiodaft._runtime.node.node_agent import NodeOptions
 from aiodaft._runtime.owning import Owner
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from aiodaft._runtime.node.attachment import Attachment, Cluster
 
 T = TypeVar("T")
-
-# Seconds that a process gets to answer `aiodaft stack`.
-_STACK_PATIENCE: Final = 1.0
 
 
 class Stage(Enum):
@@ -70,6 +67,8 @@ class Controller(Owner):
         super().__init__()
         self.options = options
         self._machine = machine
+        # What commands in other terminals may ask.
+        self.answers: Answers = {}
         self._cluster: Cluster | None = None
         self._stage = Stage.NEW
         self._why_closed = "the runtime is not open yet"
@@ -122,10 +121,12 @@ class Controller(Owner):
         process = peer.process
         self._loop = process.loop
         self._own(peer, root)
+        visits = Visits(process, self.answers)
+        process.provide(Visits, visits)
         if cluster is None:
             self.nodes.add(Member("", process.id, "", options.labels))
             site = self.site = LocalNode(peer, self.nodes, self.contact, self._machine, options.node)
-            site.launcher.on_stack_request = self._show_stacks
+            site.launcher.on_visit = visits.begin
             site.owners.here = self.directory
             peer.add_actor(COORDINATOR, "coordinator", Coordinator())
         else:
@@ -225,13 +226,6 @@ class Controller(Owner):
             coro.close()
             raise RuntimeClosed(self._why_closed)
         return self.process.tasks.start(coro, name=name)
-
-    def _show_stacks(self, fork_server: int) -> None:
-        async def text() -> str:
-            return str(await self.stack(_STACK_PATIENCE))
-
-        if self._stage is Stage.OPEN:
-            self.process.tasks.create_task(answer(fork_server, text), name="show the stacks")
 
 
 def _warn_left_open() -> None:

@@ -14,7 +14,8 @@ from aiodaft import __version__
 _MODULES: Final = {
     "run": ".run",
     "ps": ".cluster",
-    "stack": ".stack",
+    "stack": ".running.stack",
+    "trace": ".running.trace",
     "doctor": ".doctor",
     "bench": ".bench",
     "key": ".key",

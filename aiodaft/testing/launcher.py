@@ -102,7 +102,7 @@ class SimulatedLauncher:
         # What runs in all started workers, also in ended ones.
         self.mains: list[SimulatedMain] = []
         self.on_ended: Callable[[Any, Ending], object] = lambda worker, ending: None
-        self.on_stack_request: Callable[[int], object] = lambda pid: None
+        self.on_visit: Callable[[int], object] = lambda pid: None
 
     async def spawn(
         self, settings: WorkerSettings, inherited: WorkerEnvironment, environment: dict[str, str], label: str

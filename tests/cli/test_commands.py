@@ -49,7 +49,7 @@ def test_the_errors_of_a_command_are_on_standard_error_and_its_status_is_1() -> 
         assert ended.stderr == "aiodaft: say where a node of the cluster listens, such as tcp://10.0.0.1:7777\n"
     ended = ran("stack", "--pid", "1")
     assert (ended.exit_code, ended.stdout) == (1, "")
-    assert "there is no aiodaft runtime with actors in process 1" in ended.stderr
+    assert "there is no aiodaft program with actors in process 1" in ended.stderr
 
 
 @pytest.mark.parametrize(

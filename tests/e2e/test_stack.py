@@ -16,7 +16,7 @@ from inside import errors_kept_by, peer_of
 from leaks import descendants, is_alive
 
 import aiodaft
-from aiodaft._runtime.diagnostics.attach import address
+from aiodaft._runtime.platform.meeting_place import address
 from aiodaft.actor import target_of
 from aiodaft.stack import CallStack, ProcessStack
 
@@ -181,4 +181,4 @@ def test_the_command_asks_a_running_controller_and_nothing_is_left_after_a_kill(
     assert list(tmp_path.iterdir()) == []
     found = ask(controller.pid)
     assert found.returncode == 1
-    assert "there is no aiodaft runtime" in found.stderr
+    assert "there is no aiodaft program" in found.stderr

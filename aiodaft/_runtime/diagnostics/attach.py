@@ -1,47 +1,134 @@
-"""How `aiodaft stack` reaches a running controller, in which nothing listens.
+"""How commands in other terminals ask a running program, in which nothing listens.
 
-The command listens on an abstract socket that is named after the fork server, and sends the fork server a signal. The
-fork server tells the controller, which connects and writes the stacks. Both ends check the other's user (SO_PEERCRED).
-There is no file, so none is left if a process is killed.
+A command listens on an abstract socket that is named after a fork server, and sends the fork server a signal. The fork
+server tells its node, and that the programs that are attached to it. Each of them connects to the command, says who it
+is, and answers questions until the command ends. Both ends check the other's user (SO_PEERCRED). There is no file, so
+none is left if a process is killed.
+
+Messages are lines of JSON: a `Greeting`; then, for each question `[name, arguments]`, any number of `["item", value]`,
+and `["end", null]` or `["failed", "why"]`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-import signal
 import socket
-import struct
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from typing import Any, Final
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
+from typing import Any, Final, NamedTuple, TypeAlias
 
+from aiodaft._protocol.connections.versions import __version__
+from aiodaft._runtime.platform.meeting_place import address, other_end
 from aiodaft._runtime.platform.tasks import logger
+from aiodaft._runtime.process import Process
 
-# A signal that programs do not use, unlike SIGUSR1.
-STACK_SIGNAL: Final = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
-_CREDENTIALS: Final = struct.Struct("3i")
+ITEM: Final = "item"
+END: Final = "end"
+FAILED: Final = "failed"
+_ROOT: Final = 0
+_READ_SIZE: Final = 64 << 10
 
-
-def address(fork_server: int) -> str:
-    """The address on which the command listens for a fork server's controller."""
-    return f"\0aiodaft-stack-{fork_server}"
-
-
-def is_trusted(connection: socket.socket) -> bool:
-    """Whether the other end belongs to this user or to root, or this process is root."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(raw)
-    return uid in (os.geteuid(), 0) or os.geteuid() == 0
+# By the names of the questions; the values that they yield are JSON.
+Answers: TypeAlias = Mapping[str, Callable[..., AsyncGenerator[Any, None]]]
 
 
-async def answer(fork_server: int, text: Callable[[], Coroutine[Any, Any, str]]) -> None:
-    """Connect to the command, and write the text if the command's user may read it."""
-    loop = asyncio.get_running_loop()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, suppress(OSError):
-        connection.setblocking(False)
-        await loop.sock_connect(connection, address(fork_server))
-        if not is_trusted(connection):
-            logger.warning("the process of another user asked for the stacks of this one: refused")
-            return
-        await loop.sock_sendall(connection, (await text()).encode("utf-8", "backslashreplace"))
+class Greeting(NamedTuple):
+    """What a process says first to a command.
+
+    Attributes:
+        id: Its id among its peers.
+        node: The process that the fork server has told; another one if this is a program that is attached to it.
+        release: Its release of aiodaft.
+        listens: Where it listens, if it is a node of a cluster; "" for a program.
+        attached: The number of programs that a node has told to greet the command, too.
+    """
+
+    id: str
+    node: str
+    release: str = __version__
+    listens: str = ""
+    attached: int = 0
+
+
+def encoded(message: object) -> bytes:
+    """A message as it is sent."""
+    return json.dumps(message).encode() + b"\n"
+
+
+class Messages:
+    """The messages that come over a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._parts: list[bytes] = []
+        self._whole: deque[bytes] = deque()
+
+    async def receive(self) -> Any:
+        """The next one; None if the other end is gone. Cancellation: nothing is lost."""
+        loop = asyncio.get_running_loop()
+        while not self._whole:
+            try:
+                data = await loop.sock_recv(self._connection, _READ_SIZE)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self._parts.append(data)
+            if b"\n" in data:
+                *whole, begun = b"".join(self._parts).split(b"\n")
+                self._whole.extend(whole)
+                self._parts = [begun]
+        return json.loads(self._whole.popleft())
+
+
+class Visits:
+    """Answers commands on this machine."""
+
+    def __init__(self, process: Process, answers: Answers) -> None:
+        self._process = process
+        self._answers = answers
+
+    def begin(self, fork_server: int, greeting: Greeting | None = None) -> None:
+        """Connect to the command that has sent a fork server the signal, and answer it until it ends."""
+        if self._process.closed is None:
+            visiting = self._visit(fork_server, greeting or Greeting(self._process.id, self._process.options.agent))
+            self._process.create_task(visiting, name="answer a command")
+
+    async def _visit(self, fork_server: int, greeting: Greeting) -> None:
+        loop = self._process.loop
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, suppress(OSError):
+            connection.setblocking(False)
+            await loop.sock_connect(connection, address(fork_server))
+            command = other_end(connection)
+            if command.uid not in {os.geteuid(), _ROOT}:
+                logger.warning("a process of the user %d asked what this program does: refused", command.uid)
+                return
+            await loop.sock_sendall(connection, encoded(greeting._asdict()))
+            messages, answering = Messages(connection), None
+            async with asyncio.TaskGroup() as group:
+                # A command asks the next question when it has the answer to the last one.
+                while (question := await messages.receive()) is not None:
+                    answering = group.create_task(self._answer(connection, *question), name="answer a question")
+                if answering is not None:
+                    # The command is gone.
+                    answering.cancel()
+
+    async def _answer(self, connection: socket.socket, name: str, arguments: Mapping[str, Any]) -> None:
+        async def send(kind: str, value: object) -> None:
+            # If the command is gone, the end of its questions tells.
+            with suppress(ConnectionError):
+                await self._process.loop.sock_sendall(connection, encoded((kind, value)))
+
+        try:
+            if name not in self._answers:
+                raise ValueError(f"it runs aiodaft {__version__}, which has no answer to {name!r}")
+            async with aclosing(self._answers[name](**arguments)) as items:
+                async for item in items:
+                    await send(ITEM, item)
+        except Exception as error:  # noqa: BLE001 - the command shows it
+            await send(FAILED, str(error) or type(error).__name__)
+        else:
+            await send(END, None)

@@ -23,7 +23,6 @@ from contextlib import suppress
 from typing import Final
 
 from aiodaft._protocol.ids import PeerId
-from aiodaft._runtime.diagnostics.attach import STACK_SIGNAL
 from aiodaft._runtime.node.environment import change_environment
 from aiodaft._runtime.node.orders import (
     Exited,
@@ -33,7 +32,7 @@ from aiodaft._runtime.node.orders import (
     Message,
     Spawn,
     Spawned,
-    StackRequested,
+    Visited,
     packed,
     unpacked,
 )
@@ -49,6 +48,7 @@ from aiodaft._runtime.platform.linux import (
     session_of,
     visible_pid,
 )
+from aiodaft._runtime.platform.meeting_place import VISIT
 from aiodaft_transport.folders import remove, sweep
 
 _MAX_MESSAGE: Final = 1 << 20
@@ -82,7 +82,7 @@ class ForkServer:
         self._wakeup.setblocking(False)
         self._wakeup_end.setblocking(False)
         # SIGTERM is for the node, with which this process ends.
-        for number in (signal.SIGCHLD, signal.SIGTERM, STACK_SIGNAL):
+        for number in (signal.SIGCHLD, signal.SIGTERM, VISIT):
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGCONT, lambda *_: self._continued())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -99,7 +99,7 @@ class ForkServer:
     def _let_go(self) -> None:
         """Close the fork server's descriptors and signal handlers: in a new worker, or at the end."""
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGCONT, STACK_SIGNAL):
+        for number in (signal.SIGCHLD, signal.SIGCONT, VISIT):
             signal.signal(number, signal.SIG_DFL)
         self._selector.close()
         for end in (self._node, self._wakeup, self._wakeup_end):
@@ -133,8 +133,8 @@ class ForkServer:
             numbers = b""
             with suppress(BlockingIOError):
                 numbers = self._wakeup.recv(4096)
-            if STACK_SIGNAL in numbers:
-                self._send(StackRequested(int(os.readlink("/proc/self"))))
+            if VISIT in numbers:
+                self._send(Visited(int(os.readlink("/proc/self"))))
             self._report_ended()
         return self._node not in ready or self._take_order()
 

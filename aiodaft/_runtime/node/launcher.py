@@ -26,7 +26,7 @@ from aiodaft._runtime.node.orders import (
     Kill,
     Spawn,
     Spawned,
-    StackRequested,
+    Visited,
     packed,
     unpacked,
 )
@@ -88,8 +88,8 @@ class WorkerLauncher:
         self.on_ended: Callable[[Worker, Ending], object] = lambda worker, ending: None
         # Called with the reason when there is no fork server any more, and so never a worker again.
         self.on_server_lost: Callable[[str], object] = lambda why: None
-        # Called when `aiodaft stack` asks for the stacks, with the pid of the fork server outside its PID namespace.
-        self.on_stack_request: Callable[[int], object] = lambda pid: None
+        # Called when a command wants to ask something, with the pid of the fork server outside its PID namespace.
+        self.on_visit: Callable[[int], object] = lambda pid: None
 
     @property
     def pid(self) -> int | None:
@@ -354,8 +354,8 @@ class WorkerLauncher:
         message = unpacked(data)
         self._watch.importing = message.module if isinstance(message, Importing) else ""
         self._heard = self._heard or not isinstance(message, Importing)
-        if isinstance(message, StackRequested):
-            self.on_stack_request(message.pid)
+        if isinstance(message, Visited):
+            self.on_visit(message.pid)
         elif isinstance(message, Spawned | Failed | Exited) and (worker := self.workers.get(message.worker)):
             self._reported(worker, message)
         self._watch.heard(more=self._is_awaited())

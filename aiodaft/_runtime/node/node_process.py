@@ -10,10 +10,11 @@ from typing import Final, NamedTuple, cast
 from aiodaft._protocol.connections.address import parse_address
 from aiodaft._protocol.coordination.records import Kind, Member, check_node_name
 from aiodaft._protocol.coordination.watch import View
-from aiodaft._protocol.ids import COORDINATOR, SUPERVISOR, PeerId, node_of
+from aiodaft._protocol.ids import COORDINATOR, SUPERVISOR, PeerId, is_attached, node_of
 from aiodaft._protocol.node.silence import period_of
 from aiodaft._runtime.connections.far import FarConnections, Network, who_listens
 from aiodaft._runtime.coordination.coordinator import Coordinator
+from aiodaft._runtime.diagnostics.attach import Greeting, Visits
 from aiodaft._runtime.node.contact import CoordinatorContact
 from aiodaft._runtime.node.fencing import Fencing
 from aiodaft._runtime.node.local_node import LocalNode, Machine
@@ -99,11 +100,12 @@ class NodeProcess:
         far.on_silent = lambda node: self._local.node_gone(node_of(node))
         self._local.agent.on_end = self.end
         self._local.launcher.on_server_lost = self._server_lost
+        self._local.launcher.on_visit = self._visited
         opened(peer.process, peer.stay_behind)
         peer.on_forked = self._local.stay_behind
         port = NodePort(peer, far, self._local.launcher)
         self._door = network.door(peer.process.tasks, port.control_came, port.data_came)
-        address = str(await self._door.open(parse_address(options.listen, to_listen=True)))
+        address = self._address = str(await self._door.open(parse_address(options.listen, to_listen=True)))
         member = Member(options.name, local, address, options.labels, self._machine.resources.stock().totals)
         nodes.add(member)
         tasks = peer.process.tasks
@@ -151,6 +153,17 @@ class NodeProcess:
         if not self._over.is_set():
             self.problem = f"its fork server is gone: {why}"
             self.end()
+
+    def _visited(self, fork_server: int) -> None:
+        """A command wants to ask the programs that are attached to this node."""
+        peer = self._peer
+        programs = [remote for remote, there in peer.connections.items() if there.is_up and is_attached(remote)]
+        programs = [program for program in programs if node_of(program) == self._options.name]
+        for program in programs:
+            peer.agent_of(program).visited.tell(fork_server)
+        own = peer.process.id
+        greeting = Greeting(own, own, listens=self._address, attached=len(programs))
+        Visits(peer.process, {}).begin(fork_server, greeting)
 
     def _ousted(self, why: DaftError) -> None:
         self.problem = f"another node has taken its place: {why}"

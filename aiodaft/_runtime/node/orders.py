@@ -60,15 +60,15 @@ class Importing(NamedTuple):
     module: str
 
 
-class StackRequested(NamedTuple):
-    """`aiodaft stack` asks for the stacks; has the pid of the fork server outside of its PID namespace."""
+class Visited(NamedTuple):
+    """A command wants to ask something; has the pid of the fork server outside of its PID namespace."""
 
     pid: int
 
 
-Message: TypeAlias = Spawn | Kill | Spawned | Failed | Exited | Importing | StackRequested
+Message: TypeAlias = Spawn | Kill | Spawned | Failed | Exited | Importing | Visited
 
-_KINDS: Final[tuple[type[Message], ...]] = (Spawn, Kill, Spawned, Failed, Exited, Importing, StackRequested)
+_KINDS: Final[tuple[type[Message], ...]] = (Spawn, Kill, Spawned, Failed, Exited, Importing, Visited)
 
 
 def packed(message: Message) -> bytes:

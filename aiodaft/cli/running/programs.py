@@ -1,0 +1,274 @@
+"""Finds the running programs of this machine, and asks them; see `_runtime/diagnostics/attach.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import pwd
+import shlex
+import socket
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
+from typing import Any, Final, NamedTuple, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from aiodaft._runtime.diagnostics.attach import END, FAILED, ITEM, Messages, encoded
+from aiodaft._runtime.platform.meeting_place import VISIT, address, other_end
+from aiodaft.cli.output import Failed
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Seconds until a program connects: its event loop may be busy.
+_PATIENCE: Final = 5.0
+# The same for a program that is attached to a node which has connected.
+_ATTACHED_PATIENCE: Final = 2.0
+# Seconds until the place is tried again at which another command meets the same program.
+_PAUSE: Final = 0.05
+_BACKLOG: Final = 64
+_FORK_SERVER: Final = b"aiodaft._runtime.node.forkserver"
+_ROOT: Final = 0
+_SHOWN: Final = 100
+
+
+class ProgramEnded(Failed):
+    """The program has ended while it was asked."""
+
+
+class Program:
+    """A running program, which answers this command.
+
+    Attributes:
+        pid: Its process.
+        id: The id of its runtime.
+        listens: Where it listens, if this is no program but a node of a cluster; "" otherwise.
+        leads_to: The number of processes that its fork server leads to; 0 if that is the one of a node.
+    """
+
+    def __init__(self, connection: socket.socket, messages: Messages, greeting: dict[str, Any]) -> None:
+        self._connection = connection
+        self._messages = messages
+        self.pid = other_end(connection).pid
+        self.id: str = greeting["id"]
+        self.listens: str = greeting["listens"]
+        self.leads_to: int = 1 + greeting["attached"] if greeting["id"] == greeting["node"] else 0
+
+    async def ask(self, question: str, **arguments: Any) -> AsyncGenerator[Any, None]:
+        """The items of its answer.
+
+        Raises:
+            ProgramEnded: It has ended.
+            Failed: It has no answer; the message says why.
+        """
+        with suppress(ConnectionError):
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(self._connection, encoded((question, arguments)))
+        while (message := await self._messages.receive()) is not None:
+            kind, value = message
+            if kind == ITEM:
+                yield value
+            elif kind == FAILED:
+                raise Failed(f"the program (pid {self.pid}) has no answer: {value}")
+            elif kind == END:
+                return
+        raise ProgramEnded(f"the program (pid {self.pid}) has ended")
+
+    async def answer(self, question: str, **arguments: Any) -> Any:
+        """Its answer to a question that has one item. Raises as `ask` does."""
+        async with aclosing(self.ask(question, **arguments)) as items:
+            (item,) = [item async for item in items]
+            return item
+
+
+class Found(NamedTuple):
+    """What was found on this machine.
+
+    Attributes:
+        programs: The programs that answer.
+        nodes: Where nodes of clusters listen.
+        problems: What is to be said of programs that do not answer.
+    """
+
+    programs: Sequence[Program]
+    nodes: Sequence[str]
+    problems: Sequence[str]
+
+
+@asynccontextmanager
+async def programs(wanted: str | None) -> AsyncGenerator[Found, None]:
+    """The programs that this user may ask, for the time of the block.
+
+    Args:
+        wanted: The pid of a program, or the id of one of its runtimes; None for all.
+
+    Raises:
+        Failed: The process belongs to another user.
+    """
+    servers = _fork_servers()
+    leading = [server for server in servers if wanted is not None and wanted in map(str, server.parents)]
+    for server in leading:
+        if not server.may_be_asked:
+            users = " or ".join(dict.fromkeys([pwd.getpwuid(server.uid).pw_name, "root"]))
+            raise Failed(f"process {wanted} belongs to another user: only {users} may ask it")
+    # A program that is attached to a cluster has no fork server: that of its node leads to it. So may any.
+    searching = wanted is not None and not leading
+    if not leading and not (wanted is not None and wanted.isdecimal() and not _status(int(wanted))):
+        leading = [server for server in servers if server.may_be_asked]
+    problems: list[str] = []
+    patience = _ATTACHED_PATIENCE if searching else _PATIENCE
+    with ExitStack() as opened:
+        visits = await asyncio.gather(*(_visit(server, opened, patience, problems) for server in leading))
+        answering = [program for visited in visits for program in visited]
+        nodes = [one.listens for one in answering if one.listens]
+        chosen = [one for one in answering if not one.listens and wanted in {None, str(one.pid), one.id}]
+        yield Found(chosen, nodes, [] if searching else problems)
+
+
+@asynccontextmanager
+async def one_program(wanted: str | None) -> AsyncGenerator[Program, None]:
+    """The program that is wanted, or the only one that this user may ask, for the time of the block.
+
+    Raises:
+        Failed: There is none, or there are several, which the message lists.
+    """
+    async with programs(wanted) as found:
+        check_some(found, wanted)
+        if len(found.programs) + len(found.problems) > 1:
+            pids = Counter(program.pid for program in found.programs)
+            listed = [
+                f"  --pid {program.pid if pids[program.pid] == 1 else program.id}  {command_of(program.pid)}"
+                for program in found.programs
+            ]
+            raise Failed("\n".join(["there are several programs, say which one:", *listed, *found.problems]))
+        yield found.programs[0]
+
+
+def check_some(found: Found, wanted: str | None) -> None:
+    """Raise Failed if there is no program; the message says what there is."""
+    if found.programs:
+        return
+    where = "on this machine" if wanted is None else f"in process {wanted}"
+    there_is = [f"there is no aiodaft program with actors {where}"]
+    there_is += [f"a node of a cluster listens at {listens}: see `aiodaft ps {listens}`" for listens in found.nodes]
+    raise Failed("\n".join(found.problems or there_is))
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process, as far as a line has room for it."""
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        words = file.read().decode(errors="replace").rstrip("\0").split("\0")
+        return shlex.join(words)[:_SHOWN]
+    return ""
+
+
+def pid_option(command: F) -> F:
+    """Give a command the option that says which program it asks; it gets that as `pid`."""
+    option: Callable[[F], F] = click.option(
+        "--pid",
+        metavar="PID",
+        shell_complete=_complete_pid,
+        help="The program, or the id of one of its runtimes.  [default: the only one of this user]",
+    )
+    return option(command)
+
+
+def _complete_pid(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    pids = {server.parents[0] for server in _fork_servers() if server.may_be_asked}
+    return [CompletionItem(str(pid), help=command_of(pid)) for pid in sorted(pids) if str(pid).startswith(incomplete)]
+
+
+# The way to a program.
+
+
+class _Server(NamedTuple):
+    """A fork server: its process, its user, and its parent and that one's parent.
+
+    With `isolation`, one process is between the fork server and its program.
+    """
+
+    pid: int
+    uid: int
+    parents: tuple[int, ...]
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Whether this user may ask programs of that one."""
+        return os.geteuid() in {self.uid, _ROOT}
+
+
+async def _visit(server: _Server, opened: ExitStack, patience: float, problems: list[str]) -> list[Program]:
+    """Have the node behind a fork server, and the programs that are attached to it, connect to this command."""
+    found: list[Program] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.setblocking(False)
+        try:
+            async with asyncio.timeout(patience) as timeout:
+                await _listen(listener, server.pid)
+                os.kill(server.pid, VISIT)
+                expected = 0
+                while not expected or len(found) < expected:
+                    program = await _accepted(listener, server, opened)
+                    found.append(program)
+                    if program.leads_to:
+                        expected = program.leads_to
+                        timeout.reschedule(asyncio.get_running_loop().time() + _ATTACHED_PATIENCE)
+        except ProcessLookupError:
+            pass
+        except TimeoutError:
+            pid = server.parents[0]
+            why = "it is stopped" if _status(pid).get("State", "")[:1] == "T" else "its event loop is busy"
+            if not found:
+                problems.append(f"the program (pid {pid}) does not answer in {patience:g} s: {why}")
+    return found
+
+
+async def _listen(listener: socket.socket, server: int) -> None:
+    while True:
+        try:
+            listener.bind(address(server))
+            break
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        # Another command is there, which leaves when the program has connected.
+        await asyncio.sleep(_PAUSE)
+    listener.listen(_BACKLOG)
+
+
+async def _accepted(listener: socket.socket, server: _Server, opened: ExitStack) -> Program:
+    """The next process that connects."""
+    loop = asyncio.get_running_loop()
+    while True:
+        connection, _ = await loop.sock_accept(listener)
+        opened.enter_context(connection)
+        messages = Messages(connection)
+        if (
+            other_end(connection).uid in {server.uid, os.geteuid()}
+            and (greeting := await messages.receive()) is not None
+        ):
+            return Program(connection, messages, greeting)
+
+
+def _fork_servers() -> list[_Server]:
+    found: list[_Server] = []
+    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with suppress(OSError, KeyError):
+            status = _status(pid)
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                command = file.read()
+            # Forked workers have the same command line. The signal ends a process that does not catch it.
+            if _FORK_SERVER in command and int(status["SigCgt"], 16) >> (VISIT - 1) & 1:
+                parent = int(status["PPid"])
+                parents = parent, int(_status(parent).get("PPid", 0))
+                found.append(_Server(pid, int(status["Uid"].split()[1]), parents))
+    return found
+
+
+def _status(pid: int) -> dict[str, str]:
+    """What the kernel says of a process; nothing if it is gone."""
+    with suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+        return {key: value.strip() for key, _, value in (line.partition(":") for line in file)}
+    return {}

@@ -1,0 +1,43 @@
+"""`aiodaft trace`: records what a running program does, for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from aiodaft.cli.options import seconds
+from aiodaft.cli.output import Output, json_option
+from aiodaft.program import run
+
+from .programs import one_program, pid_option
+
+
+@click.command()
+@click.option(
+    "-o", "--output", "path", type=click.Path(dir_okay=False), default="trace.json", show_default=True, help="The file."
+)
+@click.option("--seconds", "length", type=seconds(), default=5.0, show_default=True, metavar="SECONDS")
+@click.option(
+    "--limit", type=click.IntRange(1), default=100_000, show_default=True, help="Events that a process keeps."
+)
+@pid_option
+@json_option
+def trace(path: str, length: float, limit: int, pid: str | None, as_json: bool) -> None:
+    """Record what a program does, for ui.perfetto.dev.
+
+    The program writes the file. If this command is ended, the file has what was recorded until then.
+    """
+    run(_record(os.path.abspath(path), length, limit, pid, Output(as_json=as_json)))
+
+
+async def _record(path: str, length: float, limit: int, pid: str | None, output: Output) -> None:
+    async with one_program(pid) as program:
+        output.line(f"recording pid {program.pid} for {length:g} s ...")
+        found = output.document = await program.answer("trace", path=path, seconds=length, limit=limit)
+    output.line(f"{found['path']}: drop it on https://ui.perfetto.dev")
+    for actor, why in found["left_out"].items():
+        output.line(f"it lacks the events of {actor}: {why}")
+    for actor, count in found["dropped"].items():
+        output.line(f"it lacks the last {count:,} events of {actor}: raise --limit")
+    output.end()

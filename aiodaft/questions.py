@@ -1,0 +1,42 @@
+"""What a running program answers to commands in other terminals: `aiodaft stack`, `aiodaft trace` and others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Final
+
+from aiodaft._protocol.ids import PeerId
+from aiodaft._runtime.diagnostics.attach import Answers
+from aiodaft._runtime.owning import Owner
+from aiodaft.tracing import Trace
+
+__all__ = ["answers"]
+
+# Seconds that a process gets to answer the program.
+_PATIENCE: Final = 1.0
+# The same, for what it has recorded.
+_TRACE_PATIENCE: Final = 5.0
+
+
+def answers(owner: Owner) -> Answers:
+    """The answers of one runtime, by the names of the questions."""
+    return {"stack": partial(_stack, owner), "trace": partial(_trace, owner), "kill": partial(_kill, owner)}
+
+
+async def _stack(owner: Owner, *, as_json: bool) -> AsyncGenerator[Any, None]:
+    stack = await owner.stack(_PATIENCE)
+    yield asdict(stack) if as_json else str(stack)
+
+
+async def _trace(owner: Owner, path: str, seconds: float, limit: int) -> AsyncGenerator[Any, None]:
+    async with Trace(owner, path, limit, _TRACE_PATIENCE) as trace:
+        await asyncio.sleep(seconds)
+    yield {"path": trace.path, "left_out": trace.left_out, "dropped": trace.dropped}
+
+
+async def _kill(owner: Owner, process: str) -> AsyncGenerator[Any, None]:
+    await owner.nodes.kill(PeerId(process), "killed by `aiodaft kill`")
+    yield None

@@ -165,7 +165,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     gc.collect()
     left = Snapshot.take().new_since(before)
-    if not {"module_rt", "log_only"}.isdisjoint(request.fixturenames):
+    if not {"module_rt", "log_only", "shared"}.isdisjoint(request.fixturenames):
         # A runtime that goes on keeps its pools; it is looked at when it ends.
         left = {name: found for name, found in left.items() if name == "processes"}
     assert left == {}
